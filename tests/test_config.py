@@ -1,0 +1,235 @@
+"""The user's configuration is read as vLLM reads it, or refused with file and key."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tuner.config import (
+    ServeConfig,
+    has_secrets,
+    is_secret,
+    limits,
+    parse_engine_args,
+    read_config,
+    redacted,
+    shown_argument,
+    to_argv,
+)
+from tuner.errors import UsageError
+from tuner.spelling import FLAGS_WITHOUT_NO, INTEGER_KEYS
+
+SCALARS = st.one_of(
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(codec="ascii", min_codepoint=32), min_size=1),
+)
+
+
+def written(tmp_path: Path, text: str, name: str = "current.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None:
+    path = written(tmp_path, "port: 8000\nmodel: m\nmax_num_seqs: 64\nkv-x.inner_key: 1\n")
+    assert list(read_config(path).values) == ["port", "model", "max-num-seqs", "kv-x.inner_key"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "got nothing"),
+        ("- a\n", "got a list"),
+        ("a: [\n", "line 2"),
+        ("port: 1\nport: 2\n", "port stands twice"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2\n", "max-num-seqs stands there twice"),
+        (
+            "enforce-eager: true\nno-enforce-eager: true\n",
+            "no-enforce-eager stands there twice",
+        ),
+        ("max-num-seqs: 32.0\n", "max-num-seqs must be a whole number, got 32.0"),
+        ("model:\n", "model must have a value, got null"),
+        ("middleware: [a, null]\n", "middleware must have a value, got null"),
+        ("1: 2\n", "a key must be text, got 1"),
+        ("x: {since: 2026-01-01}\n", "x cannot be written as JSON"),
+        ("x: &x [*x]\n", "x cannot be written as JSON"),
+        ("x: 2026-13-45\n", "is not YAML"),
+        ("x: " + "[" * 5000, "is not YAML"),
+    ],
+)
+def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        read_config(path)
+    assert str(path) in caught.value.message
+    assert told in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_key_that_overrides_a_merged_one_is_no_double(tmp_path: Path) -> None:
+    path = written(tmp_path, "x: &x {a: 1}\ny:\n  <<: *x\n  a: 2\n")
+    assert read_config(path).values["y"] == {"a": 2}
+
+
+def test_a_file_under_another_extension_or_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"must end in \.yaml or \.yml, got \.json"):
+        read_config(written(tmp_path, "{}", "current.json"))
+    with pytest.raises(UsageError, match="does not exist"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        read_config(tmp_path / "folder.yaml")
+
+
+def test_an_error_in_the_file_does_not_show_the_secret_beside_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "hf-token: hf_s3cret: x\n")
+    with pytest.raises(UsageError) as caught:
+        read_config(path)
+    assert "hf_s3cret" not in caught.value.message + caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("a=1", 1),
+        ("a=-0.5", -0.5),
+        ("a=true", True),
+        ("a=False", False),
+        ("a=on", "on"),
+        ("a=0123", "0123"),
+        ("a=8k", "8k"),
+        ("a=12:30", "12:30"),
+        ("a=b=c: d # e", "b=c: d # e"),
+        ('a={"b": [1, null]}', {"b": [1, None]}),
+        ("a=[x, y]", ["x", "y"]),
+        ("a='true'", "true"),
+    ],
+)
+def test_an_engine_argument_is_read_as_json_or_else_as_plain_text(
+    argument: str, value: object
+) -> None:
+    read = parse_engine_args([argument])["a"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["a"], ["=1"], ["a="], ["a=null"], ["a={"], ["a b=1"], ["a-b=1", "a_b=2"], ["seed=1.5"]],
+)
+def test_an_engine_argument_of_another_form_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match="--engine-arg"):
+        parse_engine_args(arguments)
+
+
+def test_an_override_takes_the_place_of_its_key_and_drops_its_opposite() -> None:
+    config = ServeConfig({"model": "m", "port": 1, "no-enforce-eager": True})
+    merged = config.merged({"enforce_eager": True, "port": 2})
+    assert list(merged.values.items()) == [("model", "m"), ("port", 2), ("enforce-eager", True)]
+    assert config.values["port"] == 1
+    assert merged.without(["enforce_eager", "port"]).values == {"model": "m"}
+
+
+def test_limits_are_whole_numbers_of_at_least_one_or_absent() -> None:
+    assert limits({}) == (None, None)
+    assert limits({"max_num_seqs": 8, "max-num-batched-tokens": "2.5k"}) == (8, 2500)
+    for wrong in (0, -1, True, 8.0, "8.0", "many", [8]):
+        with pytest.raises(UsageError, match="max-num-seqs must be a whole number"):
+            limits({"max-num-seqs": wrong})
+
+
+def test_secrets_are_told_from_keys_that_only_sound_like_them() -> None:
+    secret = ["api-key", "hf_token", "ssl-keyfile-password", "client_secret", "accessToken"]
+    secret += ["x.aws_secret_access_key", "Authorization", "passwd-file", "auth-credentials"]
+    plain = ["max-num-batched-tokens", "tokenizer", "tokenizer-mode", "ssl-keyfile", "model"]
+    plain += ["long-prefill-token-threshold", "return-tokens-as-token-ids", "allow-credentials"]
+    assert [key for key in secret if not is_secret(key)] == []
+    assert [key for key in plain if is_secret(key)] == []
+
+
+def test_no_secret_survives_redaction_wherever_it_stands() -> None:
+    values: dict[str, object] = {
+        "api-key": ["s3cret"],
+        "model-loader-extra-config": {"deep": [{"hf_token": "s3cret"}]},
+        "additional-config": json.dumps({"password": "s3cret", "kept": 1}),
+        "otlp-traces-endpoint": "http://me:s3cret@host:4317",
+        "model": "m",
+        "max-num-seqs": 4,
+    }
+    shown = redacted(values)
+    assert "s3cret" not in repr(shown)
+    assert (shown["model"], shown["max-num-seqs"]) == ("m", 4)
+    assert "kept" in str(shown["additional-config"])
+    assert [key for key in values if not has_secrets({key: values[key]})] == [
+        "model",
+        "max-num-seqs",
+    ]
+    assert "s3cret" not in shown_argument("api_key=s3cret")
+
+
+def vllm_parser() -> Any:  # noqa: ANN401 - vLLM's parser has no types of its own
+    """Return the parser of vLLM's API server, which has moved once."""
+    flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    for place in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        if importlib.util.find_spec(place):
+            return importlib.import_module(place).make_arg_parser(flexible())
+    pytest.fail("vLLM has moved make_arg_parser again")
+
+
+@pytest.mark.engine
+def test_vllm_itself_agrees_on_the_words_of_a_configuration(tmp_path: Path) -> None:
+    parser = vllm_parser()
+    names = sorted(
+        o[2:] for action in parser._actions for o in action.option_strings if o[:2] == "--"
+    )
+    switches = [name for name in names if f"no-{name}" in names]
+    others = [name for name in names if name not in switches and not name.startswith("no-")]
+    valued = st.one_of(
+        SCALARS,
+        st.lists(SCALARS, max_size=3),
+        st.dictionaries(st.text("ab_", min_size=1), SCALARS),
+    )
+
+    @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @given(
+        st.dictionaries(st.sampled_from(switches), st.booleans()),
+        st.dictionaries(st.sampled_from([n for n in others if n not in INTEGER_KEYS]), valued),
+        st.dictionaries(st.sampled_from(sorted(FLAGS_WITHOUT_NO & {*names})), st.booleans()),
+    )
+    def agree(
+        switched: dict[str, bool], given_: dict[str, object], flags: dict[str, bool]
+    ) -> None:
+        path = written(tmp_path, yaml.safe_dump(switched | given_ | flags, sort_keys=False))
+        assert to_argv(read_config(path).values) == parser.load_config_file(str(path))
+
+    agree()
+
+
+@pytest.mark.engine
+def test_the_flags_and_integers_we_list_are_those_of_the_installed_vllm() -> None:
+    actions = vllm_parser()._actions
+    names = {
+        o[2:]: action for action in actions for o in action.option_strings if o[:2] == "--"
+    }
+    only_on = {
+        n for n, a in names.items() if a.nargs == 0 and n != "help" and f"no-{n}" not in names
+    }
+    assert {n for n in only_on if not n.startswith("no-")} <= FLAGS_WITHOUT_NO
+    for key in sorted(INTEGER_KEYS & {*names}):
+        assert names[key].type("8192") == 8192
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+            names[key].type("8192.0")
+    assert {"max-num-seqs", "max-num-batched-tokens"} <= {*names}

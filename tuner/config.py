@@ -1,0 +1,264 @@
+"""The user's configuration, in the form that `vllm serve --config` takes.
+
+Answers what a file or `--engine-arg` says, in the user's order, and which of the two limits it
+sets. How vLLM spells a key is left to spelling, what may be shown to redact, whether vLLM knows
+the key to vLLM's own parser, and writing a file to emit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from tuner.errors import UsageError
+from tuner.redact import has_secrets, is_secret, redacted
+from tuner.spelling import (
+    INTEGER_KEYS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    human_integer,
+    hyphenated,
+    to_argv,
+    twin,
+)
+
+__all__ = [
+    "MAX_NUM_BATCHED_TOKENS",
+    "MAX_NUM_SEQS",
+    "ServeConfig",
+    "has_secrets",
+    "hyphenated",
+    "is_secret",
+    "limits",
+    "parse_engine_args",
+    "read_config",
+    "redacted",
+    "shown_argument",
+    "to_argv",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Keys and values of one vLLM configuration, hyphenated, in the user's order.
+
+    >>> ServeConfig({"model": "m"}).with_values(max_num_seqs=8).values
+    {'model': 'm', 'max-num-seqs': 8}
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+
+    def with_values(self, **values: object) -> ServeConfig:
+        """Return this configuration with the values set, as `merged` does."""
+        return self.merged(values)
+
+    def merged(self, overrides: Mapping[str, object]) -> ServeConfig:
+        """Return this configuration with the overrides in place of, or after, its own.
+
+        `no-KEY` and KEY are one switch: the one that comes later wins in vLLM, so the
+        overridden twin goes.
+        """
+        values = dict(self.values)
+        for name, value in overrides.items():
+            key = hyphenated(name)
+            values.pop(twin(key), None)
+            values[key] = value
+        return ServeConfig(values)
+
+    def without(self, keys: Iterable[str]) -> ServeConfig:
+        """Return this configuration without the keys, in either spelling."""
+        gone = {hyphenated(key) for key in keys}
+        return ServeConfig({key: v for key, v in self.values.items() if key not in gone})
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's own signature
+    ) -> dict[object, object]:
+        """Return the mapping, or refuse it if a key stands in it twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        mapping: dict[object, object] = super().construct_mapping(node, deep=deep)
+        for name in names:
+            if name != "<<" and names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {name} stands twice", node.start_mark
+                )
+        return mapping
+
+
+def read_config(path: Path) -> ServeConfig:
+    """Return what a `vllm serve --config` file says.
+
+    vLLM would read some mistakes as something else (a null as the text None, the second of two
+    equal keys) and die of others in mid-start (32.0 for an integer); here all are refused.
+
+    Raises: UsageError, naming the file and the key.
+    Source: vLLM vllm/utils/argparse_utils.py, FlexibleArgumentParser.load_config_file.
+    """
+    loaded = _load(path)
+    if not isinstance(loaded, dict):
+        got = "nothing" if loaded is None else f"a {type(loaded).__name__}"
+        raise UsageError(
+            f"{path} must hold keys and values, as in `max-num-seqs: 32`, got {got}",
+            hint="see `vllm serve --help` for the keys; each becomes --key",
+        )
+    values: dict[str, object] = {}
+    for name, value in loaded.items():
+        if not isinstance(name, str):
+            raise UsageError(
+                f"{path}: a key must be text, got {name!r}", hint="put the key in quotes"
+            )
+        key = hyphenated(name)
+        if key in values or twin(key) in values:
+            raise UsageError(
+                f"{path}: {name} stands there twice, under two spellings",
+                hint="keep one of the two",
+            )
+        _check_value(str(path), key, value)
+        values[key] = value
+    return ServeConfig(values)
+
+
+def parse_engine_args(arguments: Iterable[str]) -> dict[str, object]:
+    """Return `key=value` arguments as configuration values.
+
+    true, false, numbers, lists and mappings are read as YAML reads JSON; anything else is text
+    as it stands, so that `revision=0123` is no octal number and `on` no truth value.
+
+    Raises: UsageError if an argument has another form, or a key comes twice.
+
+    >>> parse_engine_args(["max_model_len=4096", "enforce-eager=true"])
+    {'max-model-len': 4096, 'enforce-eager': True}
+    """
+    values: dict[str, object] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        key = hyphenated(name.strip().removeprefix("--"))
+        if not equals or not re.fullmatch(r"[A-Za-z][\w.+-]*", key):
+            raise UsageError(
+                f"--engine-arg must be key=value, got {shown_argument(argument)!r}",
+                hint="for example --engine-arg max-model-len=4096",
+            )
+        if key in values or twin(key) in values:
+            raise UsageError(
+                f"--engine-arg {key} is given twice", hint="give each key one value"
+            )
+        value = _argument_value(key, text.strip())
+        _check_value("--engine-arg", key, value)
+        values[key] = value
+    return values
+
+
+def shown_argument(argument: str) -> str:
+    """Return a `key=value` argument as a message may show it."""
+    key, equals, value = argument.partition("=")
+    shown = redacted({key: value})[key] if equals else key
+    return f"{key}{equals}{shown if equals else ''}"
+
+
+def limits(values: Mapping[str, object]) -> tuple[int | None, int | None]:
+    """Return the two limits that the values set: max_num_seqs and max_num_batched_tokens.
+
+    Raises: UsageError if one is no whole number of at least 1.
+
+    >>> limits({"max-num-seqs": 64, "max-num-batched-tokens": "8K"})
+    (64, 8192)
+    """
+    spelled = {hyphenated(key): value for key, value in values.items()}
+    return _limit(spelled, MAX_NUM_SEQS), _limit(spelled, MAX_NUM_BATCHED_TOKENS)
+
+
+def _load(path: Path) -> object:
+    """Return what stands in the YAML file."""
+    if path.suffix not in {".yaml", ".yml"}:
+        raise UsageError(
+            f"{path} must end in .yaml or .yml, got {path.suffix or 'no extension'}",
+            hint="vLLM itself refuses a configuration under another name",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded: object = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path} does not exist", hint="check the path after --config"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not YAML: {_yaml_reason(error)}",
+            hint="one `key: value` per line, in the form that vllm serve --config takes",
+        ) from None
+    return loaded
+
+
+def _yaml_reason(error: Exception) -> str:
+    """Return the reason with its line, without the file's text: a secret may stand in it."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return "it holds a character, a date or a nesting that YAML cannot read"
+    place = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+    return f"{error.problem or 'it cannot be read'}{place}"
+
+
+def _argument_value(key: str, text: str) -> object:
+    """Return the value of one --engine-arg."""
+    if text[:1] in {"[", "{", '"', "'"}:
+        try:
+            loaded: object = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"--engine-arg {key}: the value is no JSON: {_yaml_reason(error)}",
+                hint=f"quote the whole argument for the shell: '{key}={{\"a\": 1}}'",
+            ) from None
+        return loaded
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    if text in {"", "null", "~"}:
+        return None
+    if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", text):
+        number: object = json.loads(text)
+        return number
+    return text
+
+
+def _check_value(place: str, key: str, value: object) -> None:
+    """Refuse what vLLM would take for something else."""
+    if value is None or (isinstance(value, list) and None in value):
+        raise UsageError(
+            f"{place}: {key} must have a value, got null",
+            hint=f"leave {key} out to get vLLM's default",
+        )
+    if key in INTEGER_KEYS and isinstance(value, float):
+        hint = f"write {key}: {int(value)}" if value.is_integer() else "write a whole number"
+        raise UsageError(f"{place}: {key} must be a whole number, got {value}", hint=hint)
+    if isinstance(value, dict | list):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"{place}: {key} cannot be written as JSON: {error}",
+                hint="use text, numbers, true, false, lists and mappings; quote dates",
+            ) from None
+
+
+def _limit(values: Mapping[str, object], key: str) -> int | None:
+    """Return one limit; text counts where vLLM itself would read it as a number."""
+    value = values.get(key)
+    if value is None:
+        return None
+    number = human_integer(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UsageError(
+            f"{key} must be a whole number of at least 1, got {value!r}",
+            hint=f"write it as in `{key}: 32`",
+        )
+    return number

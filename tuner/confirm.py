@@ -1,0 +1,193 @@
+"""Race the finalists against the present configuration until evidence separates them.
+
+Every round replays the same requests on every configuration that is still in, in turns, so
+that the machine's drift hits all alike. Intervals are paired by round and corrected for
+looking several times. Says who won and by how much; finding finalists is left to `search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner import stats
+from tuner.engine.protocol import EngineLimits
+from tuner.objective import Score, Tier
+from tuner.stats import Estimate
+
+# Three rounds are the fewest with a usable interval; eight separate a few percent on a noisy
+# machine, beyond which the budget is better spent elsewhere: ours.
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 8
+# Wrongly separating two equal configurations at any of the looks: 5 % in all (Bonferroni).
+ERROR_RATE = 0.05
+LOOKS = MOST_ROUNDS - LEAST_ROUNDS + 1
+CONFIDENCE_PER_LOOK = 1 - ERROR_RATE / LOOKS
+# Two configurations whose whole interval lies within this of equality tie for good: ours.
+EQUAL_RATIO = 0.02
+
+
+class Verdict(StrEnum):
+    """What to do with the present configuration."""
+
+    CHANGE = "change"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class RaceRun:
+    """One finalist's replay in one round."""
+
+    limits: EngineLimits
+    round: int
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The race's outcome.
+
+    `gain` is the ratio winner / present of the score's value (less is better) with its
+    interval, None when they are not comparable by value; `tied` are those that the evidence
+    cannot tell from the best.
+    """
+
+    verdict: Verdict
+    winner: EngineLimits
+    best: EngineLimits
+    tied: tuple[EngineLimits, ...]
+    gain: Estimate | None
+    rounds: int
+    why: str
+
+
+def _by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, Score]:
+    return {run.round: run.score for run in runs if run.limits == limits}
+
+
+def _paired(
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
+) -> tuple[list[Score], list[Score]]:
+    """Return the scores of the rounds that both ran."""
+    ours, theirs = _by_round(runs, a), _by_round(runs, b)
+    shared = sorted(set(ours) & set(theirs))
+    return [ours[r] for r in shared], [theirs[r] for r in shared]
+
+
+def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
+    """Return -1 if a is separated as better, 1 if b is, 0 if the evidence cannot tell.
+
+    Different tiers separate only when every shared round agrees on the order.
+    """
+    ours, theirs = _paired(runs, a, b)
+    if len(ours) < LEAST_ROUNDS:
+        return 0
+    signs = {_tier_sign(x, y) for x, y in zip(ours, theirs, strict=True)}
+    if signs in ({-1}, {1}):
+        return signs.pop()
+    gain = ratio(runs, a, b)
+    if gain is None or gain.low is None or gain.high is None:
+        return 0
+    return -1 if gain.high < 1 else 1 if gain.low > 1 else 0
+
+
+def _tier_sign(a: Score, b: Score) -> int:
+    return (a.tier > b.tier) - (a.tier < b.tier)
+
+
+def ratio(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate | None:
+    """Return the paired ratio a / b of the scores' values, or None if not comparable."""
+    ours, theirs = _paired(runs, a, b)
+    if len(ours) < 2:
+        return None
+    if len({score.metric for score in (*ours, *theirs)}) != 1:
+        return None
+    if any(score.tier in (Tier.CUT, Tier.FAILED) for score in (*ours, *theirs)):
+        return None
+    return stats.paired_ratio(
+        [score.value for score in ours], [score.value for score in theirs], CONFIDENCE_PER_LOOK
+    )
+
+
+def _is_equal(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
+    """Whether two configurations are shown to differ by less than matters."""
+    gain = ratio(runs, a, b)
+    if gain is None or gain.low is None or gain.high is None or gain.n < LEAST_ROUNDS:
+        return False
+    return gain.low > 1 - EQUAL_RATIO and gain.high < 1 + EQUAL_RATIO
+
+
+def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLimits | None:
+    """Return who has the best middle round so far."""
+    medians = []
+    for limits in field:
+        scores = sorted(_by_round(runs, limits).values(), key=lambda s: s.order)
+        if scores:
+            medians.append((scores[len(scores) // 2].order, limits))
+    return min(medians)[1] if medians else None
+
+
+def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[EngineLimits]:
+    """Return who is not yet separated as worse than the leader, in the field's order."""
+    best = _leader(runs, field)
+    if best is None:
+        return list(field)
+    return [limits for limits in field if limits == best or compare(runs, best, limits) >= 0]
+
+
+def next_run(
+    runs: Sequence[RaceRun], field: Sequence[EngineLimits], present: EngineLimits
+) -> tuple[int, EngineLimits] | None:
+    """Return the round and the configuration to replay next, or None when all is decided.
+
+    The order rotates from round to round. The present configuration stays in until it is
+    separated or shown to be equal, because the gain is measured against it.
+    """
+    if len(field) < 2:
+        return None
+    for number in range(1, MOST_ROUNDS + 1):
+        before = [run for run in runs if run.round < number]
+        inside = survivors(before, field) if number > LEAST_ROUNDS else list(field)
+        if number > LEAST_ROUNDS and _decided(before, inside, present):
+            return None
+        turn = number % len(inside)
+        ran = {run.limits for run in runs if run.round == number}
+        for limits in (*inside[turn:], *inside[:turn]):
+            if limits not in ran:
+                return number, limits
+    return None
+
+
+def _decided(
+    runs: Sequence[RaceRun], inside: Sequence[EngineLimits], present: EngineLimits
+) -> bool:
+    """Whether more rounds could not change the answer by more than matters."""
+    best = _leader(runs, inside)
+    if best is None or len(inside) == 1:
+        return True
+    return all(_is_equal(runs, limits, best) for limits in inside if limits != best)
+
+
+def decide(
+    runs: Sequence[RaceRun], field: Sequence[EngineLimits], present: EngineLimits
+) -> Decision:
+    """Name the winner and say whether the present configuration should go.
+
+    A tie goes to the smaller cap, then the smaller budget. A winner that is not separated
+    from the present configuration, or by less than matters, means: keep what you have.
+    """
+    rounds = max((run.round for run in runs), default=0)
+    inside = survivors(runs, field)
+    best = _leader(runs, inside)
+    if best is None:
+        return Decision(Verdict.KEEP, present, present, (), None, 0, "nothing could be raced")
+    tied = tuple(sorted(inside))
+    if present in inside:
+        is_best = best == present
+        why = "nothing that was tried is better" if is_best else "the gain is within noise"
+        gain = None if is_best else ratio(runs, best, present)
+        return Decision(Verdict.KEEP, present, best, tied, gain, rounds, why)
+    winner = min(limits for limits in inside if compare(runs, limits, present) < 0)
+    gain = ratio(runs, winner, present)
+    return Decision(Verdict.CHANGE, winner, best, tied, gain, rounds, "better beyond noise")

@@ -1,0 +1,54 @@
+"""What the tool brings along: the demo model, and the sample traces and profiles.
+
+Answers where these lie, in a checkout as in an installed wheel, and how vLLM is to be started
+on the demo model. It neither reads traces nor starts an engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from tuner.errors import UsageError
+
+_PACKAGE_DIR: Final = Path(__file__).resolve().parent
+
+DEMO_MODEL_DIR: Final = _PACKAGE_DIR / "demo_model"
+"""A Qwen2-shaped model of 6 layers without weights, and a tokenizer made by us."""
+
+_BUNDLED_NAMES: Final = ("profiles", "traces")
+
+
+def demo_engine_args() -> dict[str, object]:
+    """Return the `vllm serve --config` values that start vLLM on the demo model.
+
+    Random weights need no download. Eager mode, because on a CPU the compiler would take
+    longer than the sweep, and compiled code is not what the demo is about.
+
+    >>> demo_engine_args()["load-format"]
+    'dummy'
+    """
+    return {"model": str(DEMO_MODEL_DIR), "load-format": "dummy", "enforce-eager": True}
+
+
+def bundled(name: str) -> Path:
+    """Return the folder of the sample traces ("traces") or of the profiles ("profiles").
+
+    In a wheel they lie inside the package; in a checkout, where people look for them, at its
+    top level.
+
+    Raises: UsageError if there is no such folder.
+
+    >>> bundled("traces").name
+    'traces'
+    """
+    places = (_PACKAGE_DIR / "_data" / name, _PACKAGE_DIR.parent / name)
+    if name in _BUNDLED_NAMES:
+        for place in places:
+            if place.is_dir():
+                return place
+    known = " or ".join(_BUNDLED_NAMES)
+    raise UsageError(
+        f"nothing is bundled under the name {name!r}: expected {known}",
+        hint="reinstall the package, or pass a path of your own",
+    )

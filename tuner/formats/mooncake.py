@@ -1,0 +1,32 @@
+"""Mooncake's published traces: whole milliseconds, and hash ids in blocks of 512 tokens.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tuner.formats.columns import Columns, ReadOptions, TraceFormat
+from tuner.formats.jsonl import read_json_lines
+
+_NATIVE_ONLY = (b'"arrived_at_s"', b'"block_size"', b'"e2e_s"', b'"request_id"', b'"chat_id"')
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the first line has Mooncake's keys and none that only others have."""
+    line = head.lstrip().split(b"\n", 1)[0]
+    return (
+        line.startswith(b"{")
+        and b'"timestamp"' in line
+        and b'"hash_ids"' in line
+        and not any(key in line for key in _NATIVE_ONLY)
+    )
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns; a timestamp with a fraction is refused, as its unit is in doubt."""
+    return read_json_lines(path, options, whole_ticks=True)
+
+
+MOONCAKE = TraceFormat(name="mooncake", matches=matches, read=read)

@@ -1,0 +1,171 @@
+"""What "better" means: objectives, SLO feasibility, and when a replay can no longer win.
+
+Turns a measurement into a score that orders configurations. Which configurations to measure
+is left to `search`, and whether a difference is real to `confirm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner import stats
+from tuner.errors import TooFewSamplesError, UsageError
+from tuner.metrics import Measurement
+from tuner.replay import CutRule
+from tuner.slo import QUANTILES, Slo
+
+# A configuration is hopeless once it is certain to be half as bad again as the best so far:
+# ours, well beyond the noise of a single replay.
+HOPELESS_RATIO = 1.5
+
+
+class Objective(StrEnum):
+    """What is optimised among configurations that meet every SLO."""
+
+    BALANCED = "balanced"
+    THROUGHPUT = "throughput"
+    LATENCY = "latency"
+    GOODPUT = "goodput"
+    # capacity at SLO needs many load levels per configuration and arrives with the shadow.
+
+
+class Tier(StrEnum):
+    """How good a configuration can be at all; comparisons stay within one tier."""
+
+    GOOD = "0 good"
+    NOT_SUSTAINED = "1 not sustained"
+    BREAKS_SLO = "2 breaks an SLO"
+    CUT = "3 cut short"
+    FAILED = "4 failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A place in the order of configurations: tier first, then the smaller value.
+
+    `metric` names what value is made of; a rate stands as its inverse, so that less is better
+    throughout and ratios of values are ratios of the metric.
+    """
+
+    tier: Tier
+    value: float
+    metric: str
+
+    def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
+        """Tell whether the other wins by more than the tolerance."""
+        if self.tier is not other.tier:
+            return self.tier > other.tier
+        return self.value > other.value * (1.0 + tolerance_ratio)
+
+    @property
+    def order(self) -> tuple[str, float]:
+        """Return what to sort by."""
+        return (str(self.tier), self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The objective together with the SLOs and the tail quantile that the window carries.
+
+    Raises: UsageError for goodput without an SLO on TTFT, TPOT or E2E.
+    """
+
+    objective: Objective
+    slos: tuple[Slo, ...]
+    tail: str
+
+    def __post_init__(self) -> None:
+        """Refuse an objective that has nothing to count."""
+        per_request = [slo for slo in self.slos if slo.metric in ("ttft_s", "tpot_s", "e2e_s")]
+        if self.objective is Objective.GOODPUT and not per_request:
+            raise UsageError(
+                "--objective goodput counts requests within SLOs and needs at least one",
+                "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
+            )
+
+    def score(self, m: Measurement) -> Score:
+        """Place a measurement in the order."""
+        if m.cut_reason is not None:
+            return Score(Tier.CUT, math.inf, "cut short")
+        if m.completed == 0:
+            return Score(Tier.FAILED, math.inf, "no request completed")
+        rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
+        if self.objective is Objective.GOODPUT:
+            good = m.goodput_per_s or 0.0
+            return Score(Tier.GOOD, 1 / good if good else math.inf, "goodput_per_s")
+        worst = max((self._slack(slo, m) for slo in self.slos), default=-math.inf)
+        if worst > 0:
+            return Score(Tier.BREAKS_SLO, 1 + worst, "worst SLO slack")
+        if self.objective is Objective.THROUGHPUT:
+            return rate
+        statistic = "p50" if self.objective is Objective.LATENCY else self.tail
+        value_s = m.latency("e2e_s", statistic)
+        if self.objective is Objective.BALANCED and not m.is_sustained:
+            return Score(Tier.NOT_SUSTAINED, rate.value, rate.metric)
+        return Score(Tier.GOOD, value_s if value_s else math.inf, f"e2e_{statistic}")
+
+    @staticmethod
+    def _slack(slo: Slo, m: Measurement) -> float:
+        slack = slo.slack_ratio(m)
+        return 0.0 if slack is None else slack
+
+    def slacks(self, m: Measurement) -> dict[str, float]:
+        """Return each SLO's slack, as Optuna takes constraints: feasible at or below zero."""
+        return {slo.name: self._slack(slo, m) for slo in self.slos}
+
+    def broken(self, m: Measurement) -> list[str]:
+        """Name the SLOs that do not hold, with what was measured."""
+        said = []
+        for slo in self.slos:
+            value_s = m.latency(slo.metric, slo.statistic)
+            if value_s is not None and value_s > slo.bound_s:
+                said.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+        return said
+
+    def cut_rule(self, best: Score | None, requests: int) -> CutRule:
+        """Return when a replay of so many requests is certain to lose to the best so far.
+
+        Exact for quantiles: nearest rank leaves n - ceil(q n) requests above; one more and
+        the quantile lies above the bound whatever follows.
+        """
+        if best is None or not math.isfinite(best.value):
+            return CutRule()
+        if best.metric == "requests_per_s":
+            return CutRule(max_clock_s=HOPELESS_RATIO * requests * best.value)
+        if best.metric.startswith("e2e_"):
+            q = QUANTILES[best.metric.removeprefix("e2e_")]
+            allowed = requests - math.ceil(q * requests - 1e-9)
+            return CutRule(late_s=HOPELESS_RATIO * best.value, allowed_late=allowed)
+        return CutRule()
+
+
+def tail_statistic(requests: int) -> str:
+    """Return the highest quantile that leaves ten of the requests beyond it.
+
+    Raises: TooFewSamplesError below twenty requests, where not even the median does.
+
+    >>> tail_statistic(1000), tail_statistic(300), tail_statistic(150)
+    ('p99', 'p95', 'p90')
+    """
+    for name in ("p99", "p95", "p90", "p50"):
+        if stats.carries_quantile(requests, QUANTILES[name]):
+            return name
+    raise TooFewSamplesError(
+        f"{requests} requests are too few to tell configurations apart, at least 20 are needed",
+        "widen --window or record more traffic",
+    )
+
+
+def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Goal:
+    """Put the goal together for a window of so many requests.
+
+    Raises: TooFewSamplesError if the window cannot carry an SLO's quantile; UsageError if the
+        objective lacks its SLO.
+    """
+    for slo in slos:
+        if slo.metric != "itl_s" and slo.metric != "decode_step_s":
+            slo.check_carried_by(requests)
+    return Goal(objective, tuple(slos), tail_statistic(requests))

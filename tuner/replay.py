@@ -1,0 +1,369 @@
+"""Replay a trace through any engine and note the instants of every request.
+
+The loop owns the clock. On the virtual clock it adds what each step took and, when the engine
+is idle, jumps to the next arrival: hours of quiet traffic cost nothing and no sleep blurs a
+measurement. On the wall clock it waits for real. Latency counts from the instant a request
+was due. Which limits to replay at is decided elsewhere; what the instants mean, in `metrics`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.engine.protocol import Engine, Step
+from tuner.engine.steps import StepColumns, StepLog
+from tuner.errors import ReplayError, UsageError
+from tuner.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.traces import LoadModel, Trace
+
+# How often the caller hears of progress and may stop the replay, in wall seconds: ours.
+PROGRESS_EVERY_S = 0.25
+
+
+class ClockKind(StrEnum):
+    """Whose seconds a replay counts."""
+
+    VIRTUAL = "virtual"
+    WALL = "wall"
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """When a replay can no longer matter, with certainty rather than by guess.
+
+    `allowed_late` requests may take longer than `late_s` end to end; one more, and the tail
+    is worse than that whatever follows. `max_clock_s` bounds the replay's own clock, and
+    `max_wall_s` real time. None switches a rule off.
+    """
+
+    late_s: float | None = None
+    allowed_late: int = 0
+    max_clock_s: float | None = None
+    max_wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """How a trace is replayed.
+
+    `concurrency` is the number in flight that a closed loop holds; None takes the one that
+    the trace recorded. `timeout_s` is the patience of a client, None for no end of it.
+
+    Raises: UsageError if the parts contradict each other.
+    """
+
+    load_model: LoadModel = LoadModel.OPEN
+    concurrency: int | None = None
+    clock: ClockKind = ClockKind.VIRTUAL
+    timeout_s: float | None = None
+    cut: CutRule = CutRule()
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if self.concurrency is not None and self.load_model is LoadModel.OPEN:
+            raise UsageError(
+                "--concurrency holds requests in flight and needs --load-model closed"
+            )
+        if self.concurrency is not None and self.concurrency < 1:
+            raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a running replay stands."""
+
+    sent: int
+    ended: int
+    offered: int
+    clock_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayLog:
+    """Everything one replay brought out.
+
+    `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time.
+
+    Units: seconds; clock_s on the replay's clock, wall_s real.
+    """
+
+    timelines: Timelines
+    steps: StepColumns
+    clock_s: float
+    wall_s: float
+    cut_reason: str | None
+
+    @property
+    def arrivals_end_s(self) -> float:
+        """When the last request was due."""
+        due_s = self.timelines.due_s
+        return float(due_s.max()) if due_s.size else 0.0
+
+
+class Prompts(Protocol):
+    """Where a replay takes its prompts from."""
+
+    def tokens(self, index: int) -> list[int]:
+        """Return the token ids of the prompt of the trace's row."""
+
+
+class _Arrivals(Protocol):
+    """Decides when the next request of the trace goes."""
+
+    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
+        """Return when the next request is due, or None while only a completion can tell."""
+
+
+class _OpenArrivals:
+    """Requests go when the trace says, whatever the engine does."""
+
+    def __init__(self, due_s: NDArray[np.float64]) -> None:
+        self._due_s = due_s.tolist()
+        self._next = 0
+
+    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
+        """Return the recorded instant."""
+        return self._due_s[self._next] if self._next < len(self._due_s) else None
+
+    def pop(self) -> None:
+        """Move on to the next request."""
+        self._next += 1
+
+
+class _ClosedArrivals:
+    """Requests go as soon as fewer are in flight than a target that may change with time."""
+
+    def __init__(self, times_s: list[float], targets: list[int], n: int) -> None:
+        self._times_s, self._targets, self._left = times_s, targets, n
+
+    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
+        """Return now if there is room, else when the target next rises, else None."""
+        if self._left == 0:
+            return None
+        at = bisect_right(self._times_s, now_s) - 1
+        if at >= 0 and self._targets[at] > in_flight:
+            return now_s
+        for later in range(at + 1, len(self._targets)):
+            if self._targets[later] > in_flight:
+                return self._times_s[later]
+        # Past the recording's end the last request still has to go: one at a time.
+        return now_s if in_flight == 0 else None
+
+    def pop(self) -> None:
+        """Move on to the next request."""
+        self._left -= 1
+
+
+def _arrivals(trace: Trace, plan: ReplayPlan) -> _OpenArrivals | _ClosedArrivals:
+    """Choose how requests arrive."""
+    if plan.load_model is LoadModel.OPEN:
+        return _OpenArrivals(trace.due_s)
+    if plan.concurrency is not None:
+        return _ClosedArrivals([0.0], [plan.concurrency], len(trace))
+    times_s, in_flight = trace.recorded_concurrency()
+    return _ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace))
+
+
+class _Clock:
+    """The replay's seconds: virtual ones add up, real ones pass."""
+
+    def __init__(self, kind: ClockKind) -> None:
+        self.kind = kind
+        self.now_s = 0.0
+        self._started_s = time.perf_counter()
+
+    @property
+    def wall_s(self) -> float:
+        """Real seconds since the replay began."""
+        return time.perf_counter() - self._started_s
+
+    def step(self, duration_s: float) -> None:
+        """Let a step pass."""
+        self.now_s = self.wall_s if self.kind is ClockKind.WALL else self.now_s + duration_s
+
+    def idle_until(self, due_s: float) -> None:
+        """Let idle time pass, by jumping or by waiting."""
+        if self.kind is ClockKind.WALL:
+            time.sleep(max(0.0, due_s - self.wall_s))
+            self.now_s = max(self.wall_s, due_s)
+        else:
+            self.now_s = max(self.now_s, due_s)
+
+
+class _Replay:
+    """One run of the loop; split so that each part fits on a screen."""
+
+    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, plan: ReplayPlan) -> None:
+        self._engine, self._trace, self._prompts, self._plan = engine, trace, prompts, plan
+        self._too_long = trace.too_long(engine.info.max_model_len)
+        self._record = TimelineRecorder(trace.due_s)
+        self._steps = StepLog()
+        self._arrivals = _arrivals(trace, plan)
+        self._clock = _Clock(plan.clock)
+        self._row = 0
+        self._ended = 0
+        self._in_flight: dict[int, float] = {}
+        self._oldest: deque[int] = deque()
+        self._late: set[int] = set()
+
+    def run(
+        self, on_progress: Callable[[Progress], bool] | None
+    ) -> ReplayLog:
+        """Replay to the end, or until a cut rule or the caller stops it."""
+        heard_s = 0.0
+        cut: str | None = None
+        while cut is None and self._turn():
+            cut = self._cut_reason()
+            wall_s = self._clock.wall_s
+            if cut is None and wall_s - heard_s >= PROGRESS_EVERY_S and on_progress is not None:
+                heard_s = wall_s
+                if not on_progress(self._progress(wall_s)):
+                    cut = "stopped by the caller"
+        wall_s = self._clock.wall_s
+        self._clear()
+        return ReplayLog(
+            self._record.finish(), self._steps.finish(), self._clock.now_s, wall_s, cut
+        )
+
+    def _turn(self) -> bool:
+        """Admit what is due, then step or let idle time pass; False when all is done."""
+        self._admit()
+        if self._engine.has_work():
+            self._take(self._engine.step())
+            self._time_out()
+            return True
+        due_s = self._arrivals.next_due_s(self._clock.now_s, len(self._in_flight))
+        if due_s is None:
+            if self._in_flight:
+                raise ReplayError(
+                    f"{len(self._in_flight)} requests are in flight but the engine has no work",
+                    "this is a defect of the engine or of its adapter; see the engine's log",
+                )
+            return False
+        self._clock.idle_until(due_s)
+        return True
+
+    def _admit(self) -> None:
+        """Hand over every request that is due by now."""
+        while True:
+            now_s = self._clock.now_s
+            due_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
+            if due_s is None or due_s > now_s:
+                return
+            row, self._row = self._row, self._row + 1
+            self._arrivals.pop()
+            self._record.due(row, due_s)
+            if self._too_long[row]:
+                self._end(row, Outcome.REFUSED)
+                continue
+            request = self._trace.request(row)
+            self._engine.add(row, self._prompts.tokens(row), request.output_tokens)
+            self._record.sent(row, now_s)
+            self._in_flight[row] = due_s
+            if self._plan.timeout_s is not None:
+                self._oldest.append(row)
+
+    def _take(self, step: Step) -> None:
+        """Move the clock and stamp what the step brought out."""
+        self._clock.step(step.duration_s)
+        now_s = self._clock.now_s
+        self._steps.append(step, now_s)
+        for out in step.emitted:
+            if out.row not in self._in_flight:
+                continue
+            if out.tokens:
+                self._record.tokens(out.row, out.tokens, now_s)
+            if out.is_last:
+                late_s = self._plan.cut.late_s
+                if late_s is not None and now_s - self._in_flight[out.row] > late_s:
+                    self._late.add(out.row)
+                self._end(out.row, Outcome.COMPLETED)
+
+    def _end(self, row: int, outcome: Outcome) -> None:
+        """Close a request's book."""
+        self._in_flight.pop(row, None)
+        self._record.ended(row, outcome)
+        self._ended += 1
+
+    def _time_out(self) -> None:
+        """Drop requests whose client would have gone; the oldest are due first."""
+        patience_s = self._plan.timeout_s
+        if patience_s is None:
+            return
+        gone = []
+        while self._oldest:
+            row = self._oldest[0]
+            due_s = self._in_flight.get(row)
+            if due_s is not None and self._clock.now_s - due_s <= patience_s:
+                break
+            self._oldest.popleft()
+            if due_s is not None:
+                gone.append(row)
+        if gone:
+            self._engine.abort(gone)
+            for row in gone:
+                self._end(row, Outcome.TIMED_OUT)
+
+    def _cut_reason(self) -> str | None:
+        """Say why going on is pointless, or None."""
+        cut, now_s = self._plan.cut, self._clock.now_s
+        if cut.max_clock_s is not None and now_s > cut.max_clock_s:
+            return f"took longer than {cut.max_clock_s:.3g} s on the replay's clock"
+        if cut.max_wall_s is not None and self._clock.wall_s > cut.max_wall_s:
+            return f"took longer than {cut.max_wall_s:.3g} s"
+        if cut.late_s is None:
+            return None
+        # In-flight requests are kept in due order, so the overdue ones come first; ages only
+        # grow, hence a row that was late once stays late.
+        for row, due_s in self._in_flight.items():
+            if now_s - due_s <= cut.late_s:
+                break
+            self._late.add(row)
+        if len(self._late) > cut.allowed_late:
+            return f"more than {cut.allowed_late} requests took over {cut.late_s:.3g} s"
+        return None
+
+    def _progress(self, wall_s: float) -> Progress:
+        return Progress(
+            self._row, self._ended, len(self._trace), self._clock.now_s, wall_s
+        )
+
+    def _clear(self) -> None:
+        """Leave the engine idle; what was in flight stays aborted."""
+        if self._in_flight:
+            self._engine.abort(list(self._in_flight))
+        while self._engine.has_work():
+            self._engine.step()
+
+
+def replay(
+    engine: Engine,
+    trace: Trace,
+    prompts: Prompts,
+    plan: ReplayPlan,
+    on_progress: Callable[[Progress], bool] | None = None,
+) -> ReplayLog:
+    """Replay the trace on the engine at its present limits and return every instant.
+
+    The engine starts with an empty prefix cache and is idle again afterwards. on_progress is
+    called a few times a second; when it returns False the replay stops and what was in flight
+    counts as aborted.
+
+    Units: seconds on the replay's clock, zero at the trace's own zero.
+    Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
+        TraceError when a closed loop asks for a concurrency that was not recorded.
+    """
+    engine.reset()
+    return _Replay(engine, trace, prompts, plan).run(on_progress)

@@ -1,0 +1,342 @@
+"""Which configuration to measure next, from what has been measured so far.
+
+A pure function of the history: asked again after a crash it gives the same answer. It climbs
+the ladder of caps, goes past its end while the edge wins, refines between neighbours, then
+moves the token budget. Whether small differences are real is left to `confirm`.
+
+Tried and given up: Optuna's TPE as the proposer. With fifteen points of a noisy one-hump
+curve it spends most of them on what the ladder's order tells for nothing; the study keeps the
+trials, and the ladder proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.objective import Score, Tier
+
+# Single replays differ by a few percent on a quiet machine; closer ones tie here and are
+# told apart, if at all, by the race: ours.
+TIE_RATIO = 0.03
+# Decode steps this much slower count as degraded: ours.
+DECODE_DEGRADED_RATIO = 0.05
+# A cap that exceeds the most ever running by a quarter cannot have bound: ours, the margin
+# covers run-to-run variation of the peak.
+NEVER_BOUND_RATIO = 1.25
+# Refining stops when neighbours are closer than this share of the cap: ours.
+REFINE_RATIO = 0.2
+MOST_REFINEMENTS = 4
+FINALISTS = 3
+FINALIST_RATIO = 0.10
+TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Phase(StrEnum):
+    """Why a configuration is measured."""
+
+    PRESENT = "present"
+    LADDER = "ladder"
+    EXTEND = "extend"
+    REFINE = "refine"
+    BUDGET = "budget"
+    RACE = "race"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one replay said about a configuration, reduced to what the search needs.
+
+    `peak_running` and `peak_step_tokens` tell whether a limit ever bound; a replay that failed
+    or was cut short says nothing about that.
+    """
+
+    number: int
+    limits: EngineLimits
+    phase: Phase
+    score: Score
+    peak_running: int
+    peak_step_tokens: int
+    decode_step_s: float | None
+    race_round: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the replay ran to its end."""
+        return self.score.tier not in (Tier.CUT, Tier.FAILED)
+
+    @property
+    def cap_never_bound(self) -> bool:
+        """Whether any higher cap would have led to the same batches."""
+        return self.is_whole and (
+            self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
+        )
+
+    @property
+    def budget_never_bound(self) -> bool:
+        """Whether any higher token budget would have led to the same batches."""
+        return self.is_whole and self.peak_step_tokens < self.limits.max_num_batched_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What may be tried.
+
+    `present` is the user's configuration and always trial 0. `ceiling` bounds everything.
+
+    Raises: UsageError if the ladder is empty or holds a cap below 1.
+    """
+
+    present: EngineLimits
+    ladder: tuple[int, ...]
+    budgets: tuple[int, ...]
+    ceiling: EngineLimits
+    least_budget: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a ladder that leads nowhere."""
+        if not self.ladder or min(self.ladder) < 1:
+            raise UsageError(
+                f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
+                "for example --max-num-seqs 1,2,4,8,16,32",
+            )
+
+    @property
+    def reference_budget(self) -> int:
+        """Return the token budget at which the ladder is climbed: the present one."""
+        return max(self.present.max_num_batched_tokens, self.least_budget)
+
+    def at(self, seqs: int, budget: int) -> EngineLimits:
+        """Return limits with the budget raised to what vLLM demands."""
+        return EngineLimits(seqs, max(budget, seqs, self.least_budget))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A configuration to measure, and why."""
+
+    limits: EngineLimits
+    phase: Phase
+
+
+def leader(seen: Sequence[Observation]) -> Observation | None:
+    """Return the best observation; among ties the smallest limits."""
+    whole = [o for o in seen if o.is_whole]
+    if not whole:
+        return None
+    best = min(whole, key=lambda o: o.score.order)
+    tied = [o for o in whole if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
+    return min(tied, key=lambda o: o.limits)
+
+
+def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Return what to measure next, or None when the search is done."""
+    seen = [o for o in history if o.phase is not Phase.RACE]
+    if not seen:
+        return Proposal(space.present, Phase.PRESENT)
+    for stage in (_climb, _refine, _move_budget):
+        proposal = stage(seen, space)
+        if proposal is not None:
+            return proposal
+    return None
+
+
+def _measured(seen: Sequence[Observation], limits: EngineLimits) -> Observation | None:
+    return next((o for o in seen if o.limits == limits), None)
+
+
+def _same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
+    """Whether a measured configuration is known to make the same batches as these limits."""
+    for o in seen:
+        if o.limits == limits:
+            return True
+        same_cap = o.limits.max_num_seqs == limits.max_num_seqs or (
+            o.cap_never_bound
+            and limits.max_num_seqs >= o.peak_running * NEVER_BOUND_RATIO
+        )
+        same_budget = o.limits.max_num_batched_tokens == limits.max_num_batched_tokens or (
+            o.budget_never_bound and limits.max_num_batched_tokens > o.peak_step_tokens
+        )
+        if same_cap and same_budget:
+            return True
+    return False
+
+
+def _rungs(seen: Sequence[Observation], space: SearchSpace) -> list[Observation]:
+    """Return the observations along the ladder's budget, by cap."""
+    along = [
+        o
+        for o in seen
+        if o.limits == space.at(o.limits.max_num_seqs, space.reference_budget)
+    ]
+    return sorted(along, key=lambda o: o.limits.max_num_seqs)
+
+
+def _climb(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Go up the ladder, and past its end while the edge keeps winning."""
+    climbed: list[Observation] = []
+    for seqs in space.ladder:
+        limits = space.at(seqs, space.reference_budget)
+        if not limits.within(space.ceiling) or climb_is_over(climbed):
+            return None
+        found = _measured(seen, limits)
+        if found is None:
+            if _same_schedule(seen, limits):
+                return None
+            return Proposal(limits, Phase.LADDER)
+        climbed.append(found)
+    while not climb_is_over(climbed):
+        best = leader(climbed)
+        if best is None or best is not climbed[-1]:
+            return None
+        limits = space.at(climbed[-1].limits.max_num_seqs * 2, space.reference_budget)
+        if not limits.within(space.ceiling):
+            return None
+        found = _measured(seen, limits)
+        if found is None:
+            if _same_schedule(seen, limits):
+                return None
+            return Proposal(limits, Phase.EXTEND)
+        climbed.append(found)
+    return None
+
+
+def climb_is_over(climbed: Sequence[Observation]) -> bool:
+    """Tell whether a higher cap can still gain anything.
+
+    It cannot when the cap no longer binds, and it will not when two rungs in a row are worse
+    than the best while their decode steps are slower: decode time and tail latency degrade
+    with nothing gained. A rung that failed or was cut short above the best counts as worse.
+    """
+    if not climbed:
+        return False
+    if climbed[-1].cap_never_bound:
+        return True
+    best = leader(climbed)
+    if best is None or len(climbed) < 2:
+        return False
+    above = [o for o in climbed if o.limits > best.limits]
+    return len(above) >= 2 and all(_degraded(o, best) for o in above[-2:])
+
+
+def _degraded(o: Observation, best: Observation) -> bool:
+    if not o.is_whole:
+        return True
+    if not o.score.clearly_worse_than(best.score, TIE_RATIO):
+        return False
+    if o.decode_step_s is None or best.decode_step_s is None:
+        return True
+    return o.decode_step_s > best.decode_step_s * (1 + DECODE_DEGRADED_RATIO)
+
+
+def _refine(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Look between the best rung and its neighbours."""
+    rungs = _rungs(seen, space)
+    best = leader(rungs)
+    if best is None or sum(o.phase is Phase.REFINE for o in seen) >= MOST_REFINEMENTS:
+        return None
+    at = rungs.index(best)
+    cap = best.limits.max_num_seqs
+    pairs = [rungs[at - 1]] if at > 0 else []
+    if at + 1 < len(rungs) and not best.cap_never_bound:
+        pairs.append(rungs[at + 1])
+    for neighbour in pairs:
+        other = neighbour.limits.max_num_seqs
+        middle = (cap + other) // 2
+        gap = abs(other - cap)
+        if gap < 2 or gap <= REFINE_RATIO * cap:
+            continue
+        limits = space.at(middle, space.reference_budget)
+        if not _same_schedule(seen, limits) and limits.within(space.ceiling):
+            return Proposal(limits, Phase.REFINE)
+    return None
+
+
+def _move_budget(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Raise and lower the token budget at the best cap while that does not hurt."""
+    rungs = _rungs(seen, space)
+    best = leader(rungs)
+    if best is None:
+        return None
+    cap, here = best.limits.max_num_seqs, best.limits.max_num_batched_tokens
+    up = sorted(b for b in space.budgets if b > here)
+    down = sorted((b for b in space.budgets if cap <= b < here), reverse=True)
+    at_cap = [o for o in seen if o.limits.max_num_seqs == cap]
+    for direction, is_over in (
+        (up, lambda o: o.budget_never_bound),
+        (down, lambda o: False),
+    ):
+        proposal = _along(direction, cap, best, at_cap, seen, space, is_over)
+        if proposal is not None:
+            return proposal
+    return None
+
+
+def _along(
+    budgets: Sequence[int],
+    cap: int,
+    origin: Observation,
+    at_cap: Sequence[Observation],
+    seen: Sequence[Observation],
+    space: SearchSpace,
+    is_over: Callable[[Observation], bool],
+) -> Proposal | None:
+    """Return the next budget in one direction, or None when that direction is done."""
+    last = origin
+    for budget in budgets:
+        limits = space.at(cap, budget)
+        best = leader(at_cap) or origin
+        if is_over(last) or last.score.clearly_worse_than(best.score, TIE_RATIO):
+            return None
+        found = _measured(seen, limits)
+        if found is None:
+            if _same_schedule(seen, limits) or not limits.within(space.ceiling):
+                return None
+            return Proposal(limits, Phase.BUDGET)
+        last = found
+    return None
+
+
+def finalists(history: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
+    """Return who races: the best few within reach of the leader, and the present one last.
+
+    Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
+    """
+    seen = [o for o in history if o.phase is not Phase.RACE and o.is_whole]
+    best = leader(seen)
+    chosen: list[EngineLimits] = []
+    if best is not None:
+        chosen.append(best.limits)
+        for o in sorted(seen, key=lambda o: (o.score.order, o.limits)):
+            near = not o.score.clearly_worse_than(best.score, FINALIST_RATIO)
+            if near and o.limits not in chosen and len(chosen) < FINALISTS:
+                chosen.append(o.limits)
+    if space.present not in chosen:
+        chosen.append(space.present)
+    return chosen
+
+
+def at_edge(best: EngineLimits, history: Sequence[Observation], space: SearchSpace) -> bool:
+    """Whether the best cap is the largest that was tried although it still bound."""
+    tried = [o for o in history if o.is_whole]
+    mine = _measured(tried, best)
+    largest = max((o.limits.max_num_seqs for o in tried), default=0)
+    return mine is not None and best.max_num_seqs >= largest and not mine.cap_never_bound
+
+
+def token_budgets(useful_tokens: int, least: int) -> tuple[int, ...]:
+    """Return the token budgets worth trying for a trace.
+
+    Nothing above the first that holds useful_tokens can matter.
+
+    >>> token_budgets(3000, least=1)
+    (512, 1024, 2048, 4096)
+    """
+    kept = [b for b in TOKEN_BUDGETS if b >= least]
+    for i, budget in enumerate(kept):
+        if budget >= useful_tokens:
+            return tuple(kept[: i + 1])
+    return tuple(kept) or (least,)

@@ -1,0 +1,104 @@
+"""Service-level objectives: bounds on one statistic of one latency.
+
+Answers what `--slo` means and whether a latency meets it. Measuring is left to `metrics`, what
+follows for the search to `search`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.errors import TooFewSamplesError, UsageError
+from tuner.windows import parse_duration
+
+Floats = NDArray[np.float64]
+
+QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")
+
+
+class Measured(Protocol):
+    """What an SLO asks of a measurement."""
+
+    def latency(self, metric: str, statistic: str) -> float | None:
+        """Return one statistic of one latency, or None where nothing was measured."""
+
+    def count(self, metric: str) -> int:
+        """Return how many samples the latency has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A bound on one statistic of one latency.
+
+    Units: bound_s in seconds.
+
+    >>> str(parse_slo("ttft_p99=500ms"))
+    'ttft_p99=0.5s'
+    """
+
+    metric: str
+    statistic: str
+    bound_s: float
+
+    @property
+    def name(self) -> str:
+        """Return the name as the option spells it."""
+        return f"{self.metric.removesuffix('_s')}_{self.statistic}"
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.bound_s:g}s"
+
+    @property
+    def needed_samples(self) -> int:
+        """Return how many samples put at least one beyond the quantile."""
+        return round(1 / (1 - QUANTILES[self.statistic])) if self.statistic in QUANTILES else 1
+
+    def check_carried_by(self, n: int) -> None:
+        """Refuse a window too small for the quantile.
+
+        Raises: TooFewSamplesError if not one of n requests would lie beyond it.
+        """
+        if n < self.needed_samples:
+            raise TooFewSamplesError(
+                f"SLO {self} needs at least {self.needed_samples} requests, the window has {n}",
+                "widen --window, or ask for a lower quantile",
+            )
+
+    def slack_ratio(self, measured: Measured) -> float | None:
+        """Return measured / bound - 1: feasible at or below zero; None if nothing was measured."""
+        value = measured.latency(self.metric, self.statistic)
+        return None if value is None else value / self.bound_s - 1.0
+
+    def is_met_by(self, ttft_s: Floats, tpot_s: Floats, e2e_s: Floats) -> NDArray[np.bool_]:
+        """Mark the requests that meet the bound themselves; one without that latency does."""
+        column = {"ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}.get(self.metric)
+        if column is None:
+            return np.ones(ttft_s.size, dtype=np.bool_)
+        return ~(column > self.bound_s)
+
+
+_SLO = re.compile(r"(ttft|tpot|itl|e2e|decode_step)_(mean|p50|p90|p95|p99)=(.+)")
+
+
+def parse_slo(text: str) -> Slo:
+    """Read an SLO such as ttft_p99=500ms.
+
+    Raises: UsageError if it is not one.
+    """
+    found = _SLO.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(
+            f"--slo {text!r} is not an SLO, expected for example ttft_p99=500ms",
+            "metric ttft, tpot, itl, e2e or decode_step; then mean, p50, p90, p95 or p99",
+        )
+    metric, statistic, bound = found.groups()
+    bound_s = parse_duration(bound)
+    if bound_s <= 0:
+        raise UsageError(f"--slo {text!r} must have a bound above 0, got {bound}")
+    return Slo(f"{metric}_s", statistic, bound_s)

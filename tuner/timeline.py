@@ -1,0 +1,182 @@
+"""The instants of a request's life, for one request and for a whole replay.
+
+Answers when each request was due, sent, first answered and finished, and how it ended. Which
+latencies follow is here too, because they are differences of these instants; what to make of
+many of them is left to `metrics`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Outcome(IntEnum):
+    """How a request ended; every offered request has exactly one."""
+
+    COMPLETED = 0
+    REFUSED = 1
+    TIMED_OUT = 2
+    ABORTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """When one replayed request was due, sent and answered.
+
+    Latencies count from due_s, the instant the trace asked for, and not from sent_s: a
+    replayer that falls behind must not hide the wait it caused (coordinated omission).
+
+    Shapes: token_s is [output tokens], never decreasing, perhaps empty.
+    Units: seconds on the replay's one clock, zero at the start of the replay.
+    Raises: ValueError if the stamps are out of order.
+    Source: due-time accounting, wrk2 README; TPOT, vLLM vllm/benchmarks/serve.py,
+        calculate_metrics.
+
+    >>> t = RequestTimeline(due_s=1.0, sent_s=1.1, token_s=(1.5, 1.6, 1.8))
+    >>> round(t.ttft_s, 3), round(t.tpot_s, 3), round(t.send_lag_s, 3)
+    (0.5, 0.15, 0.1)
+    """
+
+    due_s: float
+    sent_s: float
+    token_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse stamps that run backwards."""
+        stamps = (self.due_s, self.sent_s, *self.token_s)
+        if any(later < earlier for earlier, later in zip(stamps, stamps[1:], strict=False)):
+            raise ValueError(f"stamps must not run backwards, got {stamps[:4]}")
+
+    @property
+    def send_lag_s(self) -> float:
+        """How late the request was handed to the engine."""
+        return self.sent_s - self.due_s
+
+    @property
+    def ttft_s(self) -> float:
+        """First token minus due time; nan without a token."""
+        return self.token_s[0] - self.due_s if self.token_s else float("nan")
+
+    @property
+    def e2e_s(self) -> float:
+        """Last token minus due time; nan without a token."""
+        return self.token_s[-1] - self.due_s if self.token_s else float("nan")
+
+    @property
+    def tpot_s(self) -> float:
+        """Decode time per output token after the first; nan below two tokens."""
+        if len(self.token_s) < 2:
+            return float("nan")
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """The timelines of a replay as columns, one row per offered request, in due order.
+
+    Shapes: every column is [n] but gap_s, which is [pooled gaps between tokens].
+    Units: seconds on the replay's clock; nan where a request never got that far.
+    """
+
+    due_s: Floats
+    sent_s: Floats
+    first_s: Floats
+    last_s: Floats
+    output_tokens: Ints
+    outcome: Ints
+    gap_s: Floats
+
+    def __len__(self) -> int:
+        return int(self.due_s.size)
+
+    def count(self, outcome: Outcome) -> int:
+        """Return how many requests ended so."""
+        return int((self.outcome == int(outcome)).sum())
+
+    @property
+    def completed(self) -> NDArray[np.bool_]:
+        """Mark the requests that were answered in full."""
+        return self.outcome == int(Outcome.COMPLETED)
+
+    @property
+    def ttft_s(self) -> Floats:
+        """Time to first token of the completed requests."""
+        return (self.first_s - self.due_s)[self.completed]
+
+    @property
+    def e2e_s(self) -> Floats:
+        """End-to-end latency of the completed requests."""
+        return (self.last_s - self.due_s)[self.completed]
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Time per output token of completed requests with two tokens or more."""
+        rows = self.completed & (self.output_tokens >= 2)
+        return ((self.last_s - self.first_s) / np.maximum(self.output_tokens - 1, 1))[rows]
+
+    @property
+    def send_lag_s(self) -> Floats:
+        """How late each request that was sent reached the engine."""
+        lag = self.sent_s - self.due_s
+        return lag[~np.isnan(lag)]
+
+
+class TimelineRecorder:
+    """Collects stamps while a replay runs and hands them over as columns.
+
+    Rows are the trace's row numbers; a row that is never touched stays aborted.
+    """
+
+    def __init__(self, due_s: Floats) -> None:
+        n = due_s.size
+        self._due_s = due_s.astype(np.float64, copy=True)
+        self._sent_s = [float("nan")] * n
+        self._first_s = [float("nan")] * n
+        self._last_s = [float("nan")] * n
+        self._tokens = [0] * n
+        self._outcome = [int(Outcome.ABORTED)] * n
+        self._gap_s = array("d")
+
+    def due(self, row: int, at_s: float) -> None:
+        """Note when the row became due, where the load model decides that."""
+        self._due_s[row] = at_s
+
+    def sent(self, row: int, at_s: float) -> None:
+        """Note that the row was handed to the engine."""
+        self._sent_s[row] = at_s
+
+    def tokens(self, row: int, count: int, at_s: float) -> None:
+        """Note that count tokens of the row came out together."""
+        if self._tokens[row] == 0:
+            self._first_s[row] = at_s
+        else:
+            self._gap_s.append(at_s - self._last_s[row])
+        self._gap_s.extend([0.0] * (count - 1))
+        self._last_s[row] = at_s
+        self._tokens[row] += count
+
+    def ended(self, row: int, outcome: Outcome) -> None:
+        """Note how the row ended."""
+        self._outcome[row] = int(outcome)
+
+    def finish(self) -> Timelines:
+        """Return everything that was noted."""
+        return Timelines(
+            due_s=self._due_s,
+            sent_s=np.array(self._sent_s, dtype=np.float64),
+            first_s=np.array(self._first_s, dtype=np.float64),
+            last_s=np.array(self._last_s, dtype=np.float64),
+            output_tokens=np.array(self._tokens, dtype=np.int64),
+            outcome=np.array(self._outcome, dtype=np.int64),
+            gap_s=np.frombuffer(self._gap_s, dtype=np.float64).copy()
+            if self._gap_s
+            else np.empty(0),
+        )

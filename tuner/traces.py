@@ -1,0 +1,278 @@
+"""Recorded traffic as columns: when each request was due and how long it was.
+
+Answers what was asked of the server, and cuts, scales and limits it. Reading files is the
+business of `formats`, describing of `describe`, choosing a window of `windows`, and turning
+lengths into token ids of `prompts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.errors import TraceError, UsageError
+from tuner.hashes import Bools, Floats, HashIds, Ints
+
+
+class LoadModel(StrEnum):
+    """Whether arrivals wait for answers."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class TooLong(StrEnum):
+    """What becomes of a request whose prompt and output exceed max_model_len."""
+
+    REFUSE = "refuse"
+    CLIP = "clip"
+    DROP = "drop"
+
+
+class ZeroOutput(StrEnum):
+    """What becomes of a recorded request without output tokens; engines refuse to make none."""
+
+    DROP = "drop"
+    ONE = "one"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request as the trace asks for it.
+
+    Units: due_s counts from the start of the trace.
+    Raises: ValueError if a field is out of range.
+    """
+
+    index: int
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise ValueError(f"index must be at least 0, got {self.index}")
+        if not (math.isfinite(self.due_s) and self.due_s >= 0):
+            raise ValueError(f"due_s must be finite and at least 0, got {self.due_s}")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if self.output_tokens < 1:
+            raise ValueError(f"output_tokens must be at least 1, got {self.output_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNotes:
+    """What reading did: rows read, rows sorted, rows dropped or clipped by reason."""
+
+    rows: int = 0
+    moved: int = 0
+    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
+        object.__setattr__(self, "clipped", MappingProxyType(dict(self.clipped)))
+
+    def __reduce__(self) -> tuple[type[ReadNotes], tuple[object, ...]]:
+        """Travel between processes, which a mapping proxy cannot."""
+        return ReadNotes, (self.rows, self.moved, dict(self.dropped), dict(self.clipped))
+
+    def with_dropped(self, reason: str, count: int) -> ReadNotes:
+        """Return the notes with `count` more rows dropped for `reason`."""
+        return replace(self, dropped=_add(self.dropped, reason, count))
+
+    def with_clipped(self, reason: str, count: int) -> ReadNotes:
+        """Return the notes with `count` more rows clipped for `reason`."""
+        return replace(self, clipped=_add(self.clipped, reason, count))
+
+
+def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
+    return {**counts, reason: counts.get(reason, 0) + count} if count else counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Recorded traffic in columns, in due order, with the identity of the file it came from.
+
+    Columns because public traces reach 27 million rows. They are read-only: every method that
+    changes something returns a new Trace.
+
+    Shapes: due_s, prompt_tokens, output_tokens and e2e_s are [n], n >= 1; due_s ascends.
+    Units: seconds from the start of the trace; e2e_s is nan where it was not recorded.
+    Raises: TraceError if n is 0 or the hash ids do not fit the prompts; ValueError if the
+        columns differ in length or are out of range.
+    """
+
+    due_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    hashes: HashIds | None = None
+    e2e_s: Floats | None = None
+    request_ids: tuple[str, ...] | None = None
+    source: str = ""
+    format: str = "native"
+    sha256: str = ""
+    notes: ReadNotes = field(default_factory=ReadNotes)
+
+    def __post_init__(self) -> None:
+        n = len(self.due_s)
+        if not n:
+            raise TraceError(f"{self.source}: no requests are left", "choose a wider window")
+        for name in ("prompt_tokens", "output_tokens", "hashes", "e2e_s", "request_ids"):
+            column = getattr(self, name)
+            if column is not None and len(column) != n:
+                raise ValueError(f"{name} must have {n} rows, got {len(column)}")
+        if not (self.due_s[0] >= 0 and math.isfinite(self.due_s[-1])):
+            raise ValueError("due_s must be finite and at least 0")
+        if not np.all(self.due_s[1:] >= self.due_s[:-1]):
+            raise ValueError("due_s must ascend")
+        if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
+            raise ValueError("every request must have at least 1 prompt and 1 output token")
+        if self.hashes is not None:
+            self.hashes.check_fits(self.prompt_tokens, self.source)
+        for column in (self.due_s, self.prompt_tokens, self.output_tokens, self.e2e_s):
+            if column is not None:
+                column.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.due_s)
+
+    @property
+    def duration_s(self) -> float:
+        """Time from the first due time to the last; 0 for one request."""
+        return float(self.due_s[-1] - self.due_s[0])
+
+    def request(self, index: int) -> TraceRequest:
+        """Return one row as an object; index counts from 0 in due order."""
+        return TraceRequest(
+            index=index,
+            due_s=float(self.due_s[index]),
+            prompt_tokens=int(self.prompt_tokens[index]),
+            output_tokens=int(self.output_tokens[index]),
+            hash_ids=self.hashes.row(index) if self.hashes is not None else (),
+            request_id=self.request_ids[index] if self.request_ids is not None else "",
+        )
+
+    def slice_rows(self, indices: npt.ArrayLike) -> Trace:
+        """Return the given rows (ascending indices or a mask), their due times unchanged."""
+        rows = np.asarray(indices)
+        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
+        return replace(
+            self,
+            due_s=self.due_s[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            hashes=self.hashes.take(rows) if self.hashes is not None else None,
+            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
+            request_ids=_pick(self.request_ids, rows),
+        )
+
+    def between(self, start_s: float, end_s: float) -> Trace:
+        """Return the requests due in [start_s, end_s), counted from start_s.
+
+        The silence before the first of them is part of the window and stays.
+
+        Raises: TraceError if none is due in it.
+        """
+        low, high = np.searchsorted(self.due_s, (start_s, end_s), side="left")
+        if low >= high:
+            raise TraceError(
+                f"{self.source}: no request is due between {start_s:g} s and {end_s:g} s, "
+                f"the trace ends at {float(self.due_s[-1]):g} s",
+                "choose a window that holds requests",
+            )
+        part = self.slice_rows(np.arange(low, high))
+        return replace(part, due_s=part.due_s - start_s)
+
+    def scaled(self, load: float) -> Trace:
+        """Return the trace at `load` times its arrival rate; recorded latencies stay.
+
+        Raises: UsageError if load is not above 0.
+        """
+        if not (math.isfinite(load) and load > 0):
+            raise UsageError(f"load must be a number above 0, got {load}", "1 is as recorded")
+        return replace(self, due_s=self.due_s / load)
+
+    def recorded_concurrency(self) -> tuple[Floats, Ints]:
+        """Return when the recorded number of requests in flight changed, and to what.
+
+        Rows whose e2e_s is missing are left out.
+
+        Shapes: both [m], times ascending and distinct; the last count is 0.
+        Raises: TraceError if the trace recorded no latency at all.
+        """
+        known = None if self.e2e_s is None else ~np.isnan(self.e2e_s)
+        if self.e2e_s is None or known is None or not known.any():
+            raise TraceError(
+                f"{self.source}: the recorded concurrency needs e2e_s, and no row has it",
+                "record e2e_s, or give the concurrency as a number",
+            )
+        return in_flight_steps(self.due_s[known], self.e2e_s[known])
+
+    def too_long(self, max_model_len: int) -> Bools:
+        """Say for each request whether prompt and output together exceed max_model_len."""
+        over: Bools = self.prompt_tokens + self.output_tokens > max_model_len
+        return over
+
+    def limit_lengths(self, max_model_len: int, policy: TooLong) -> Trace:
+        """Return the trace with requests above max_model_len treated by `policy`.
+
+        REFUSE leaves them in: the replay counts them as refused, as a server would. CLIP cuts
+        the prompt first and the output only when a prompt of one token does not suffice.
+
+        Raises: UsageError if max_model_len is below 2; TraceError if nothing is left.
+        """
+        if max_model_len < 2:
+            raise UsageError(f"max_model_len must be at least 2, got {max_model_len}")
+        over = self.too_long(max_model_len)
+        count = int(over.sum())
+        if not count or policy is TooLong.REFUSE:
+            return self
+        reason = f"over max_model_len {max_model_len}"
+        if policy is TooLong.DROP:
+            notes = self.notes.with_dropped(reason, count)
+            return replace(self, notes=notes).slice_rows(~over)
+        room = np.maximum(max_model_len - self.output_tokens, 1)
+        prompt = np.where(over, room, self.prompt_tokens)
+        output = np.minimum(self.output_tokens, max_model_len - prompt)
+        return replace(
+            self,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            hashes=_cover(self.hashes, prompt) if self.hashes is not None else None,
+            notes=self.notes.with_clipped(reason, count),
+        )
+
+
+def _cover(hashes: HashIds, prompt_tokens: Ints) -> HashIds:
+    return hashes.cut(-(-prompt_tokens // hashes.block_size))
+
+
+def _pick(values: tuple[str, ...] | None, rows: Ints) -> tuple[str, ...] | None:
+    return None if values is None else tuple(values[i] for i in rows.tolist())
+
+
+def in_flight_steps(due_s: Floats, e2e_s: Floats) -> tuple[Floats, Ints]:
+    """Return the step function of requests in flight: times, and the count from each time on.
+
+    Shapes: inputs are [n], due_s ascending; outputs are [m], times distinct, last count 0.
+
+    >>> times, counts = in_flight_steps(np.array([0.0, 1.0]), np.array([3.0, 1.0]))
+    >>> times.tolist(), counts.tolist()
+    ([0.0, 1.0, 2.0, 3.0], [1, 2, 1, 0])
+    """
+    events = np.concatenate([due_s, np.sort(due_s + e2e_s)])
+    order = np.argsort(events, kind="stable")
+    level = np.cumsum(np.where(order < len(due_s), 1, -1))
+    times = events[order]
+    is_last = np.append(times[1:] > times[:-1], True)
+    return times[is_last], level[is_last].astype(np.int64)
