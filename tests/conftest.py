@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Tests share `toy` and `traffic`, and an engine's process finds them through the same path.
+sys.path.insert(0, str(ROOT / "tests"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,6 +128,39 @@ def read_config(path: Path) -> ServeConfig:
     return ServeConfig(values)
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """A tuning profile: what to optimise for a kind of traffic, as the options spell it."""
+
+    objective: str | None
+    slos: tuple[str, ...]
+    max_num_seqs: str
+
+
+def read_tuning(path: Path) -> Tuning:
+    """Return a tuning profile, a YAML file with objective, slo and max-num-seqs.
+
+    Raises: UsageError if a key is unknown or a value has another form.
+    """
+    loaded = _load(path)
+    known = {"objective", "slo", "max-num-seqs"}
+    if not isinstance(loaded, dict) or not set(loaded) <= known:
+        got = sorted(set(map(str, loaded)) - known) if isinstance(loaded, dict) else loaded
+        raise UsageError(
+            f"{path} must hold {', '.join(sorted(known))} and nothing else, got {got!r}",
+            hint="profiles/interactive.yaml is an example",
+        )
+    objective, slos = loaded.get("objective"), loaded.get("slo", [])
+    if objective not in {None, "balanced", "throughput", "latency", "goodput"}:
+        raise UsageError(
+            f"{path}: objective must be balanced, throughput, latency or goodput, "
+            f"got {objective!r}"
+        )
+    if not isinstance(slos, list) or not all(isinstance(slo, str) for slo in slos):
+        raise UsageError(f"{path}: slo must be a list such as [ttft_p99=500ms], got {slos!r}")
+    return Tuning(objective, tuple(slos), str(loaded.get("max-num-seqs", "")))
+
+
 def parse_engine_args(arguments: Iterable[str]) -> dict[str, object]:
     """Return `key=value` arguments as configuration values.
 

@@ -137,7 +137,9 @@ def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
 
 
 def next_run(
-    runs: Sequence[RaceRun], field: Sequence[EngineLimits], present: EngineLimits
+    runs: Sequence[RaceRun],
+    field: Sequence[EngineLimits],
+    present: EngineLimits,  # noqa: ARG001 - callers pass what they pass to decide
 ) -> tuple[int, EngineLimits] | None:
     """Return the round and the configuration to replay next, or None when all is decided.
 
@@ -149,7 +151,7 @@ def next_run(
     for number in range(1, MOST_ROUNDS + 1):
         before = [run for run in runs if run.round < number]
         inside = survivors(before, field) if number > LEAST_ROUNDS else list(field)
-        if number > LEAST_ROUNDS and _decided(before, inside, present):
+        if number > LEAST_ROUNDS and _decided(before, inside):
             return None
         turn = number % len(inside)
         ran = {run.limits for run in runs if run.round == number}
@@ -159,9 +161,7 @@ def next_run(
     return None
 
 
-def _decided(
-    runs: Sequence[RaceRun], inside: Sequence[EngineLimits], present: EngineLimits
-) -> bool:
+def _decided(runs: Sequence[RaceRun], inside: Sequence[EngineLimits]) -> bool:
     """Whether more rounds could not change the answer by more than matters."""
     best = _leader(runs, inside)
     if best is None or len(inside) == 1:

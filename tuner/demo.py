@@ -28,7 +28,12 @@ def demo_engine_args() -> dict[str, object]:
     >>> demo_engine_args()["load-format"]
     'dummy'
     """
-    return {"model": str(DEMO_MODEL_DIR), "load-format": "dummy", "enforce-eager": True}
+    return {
+        "model": str(DEMO_MODEL_DIR),
+        "load-format": "dummy",
+        "enforce-eager": True,
+        "kv-cache-memory-bytes": 1 << 30,
+    }
 
 
 def bundled(name: str) -> Path:

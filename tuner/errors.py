@@ -96,7 +96,9 @@ class Caveat(StrEnum):
 
 _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.NOT_SUSTAINED: "the engine did not keep up: the queue grew through the window",
-    Caveat.NOISY_MACHINE: "the machine disturbed many steps; intervals are wider than they look",
+    Caveat.NOISY_MACHINE: (
+        "the machine disturbed many steps; intervals are wider than they look"
+    ),
     Caveat.CLOSED_LOOP: "closed loop: never compare these latencies with an open-loop replay",
     Caveat.FEW_SAMPLES: "fewer than ten requests lie beyond the tail quantile that is shown",
     Caveat.PREEMPTED: "requests were preempted because the KV cache ran out of blocks",
@@ -108,7 +110,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
     Caveat.REQUESTS_CLIPPED: "requests longer than the engine's max_model_len were clipped",
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
-    Caveat.RESTARTED_PER_CONFIG: "this vLLM hides its limits: the engine restarted per configuration",
+    Caveat.RESTARTED_PER_CONFIG: (
+        "this vLLM hides its limits: the engine restarted per configuration"
+    ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
     Caveat.BUDGET_SPENT: "the time budget ended the search",

@@ -125,6 +125,15 @@ def _child_main(connection: Connection, source: EngineSource, log_path: str) -> 
     child.close()
 
 
+def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
+    """Wait for the child's next message. Raises: EOFError once it is dead and said it all."""
+    while not connection.poll(_POLL_S):
+        if not process.is_alive() and not connection.poll():
+            raise EOFError
+    kind, answer = connection.recv()
+    return kind, answer
+
+
 class Host:
     """The parent's handle on the engine's process.
 
@@ -177,16 +186,16 @@ class Host:
         return answer
 
     def _ask(
-        self, name: str, *arguments: object, on_progress: Callable[[Progress], bool] | None = None
-    ) -> Any:
+        self,
+        name: str,
+        *arguments: object,
+        on_progress: Callable[[Progress], bool] | None = None,
+    ) -> Any:  # noqa: ANN401 - each request has an answer of its own type
         connection, process = self._ensure()
         try:
             connection.send((name, arguments))
             while True:
-                while not connection.poll(_POLL_S):
-                    if not process.is_alive() and not connection.poll():
-                        raise EOFError
-                kind, answer = connection.recv()
+                kind, answer = _receive(connection, process)
                 if kind == "progress":
                     if on_progress is not None and not on_progress(answer):
                         connection.send(_STOP)

@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from tuner import stats
 from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat
+from tuner.levels import Level, levels
 from tuner.replay import ReplayLog
 from tuner.slo import QUANTILES, Slo
 from tuner.stats import Estimate
+from tuner.sustained import is_sustained
 from tuner.timeline import Outcome, Timelines
 
 Floats = NDArray[np.float64]
 
-# The queue counts as growing when its trend over the window is worth this share of the
-# requests offered, and at least this many requests: ours, see `is_sustained`.
-GROWTH_RATIO = 0.05
-GROWTH_REQUESTS = 4.0
 # Above this share of distorted steps the machine is called noisy: ours.
 NOISY_RATIO = 0.05
 
@@ -67,15 +65,6 @@ def distribution(samples: Floats) -> Distribution | None:
         return None
     quantiles = {name: stats.quantile(samples, q) for name, q in QUANTILES.items()}
     return Distribution(stats.mean(samples), quantiles, n)
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A quantity that holds for a while, such as queue depth, weighted by time."""
-
-    mean: float
-    p99: float
-    max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +112,12 @@ class Measurement:
 
     def as_json(self) -> dict[str, Any]:
         """Return every number under the name that `tune replay --json` documents."""
-        empty = {"mean": None, **dict.fromkeys(QUANTILES), "n": 0, "intervals": {}}
+        empty: dict[str, Any] = {
+            "mean": None,
+            **dict.fromkeys(QUANTILES),
+            "n": 0,
+            "intervals": {},
+        }
         latencies = {
             name: empty if spread is None else spread.as_json()
             for name, spread in self.latencies.items()
@@ -169,34 +163,31 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
     """
     if not logs:
         raise ValueError("nothing was replayed")
-    lines = [log.timelines for log in logs]
-    steps = [log.steps for log in logs]
-    clock_s = sum(_busy_span_s(log) for log in logs)
+    lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
+    span_s = sum(_busy_span_s(log) for log in logs)
     offered = sum(len(line) for line in lines)
     completed = sum(line.count(Outcome.COMPLETED) for line in lines)
     good = sum(_good_requests(line, slos) for line in lines)
     tokens = sum(int(line.output_tokens.sum()) for line in lines)
-    distorted = _pooled_ratio(steps)
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
-    sustained = cut_reason is None and all(is_sustained(log) for log in logs)
     measurement = Measurement(
         offered=offered,
         completed=completed,
         refused=sum(line.count(Outcome.REFUSED) for line in lines),
         timed_out=sum(line.count(Outcome.TIMED_OUT) for line in lines),
         aborted=sum(line.count(Outcome.ABORTED) for line in lines),
-        requests_per_s=completed / clock_s if clock_s > 0 else 0.0,
-        output_tokens_per_s=tokens / clock_s if clock_s > 0 else 0.0,
-        goodput_per_s=good / clock_s if slos and clock_s > 0 else None,
+        requests_per_s=completed / span_s if span_s > 0 else 0.0,
+        output_tokens_per_s=tokens / span_s if span_s > 0 else 0.0,
+        goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
         latencies=_latencies(lines, steps),
-        queue_depth=_levels(logs, "waiting"),
-        running=_levels(logs, "running"),
-        kv_usage=_levels(logs, "kv_usage_ratio"),
+        queue_depth=levels(logs, "waiting"),
+        running=levels(logs, "running"),
+        kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=int(sum(s.preempted.sum() for s in steps)),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=sustained,
-        distorted_steps_ratio=distorted,
+        is_sustained=cut_reason is None and all(is_sustained(log) for log in logs),
+        distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines),
         max_step_tokens=max((_fullest(s) for s in steps), default=0),
         steps=sum(len(s) for s in steps),
@@ -266,25 +257,6 @@ def _latencies(
     return {name: distribution(np.concatenate(parts)) for name, parts in columns.items()}
 
 
-def _levels(logs: Sequence[ReplayLog], column: str) -> Level:
-    """Return a step column weighted by time, idle time counting as nothing."""
-    values: list[Floats] = []
-    held_s: list[Floats] = []
-    for log in logs:
-        steps = log.steps
-        idle_s = max(0.0, log.clock_s - float(steps.duration_s.sum()))
-        values.append(np.append(getattr(steps, column), 0.0))
-        held_s.append(np.append(steps.duration_s, idle_s))
-    pooled, weights = np.concatenate(values), np.concatenate(held_s)
-    if float(weights.sum()) <= 0:
-        return Level(0.0, 0.0, 0.0)
-    return Level(
-        stats.time_weighted(pooled, weights),
-        stats.time_weighted_quantile(pooled, weights, 0.99),
-        float(pooled.max()),
-    )
-
-
 def _hit_ratio(steps: Sequence[StepColumns]) -> float | None:
     """Return cached prompt tokens over all prompt tokens, or None without a prompt."""
     cached = float(sum(s.cached_tokens.sum() for s in steps))
@@ -303,31 +275,3 @@ def _pooled_ratio(steps: Sequence[StepColumns]) -> float | None:
 def _send_lag_p99_s(lines: Sequence[Timelines]) -> float | None:
     lags = np.concatenate([line.send_lag_s for line in lines])
     return stats.quantile(lags, 0.99).value if lags.size else None
-
-
-def is_sustained(log: ReplayLog) -> bool:
-    """Tell whether the engine kept up: the queue did not grow through the window.
-
-    The queue is taken as requests due but not yet answered by a first token. Growth is twice
-    the rise of its mean from the first to the second half of the arrivals, which is exact for
-    a steady rise. A burst that is being worked off when arrivals end does not count.
-
-    Source: ours; the criterion of a stable queue is that its mean has no trend.
-    """
-    line = log.timelines
-    waits = line.outcome != int(Outcome.REFUSED)
-    due_s = np.sort(line.due_s[waits])
-    if due_s.size < 2 or due_s[-1] <= due_s[0]:
-        return True
-    if int((line.outcome == int(Outcome.TIMED_OUT)).sum()) > GROWTH_RATIO * due_s.size:
-        return False
-    answered_s = np.sort(np.nan_to_num(line.first_s[waits], nan=np.inf))
-    grid_s = np.linspace(due_s[0], due_s[-1], 2001)
-    queue = np.searchsorted(due_s, grid_s, side="right") - np.searchsorted(
-        answered_s, grid_s, side="right"
-    )
-    half = grid_s.size // 2
-    first, second, last = queue[:half].mean(), queue[half:].mean(), queue[-200:].mean()
-    growth = 2 * (second - first)
-    limit = max(GROWTH_REQUESTS, GROWTH_RATIO * due_s.size)
-    return not (growth > limit and last >= second)

@@ -7,9 +7,10 @@ is left to `search`, and whether a difference is real to `confirm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from tuner import stats
 from tuner.errors import TooFewSamplesError, UsageError
@@ -90,12 +91,16 @@ class Goal:
         """Place a measurement in the order."""
         if m.cut_reason is not None:
             return Score(Tier.CUT, math.inf, "cut short")
-        if m.completed == 0:
+        if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
-        rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
         if self.objective is Objective.GOODPUT:
             good = m.goodput_per_s or 0.0
             return Score(Tier.GOOD, 1 / good if good else math.inf, "goodput_per_s")
+        return self._score_within_slos(m)
+
+    def _score_within_slos(self, m: Measurement) -> Score:
+        """Place a whole measurement by its SLOs first, then by rate or latency."""
+        rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
         worst = max((self._slack(slo, m) for slo in self.slos), default=-math.inf)
         if worst > 0:
             return Score(Tier.BREAKS_SLO, 1 + worst, "worst SLO slack")
@@ -105,7 +110,7 @@ class Goal:
         value_s = m.latency("e2e_s", statistic)
         if self.objective is Objective.BALANCED and not m.is_sustained:
             return Score(Tier.NOT_SUSTAINED, rate.value, rate.metric)
-        return Score(Tier.GOOD, value_s if value_s else math.inf, f"e2e_{statistic}")
+        return Score(Tier.GOOD, value_s or math.inf, f"e2e_{statistic}")
 
     @staticmethod
     def _slack(slo: Slo, m: Measurement) -> float:
@@ -116,11 +121,11 @@ class Goal:
         """Return each SLO's slack, as Optuna takes constraints: feasible at or below zero."""
         return {slo.name: self._slack(slo, m) for slo in self.slos}
 
-    def broken(self, m: Measurement) -> list[str]:
-        """Name the SLOs that do not hold, with what was measured."""
+    def broken_in(self, measurement: Mapping[str, Any]) -> list[str]:
+        """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
         said = []
         for slo in self.slos:
-            value_s = m.latency(slo.metric, slo.statistic)
+            value_s = measurement[slo.metric][slo.statistic]
             if value_s is not None and value_s > slo.bound_s:
                 said.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
         return said
@@ -166,6 +171,6 @@ def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Goal
         objective lacks its SLO.
     """
     for slo in slos:
-        if slo.metric != "itl_s" and slo.metric != "decode_step_s":
+        if slo.metric not in ("itl_s", "decode_step_s"):
             slo.check_carried_by(requests)
     return Goal(objective, tuple(slos), tail_statistic(requests))

@@ -8,17 +8,12 @@ was due. Which limits to replay at is decided elsewhere; what the instants mean,
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from tuner.arrivals import ClockKind, ReplayClock, arrivals_of
 from tuner.engine.protocol import Engine, Step
 from tuner.engine.steps import StepColumns, StepLog
 from tuner.errors import ReplayError, UsageError
@@ -27,13 +22,6 @@ from tuner.traces import LoadModel, Trace
 
 # How often the caller hears of progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25
-
-
-class ClockKind(StrEnum):
-    """Whose seconds a replay counts."""
-
-    VIRTUAL = "virtual"
-    WALL = "wall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,108 +107,25 @@ class Prompts(Protocol):
         """Return the token ids of the prompt of the trace's row."""
 
 
-class _Arrivals(Protocol):
-    """Decides when the next request of the trace goes."""
-
-    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
-        """Return when the next request is due, or None while only a completion can tell."""
-
-
-class _OpenArrivals:
-    """Requests go when the trace says, whatever the engine does."""
-
-    def __init__(self, due_s: NDArray[np.float64]) -> None:
-        self._due_s = due_s.tolist()
-        self._next = 0
-
-    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
-        """Return the recorded instant."""
-        return self._due_s[self._next] if self._next < len(self._due_s) else None
-
-    def pop(self) -> None:
-        """Move on to the next request."""
-        self._next += 1
-
-
-class _ClosedArrivals:
-    """Requests go as soon as fewer are in flight than a target that may change with time."""
-
-    def __init__(self, times_s: list[float], targets: list[int], n: int) -> None:
-        self._times_s, self._targets, self._left = times_s, targets, n
-
-    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
-        """Return now if there is room, else when the target next rises, else None."""
-        if self._left == 0:
-            return None
-        at = bisect_right(self._times_s, now_s) - 1
-        if at >= 0 and self._targets[at] > in_flight:
-            return now_s
-        for later in range(at + 1, len(self._targets)):
-            if self._targets[later] > in_flight:
-                return self._times_s[later]
-        # Past the recording's end the last request still has to go: one at a time.
-        return now_s if in_flight == 0 else None
-
-    def pop(self) -> None:
-        """Move on to the next request."""
-        self._left -= 1
-
-
-def _arrivals(trace: Trace, plan: ReplayPlan) -> _OpenArrivals | _ClosedArrivals:
-    """Choose how requests arrive."""
-    if plan.load_model is LoadModel.OPEN:
-        return _OpenArrivals(trace.due_s)
-    if plan.concurrency is not None:
-        return _ClosedArrivals([0.0], [plan.concurrency], len(trace))
-    times_s, in_flight = trace.recorded_concurrency()
-    return _ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace))
-
-
-class _Clock:
-    """The replay's seconds: virtual ones add up, real ones pass."""
-
-    def __init__(self, kind: ClockKind) -> None:
-        self.kind = kind
-        self.now_s = 0.0
-        self._started_s = time.perf_counter()
-
-    @property
-    def wall_s(self) -> float:
-        """Real seconds since the replay began."""
-        return time.perf_counter() - self._started_s
-
-    def step(self, duration_s: float) -> None:
-        """Let a step pass."""
-        self.now_s = self.wall_s if self.kind is ClockKind.WALL else self.now_s + duration_s
-
-    def idle_until(self, due_s: float) -> None:
-        """Let idle time pass, by jumping or by waiting."""
-        if self.kind is ClockKind.WALL:
-            time.sleep(max(0.0, due_s - self.wall_s))
-            self.now_s = max(self.wall_s, due_s)
-        else:
-            self.now_s = max(self.now_s, due_s)
-
-
 class _Replay:
     """One run of the loop; split so that each part fits on a screen."""
 
-    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts, plan: ReplayPlan) -> None:
+    def __init__(
+        self, engine: Engine, trace: Trace, prompts: Prompts, plan: ReplayPlan
+    ) -> None:
         self._engine, self._trace, self._prompts, self._plan = engine, trace, prompts, plan
         self._too_long = trace.too_long(engine.info.max_model_len)
         self._record = TimelineRecorder(trace.due_s)
         self._steps = StepLog()
-        self._arrivals = _arrivals(trace, plan)
-        self._clock = _Clock(plan.clock)
+        self._arrivals = arrivals_of(trace, plan.load_model, plan.concurrency)
+        self._clock = ReplayClock(plan.clock)
         self._row = 0
         self._ended = 0
         self._in_flight: dict[int, float] = {}
         self._oldest: deque[int] = deque()
         self._late: set[int] = set()
 
-    def run(
-        self, on_progress: Callable[[Progress], bool] | None
-    ) -> ReplayLog:
+    def run(self, on_progress: Callable[[Progress], bool] | None) -> ReplayLog:
         """Replay to the end, or until a cut rule or the caller stops it."""
         heard_s = 0.0
         cut: str | None = None
@@ -336,9 +241,7 @@ class _Replay:
         return None
 
     def _progress(self, wall_s: float) -> Progress:
-        return Progress(
-            self._row, self._ended, len(self._trace), self._clock.now_s, wall_s
-        )
+        return Progress(self._row, self._ended, len(self._trace), self._clock.now_s, wall_s)
 
     def _clear(self) -> None:
         """Leave the engine idle; what was in flight stays aborted."""

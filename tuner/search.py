@@ -11,125 +11,26 @@ trials, and the ladder proposes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
 
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import UsageError
-from tuner.objective import Score, Tier
+from tuner.observation import (
+    NEVER_BOUND_RATIO,
+    TIE_RATIO,
+    Observation,
+    Phase,
+    Proposal,
+    leader,
+)
+from tuner.space import SearchSpace
 
-# Single replays differ by a few percent on a quiet machine; closer ones tie here and are
-# told apart, if at all, by the race: ours.
-TIE_RATIO = 0.03
 # Decode steps this much slower count as degraded: ours.
 DECODE_DEGRADED_RATIO = 0.05
-# A cap that exceeds the most ever running by a quarter cannot have bound: ours, the margin
-# covers run-to-run variation of the peak.
-NEVER_BOUND_RATIO = 1.25
 # Refining stops when neighbours are closer than this share of the cap: ours.
 REFINE_RATIO = 0.2
 MOST_REFINEMENTS = 4
 FINALISTS = 3
 FINALIST_RATIO = 0.10
-TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
-
-
-class Phase(StrEnum):
-    """Why a configuration is measured."""
-
-    PRESENT = "present"
-    LADDER = "ladder"
-    EXTEND = "extend"
-    REFINE = "refine"
-    BUDGET = "budget"
-    RACE = "race"
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What one replay said about a configuration, reduced to what the search needs.
-
-    `peak_running` and `peak_step_tokens` tell whether a limit ever bound; a replay that failed
-    or was cut short says nothing about that.
-    """
-
-    number: int
-    limits: EngineLimits
-    phase: Phase
-    score: Score
-    peak_running: int
-    peak_step_tokens: int
-    decode_step_s: float | None
-    race_round: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the replay ran to its end."""
-        return self.score.tier not in (Tier.CUT, Tier.FAILED)
-
-    @property
-    def cap_never_bound(self) -> bool:
-        """Whether any higher cap would have led to the same batches."""
-        return self.is_whole and (
-            self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
-        )
-
-    @property
-    def budget_never_bound(self) -> bool:
-        """Whether any higher token budget would have led to the same batches."""
-        return self.is_whole and self.peak_step_tokens < self.limits.max_num_batched_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSpace:
-    """What may be tried.
-
-    `present` is the user's configuration and always trial 0. `ceiling` bounds everything.
-
-    Raises: UsageError if the ladder is empty or holds a cap below 1.
-    """
-
-    present: EngineLimits
-    ladder: tuple[int, ...]
-    budgets: tuple[int, ...]
-    ceiling: EngineLimits
-    least_budget: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse a ladder that leads nowhere."""
-        if not self.ladder or min(self.ladder) < 1:
-            raise UsageError(
-                f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
-                "for example --max-num-seqs 1,2,4,8,16,32",
-            )
-
-    @property
-    def reference_budget(self) -> int:
-        """Return the token budget at which the ladder is climbed: the present one."""
-        return max(self.present.max_num_batched_tokens, self.least_budget)
-
-    def at(self, seqs: int, budget: int) -> EngineLimits:
-        """Return limits with the budget raised to what vLLM demands."""
-        return EngineLimits(seqs, max(budget, seqs, self.least_budget))
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A configuration to measure, and why."""
-
-    limits: EngineLimits
-    phase: Phase
-
-
-def leader(seen: Sequence[Observation]) -> Observation | None:
-    """Return the best observation; among ties the smallest limits."""
-    whole = [o for o in seen if o.is_whole]
-    if not whole:
-        return None
-    best = min(whole, key=lambda o: o.score.order)
-    tied = [o for o in whole if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
-    return min(tied, key=lambda o: o.limits)
 
 
 def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | None:
@@ -154,8 +55,7 @@ def _same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
         if o.limits == limits:
             return True
         same_cap = o.limits.max_num_seqs == limits.max_num_seqs or (
-            o.cap_never_bound
-            and limits.max_num_seqs >= o.peak_running * NEVER_BOUND_RATIO
+            o.cap_never_bound and limits.max_num_seqs >= o.peak_running * NEVER_BOUND_RATIO
         )
         same_budget = o.limits.max_num_batched_tokens == limits.max_num_batched_tokens or (
             o.budget_never_bound and limits.max_num_batched_tokens > o.peak_step_tokens
@@ -168,38 +68,33 @@ def _same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
 def _rungs(seen: Sequence[Observation], space: SearchSpace) -> list[Observation]:
     """Return the observations along the ladder's budget, by cap."""
     along = [
-        o
-        for o in seen
-        if o.limits == space.at(o.limits.max_num_seqs, space.reference_budget)
+        o for o in seen if o.limits == space.at(o.limits.max_num_seqs, space.reference_budget)
     ]
     return sorted(along, key=lambda o: o.limits.max_num_seqs)
+
+
+def _caps(space: SearchSpace) -> Iterator[tuple[int, Phase]]:
+    """Yield the ladder's caps, then doubles of its last without end."""
+    for seqs in space.ladder:
+        yield seqs, Phase.LADDER
+    seqs = space.ladder[-1]
+    while True:
+        seqs *= 2
+        yield seqs, Phase.EXTEND
 
 
 def _climb(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Go up the ladder, and past its end while the edge keeps winning."""
     climbed: list[Observation] = []
-    for seqs in space.ladder:
+    for seqs, phase in _caps(space):
         limits = space.at(seqs, space.reference_budget)
         if not limits.within(space.ceiling) or climb_is_over(climbed):
             return None
-        found = _measured(seen, limits)
-        if found is None:
-            if _same_schedule(seen, limits):
-                return None
-            return Proposal(limits, Phase.LADDER)
-        climbed.append(found)
-    while not climb_is_over(climbed):
-        best = leader(climbed)
-        if best is None or best is not climbed[-1]:
-            return None
-        limits = space.at(climbed[-1].limits.max_num_seqs * 2, space.reference_budget)
-        if not limits.within(space.ceiling):
+        if phase is Phase.EXTEND and leader(climbed) is not climbed[-1]:
             return None
         found = _measured(seen, limits)
         if found is None:
-            if _same_schedule(seen, limits):
-                return None
-            return Proposal(limits, Phase.EXTEND)
+            return None if _same_schedule(seen, limits) else Proposal(limits, phase)
         climbed.append(found)
     return None
 
@@ -264,32 +159,26 @@ def _move_budget(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
     cap, here = best.limits.max_num_seqs, best.limits.max_num_batched_tokens
     up = sorted(b for b in space.budgets if b > here)
     down = sorted((b for b in space.budgets if cap <= b < here), reverse=True)
-    at_cap = [o for o in seen if o.limits.max_num_seqs == cap]
-    for direction, is_over in (
-        (up, lambda o: o.budget_never_bound),
-        (down, lambda o: False),
-    ):
-        proposal = _along(direction, cap, best, at_cap, seen, space, is_over)
-        if proposal is not None:
-            return proposal
-    return None
+    upwards = _along(up, best, seen, space, upwards=True)
+    return upwards or _along(down, best, seen, space, upwards=False)
 
 
 def _along(
     budgets: Sequence[int],
-    cap: int,
     origin: Observation,
-    at_cap: Sequence[Observation],
     seen: Sequence[Observation],
     space: SearchSpace,
-    is_over: Callable[[Observation], bool],
+    *,
+    upwards: bool,
 ) -> Proposal | None:
     """Return the next budget in one direction, or None when that direction is done."""
+    cap = origin.limits.max_num_seqs
+    best = leader([o for o in seen if o.limits.max_num_seqs == cap]) or origin
     last = origin
     for budget in budgets:
         limits = space.at(cap, budget)
-        best = leader(at_cap) or origin
-        if is_over(last) or last.score.clearly_worse_than(best.score, TIE_RATIO):
+        is_over = upwards and last.budget_never_bound
+        if is_over or last.score.clearly_worse_than(best.score, TIE_RATIO):
             return None
         found = _measured(seen, limits)
         if found is None:
@@ -319,24 +208,9 @@ def finalists(history: Sequence[Observation], space: SearchSpace) -> list[Engine
     return chosen
 
 
-def at_edge(best: EngineLimits, history: Sequence[Observation], space: SearchSpace) -> bool:
+def at_edge(best: EngineLimits, history: Sequence[Observation]) -> bool:
     """Whether the best cap is the largest that was tried although it still bound."""
     tried = [o for o in history if o.is_whole]
     mine = _measured(tried, best)
     largest = max((o.limits.max_num_seqs for o in tried), default=0)
     return mine is not None and best.max_num_seqs >= largest and not mine.cap_never_bound
-
-
-def token_budgets(useful_tokens: int, least: int) -> tuple[int, ...]:
-    """Return the token budgets worth trying for a trace.
-
-    Nothing above the first that holds useful_tokens can matter.
-
-    >>> token_budgets(3000, least=1)
-    (512, 1024, 2048, 4096)
-    """
-    kept = [b for b in TOKEN_BUDGETS if b >= least]
-    for i, budget in enumerate(kept):
-        if budget >= useful_tokens:
-            return tuple(kept[: i + 1])
-    return tuple(kept) or (least,)

@@ -71,7 +71,7 @@ class Slo:
             )
 
     def slack_ratio(self, measured: Measured) -> float | None:
-        """Return measured / bound - 1: feasible at or below zero; None if nothing was measured."""
+        """Return measured / bound - 1, feasible at or below zero; None if not measured."""
         value = measured.latency(self.metric, self.statistic)
         return None if value is None else value / self.bound_s - 1.0
 

@@ -82,9 +82,7 @@ def quantile(samples: Floats | Sequence[float], q: float) -> Estimate:
     low, high = _order_interval(n, q)
     if not carries_quantile(n, q) or low < 1 or high > n:
         return Estimate(float(values[rank - 1]), None, None, n)
-    return Estimate(
-        float(values[rank - 1]), float(values[low - 1]), float(values[high - 1]), n
-    )
+    return Estimate(float(values[rank - 1]), float(values[low - 1]), float(values[high - 1]), n)
 
 
 def _order_interval(n: int, q: float) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class RequestTimeline:
     def __post_init__(self) -> None:
         """Refuse stamps that run backwards."""
         stamps = (self.due_s, self.sent_s, *self.token_s)
-        if any(later < earlier for earlier, later in zip(stamps, stamps[1:], strict=False)):
+        if any(later < earlier for earlier, later in pairwise(stamps)):
             raise ValueError(f"stamps must not run backwards, got {stamps[:4]}")
 
     @property
@@ -104,7 +105,8 @@ class Timelines:
     @property
     def completed(self) -> NDArray[np.bool_]:
         """Mark the requests that were answered in full."""
-        return self.outcome == int(Outcome.COMPLETED)
+        mask: NDArray[np.bool_] = self.outcome == int(Outcome.COMPLETED)
+        return mask
 
     @property
     def ttft_s(self) -> Floats:
@@ -120,13 +122,16 @@ class Timelines:
     def tpot_s(self) -> Floats:
         """Time per output token of completed requests with two tokens or more."""
         rows = self.completed & (self.output_tokens >= 2)
-        return ((self.last_s - self.first_s) / np.maximum(self.output_tokens - 1, 1))[rows]
+        gaps = np.maximum(self.output_tokens - 1, 1)
+        tpot_s: Floats = ((self.last_s - self.first_s) / gaps)[rows]
+        return tpot_s
 
     @property
     def send_lag_s(self) -> Floats:
         """How late each request that was sent reached the engine."""
-        lag = self.sent_s - self.due_s
-        return lag[~np.isnan(lag)]
+        lag_s: Floats = self.sent_s - self.due_s
+        sent_lag_s: Floats = lag_s[~np.isnan(lag_s)]
+        return sent_lag_s
 
 
 class TimelineRecorder:

@@ -1,7 +1,8 @@
 """Bring an engine to its working temperature before anything is measured.
 
 The first batch of a size pays for allocation, kernel selection and caches that production has
-long paid. The rounds cover decode batches and prefill chunks up to the engine's ceiling.
+long paid. The rounds cover decode batches and prefill chunks up to the engine's ceiling, the
+smallest first and both kinds in turns, so that a spent budget leaves out the largest only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 
 import numpy as np
 
-from tuner.engine.protocol import Engine
+from tuner.engine.protocol import Engine, EngineInfo
 
 # Ours: two rounds of each size, since the second shows no first-use cost any more; 64
 # sequences, beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most,
@@ -18,11 +19,26 @@ from tuner.engine.protocol import Engine
 ROUNDS = 2
 MOST_SEQS = 64
 MOST_PROMPT_TOKENS = 2048
+SHORT_PROMPT_TOKENS = 24
+LEAST_CHUNK_TOKENS = 128
 DECODE_TOKENS = 8
 SEED = 7
 
 
-def warm_up(engine: Engine, budget_s: float = 30.0) -> float:
+def _shapes(info: EngineInfo) -> list[tuple[int, int]]:
+    """Return sequences and prompt tokens of each, least tokens in all first."""
+    most_seqs = min(info.ceiling.max_num_seqs, MOST_SEQS)
+    sizes = [1 << k for k in range(most_seqs.bit_length())]
+    shapes = [(seqs, SHORT_PROMPT_TOKENS) for seqs in sizes]
+    prompt = min(MOST_PROMPT_TOKENS, info.max_model_len // 2)
+    chunk = LEAST_CHUNK_TOKENS
+    while chunk <= info.ceiling.max_num_batched_tokens:
+        shapes.append((max(1, chunk // prompt), min(chunk, prompt)))
+        chunk *= 2
+    return sorted(shapes, key=lambda shape: shape[0] * shape[1])
+
+
+def warm_up(engine: Engine, budget_s: float = 15.0) -> float:
     """Run synthetic batches of growing size and return the seconds it took.
 
     Stops growing once budget_s is spent; the engine is idle afterwards.
@@ -32,15 +48,8 @@ def warm_up(engine: Engine, budget_s: float = 30.0) -> float:
     started_s = time.perf_counter()
     info = engine.info
     rng = np.random.default_rng(SEED)
-    most_seqs = min(info.ceiling.max_num_seqs, MOST_SEQS)
-    shapes = [(1 << k, 24) for k in range(most_seqs.bit_length()) if 1 << k <= most_seqs]
-    prompt = min(MOST_PROMPT_TOKENS, info.max_model_len // 2)
-    chunk = 128
-    while chunk <= info.ceiling.max_num_batched_tokens:
-        shapes.append((max(1, chunk // prompt), min(chunk, prompt)))
-        chunk *= 2
     row = 0
-    for seqs, prompt_tokens in shapes:
+    for seqs, prompt_tokens in _shapes(info):
         for _ in range(ROUNDS):
             for _ in range(min(seqs, info.ceiling.max_num_seqs)):
                 tokens = rng.integers(0, info.vocab_size, size=max(1, prompt_tokens)).tolist()

@@ -1,0 +1,1 @@
+"""The engines behind one protocol: vLLM itself, and what its steps did."""

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.spelling import to_argv
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, EngineLimits, Step
 from tuner.errors import EngineError, UsageError
+from tuner.spelling import to_argv
 
 # Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
 _SERVE_PARSER_MODULES = (
@@ -148,7 +148,9 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
 def _first_line(error: BaseException) -> str:
     """Return the telling line of an error that may span many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("1 validation error", "For further"))]
+    telling = [
+        line for line in lines if not line.startswith(("1 validation error", "For further"))
+    ]
     return (telling or lines or [type(error).__name__])[0]
 
 
@@ -273,7 +275,7 @@ class Core:
         )
 
     def turn(self) -> tuple[float, list[Emitted], tuple[Any, int, int, float] | None]:
-        """Run one turn of the core's loop: seconds, tokens out, and the batch that completed."""
+        """Run one turn of the core's loop: its seconds, tokens out and completed batch."""
         started_s = time.perf_counter()
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
@@ -305,7 +307,9 @@ def _limit_names(scheduler: Any) -> tuple[str | None, str | None]:
         (n for n in ("max_num_active_reqs", "max_num_running_reqs") if hasattr(scheduler, n)),
         None,
     )
-    budget = "max_num_scheduled_tokens" if hasattr(scheduler, "max_num_scheduled_tokens") else None
+    budget = (
+        "max_num_scheduled_tokens" if hasattr(scheduler, "max_num_scheduled_tokens") else None
+    )
     return cap, budget
 
 

@@ -49,7 +49,8 @@ class StepColumns:
     @property
     def is_decode_only(self) -> NDArray[np.bool_]:
         """Mark the steps in which nothing but decoding happened."""
-        return (self.decode_seqs > 0) & (self.prefill_tokens == 0)
+        mask: NDArray[np.bool_] = (self.decode_seqs > 0) & (self.prefill_tokens == 0)
+        return mask
 
     def distorted_ratio(self) -> float | None:
         """Return the share of comparable steps that the machine's noise stretched.
@@ -90,7 +91,9 @@ class StepLog:
                 )
             )
         self._rows.extend((float(step.running), float(step.waiting), step.kv_usage_ratio))
-        self._rows.extend((0.0, 0.0) if batch is None else (batch.preempted, batch.cached_tokens))
+        self._rows.extend(
+            (0.0, 0.0) if batch is None else (batch.preempted, batch.cached_tokens)
+        )
 
     def finish(self) -> StepColumns:
         """Return the log as columns."""

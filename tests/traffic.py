@@ -1,0 +1,62 @@
+"""Traces made for tests, and the short way to replay one on the toy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from toy import ToySource
+
+from tuner.engine.protocol import EngineLimits
+from tuner.replay import ReplayLog, ReplayPlan, replay
+from tuner.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ToyPrompts:
+    """Prompts that share nothing: each repeats its own row number."""
+
+    trace: Trace
+
+    def tokens(self, index: int) -> list[int]:
+        """Return the prompt of a row."""
+        return [index] * int(self.trace.prompt_tokens[index])
+
+
+def a_trace(
+    due_s: Sequence[float] | NDArray[np.float64],
+    prompt: int | Sequence[int] = 10,
+    output: int | Sequence[int] = 5,
+    e2e_s: Sequence[float] | None = None,
+) -> Trace:
+    """Return a trace of requests due then; one length stands for all."""
+    n = len(due_s)
+    return Trace(
+        due_s=np.array(due_s, dtype=np.float64),
+        prompt_tokens=np.broadcast_to(np.array(prompt, dtype=np.int64), n).copy(),
+        output_tokens=np.broadcast_to(np.array(output, dtype=np.int64), n).copy(),
+        e2e_s=None if e2e_s is None else np.array(e2e_s, dtype=np.float64),
+        source="toy.jsonl",
+    )
+
+
+def steady(n: int, per_s: float, prompt: int = 10, output: int = 20, seed: int = 0) -> Trace:
+    """Return n Poisson arrivals at a rate, with lengths that vary by half around theirs."""
+    rng = np.random.default_rng(seed)
+    due_s = np.cumsum(rng.exponential(1 / per_s, n))
+    lengths = rng.uniform(0.5, 1.5, (2, n)) * np.array([[prompt], [output]])
+    prompts, outputs = np.maximum(1, lengths.round()).astype(int).tolist()
+    return a_trace(due_s, prompts, outputs)
+
+
+def replay_toy(
+    trace: Trace,
+    limits: EngineLimits,
+    source: ToySource | None = None,
+    plan: ReplayPlan | None = None,
+) -> ReplayLog:
+    """Replay a trace on a fresh toy at the limits."""
+    engine = (source or ToySource()).start({}, limits)
+    return replay(engine, trace, ToyPrompts(trace), plan or ReplayPlan())

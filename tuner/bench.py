@@ -1,0 +1,116 @@
+"""Measure configurations on one engine: start it when needed, replay, survive its failures.
+
+The engine starts once at the ceiling; it starts again only after it died, or before every
+configuration where this vLLM hides its limits. What to measure is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import EngineError
+from tuner.host import Host, Started
+from tuner.metrics import Measurement, measure
+from tuner.replay import CutRule, Progress, ReplayLog, ReplayPlan
+from tuner.slo import Slo
+from tuner.timeline import Outcome
+from tuner.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A replay that the engine did not survive: an outcome of that configuration."""
+
+    cause: str
+
+
+class Bench:
+    """The engine's process together with the traces that are replayed on it.
+
+    Raises: EngineError when the engine cannot be started; a failure during a replay is
+        returned, not raised.
+    """
+
+    def __init__(
+        self, host: Host, values: Mapping[str, object], ceiling: EngineLimits, seed: int
+    ) -> None:
+        self._host = host
+        self._values = values
+        self._seed = seed
+        self._traces: dict[str, Trace] = {}
+        self.ceiling = ceiling
+        self.started: Started | None = None
+        self.starts = 0
+
+    def use(self, name: str, trace: Trace) -> None:
+        """Make a trace replayable under a name."""
+        self._traces[name] = trace
+        if self.started is not None:
+            self._host.load(name, trace, self._seed)
+
+    def ensure_started(self, limits: EngineLimits | None = None) -> Started:
+        """Return the running engine, starting it if there is none.
+
+        Limits above the ceiling raise it; an engine that hides its limits starts at them.
+        """
+        if limits is not None and not limits.within(self.ceiling):
+            self.ceiling = self.ceiling.covering(limits)
+            self.started = None
+        started = self.started or self._start(self.ceiling)
+        hides = not started.info.can_change_limits
+        if limits is not None and hides and started.info.ceiling != limits:
+            started = self._start(limits)
+        return started
+
+    def _start(self, ceiling: EngineLimits) -> Started:
+        self.started = self._host.start(self._values, ceiling)
+        self.starts += 1
+        for name, trace in self._traces.items():
+            self._host.load(name, trace, self._seed)
+        return self.started
+
+    @property
+    def restarts_per_config(self) -> bool:
+        """Whether this vLLM hides its limits."""
+        return self.started is not None and not self.started.info.can_change_limits
+
+    def measure(
+        self,
+        names: Sequence[str],
+        limits: EngineLimits,
+        plan: ReplayPlan,
+        slos: Sequence[Slo],
+        on_progress: Callable[[Progress], bool] | None = None,
+    ) -> Measurement | Failure:
+        """Replay the named traces one after the other and pool what they say."""
+        self.ensure_started(limits)
+        logs: list[ReplayLog] = []
+        cut = plan.cut
+        try:
+            for name in names:
+                log = self._host.replay(name, limits, replace(plan, cut=cut), on_progress)
+                logs.append(log)
+                if log.cut_reason is not None:
+                    break
+                cut = _what_is_left(cut, log)
+        except EngineError as error:
+            self.started = None
+            return Failure(error.message)
+        return measure(logs, slos)
+
+
+def _what_is_left(cut: CutRule, log: ReplayLog) -> CutRule:
+    """Return what of a cut rule remains after one of several windows."""
+    left = cut
+    if cut.late_s is not None:
+        lines = log.timelines
+        done = lines.outcome == int(Outcome.COMPLETED)
+        late = int(((lines.last_s - lines.due_s)[done] > cut.late_s).sum())
+        left = replace(left, allowed_late=cut.allowed_late - late)
+    if cut.max_clock_s is not None:
+        left = replace(left, max_clock_s=cut.max_clock_s - log.clock_s)
+    if cut.max_wall_s is not None:
+        left = replace(left, max_wall_s=cut.max_wall_s - log.wall_s)
+    return left

@@ -1,0 +1,170 @@
+"""The command `tune`: options in, exit codes out. Owns click."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from tuner.cli.options import (
+    DURATION,
+    LADDER,
+    SLO,
+    as_usage_error,
+    engine_options,
+    traffic_options,
+)
+from tuner.errors import TunerError, UsageError
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+_EPILOG = "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; 130 interrupted."
+
+
+@click.group(invoke_without_command=True, context_settings=_CONTEXT, epilog=_EPILOG)
+@traffic_options
+@engine_options
+@click.option(
+    "--tuning",
+    metavar="NAME",
+    help="Tuning profile: interactive, batch, or a YAML file with objective, slo, max-num-seqs.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+    help="balanced: smallest tail latency that sustains the load [default]; throughput: most "
+    "requests per second; latency: smallest median; goodput: most requests within the SLOs.",
+)
+@click.option(
+    "--slo",
+    type=SLO,
+    multiple=True,
+    metavar="SLO",
+    help="A bound that must hold, for example ttft_p99=500ms; repeatable.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=LADDER,
+    metavar="LIST",
+    help="Caps to climb, in requests  [default: 1,2,4,8,16,32]",
+)
+@click.option(
+    "--budget",
+    type=DURATION,
+    metavar="TIME",
+    help="Real time the whole run may take, for example 45m  [default: 30m]",
+)
+@click.option("-o", "--output", metavar="FILE", help="Where the YAML goes; default: stdout.")
+@click.option("--run-dir", metavar="DIR", help="Where evidence is kept; default: runs/<time>.")
+@click.option("--resume", metavar="DIR", help="Go on with the run kept in this directory.")
+@click.option(
+    "--storage", metavar="URL", help="Optuna storage; default: SQLite in the run directory."
+)
+@click.version_option(package_name="max-num-seqs-tuner", prog_name="tune")
+@click.pass_context
+def tune(ctx: click.Context, /, **options: Any) -> int | None:
+    """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
+
+    \b
+        tune --trace prod.jsonl --config current.yaml -o best.yaml
+
+    Replays a recorded trace against vLLM in this machine's own process, sweeps both limits on
+    one engine, and writes what `vllm serve --config` takes.
+    """
+    if ctx.invoked_subcommand is not None:
+        return None
+    if not ctx.args and not sys_arguments(ctx):
+        click.echo(ctx.get_help())
+        return 0
+    from tuner.cli.resume import with_stored, with_tuning
+    from tuner.cli.run_command import read_job, run_job
+
+    arguments, options = with_stored(tune, sys_arguments(ctx), options)
+    return run_job(read_job(with_tuning(options), arguments))
+
+
+def sys_arguments(ctx: click.Context) -> list[str]:
+    """Return the arguments as they were typed."""
+    arguments: list[str] = ctx.meta.get("tuner.arguments", [])
+    return arguments
+
+
+@tune.command("replay", context_settings=_CONTEXT)
+@traffic_options
+@engine_options
+@click.option(
+    "--max-num-seqs", type=click.IntRange(1), metavar="N", help="Cap; default: the present one."
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Token budget per step; default: the present one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def replay(**options: Any) -> int:
+    """Measure one configuration and print it.
+
+    \b
+        tune replay --trace prod.jsonl --max-num-seqs 16 --json
+    """
+    from tuner.cli.replay_command import run_replay
+
+    return run_replay(options)
+
+
+@tune.command("doctor", context_settings=_CONTEXT)
+def doctor() -> int:
+    """Say what is installed, what is missing, and the command that mends it.
+
+    \b
+        tune doctor
+    """
+    from tuner.doctor import checks
+
+    found = checks()
+    for check in found:
+        state = "ok" if check.ok else "MISSING" if check.is_required else "absent"
+        click.echo(f"{state:<8} {check.name:<24} {check.found}")
+        if not check.ok and check.fix:
+            click.echo(f"{'':8} {'':24} {check.fix}")
+    return 0 if all(check.ok for check in found if check.is_required) else 2
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command and return its exit code; every error ends here."""
+    from tuner.console import say, say_error
+
+    try:
+        context = tune.make_context("tune", list(arguments))
+        context.meta["tuner.arguments"] = list(arguments)
+        with context:
+            code = tune.invoke(context)
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as complaint:
+        say_error(as_usage_error(complaint))
+        return UsageError.exit_code
+    except TunerError as error:
+        say_error(error)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception:  # noqa: BLE001 - the one place where a defect of ours may surface
+        traceback.print_exc()
+        say(
+            "error: this is a defect of tune, not of your input; please report it with the above"
+        )
+        return 1
+    return int(code or 0)
+
+
+def main() -> None:
+    """Run `tune` on the process's own arguments."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""Turn options into traces, engine configurations and replay plans.
+
+Everything here happens before an engine starts, so that bad input is told at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config import parse_engine_args, read_config
+from tuner.demo import demo_engine_args
+from tuner.describe import describe
+from tuner.errors import Caveat, TraceError, UsageError
+from tuner.formats import ReadOptions, read_trace
+from tuner.arrivals import ClockKind
+from tuner.replay import ReplayPlan
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tuner.traces import LoadModel, TooLong, Trace, ZeroOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The trace as it will be replayed, and what reading it raised doubts about."""
+
+    trace: Trace
+    lines: tuple[str, ...]
+    caveats: frozenset[Caveat]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """The engine's configuration as the user gave it."""
+
+    values: dict[str, object]
+    is_demo: bool
+    names_limits: bool
+    config_sha256: str
+
+    @property
+    def model(self) -> str:
+        """Return the model's name, for messages and provenance."""
+        return "the bundled demo model" if self.is_demo else str(self.values.get("model", "?"))
+
+
+def read_traffic(options: Mapping[str, Any], largest_cap: int) -> Traffic:
+    """Read, scale and describe the trace. Raises: TraceError, UsageError."""
+    path = options["trace"]
+    if not path:
+        raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
+    read = ReadOptions(zero_output=ZeroOutput(options["zero_output"]))
+    trace = read_trace(Path(path), options["trace_format"], read)
+    if options["load"] != 1:
+        trace = trace.scaled(options["load"])
+    described = describe(trace, largest_cap=largest_cap)
+    caveats = frozenset(w.caveat for w in described.warnings if w.caveat is not None)
+    return Traffic(trace, tuple(described.lines()), caveats)
+
+
+def choose_engine(options: Mapping[str, Any]) -> EngineChoice:
+    """Put the engine's configuration together. Raises: UsageError."""
+    given = parse_engine_args(options["engine_args"])
+    values: dict[str, object] = {}
+    sha256 = ""
+    if options["config"]:
+        path = Path(options["config"])
+        values = dict(read_config(path).values)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    if options["model"]:
+        values = {
+            "model": options["model"],
+            **{k: v for k, v in values.items() if k != "model"},
+        }
+    is_demo = not options["model"] and not options["config"] and "model" not in given
+    if is_demo:
+        values = demo_engine_args()
+    values |= given
+    _check_model(values)
+    names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
+    return EngineChoice(values, is_demo, names_limits, sha256)
+
+
+def _check_model(values: Mapping[str, object]) -> None:
+    """Refuse a folder that is not there before vLLM takes it for a name on a hub."""
+    model = str(values.get("model", ""))
+    if not model:
+        raise UsageError(
+            "the configuration names no model", "add --model, or a line `model:` to --config"
+        )
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    folder = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises on ~nobody
+    if looks_local and not folder.exists():
+        raise UsageError(
+            f"model folder {model} does not exist", "check --model, or `model:` in --config"
+        )
+
+
+def replay_plan(options: Mapping[str, Any], trace: Trace) -> ReplayPlan:
+    """Return how the trace is replayed. Raises: UsageError, TraceError."""
+    load_model = LoadModel(options["load_model"])
+    plan = ReplayPlan(
+        load_model=load_model,
+        concurrency=options["concurrency"],
+        clock=ClockKind(options["clock"]),
+        timeout_s=options["request_timeout"],
+    )
+    if load_model is LoadModel.CLOSED and plan.concurrency is None:
+        trace.recorded_concurrency()
+    return plan
+
+
+def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, str]:
+    """Apply the policy for requests above max_model_len and say what it did.
+
+    Raises: TraceError if no request is left that the engine takes.
+    """
+    too_long = trace.too_long(max_model_len)
+    count = int(too_long.sum())
+    if not count:
+        return trace, ""
+    told = f"{count} of {len(trace)} requests exceed max_model_len {max_model_len}"
+    if count == len(trace) and policy != TooLong.CLIP:
+        raise TraceError(
+            f"{trace.source}: all {count} requests exceed max_model_len {max_model_len}",
+            "raise max-model-len, or --too-long clip",
+        )
+    fitted = trace.limit_lengths(max_model_len, TooLong(policy))
+    done = {"refuse": "will be refused", "clip": "were clipped", "drop": "were dropped"}
+    return fitted, f"{told}: they {done[policy]} (--too-long {policy})"

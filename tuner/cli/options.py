@@ -1,0 +1,194 @@
+"""Options that more than one command takes, and the values they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from tuner.errors import TunerError, UsageError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Parsed(click.ParamType[Any]):
+    """An option value read by one of our own parsers, so that its message is ours."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the parsed value; a value that is parsed already passes."""
+        if not isinstance(value, str):
+            return value
+        option = f"--{param.name.replace('_', '-')} " if param and param.name else ""
+        try:
+            return self._parse(value)
+        except UsageError as error:
+            if option.strip() and option.strip() not in error.message:
+                raise UsageError(f"{option}{error.message}", error.hint) from error
+            raise
+
+
+def _duration(text: str) -> float:
+    from tuner.windows import parse_duration
+
+    return parse_duration(text)
+
+
+def _window(text: str) -> Any:
+    from tuner.windows import parse_window
+
+    return parse_window(text)
+
+
+def _slo(text: str) -> Any:
+    from tuner.slo import parse_slo
+
+    return parse_slo(text)
+
+
+def _ladder(text: str) -> tuple[int, ...]:
+    try:
+        caps = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        caps = ()
+    if not caps or min(caps) < 1:
+        raise UsageError(
+            f"must list caps of at least 1, got {text!r}", "for example 1,2,4,8,16,32"
+        )
+    return caps
+
+
+def _load(text: str) -> float:
+    try:
+        load = float(text.lower().removesuffix("x"))
+    except ValueError:
+        load = float("nan")
+    if not 0 < load < 1e6:
+        raise UsageError(f"must be a multiple above 0, got {text!r}", "for example 1.5")
+    return load
+
+
+DURATION = Parsed("duration", _duration)
+WINDOW = Parsed("window", _window)
+SLO = Parsed("slo", _slo)
+LADDER = Parsed("caps", _ladder)
+LOAD = Parsed("multiple", _load)
+
+
+def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def traffic_options(command: Command) -> Command:
+    """Add the options that say what is replayed and how."""
+    return _stacked(
+        click.option("--trace", metavar="FILE", help="Recorded traffic to replay."),
+        click.option(
+            "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
+        ),
+        click.option(
+            "--window",
+            type=WINDOW,
+            metavar="SPAN",
+            help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: what "
+            "fits into the time.",
+        ),
+        click.option(
+            "--load",
+            type=LOAD,
+            default="1",
+            metavar="X",
+            show_default=True,
+            help="Multiple of the recorded arrival rate.",
+        ),
+        click.option(
+            "--load-model",
+            type=click.Choice(["open", "closed"]),
+            default="open",
+            show_default=True,
+            help="open: requests go when due; closed: a number is kept in flight.",
+        ),
+        click.option(
+            "--concurrency",
+            type=int,
+            metavar="N",
+            help="Requests that a closed loop keeps in flight; default: as recorded.",
+        ),
+        click.option(
+            "--clock",
+            type=click.Choice(["virtual", "wall"]),
+            default="virtual",
+            show_default=True,
+            help="virtual: idle time is skipped; wall: it is waited out.",
+        ),
+        click.option(
+            "--request-timeout",
+            type=DURATION,
+            metavar="TIME",
+            help="Patience of a client, for example 60s; default: without end.",
+        ),
+        click.option(
+            "--too-long",
+            type=click.Choice(["refuse", "clip", "drop"]),
+            default="refuse",
+            show_default=True,
+            help="What becomes of requests above max_model_len.",
+        ),
+        click.option(
+            "--zero-output",
+            type=click.Choice(["drop", "one", "refuse"]),
+            default="drop",
+            show_default=True,
+            help="What becomes of recorded requests without output tokens.",
+        ),
+        click.option(
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Seed of the synthetic prompts.",
+        ),
+    )(command)
+
+
+def engine_options(command: Command) -> Command:
+    """Add the options that say which engine is measured."""
+    return _stacked(
+        click.option(
+            "--model",
+            metavar="NAME",
+            help="Model name or folder; default: the bundled demo model.",
+        ),
+        click.option(
+            "--config",
+            metavar="FILE",
+            help="Present configuration in `vllm serve --config` form (YAML).",
+        ),
+        click.option(
+            "--engine-arg",
+            "engine_args",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Any option of `vllm serve`, for example dtype=bfloat16; repeatable.",
+        ),
+    )(command)
+
+
+def as_usage_error(error: click.ClickException) -> TunerError:
+    """Return click's complaint in our form."""
+    hint = "see --help"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        hint = f"see {error.ctx.command_path} --help"
+    text = error.format_message().rstrip(".")
+    return UsageError(text[:1].lower() + text[1:], hint)

@@ -1,0 +1,207 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere.
+
+Everything goes to standard error; standard output belongs to the result. Owns rich.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+
+from tuner.confirm import Verdict
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import TunerError
+from tuner.objective import Tier
+from tuner.observation import Observation, Phase, leader
+from tuner.outcome import Outcome
+from tuner.replay import Progress
+
+_TIER_STYLES = {
+    Tier.GOOD: "green",
+    Tier.NOT_SUSTAINED: "yellow",
+    Tier.BREAKS_SLO: "red",
+    Tier.CUT: "dim",
+    Tier.FAILED: "red",
+}
+
+
+def talk() -> RichConsole:
+    """Return the console on standard error; colour only on a terminal that wants it."""
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return RichConsole(stderr=True, highlight=False, no_color=plain, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Write one line to standard error."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - this module is where we print
+
+
+def say_error(error: TunerError) -> None:
+    """Write an error and its hint."""
+    say(f"error: {error.message}")
+    if error.hint:
+        say(f"hint:  {error.hint}")
+
+
+def clock_text(seconds: float) -> str:
+    """Write a duration as people say it.
+
+    >>> clock_text(75), clock_text(-3)
+    ('1:15', '0:00')
+    """
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+class RunDisplay:
+    """Shows a run while it goes on; a Listener of the session."""
+
+    def __init__(self, tail: str, budget_s: float) -> None:
+        self._console = talk()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        self._tail = tail
+        self._seen: list[tuple[Observation, Mapping[str, Any]]] = []
+        self._now = ""
+        self._began_s = time.monotonic()
+        self._budget_s = budget_s
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+        if self._live is not None:
+            self._live.console.print(text)
+        else:
+            say(text)
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Show what begins."""
+        self._now = f"trial {number} {phase} {limits}"
+        self._refresh()
+
+    def progress(self, progress: Progress) -> None:
+        """Show how far the replay is."""
+        left = clock_text(self._budget_s - (time.monotonic() - self._began_s))
+        head = self._now.split(" · ", maxsplit=1)[0]
+        share = f"{progress.ended}/{progress.offered} requests"
+        self._now = f"{head} · {share} · at most {left} left"
+        self._refresh()
+
+    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+        """Show what came out."""
+        self._seen.append((seen, record))
+        if self._live is None:
+            best = leader([o for o, _ in self._seen])
+            so_far = f"best so far {best.limits}" if best else "nothing works so far"
+            cells = " ".join(_cells(seen, record))
+            say(f"trial {cells}  {so_far}, at most {clock_text(left_s)} left")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, caption=self._now, caption_justify="left", pad_edge=False)
+        for name, justify in _COLUMNS:
+            table.add_column(name, justify="left" if justify == "l" else "right")
+        rows = self._seen[-(self._console.height - 6) :] if self._console.height > 8 else []
+        best = leader([o for o, _ in self._seen])
+        for seen, record in rows:
+            style = _TIER_STYLES[seen.score.tier]
+            bold = " bold" if best is not None and seen.limits == best.limits else ""
+            table.add_row(*_cells(seen, record), style=style + bold)
+        return table
+
+
+_COLUMNS = (
+    ("#", "r"),
+    ("why", "l"),
+    ("seqs/tokens", "r"),
+    ("e2e p50", "r"),
+    ("p95", "r"),
+    ("tpot p50", "r"),
+    ("req/s", "r"),
+    ("kv", "r"),
+    ("state", "l"),
+)
+
+
+def _cells(seen: Observation, record: Mapping[str, Any]) -> list[str]:
+    """Return a trial as words of fixed width."""
+    m = record["measurement"] or {}
+    e2e, tpot = m.get("e2e_s") or {}, m.get("tpot_s") or {}
+    usage = m.get("gpu_cache_usage_perc") or {}
+    rate = m.get("requests_per_s")
+    state = str(seen.score.tier)[2:]
+    why = record["cause"] or m.get("cut_reason") or ""
+    return [
+        f"{seen.number:>3}",
+        f"{seen.phase:<7}",
+        f"{seen.limits!s:>10}",
+        f"{_seconds(e2e.get('p50')):>9}",
+        f"{_seconds(e2e.get('p95')):>9}",
+        f"{_seconds(tpot.get('p50')):>8}",
+        f"{rate:6.2f}/s" if rate is not None else "       –",
+        f"{usage['max']:.2f}" if usage.get("max") is not None else "   –",
+        f"{state}{': ' + why if why else ''}",
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    """Write seconds short: milliseconds below one second."""
+    if value is None:
+        return "–"
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def show_outcome(outcome: Outcome, written_to: str) -> None:
+    """Say the four things that end a run: config, gain, what limits it, caveats."""
+    decision = outcome.decision
+    say("")
+    if decision.verdict is Verdict.KEEP:
+        say(f"keep what you have: {_words(decision.winner)} ({decision.why})")
+    else:
+        say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
+    if decision.best != outcome.present:
+        against = "the present configuration"
+        say(f"{_words(decision.best)} against {against}, {decision.rounds} rounds in turns:")
+        for row in outcome.rows:
+            say(f"  {row.text}")
+    ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
+    if ties:
+        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
+    say(outcome.kv)
+    say(f"limited by: {outcome.limited_by}")
+    for caveat in outcome.caveats:
+        say(f"caveat: {caveat.text}")
+    say(written_to)
+
+
+def _words(limits: EngineLimits) -> str:
+    return (
+        f"max-num-seqs {limits.max_num_seqs}, "
+        f"max-num-batched-tokens {limits.max_num_batched_tokens}"
+    )

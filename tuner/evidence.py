@@ -1,0 +1,214 @@
+"""What the measurements say about the winner: gains with intervals, and what limits it.
+
+Reads the records of the race and of the search. Deciding is done in `confirm`; wording for a
+file or a terminal starts from the rows made here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner import stats
+from tuner.confirm import CONFIDENCE_PER_LOOK
+from tuner.engine.protocol import EngineLimits
+from tuner.journal import observation_of, race_records
+from tuner.observation import Phase
+from tuner.slo import Slo
+from tuner.stats import Estimate
+
+# A KV cache this full is what limits, a bound this close is what binds: ours.
+KV_FULL_RATIO = 0.95
+BINDING_RATIO = 0.10
+# Effects of a neighbouring cap below this are not worth a sentence: ours.
+TELLING_RATIO = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of the winner beside the present configuration's.
+
+    `change` is the paired ratio minus one with its interval, None where rounds are missing.
+    """
+
+    metric: str
+    unit: str
+    before: float
+    after: float
+    change: Estimate | None
+    rounds: int
+
+    @property
+    def text(self) -> str:
+        """Return the row as the emitted file and the terminal show it."""
+        if self.change is None:
+            gain = "no interval"
+        else:
+            gain = f"{self.change.value:+.1%}"
+            if self.change.low is not None and self.change.high is not None:
+                gain += f", interval {self.change.low:+.1%} … {self.change.high:+.1%}"
+        return (
+            f"{self.metric:<16} {_number(self.before)}{self.unit} -> "
+            f"{_number(self.after)}{self.unit}   ({gain})"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row for result.json."""
+        change = self.change
+        return {
+            "metric": self.metric,
+            "unit": self.unit.strip(),
+            "before": self.before,
+            "after": self.after,
+            "change_ratio": None if change is None else change.value,
+            "change_interval": None if change is None else [change.low, change.high],
+            "rounds": self.rounds,
+        }
+
+
+def _number(value: float) -> str:
+    """Write three significant digits without an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def _read(measurement: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric such as `e2e_p99` or `requests_per_s` from a record's measurement."""
+    name, _, statistic = metric.rpartition("_")
+    spread = measurement.get(f"{name}_s")
+    found = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def rows(
+    records: Sequence[Mapping[str, Any]],
+    winner: EngineLimits,
+    present: EngineLimits,
+    tail: str,
+) -> list[Row]:
+    """Return the comparison of two configurations over the rounds that both raced."""
+    ours, theirs = race_records(records, winner), race_records(records, present)
+    shared = sorted(set(ours) & set(theirs))
+    wanted = [
+        (f"e2e_{tail}", " s"),
+        ("e2e_p50", " s"),
+        (f"ttft_{tail}", " s"),
+        ("tpot_p50", " s"),
+        ("decode_step_p50", " s"),
+        ("requests_per_s", "/s"),
+        ("output_tokens_per_s", "/s"),
+    ]
+    made = []
+    for metric, unit in dict(wanted).items():
+        after = [_read(ours[r], metric) for r in shared]
+        before = [_read(theirs[r], metric) for r in shared]
+        row = _row(metric, unit, after, before)
+        if row is not None:
+            made.append(row)
+    return made
+
+
+def _row(
+    metric: str, unit: str, after: Sequence[float | None], before: Sequence[float | None]
+) -> Row | None:
+    pairs = [(a, b) for a, b in zip(after, before, strict=True) if a and b]
+    if not pairs:
+        return None
+    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+    change = None
+    if len(pairs) >= 2:
+        ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
+        change = Estimate(
+            ratio.value - 1,
+            None if ratio.low is None else ratio.low - 1,
+            None if ratio.high is None else ratio.high - 1,
+            ratio.n,
+        )
+    middle = statistics.median
+    return Row(metric, unit, middle(theirs), middle(ours), change, len(pairs))
+
+
+def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
+    """Say how full the KV cache became, under both of its names."""
+    mine = _of(records, limits)
+    if not mine:
+        return "KV cache not measured"
+    peak = max(m["gpu_cache_usage_perc"]["max"] for m in mine)
+    preempted = max(m["preemptions"] for m in mine)
+    told = f"{preempted} preemptions" if preempted else "no preemption"
+    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {told}"
+
+
+def _of(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> list[dict[str, Any]]:
+    return [
+        r["measurement"]
+        for r in records
+        if r["measurement"] is not None and observation_of(r).limits == limits
+    ]
+
+
+def limited_by(
+    records: Sequence[Mapping[str, Any]],
+    limits: EngineLimits,
+    slos: Sequence[Slo],
+    tail: str,
+) -> str:
+    """Say what keeps the configuration from doing better, from what was measured."""
+    mine = _of(records, limits)
+    if not mine:
+        return "nothing that was measured"
+    said = []
+    for slo in slos:
+        value = _read(mine[-1], slo.name)
+        if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
+            said.append(f"SLO {slo}")
+    if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
+        said.append("the KV cache, which was full")
+    said.extend(_neighbours(records, limits, tail))
+    if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
+        peak = int(mine[-1]["running"]["max"])
+        said.append(f"the traffic: at most {peak} requests ran at once, the cap never bound")
+    return "; ".join(said) or "nothing that was measured"
+
+
+def _neighbours(
+    records: Sequence[Mapping[str, Any]], limits: EngineLimits, tail: str
+) -> list[str]:
+    """Say what the next lower and the next higher measured cap would do."""
+    searched = [r for r in records if r["phase"] != str(Phase.RACE)]
+    along = {
+        observation_of(r).limits.max_num_seqs: r
+        for r in searched
+        if int(r["max_num_batched_tokens"]) == limits.max_num_batched_tokens
+    }
+    own = along.get(limits.max_num_seqs)
+    if own is None or own["measurement"] is None:
+        return []
+    lower = max((n for n in along if n < limits.max_num_seqs), default=None)
+    higher = min((n for n in along if n > limits.max_num_seqs), default=None)
+    return [
+        text
+        for cap in (lower, higher)
+        if cap is not None and (text := _effect(along[cap], own, cap, tail))
+    ]
+
+
+def _effect(
+    other: Mapping[str, Any], own: Mapping[str, Any], cap: int, tail: str
+) -> str | None:
+    """Say how a neighbouring cap worsens what matters, or None if it does not tell."""
+    if other["measurement"] is None:
+        return f"{cap} failed"
+    if other["measurement"]["cut_reason"]:
+        return f"{cap} was cut short: {other['measurement']['cut_reason']}"
+    worse = []
+    for metric in (f"e2e_{tail}", f"tpot_{tail}"):
+        theirs, mine = _read(other["measurement"], metric), _read(own["measurement"], metric)
+        if theirs and mine and theirs / mine - 1 > TELLING_RATIO:
+            worse.append(f"{metric} by {theirs / mine - 1:.0%}")
+    return f"{cap} raises {' and '.join(worse)}" if worse else None

@@ -1,0 +1,85 @@
+"""What the search remembers of a replay, what it asks for next, and who leads.
+
+A replay is reduced to its score and to whether a limit ever bound. Which configuration to
+measure next is decided in `search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tuner.engine.protocol import EngineLimits
+from tuner.objective import Score, Tier
+
+# Single replays differ by a few percent on a quiet machine; closer ones tie here and are
+# told apart, if at all, by the race: ours.
+TIE_RATIO = 0.03
+# A cap that exceeds the most ever running by a quarter cannot have bound: ours, the margin
+# covers run-to-run variation of the peak.
+NEVER_BOUND_RATIO = 1.25
+
+
+class Phase(StrEnum):
+    """Why a configuration is measured."""
+
+    PRESENT = "present"
+    LADDER = "ladder"
+    EXTEND = "extend"
+    REFINE = "refine"
+    BUDGET = "budget"
+    RACE = "race"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one replay said about a configuration, reduced to what the search needs.
+
+    `peak_running` and `peak_step_tokens` tell whether a limit ever bound; a replay that failed
+    or was cut short says nothing about that.
+    """
+
+    number: int
+    limits: EngineLimits
+    phase: Phase
+    score: Score
+    peak_running: int
+    peak_step_tokens: int
+    decode_step_s: float | None
+    race_round: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the replay ran to its end."""
+        return self.score.tier not in (Tier.CUT, Tier.FAILED)
+
+    @property
+    def cap_never_bound(self) -> bool:
+        """Whether any higher cap would have led to the same batches."""
+        return self.is_whole and (
+            self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
+        )
+
+    @property
+    def budget_never_bound(self) -> bool:
+        """Whether any higher token budget would have led to the same batches."""
+        return self.is_whole and self.peak_step_tokens < self.limits.max_num_batched_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A configuration to measure, and why."""
+
+    limits: EngineLimits
+    phase: Phase
+
+
+def leader(seen: Sequence[Observation]) -> Observation | None:
+    """Return the best observation; among ties the smallest limits."""
+    whole = [o for o in seen if o.is_whole]
+    if not whole:
+        return None
+    best = min(whole, key=lambda o: o.score.order)
+    tied = [o for o in whole if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
+    return min(tied, key=lambda o: o.limits)

@@ -1,0 +1,179 @@
+"""The result of a run as data: what `result.json` holds and the emitted file quotes.
+
+Puts decision, evidence, trials, caveats and provenance together. Wording for a terminal is in
+`console`, writing YAML in `emit`.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+
+from tuner import evidence
+from tuner.confirm import Decision, Verdict
+from tuner.engine.protocol import EngineInfo, EngineLimits
+from tuner.errors import Caveat
+from tuner.evidence import Row
+from tuner.journal import observation_of
+from tuner.objective import Goal, Tier
+from tuner.observation import leader
+from tuner.traces import Trace
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Where and on what a run was made; without secrets."""
+
+    trace: Trace
+    replayed_requests: int
+    window: str
+    info: EngineInfo | None
+    present_source: str
+    model: str
+    options: Mapping[str, Any]
+    engine_starts: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished or interrupted run, ready to be shown and written."""
+
+    decision: Decision
+    present: EngineLimits
+    rows: tuple[Row, ...]
+    limited_by: str
+    kv: str
+    caveats: tuple[Caveat, ...]
+    state: str
+    feasible: bool
+    content: dict[str, Any]
+
+
+def make_outcome(
+    decision: Decision,
+    present: EngineLimits,
+    goal: Goal,
+    records: Sequence[Mapping[str, Any]],
+    caveats: Sequence[Caveat],
+    around: Circumstances,
+    state: str,
+) -> Outcome:
+    """Return everything there is to say about a run."""
+    rows = tuple(evidence.rows(records, decision.best, present, goal.tail))
+    limited = evidence.limited_by(records, decision.winner, goal.slos, goal.tail)
+    best = leader([observation_of(r) for r in records])
+    feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
+    content = {
+        "schema": SCHEMA,
+        "state": state,
+        "objective": str(goal.objective),
+        "tail": goal.tail,
+        "slos": [str(slo) for slo in goal.slos],
+        "recommendation": _recommendation(decision) if feasible else None,
+        "baseline": {**_limits(present), "source": around.present_source},
+        "evidence": [row.as_json() for row in rows],
+        "limited_by": limited,
+        "caveats": [{"id": str(c), "text": c.text} for c in caveats],
+        "provenance": _provenance(around),
+        "trials": list(records),
+    }
+    kv = evidence.kv_text(records, decision.winner)
+    return Outcome(
+        decision, present, rows, limited, kv, tuple(caveats), state, feasible, content
+    )
+
+
+def _limits(limits: EngineLimits) -> dict[str, int]:
+    return {
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+    }
+
+
+def _recommendation(decision: Decision) -> dict[str, Any]:
+    gain = decision.gain
+    return {
+        **_limits(decision.winner),
+        "verdict": str(decision.verdict),
+        "why": decision.why,
+        "best_measured": _limits(decision.best),
+        "tied": [_limits(limits) for limits in decision.tied],
+        "rounds": decision.rounds,
+        "gain_ratio": None if gain is None else gain.value - 1,
+        "gain_interval": None
+        if gain is None or gain.low is None or gain.high is None
+        else [gain.low - 1, gain.high - 1],
+    }
+
+
+def _provenance(around: Circumstances) -> dict[str, Any]:
+    info, trace = around.info, around.trace
+    return {
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tuner_version": version("max-num-seqs-tuner"),
+        "python": platform.python_version(),
+        "trace": {
+            "source": trace.source,
+            "format": trace.format,
+            "sha256": trace.sha256,
+            "rows": trace.notes.rows,
+            "requests": len(trace),
+            "replayed_requests": around.replayed_requests,
+            "window": around.window,
+        },
+        "engine": None
+        if info is None
+        else {
+            "kind": info.kind,
+            "vllm_version": info.vllm_version,
+            "device": info.device,
+            "dtype": info.dtype,
+            "max_model_len": info.max_model_len,
+            "block_size": info.block_size,
+            "num_blocks": info.num_blocks,
+            "started_at_limits": _limits(info.ceiling),
+        },
+        "model": around.model,
+        "options": dict(around.options),
+        "engine_starts": around.engine_starts,
+        "wall_s": around.wall_s,
+    }
+
+
+def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
+    """Return the comment lines that stand above the emitted values."""
+    content, decision = outcome.content, outcome.decision
+    made, engine = content["provenance"], content["provenance"]["engine"] or {}
+    trace = made["trace"]
+    date = made["made_at"][:10]
+    lines = [
+        f"vllm serve --config {file_name}",
+        f"tuned {date} on {trace['replayed_requests']:,} requests of {trace['source']} "
+        f"(sha256 {trace['sha256'][:8]}…), {trace['window']}",
+        f"vLLM {engine.get('vllm_version')}, {engine.get('device')}, measured live, "
+        f"{decision.rounds} rounds in turns",
+    ]
+    if outcome.state != "complete":
+        lines.append(f"{outcome.state}: best so far, not raced against the present values")
+    present = f"max-num-seqs {outcome.present.max_num_seqs}, max-num-batched-tokens "
+    present += str(outcome.present.max_num_batched_tokens)
+    if decision.verdict is Verdict.KEEP:
+        lines.append(f"KEEP WHAT YOU HAVE: {present}; {decision.why}")
+        if decision.best != outcome.present and outcome.rows:
+            lines.append(f"best that was found, {decision.best}, against the present values:")
+            lines.extend(f"  {row.text}" for row in outcome.rows)
+    else:
+        lines.append(f"against the present {present}:")
+        lines.extend(f"  {row.text}" for row in outcome.rows)
+    lines.extend([outcome.kv, f"limited by: {outcome.limited_by}"])
+    lines.extend(f"caveat: {caveat.text}" for caveat in outcome.caveats)
+    lines.append(f"evidence: {run_dir}")
+    return lines

@@ -1,0 +1,111 @@
+"""What a run will do within its time: the space to search and the part of the trace to replay.
+
+Pure: facts of trace and engine in, choices out. Searching is left to `search`, replaying to
+`bench`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.errors import UsageError
+from tuner.space import SearchSpace, token_budgets
+from tuner.traces import Trace
+from tuner.windows import Window, busiest, typical, whole
+
+DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
+# How many replays a whole run takes, measured on the sample traces: about fourteen to search
+# and sixteen to race.
+SEARCH_REPLAYS = 14
+RACE_REPLAYS = 16
+# The share of the time after which the race begins although the search is not done: ours.
+SEARCH_SHARE = 0.6
+# Less than this cannot hold one start of an engine and two replays: ours, seconds.
+LEAST_BUDGET_S = 20.0
+# Two windows, a busy and a typical one, only when each is at least this long: ours; shorter
+# ones would be mostly filling and draining.
+LEAST_HALF_S = 20.0
+# Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
+LEAST_REQUESTS = 40
+# How far the sweep may go past the top of the ladder.
+PAST_LADDER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How the time of a run is divided.
+
+    Raises: UsageError if it cannot hold one trial.
+    """
+
+    total_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse a budget in which nothing could be measured."""
+        if self.total_s < LEAST_BUDGET_S:
+            raise UsageError(
+                f"--budget {self.total_s:g}s is too short for one trial, "
+                f"at least {LEAST_BUDGET_S:g} s are needed",
+                "give it minutes: a start of the engine, thirty replays and a race must fit",
+            )
+
+    @property
+    def pilot_s(self) -> float:
+        """Return how long the pilot replay may take."""
+        return min(15.0, max(1.0, 0.02 * self.total_s))
+
+
+def search_space(
+    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], present: EngineLimits
+) -> SearchSpace:
+    """Return what may be tried for this trace on this engine.
+
+    The ceiling holds the present limits, the ladder with room past its top, and the largest
+    token budget that could matter: what is due within the busiest second, or the longest
+    prompt, several times over.
+    """
+    least = 1 if facts.chunks_prefill else facts.max_model_len
+    peak = busiest(trace, 1.0).of(trace)
+    useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
+    budgets = token_budgets(useful, least)
+    top = max(ladder, default=1) * PAST_LADDER
+    ceiling = EngineLimits(
+        max(present.max_num_seqs, top),
+        max(present.max_num_batched_tokens, *budgets, top, least),
+    )
+    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, least)
+
+
+def choose_windows(
+    trace: Trace, wall_per_trace_s: float, remaining_s: float
+) -> tuple[Window, ...]:
+    """Return the windows to replay so that the whole run fits into the remaining time.
+
+    All of the trace if it fits; else its busiest and a typical stretch; only the busiest when
+    halves would be too short to mean anything. `wall_per_trace_s` is how much real time a
+    second of the trace costs at the present configuration.
+    """
+    replay_s = 0.85 * remaining_s / (SEARCH_REPLAYS + RACE_REPLAYS)
+    length_s = replay_s / max(wall_per_trace_s, 1e-6)
+    enough_s = LEAST_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
+    length_s = max(length_s, enough_s)
+    if length_s >= 0.9 * trace.duration_s:
+        return (whole(trace),)
+    if length_s < 2 * LEAST_HALF_S:
+        return (busiest(trace, length_s),)
+    busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
+    return (busiest(trace, length_s),) if busy.overlaps(usual) else (busy, usual)
+
+
+def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
+    """Say in words what is replayed."""
+    if windows == (whole(trace),):
+        return f"the whole trace, {trace.duration_s:.0f} s"
+    names = ("busiest", "typical") if len(windows) == 2 else ("window",)
+    parts = [
+        f"{name} {w.start_s:.0f} s to {w.end_s:.0f} s"
+        for name, w in zip(names, windows, strict=True)
+    ]
+    total_s = sum(w.length_s for w in windows)
+    return f"{' and '.join(parts)} ({total_s:.0f} of {trace.duration_s:.0f} s)"

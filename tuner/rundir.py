@@ -1,0 +1,127 @@
+"""The run directory: everything a run leaves behind, and what it needs to go on.
+
+Files: `run.json` (options and choices, without secrets), `study.db` (the Optuna study),
+`trials.jsonl` (one line per trial), `result.json` (the outcome so far), `engine.log`. Every
+file is replaced whole, so a kill at any instant leaves the last state.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tuner.errors import UsageError
+
+RUN_FILE = "run.json"
+RESULT_FILE = "result.json"
+
+
+class RunDir:
+    """A directory that one run at a time owns.
+
+    Raises: UsageError if it cannot be made, holds a run already (unless resumed), or is in
+        use by another process.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        self._lock_fd: int | None = None
+        if resume and not (path / RUN_FILE).is_file():
+            raise UsageError(
+                f"{path} holds no run to resume: {RUN_FILE} is missing",
+                "name a run directory, as the line 'evidence:' of an emitted file does",
+            )
+        if not resume and (path / RUN_FILE).exists():
+            raise UsageError(
+                f"{path} holds a run already",
+                f"go on with --resume {path}, or name another --run-dir",
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        except OSError as error:
+            raise UsageError(
+                f"run directory {path} cannot be used: {error.strerror or error}",
+                "name another with --run-dir",
+            ) from error
+
+    def _lock(self) -> None:
+        """Keep other processes out for as long as this one lives."""
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as taken:
+            os.close(handle)
+            raise UsageError(
+                f"another run is using {self.path}", "wait for it, or name another --run-dir"
+            ) from taken
+        self._lock_fd = handle
+
+    def close(self) -> None:
+        """Let others use the directory."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    @property
+    def engine_log(self) -> Path:
+        """Where the engine's process writes."""
+        return self.path / "engine.log"
+
+    @property
+    def storage_url(self) -> str:
+        """Return the study's own SQLite database."""
+        return f"sqlite:///{(self.path / 'study.db').resolve()}"
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Replace a JSON file whole."""
+        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        self._replace(name, encoded + b"\n")
+
+    def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a JSON Lines file whole."""
+        self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""
+        path = self.path / name
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise UsageError(
+                f"{path} cannot be read: {error}", "the run cannot be resumed; start a new one"
+            ) from error
+
+    def _replace(self, name: str, content: bytes) -> None:
+        target = self.path / name
+        copy = target.with_name(f".{name}.new")
+        try:
+            with copy.open("wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            copy.replace(target)
+        except OSError as error:
+            with suppress(OSError):
+                copy.unlink(missing_ok=True)
+            raise UsageError(
+                f"{target} cannot be written: {error.strerror or error}",
+                f"free space and go on with --resume {self.path}",
+            ) from error
+
+
+def new_run_path(root: Path) -> Path:
+    """Return a path for a new run, named by the present time."""
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    path, count = root / stamp, 1
+    while path.exists():
+        count += 1
+        path = root / f"{stamp}.{count}"
+    return path

@@ -1,0 +1,63 @@
+"""Which configurations a search may try at all.
+
+Holds the ladder of caps, the token budgets and the ceiling. In which order they are tried is
+decided in `search`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+
+# Powers of two that span vLLM's own defaults: ours.
+TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What may be tried.
+
+    `present` is the user's configuration and always trial 0. `ceiling` bounds everything.
+
+    Raises: UsageError if the ladder is empty or holds a cap below 1.
+    """
+
+    present: EngineLimits
+    ladder: tuple[int, ...]
+    budgets: tuple[int, ...]
+    ceiling: EngineLimits
+    least_budget: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a ladder that leads nowhere."""
+        if not self.ladder or min(self.ladder) < 1:
+            raise UsageError(
+                f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
+                "for example --max-num-seqs 1,2,4,8,16,32",
+            )
+
+    @property
+    def reference_budget(self) -> int:
+        """Return the token budget at which the ladder is climbed: the present one."""
+        return max(self.present.max_num_batched_tokens, self.least_budget)
+
+    def at(self, seqs: int, budget: int) -> EngineLimits:
+        """Return limits with the budget raised to what vLLM demands."""
+        return EngineLimits(seqs, max(budget, seqs, self.least_budget))
+
+
+def token_budgets(useful_tokens: int, least: int) -> tuple[int, ...]:
+    """Return the token budgets worth trying for a trace.
+
+    Nothing above the first that holds useful_tokens can matter.
+
+    >>> token_budgets(3000, least=1)
+    (512, 1024, 2048, 4096)
+    """
+    kept = [b for b in TOKEN_BUDGETS if b >= least]
+    for i, budget in enumerate(kept):
+        if budget >= useful_tokens:
+            return tuple(kept[: i + 1])
+    return tuple(kept) or (least,)
