@@ -181,7 +181,9 @@ def decide(
     inside = survivors(runs, field)
     best = _leader(runs, inside)
     if best is None:
-        return Decision(Verdict.KEEP, present, present, (), None, 0, "nothing could be raced")
+        alone = list(field) == [present]
+        why = "nothing that was tried is better" if alone else "there was no time to race"
+        return Decision(Verdict.KEEP, present, present, (), None, 0, why)
     tied = tuple(sorted(inside))
     if present in inside:
         is_best = best == present

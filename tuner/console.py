@@ -164,8 +164,8 @@ def _cells(seen: Observation, record: Mapping[str, Any]) -> list[str]:
         f"{_seconds(e2e.get('p50')):>9}",
         f"{_seconds(e2e.get('p95')):>9}",
         f"{_seconds(tpot.get('p50')):>8}",
-        f"{rate:6.2f}/s" if rate is not None else "       –",
-        f"{usage['max']:.2f}" if usage.get("max") is not None else "   –",
+        f"{rate:6.2f}/s" if rate is not None else "       -",
+        f"{usage['max']:.2f}" if usage.get("max") is not None else "   -",
         f"{state}{': ' + why if why else ''}",
     ]
 
@@ -173,7 +173,7 @@ def _cells(seen: Observation, record: Mapping[str, Any]) -> list[str]:
 def _seconds(value: float | None) -> str:
     """Write seconds short: milliseconds below one second."""
     if value is None:
-        return "–"
+        return "-"
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 

@@ -55,6 +55,11 @@ class Observation:
         return self.score.tier not in (Tier.CUT, Tier.FAILED)
 
     @property
+    def cap_bound(self) -> bool:
+        """Whether the cap was reached, so that it may have kept a request waiting."""
+        return self.peak_running >= self.limits.max_num_seqs
+
+    @property
     def cap_never_bound(self) -> bool:
         """Whether any higher cap would have led to the same batches."""
         return self.is_whole and (

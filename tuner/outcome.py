@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-
 from tuner import evidence
 from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineInfo, EngineLimits

@@ -102,7 +102,8 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
     """Say in words what is replayed."""
     if windows == (whole(trace),):
         return f"the whole trace, {trace.duration_s:.0f} s"
-    names = ("busiest", "typical") if len(windows) == 2 else ("window",)
+    alone = windows == (busiest(trace, windows[0].length_s),)
+    names = ("busiest", "typical") if len(windows) == 2 else ("busiest" if alone else "window",)
     parts = [
         f"{name} {w.start_s:.0f} s to {w.end_s:.0f} s"
         for name, w in zip(names, windows, strict=True)

@@ -192,20 +192,37 @@ def _along(
 def finalists(history: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
     """Return who races: the best few within reach of the leader, and the present one last.
 
+    Those that made the same batches as the present configuration, or as another finalist,
+    stay out: nothing could be learned about them.
+
     Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
     """
     seen = [o for o in history if o.phase is not Phase.RACE and o.is_whole]
     best = leader(seen)
-    chosen: list[EngineLimits] = []
-    if best is not None:
-        chosen.append(best.limits)
-        for o in sorted(seen, key=lambda o: (o.score.order, o.limits)):
-            near = not o.score.clearly_worse_than(best.score, FINALIST_RATIO)
-            if near and o.limits not in chosen and len(chosen) < FINALISTS:
-                chosen.append(o.limits)
-    if space.present not in chosen:
-        chosen.append(space.present)
-    return chosen
+    if best is None:
+        return [space.present]
+    present = _measured(seen, space.present)
+    chosen: list[Observation] = []
+    for o in (best, *sorted(seen, key=lambda o: (o.score.order, o.limits))):
+        near = not o.score.clearly_worse_than(best.score, FINALIST_RATIO)
+        others = [*chosen, present] if present is not None else chosen
+        if near and len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
+            chosen.append(o)
+    return [*(o.limits for o in chosen), space.present]
+
+
+def _alike(a: Observation, b: Observation) -> bool:
+    """Whether two configurations made the same batches: what differs between them never bound.
+
+    A race between such two would only measure the machine's noise.
+    """
+    same_cap = a.limits.max_num_seqs == b.limits.max_num_seqs or not (
+        a.cap_bound or b.cap_bound
+    )
+    same_budget = a.limits.max_num_batched_tokens == b.limits.max_num_batched_tokens or (
+        a.budget_never_bound and b.budget_never_bound
+    )
+    return same_cap and same_budget
 
 
 def at_edge(best: EngineLimits, history: Sequence[Observation]) -> bool:

@@ -41,16 +41,16 @@ class Listener(Protocol):
     """Who hears what the run is doing."""
 
     def note(self, text: str) -> None:
-        """A sentence worth reading."""
+        """Hear a sentence worth reading."""
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
-        """A replay begins."""
+        """Hear that a replay begins."""
 
     def progress(self, progress: Progress) -> None:
-        """A replay goes on."""
+        """Hear how far a replay is."""
 
     def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
-        """A replay ended and is on disk."""
+        """Hear that a replay ended and is on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +219,13 @@ class Session:
         rule = self.goal.cut_rule(best.score if best else None, requests)
         return replace(rule, max_wall_s=longest_s)
 
-    def doubts(self, decision: Decision, refused: bool) -> list[Caveat]:
+    def doubts(self, decision: Decision, *, refused: bool) -> list[Caveat]:
         """Return the caveats of the whole run, in a fixed order."""
         found = set(self.caveats)
-        for record in self._records_of(decision.winner):
-            found.update(Caveat(c) for c in record["measurement"]["caveats"])
+        mine = self._records_of(decision.winner)
+        said = [Caveat(c) for record in mine for c in record["measurement"]["caveats"]]
+        # One disturbed replay of many does not speak for all of them.
+        found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         if decision.verdict is confirm.Verdict.KEEP and decision.best != self.space.present:
             found.add(Caveat.WITHIN_NOISE)
         if search.at_edge(decision.winner, self.journal.observations()):

@@ -20,7 +20,10 @@ from tuner.cli.options import (
 from tuner.errors import TunerError, UsageError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
-_EPILOG = "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; 130 interrupted."
+_EPILOG = (
+    "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; "
+    "130 interrupted."
+)
 
 
 @click.group(invoke_without_command=True, context_settings=_CONTEXT, epilog=_EPILOG)
@@ -29,7 +32,8 @@ _EPILOG = "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engi
 @click.option(
     "--tuning",
     metavar="NAME",
-    help="Tuning profile: interactive, batch, or a YAML file with objective, slo, max-num-seqs.",
+    help="Tuning profile: interactive, batch, or a YAML file with objective, slo and "
+    "max-num-seqs.",
 )
 @click.option(
     "--objective",
@@ -65,7 +69,7 @@ _EPILOG = "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engi
 @click.version_option(package_name="max-num-seqs-tuner", prog_name="tune")
 @click.pass_context
 def tune(ctx: click.Context, /, **options: Any) -> int | None:
-    """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
+    r"""Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
 
     \b
         tune --trace prod.jsonl --config current.yaml -o best.yaml
@@ -105,7 +109,7 @@ def sys_arguments(ctx: click.Context) -> list[str]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(**options: Any) -> int:
-    """Measure one configuration and print it.
+    r"""Measure one configuration and print it.
 
     \b
         tune replay --trace prod.jsonl --max-num-seqs 16 --json
@@ -117,7 +121,7 @@ def replay(**options: Any) -> int:
 
 @tune.command("doctor", context_settings=_CONTEXT)
 def doctor() -> int:
-    """Say what is installed, what is missing, and the command that mends it.
+    r"""Say what is installed, what is missing, and the command that mends it.
 
     \b
         tune doctor
@@ -133,7 +137,7 @@ def doctor() -> int:
     return 0 if all(check.ok for check in found if check.is_required) else 2
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
     from tuner.console import say, say_error
 
@@ -158,9 +162,8 @@ def run(arguments: list[str]) -> int:
         return 141
     except Exception:  # noqa: BLE001 - the one place where a defect of ours may surface
         traceback.print_exc()
-        say(
-            "error: this is a defect of tune, not of your input; please report it with the above"
-        )
+        say("error: this is a defect of tune, not of your input")
+        say("hint:  report it together with the lines above")
         return 1
     return int(code or 0)
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.arrivals import ClockKind
 from tuner.config import parse_engine_args, read_config
 from tuner.demo import demo_engine_args
 from tuner.describe import describe
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.formats import ReadOptions, read_trace
-from tuner.arrivals import ClockKind
 from tuner.replay import ReplayPlan
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.traces import LoadModel, TooLong, Trace, ZeroOutput

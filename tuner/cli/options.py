@@ -20,7 +20,10 @@ class Parsed(click.ParamType[Any]):
         self._parse = parse
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,  # noqa: ARG002 - click's own signature
     ) -> Any:
         """Return the parsed value; a value that is parsed already passes."""
         if not isinstance(value, str):

@@ -71,8 +71,8 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
     lines = [
         f"limits            max_num_seqs {limits.max_num_seqs}, "
         f"max_num_batched_tokens {limits.max_num_batched_tokens}",
-        f"requests          {m.offered} offered = {m.completed} completed + {m.refused} refused "
-        f"+ {m.timed_out} timed out + {m.aborted} aborted",
+        f"requests          {m.offered} offered = {m.completed} completed + "
+        f"{m.refused} refused + {m.timed_out} timed out + {m.aborted} aborted",
         f"throughput        {m.requests_per_s:.2f} requests/s, "
         f"{m.output_tokens_per_s:.0f} output tokens/s",
     ]
@@ -90,7 +90,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         f"gpu_cache_usage_perc (kv_cache_usage_perc)  mean {m.kv_usage.mean:.3f}, "
         f"p99 {m.kv_usage.p99:.3f}, max {m.kv_usage.max:.3f}",
         f"preemptions       {m.preemptions}",
-        f"prefix-cache hits {'–' if hit is None else f'{hit:.1%}'}",
+        f"prefix-cache hits {'-' if hit is None else f'{hit:.1%}'}",
         f"sustained         {'yes' if m.is_sustained else 'no'}",
         f"steps             {m.steps} in {m.clock_s:.2f} s of the replay's clock, "
         f"{m.wall_s:.2f} s real",

@@ -119,9 +119,10 @@ def _session(
     display = RunDisplay("p95", job.budget.total_s)
     journal = Journal(options["storage"] or run_dir.storage_url, f"tune {job.run_path.name}")
     bench = Bench(host, job.engine.values, space.ceiling, options["seed"])
+    origin = "the configuration" if job.engine.names_limits else "vLLM's default here"
     say(
         f"present configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
-        f"{'from the configuration' if job.engine.names_limits else 'the default of vLLM here'}; "
+        f"from {origin}; "
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
     caps = ", ".join(map(str, space.ladder))
@@ -236,7 +237,7 @@ class _Finish:
             engine_starts=session.bench.starts,
             wall_s=time.monotonic() - self._began_s,
         )
-        doubts = session.doubts(decision, self._refused)
+        doubts = session.doubts(decision, refused=self._refused)
         outcome = make_outcome(
             decision, session.space.present, session.goal, records, doubts, around, state
         )
