@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from toy import ToySource
 
 from tuner.engine.protocol import EngineLimits
+from tuner.engine.steps import StepLog
 from tuner.replay import ReplayLog, ReplayPlan, replay
+from tuner.timeline import Outcome, TimelineRecorder
 from tuner.traces import Trace
 
 
@@ -60,3 +62,17 @@ def replay_toy(
     """Replay a trace on a fresh toy at the limits."""
     engine = (source or ToySource()).start({}, limits)
     return replay(engine, trace, ToyPrompts(trace), plan or ReplayPlan())
+
+
+def a_log(
+    lives: Sequence[tuple[float, Sequence[float], Outcome]], cut_reason: str | None = None
+) -> ReplayLog:
+    """Return the log of requests with these due times, token times and ends, without steps."""
+    record = TimelineRecorder(np.array([due_s for due_s, _, _ in lives]))
+    clock_s = 0.0
+    for row, (due_s, token_s, outcome) in enumerate(lives):
+        for at_s in token_s:
+            record.tokens(row, 1, at_s)
+        record.ended(row, outcome)
+        clock_s = max(clock_s, due_s, *token_s)
+    return ReplayLog(record.finish(), StepLog().finish(), clock_s, 0.0, cut_reason)

@@ -169,6 +169,13 @@ def _decided(runs: Sequence[RaceRun], inside: Sequence[EngineLimits]) -> bool:
     return all(_is_equal(runs, limits, best) for limits in inside if limits != best)
 
 
+def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits) -> str:
+    """Say whether the evidence shows a tie or is merely too thin."""
+    if len(_paired(runs, best, present)[0]) < LEAST_ROUNDS:
+        return "the budget ended before three rounds could tell"
+    return "the gain is within noise"
+
+
 def decide(
     runs: Sequence[RaceRun], field: Sequence[EngineLimits], present: EngineLimits
 ) -> Decision:
@@ -187,7 +194,7 @@ def decide(
     tied = tuple(sorted(inside))
     if present in inside:
         is_best = best == present
-        why = "nothing that was tried is better" if is_best else "the gain is within noise"
+        why = "nothing that was tried is better" if is_best else _why_tied(runs, best, present)
         gain = None if is_best else ratio(runs, best, present)
         return Decision(Verdict.KEEP, present, best, tied, gain, rounds, why)
     winner = min(limits for limits in inside if compare(runs, limits, present) < 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner import stats
-from tuner.confirm import CONFIDENCE_PER_LOOK
+from tuner.confirm import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
 from tuner.journal import observation_of, race_records
 from tuner.observation import Phase
@@ -45,7 +45,7 @@ class Row:
     def text(self) -> str:
         """Return the row as the emitted file and the terminal show it."""
         if self.change is None:
-            gain = "no interval"
+            gain = f"{self.after / self.before - 1:+.1%}, too few rounds for an interval"
         else:
             gain = f"{self.change.value:+.1%}"
             if self.change.low is not None and self.change.high is not None:
@@ -121,7 +121,7 @@ def _row(
         return None
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
     change = None
-    if len(pairs) >= 2:
+    if len(pairs) >= LEAST_ROUNDS:
         ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
         change = Estimate(
             ratio.value - 1,

@@ -35,6 +35,8 @@ MOST_DEATHS = 3
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.
 OVERTIME = 8.0
+# The race may claim this share of the budget at most: ours, the search needs the rest.
+MOST_RESERVED = 0.7
 
 
 class Listener(Protocol):
@@ -151,34 +153,54 @@ class Session:
 
     def _search(self) -> None:
         """Measure what the search proposes until it is done or its time is over."""
-        until_s = (1 - SEARCH_SHARE) * self.aim.budget.total_s
         while True:
             proposal = search.propose(self.journal.observations(), self.space)
             if proposal is None:
                 return
-            if self.left_s < until_s and self.journal.observations():
+            if self._must_race() and self.journal.observations():
                 self.caveats.add(Caveat.BUDGET_SPENT)
                 self.listener.note("the search's share of the budget is spent, racing now")
                 return
             self._trial(proposal.limits, proposal.phase, 0)
 
+    def _must_race(self) -> bool:
+        """Whether the search has to make room for the race's least rounds."""
+        total_s = self.aim.budget.total_s
+        least_s = (search.FINALISTS + 1) * confirm.LEAST_ROUNDS * self._usual_wall_s
+        reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
+        return self.left_s < reserved_s
+
+    @property
+    def _usual_wall_s(self) -> float:
+        """What a whole replay took so far, in the middle; 0 before the first."""
+        walls = sorted(
+            r["measurement"]["wall_s"]
+            for r in self.journal.records()
+            if r["measurement"] and not r["measurement"]["cut_reason"]
+        )
+        return float(walls[len(walls) // 2]) if walls else 0.0
+
+    def _field(self) -> list[EngineLimits]:
+        """Return who races: fewer where the time would not hold three rounds of all."""
+        field_ = search.finalists(self.journal.observations(), self.space)
+        while len(field_) > 2 and (
+            confirm.LEAST_ROUNDS * len(field_) * self._usual_wall_s > self.left_s
+        ):
+            del field_[-2]
+        return field_
+
     def _race(self) -> Decision:
         """Replay the finalists in turns until they are separated or the time is over."""
-        field_ = search.finalists(self.journal.observations(), self.space)
+        field_ = self._field()
         while True:
             runs = self.journal.race_runs()
             following = confirm.next_run(runs, field_, self.space.present)
-            if following is None or self._no_time_for_a_replay():
+            if following is None or self.left_s < self._usual_wall_s:
                 if following is not None and len(field_) > 1:
                     self.caveats.add(Caveat.BUDGET_SPENT)
                 return confirm.decide(runs, field_, self.space.present)
             race_round, limits = following
             self._trial(limits, Phase.RACE, race_round)
-
-    def _no_time_for_a_replay(self) -> bool:
-        """Whether the budget cannot hold another replay like those before."""
-        walls = [r["measurement"]["wall_s"] for r in self.journal.records() if r["measurement"]]
-        return self.left_s < (sorted(walls)[len(walls) // 2] if walls else 0.0)
 
     def _trial(self, limits: EngineLimits, phase: Phase, race_round: int) -> None:
         """Measure once and put it on disk, whatever came out."""

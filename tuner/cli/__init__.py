@@ -69,14 +69,14 @@ _EPILOG = (
 @click.version_option(package_name="max-num-seqs-tuner", prog_name="tune")
 @click.pass_context
 def tune(ctx: click.Context, /, **options: Any) -> int | None:
-    r"""Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
+    """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
 
     \b
         tune --trace prod.jsonl --config current.yaml -o best.yaml
 
     Replays a recorded trace against vLLM in this machine's own process, sweeps both limits on
     one engine, and writes what `vllm serve --config` takes.
-    """
+    """  # noqa: D301 - click looks for the character that \b stands for
     if ctx.invoked_subcommand is not None:
         return None
     if not ctx.args and not sys_arguments(ctx):
@@ -109,11 +109,11 @@ def sys_arguments(ctx: click.Context) -> list[str]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(**options: Any) -> int:
-    r"""Measure one configuration and print it.
+    """Measure one configuration and print it.
 
     \b
         tune replay --trace prod.jsonl --max-num-seqs 16 --json
-    """
+    """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.replay_command import run_replay
 
     return run_replay(options)
@@ -121,11 +121,11 @@ def replay(**options: Any) -> int:
 
 @tune.command("doctor", context_settings=_CONTEXT)
 def doctor() -> int:
-    r"""Say what is installed, what is missing, and the command that mends it.
+    """Say what is installed, what is missing, and the command that mends it.
 
     \b
         tune doctor
-    """
+    """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.doctor import checks
 
     found = checks()

@@ -24,6 +24,8 @@ def run_replay(options: Mapping[str, Any]) -> int:
     engine = choose_engine(options)
     traffic = read_traffic(options, largest_cap=256)
     plan = replay_plan(options, traffic.trace)
+    if options["window"]:
+        options["window"].resolve(traffic.trace).of(traffic.trace)
     for line in traffic.lines:
         say(line)
     if engine.is_demo:

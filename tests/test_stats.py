@@ -1,0 +1,203 @@
+"""Statistics keep what their intervals promise; where there is chance, its rate is stated."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.errors import TooFewSamplesError
+from tuner.stats import (
+    CONFIDENCE,
+    carries_quantile,
+    mean,
+    paired_ratio,
+    quantile,
+    time_weighted,
+    time_weighted_quantile,
+)
+
+values = st.floats(-1e6, 1e6, allow_nan=False)
+positive = st.floats(1e-6, 1e6)
+fractions = st.floats(0.01, 0.99)
+
+
+@given(st.lists(values, min_size=1, max_size=300), fractions)
+def test_a_quantile_is_the_least_sample_that_covers_its_share(
+    samples: list[float], q: float
+) -> None:
+    found = quantile(samples, q)
+    assert found.value in samples
+    covered = sum(x <= found.value for x in samples)
+    assert covered >= q * len(samples) - 1e-6
+    below = sum(x < found.value for x in samples)
+    assert below < q * len(samples) + 1e-6
+    assert found.n == len(samples)
+
+
+@given(st.lists(values, min_size=1, max_size=60), fractions, st.randoms())
+def test_the_order_of_requests_does_not_matter(
+    samples: list[float],
+    q: float,
+    random: Random,
+) -> None:
+    shuffled = list(samples)
+    random.shuffle(shuffled)
+    assert quantile(shuffled, q) == quantile(samples, q)
+
+
+@given(st.lists(values, min_size=20, max_size=400), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+def test_an_interval_encloses_its_value_and_stands_only_where_the_tail_is_carried(
+    samples: list[float], q: float
+) -> None:
+    found = quantile(samples, q)
+    if found.low is not None and found.high is not None:
+        assert found.low <= found.value <= found.high
+        assert {found.low, found.high} <= set(samples)
+    assert not found.has_interval or carries_quantile(len(samples), q)
+
+
+@pytest.mark.parametrize(
+    ("q", "least"), [(0.5, 20), (0.9, 100), (0.95, 200), (0.99, 1000), (0.999, 10_000)]
+)
+def test_ten_samples_must_lie_beyond_a_tail(q: float, least: int) -> None:
+    assert carries_quantile(least, q)
+    assert not carries_quantile(least - 1, q)
+    ramp = np.arange(least, dtype=np.float64)
+    assert quantile(ramp, q).has_interval
+    assert not quantile(ramp[1:], q).has_interval
+
+
+@pytest.mark.parametrize(("n", "q"), [(40, 0.5), (300, 0.95), (1200, 0.99)])
+def test_a_quantiles_interval_covers_the_truth_as_often_as_it_says(n: int, q: float) -> None:
+    """Seed 0, 2,000 samples: below 0.938 with probability 0.008 if coverage were just 0.95."""
+    rng = np.random.default_rng(0)
+    truth, hits = -math.log(1 - q), 0
+    for _ in range(2000):
+        found = quantile(rng.exponential(size=n), q)
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= truth <= found.high
+    assert hits / 2000 >= CONFIDENCE - 0.012
+
+
+def test_a_means_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Seed 0, 1,000 means of 400 exponentials; skew costs batch means about a percent."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(1000):
+        found = mean(rng.exponential(size=400))
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= 1.0 <= found.high
+    assert 0.925 <= hits / 1000 <= 0.975
+
+
+def test_a_mean_of_few_has_no_interval_and_a_mean_of_none_is_refused() -> None:
+    assert mean([1.0, 2.0, 6.0]).value == 3.0
+    assert not mean(np.ones(39)).has_interval
+    assert mean(np.ones(40)).has_interval
+    with pytest.raises(TooFewSamplesError):
+        mean([])
+
+
+def test_batch_means_are_wider_where_neighbours_share_a_queue() -> None:
+    rng = np.random.default_rng(0)
+    walk = np.cumsum(rng.normal(size=2000))
+    shuffled = rng.permutation(walk)
+    queued, free = mean(walk), mean(shuffled)
+    assert queued.value == pytest.approx(free.value)
+    assert queued.high is not None
+    assert free.high is not None
+    assert queued.high - queued.value > 5 * (free.high - free.value)
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0, -0.1, 99.0, math.nan])
+def test_a_quantile_outside_its_range_is_refused(q: float) -> None:
+    with pytest.raises(ValueError, match="quantile"):
+        quantile([1.0], q)
+
+
+def test_no_samples_is_an_error_and_never_a_zero() -> None:
+    with pytest.raises(TooFewSamplesError):
+        quantile([], 0.5)
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=8))
+def test_swapping_two_configurations_inverts_ratio_and_interval(
+    pairs: list[tuple[float, float]],
+) -> None:
+    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+    there, back = paired_ratio(ours, theirs), paired_ratio(theirs, ours)
+    assert there.low is not None
+    assert there.high is not None
+    assert back.low is not None
+    assert back.high is not None
+    assert there.low <= there.value <= there.high
+    for x, y in ((there.value, back.value), (there.low, back.high), (there.high, back.low)):
+        assert (
+            math.log(x) == pytest.approx(-math.log(y), abs=1e-6) if 0 < x < math.inf else True
+        )
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=8), st.floats(0.1, 10))
+def test_a_ratio_does_not_depend_on_the_unit(
+    pairs: list[tuple[float, float]], unit: float
+) -> None:
+    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+    scaled = paired_ratio([a * unit for a in ours], [b * unit for b in theirs])
+    assert scaled.value == pytest.approx(paired_ratio(ours, theirs).value)
+
+
+def test_what_slows_a_whole_round_cancels_in_a_paired_ratio() -> None:
+    drift = np.array([1.0, 3.0, 9.0, 27.0])
+    found = paired_ratio((2.0 * drift).tolist(), drift.tolist())
+    assert found.value == pytest.approx(2.0)
+    assert found.low == pytest.approx(2.0)
+    assert found.high == pytest.approx(2.0)
+
+
+def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Seed 0, 2,000 races of four rounds: outside 0.935 to 0.965 with probability 0.002."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(2000):
+        ours, theirs = np.exp(rng.normal(0.0, 0.1, (2, 4)))
+        found = paired_ratio((1.2 * ours).tolist(), theirs.tolist())
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= 1.2 <= found.high
+    assert 0.935 <= hits / 2000 <= 0.965
+
+
+def test_runs_that_cannot_be_paired_are_refused() -> None:
+    with pytest.raises(ValueError, match="pairs"):
+        paired_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(TooFewSamplesError):
+        paired_ratio([1.0], [1.0])
+    with pytest.raises(ValueError, match="above zero"):
+        paired_ratio([1.0, 0.0], [1.0, 1.0])
+
+
+def test_two_rounds_that_contradict_each_other_have_an_interval_without_end() -> None:
+    found = paired_ratio([1e-6, 1e6], [1e6, 1e-6], confidence=0.9917)
+    assert found.value == pytest.approx(1.0)
+    assert found.low == 0.0
+    assert found.high == math.inf
+
+
+def test_time_weighs_levels() -> None:
+    levels, held_s = np.array([0.0, 10.0]), np.array([9.0, 1.0])
+    assert time_weighted(levels, held_s) == 1.0
+    assert time_weighted_quantile(levels, held_s, 0.9) == 0.0
+    assert time_weighted_quantile(levels, held_s, 0.91) == 10.0
+    assert time_weighted_quantile(levels[::-1], held_s[::-1], 0.5) == 0.0
+    for nothing in (np.zeros(2), np.empty(0)):
+        with pytest.raises(TooFewSamplesError):
+            time_weighted(levels[: nothing.size], nothing)
+        with pytest.raises(TooFewSamplesError):
+            time_weighted_quantile(levels[: nothing.size], nothing, 0.5)

@@ -1,0 +1,99 @@
+"""Overload is seen, and what only looks like it is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import ToyCosts, ToySource
+from traffic import a_log, a_trace, replay_toy, steady
+
+from tuner.engine.protocol import EngineLimits
+from tuner.replay import ReplayPlan
+from tuner.sustained import is_sustained
+from tuner.timeline import Outcome
+
+DONE = Outcome.COMPLETED
+SERVER = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
+"""With a cap of one and one token for each: ten requests a second, whatever they are."""
+ONE = EngineLimits(1, 64)
+
+
+def poisson(n: int, per_s: float, seed: int) -> list[float]:
+    gaps = np.random.default_rng(seed).exponential(1 / per_s, n)
+    return [float(at_s) for at_s in np.cumsum(gaps)]
+
+
+@pytest.mark.parametrize("per_s", [11.5, 13.0, 20.0, 100.0])
+@pytest.mark.parametrize("n", [100, 1000])
+def test_steady_overload_is_seen(per_s: float, n: int) -> None:
+    log = replay_toy(a_trace([i / per_s for i in range(n)], output=1), ONE, SERVER)
+    assert not is_sustained(log)
+
+
+@pytest.mark.parametrize("per_s", [0.5, 5.0, 9.0, 10.0])
+def test_evenly_spaced_requests_that_fit_are_sustained(per_s: float) -> None:
+    log = replay_toy(a_trace([i / per_s for i in range(500)], output=1), ONE, SERVER)
+    assert is_sustained(log)
+
+
+def test_a_stationary_queue_is_not_called_overload() -> None:
+    """Seeds 0 to 49 at 0.7 of what the server can do: at most one false alarm among them."""
+    traces = [a_trace(poisson(600, 7.0, seed), output=1) for seed in range(50)]
+    alarms = sum(not is_sustained(replay_toy(trace, ONE, SERVER)) for trace in traces)
+    assert alarms <= 1
+
+
+def test_random_overload_is_seen() -> None:
+    """Seeds 0 to 49 at 1.3 times what the server can do: at most one is missed."""
+    traces = [a_trace(poisson(600, 13.0, seed), output=1) for seed in range(50)]
+    missed = sum(is_sustained(replay_toy(trace, ONE, SERVER)) for trace in traces)
+    assert missed <= 1
+
+
+@pytest.mark.parametrize("burst_at_s", [0.0, 20.0, 40.0, 60.0])
+def test_a_burst_that_is_being_worked_off_is_no_overload(burst_at_s: float) -> None:
+    due_s = sorted([*(i / 4 for i in range(400)), *([burst_at_s] * 60)])
+    assert is_sustained(replay_toy(a_trace(due_s, output=1), ONE, SERVER))
+
+
+def test_an_engine_that_catches_up_only_after_the_arrivals_did_not_keep_up() -> None:
+    log = replay_toy(a_trace([i / 15 for i in range(300)], output=1), ONE, SERVER)
+    assert log.timelines.count(DONE) == 300
+    assert not is_sustained(log)
+
+
+def test_giving_up_on_many_is_not_keeping_up() -> None:
+    trace = a_trace([i / 20 for i in range(400)], output=1)
+    log = replay_toy(trace, ONE, SERVER, ReplayPlan(timeout_s=0.5))
+    assert log.timelines.count(Outcome.TIMED_OUT) > 100
+    assert not is_sustained(log)
+
+
+def test_refused_requests_wait_for_nobody() -> None:
+    lives = [(float(i), [i + 0.1], DONE) for i in range(100)]
+    lives += [(100.0 + i, [], Outcome.REFUSED) for i in range(100)]
+    assert is_sustained(a_log(lives))
+
+
+def test_what_never_answers_is_not_sustained() -> None:
+    assert not is_sustained(a_log([(float(i), [], Outcome.ABORTED) for i in range(50)]))
+
+
+@pytest.mark.parametrize("due_s", [[0.0], [1.0, 1.0, 1.0]])
+def test_without_a_span_of_arrivals_nothing_can_grow(due_s: list[float]) -> None:
+    assert is_sustained(a_log([(at, [at + 9.0], DONE) for at in due_s]))
+
+
+@given(seed=st.integers(0, 50), times=st.sampled_from([0.5, 4.0]), per_s=st.floats(3, 20))
+@settings(deadline=None, max_examples=25)
+def test_the_verdict_does_not_depend_on_the_unit_of_time(
+    seed: int, times: float, per_s: float
+) -> None:
+    trace = steady(120, per_s, output=1, seed=seed)
+    slowed = a_trace(trace.due_s * times, trace.prompt_tokens.tolist(), 1)
+    source = ToySource(SERVER.costs.scaled(times))
+    verdicts = [is_sustained(replay_toy(trace, ONE, SERVER))]
+    verdicts.append(is_sustained(replay_toy(slowed, ONE, source)))
+    assert verdicts[0] == verdicts[1]

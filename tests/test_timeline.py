@@ -1,0 +1,132 @@
+"""The instants of a request and the latencies that follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.timeline import Outcome, RequestTimeline, TimelineRecorder, Timelines
+
+gaps_s = st.floats(0, 1e3, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Lived:
+    """A request's stamps, made from gaps so that they never run backwards."""
+
+    due_s: float
+    sent_s: float
+    token_s: tuple[float, ...]
+
+
+@st.composite
+def lives(draw: st.DrawFn, least_tokens: int = 0) -> Lived:
+    gaps = draw(st.lists(gaps_s, min_size=2 + least_tokens, max_size=20))
+    due_s, sent_s, *token_s = np.cumsum(gaps).tolist()
+    return Lived(due_s, sent_s, tuple(token_s))
+
+
+def one(life: Lived) -> RequestTimeline:
+    return RequestTimeline(life.due_s, life.sent_s, life.token_s)
+
+
+def recorded(lived: list[Lived], outcome: Outcome = Outcome.COMPLETED) -> Timelines:
+    record = TimelineRecorder(np.array([life.due_s for life in lived]))
+    for row, life in enumerate(lived):
+        record.sent(row, life.sent_s)
+        for at_s in life.token_s:
+            record.tokens(row, 1, at_s)
+        record.ended(row, outcome)
+    return record.finish()
+
+
+@given(lives(least_tokens=2))
+def test_first_token_and_decode_time_make_up_the_whole_latency(life: Lived) -> None:
+    timeline = one(life)
+    decode_s = (len(life.token_s) - 1) * timeline.tpot_s
+    assert timeline.ttft_s + decode_s == pytest.approx(timeline.e2e_s)
+    assert timeline.send_lag_s >= 0
+
+
+@given(st.lists(lives(least_tokens=2), min_size=1, max_size=8))
+def test_columns_say_what_the_single_timelines_say(lived: list[Lived]) -> None:
+    lines, each = recorded(lived), [one(life) for life in lived]
+    assert lines.ttft_s.tolist() == pytest.approx([t.ttft_s for t in each])
+    assert lines.e2e_s.tolist() == pytest.approx([t.e2e_s for t in each])
+    assert lines.tpot_s.tolist() == pytest.approx([t.tpot_s for t in each])
+    assert lines.send_lag_s.tolist() == pytest.approx([t.send_lag_s for t in each])
+    decode_s = sum(life.token_s[-1] - life.token_s[0] for life in lived)
+    assert lines.gap_s.sum() == pytest.approx(decode_s)
+    assert lines.gap_s.size == sum(len(life.token_s) - 1 for life in lived)
+
+
+def test_below_two_tokens_there_is_no_time_per_token_and_it_is_not_zero() -> None:
+    single = RequestTimeline(0.0, 0.1, (0.5,))
+    assert math.isnan(single.tpot_s)
+    assert single.ttft_s == single.e2e_s == 0.5
+    assert recorded([Lived(0.0, 0.1, (0.5,))]).tpot_s.size == 0
+
+
+def test_without_a_token_nothing_is_known() -> None:
+    silent = RequestTimeline(0.0, 0.1, ())
+    assert math.isnan(silent.ttft_s)
+    assert math.isnan(silent.e2e_s)
+
+
+@pytest.mark.parametrize(
+    "stamps", [(1.0, 0.9, ()), (1.0, 1.1, (1.05,)), (0.0, 0.0, (2.0, 1.0))]
+)
+def test_stamps_that_run_backwards_are_refused(
+    stamps: tuple[float, float, tuple[float, ...]],
+) -> None:
+    with pytest.raises(ValueError, match="backwards"):
+        RequestTimeline(*stamps)
+
+
+def test_latency_counts_from_the_due_time_and_not_from_the_send() -> None:
+    line = recorded([Lived(1.0, 3.0, (4.0, 5.0))])
+    assert line.ttft_s.tolist() == [3.0]
+    assert line.e2e_s.tolist() == [4.0]
+    assert line.send_lag_s.tolist() == [2.0]
+
+
+def test_only_answered_requests_have_latencies() -> None:
+    record = TimelineRecorder(np.zeros(4))
+    for row, outcome in enumerate(Outcome):
+        record.sent(row, 0.5)
+        record.tokens(row, 1, 1.0)
+        record.tokens(row, 1, 2.0)
+        record.ended(row, outcome)
+    line = record.finish()
+    assert [line.count(outcome) for outcome in Outcome] == [1, 1, 1, 1]
+    assert line.ttft_s.size == line.e2e_s.size == line.tpot_s.size == 1
+
+
+def test_a_row_that_is_never_touched_counts_as_aborted_and_was_never_sent() -> None:
+    line = TimelineRecorder(np.array([0.0, 1.0])).finish()
+    assert len(line) == line.count(Outcome.ABORTED) == 2
+    assert line.send_lag_s.size == line.gap_s.size == 0
+
+
+def test_tokens_that_come_together_have_no_time_between_them() -> None:
+    record = TimelineRecorder(np.array([0.0]))
+    record.tokens(0, 2, 1.0)
+    record.tokens(0, 3, 4.0)
+    record.ended(0, Outcome.COMPLETED)
+    line = record.finish()
+    assert sorted(line.gap_s.tolist()) == [0.0, 0.0, 0.0, 3.0]
+    assert line.tpot_s.tolist() == [0.75]
+
+
+def test_the_recorder_keeps_its_hands_off_the_traces_column() -> None:
+    due_s = np.array([5.0])
+    due_s.flags.writeable = False
+    record = TimelineRecorder(due_s)
+    record.due(0, 7.0)
+    assert record.finish().due_s.tolist() == [7.0]
+    assert due_s.tolist() == [5.0]
