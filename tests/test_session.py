@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from toy import ToyCosts, ToySource
-from toy_tune import CROWDED, job_on, lines_of, write_trace
+from toy_tune import CROWDED, FragileSource, job_on, lines_of, write_trace
 from traffic import replay_toy
 
 from tuner.config import read_config
@@ -21,7 +21,6 @@ from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError,
 from tuner.formats import read_trace
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
-from tuner.observation import TIE_RATIO
 
 SHORT = ("--max-num-seqs", "4,8,16", "--budget", "40s")
 """A ladder that does not take long."""
@@ -57,9 +56,7 @@ def arguments_for(trace: Path, *more: str) -> list[str]:
     ]
 
 
-def run(
-    capsys: pytest.CaptureFixture[str], source: ToySource, trace: Path, *more: str
-) -> Run:
+def run(capsys: pytest.CaptureFixture[str], source: ToySource, trace: Path, *more: str) -> Run:
     assert job_on(source, arguments_for(trace, *more)) == 0
     out, err = capsys.readouterr()
     return Run(trace.parent, err, out)
@@ -84,7 +81,8 @@ def test_it_finds_the_best_cap_that_trying_them_all_would_find(
     values = values_by_cap(trace, source, range(1, 33))
     found = run(capsys, source, trace, "--budget", "60s").result["recommendation"]
     assert found["verdict"] == "change"
-    assert values[found["max_num_seqs"]] <= min(values.values()) * (1 + TIE_RATIO)
+    # The search stops refining at caps a fifth apart; on this curve that is 4 %.
+    assert values[found["max_num_seqs"]] <= min(values.values()) * 1.04
     expected = values[found["max_num_seqs"]] / values[16] - 1
     assert found["gain_ratio"] == pytest.approx(expected, rel=1e-6)
 
@@ -102,8 +100,8 @@ def test_it_climbs_past_the_ladder_while_the_edge_wins(
 def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = write_trace(tmp_path / "t.jsonl", per_s=40)
-    costs = ToyCosts(per_seq_s=0.0, per_prefill_token_s=0.0, flood_tokens=600, flood_s=0.002)
+    trace = write_trace(tmp_path / "t.jsonl", per_s=20, tick_s=1.0)
+    costs = ToyCosts(per_seq_s=0.0, per_prefill_token_s=0.0, flood_tokens=600, flood_s=0.001)
     source = ToySource(costs, present=EngineLimits(64, 8192))
     done = run(capsys, source, trace, "--max-num-seqs", "32,64", "--budget", "60s")
     best = done.result["recommendation"]["best_measured"]["max_num_batched_tokens"]
@@ -111,13 +109,13 @@ def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
     assert "budget" in {trial["phase"] for trial in done.trials}
 
 
-def test_it_keeps_what_is_best_already(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = ToySource(CROWDED, noise_ratio=0.02, present=EngineLimits(10, 2048))
+def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = values_by_cap(trace, ToySource(CROWDED), range(8, 17))
+    best = min(values, key=lambda cap: values[cap])
+    source = ToySource(CROWDED, noise_ratio=0.02, present=EngineLimits(best, 2048))
     done = run(capsys, source, trace, *SHORT)
     assert done.result["recommendation"]["verdict"] == "keep"
-    assert limits_of(read_config(done.emitted).values) == (10, 2048)
+    assert limits_of(read_config(done.emitted).values) == (best, 2048)
     assert "keep what you have" in done.talk
     assert "KEEP WHAT YOU HAVE" in done.emitted.read_text()
 
@@ -152,9 +150,7 @@ def test_secrets_reach_the_emitted_file_and_nothing_else(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "current.yaml"
-    config.write_text(
-        f"model: m\napi-key: {SECRETS[0]}\nhf-token: {SECRETS[1]}\nport: 8000\n"
-    )
+    config.write_text(f"model: m\napi-key: {SECRETS[0]}\nhf-token: {SECRETS[1]}\nport: 8000\n")
     secret = f"my-token={SECRETS[2]}"
     more = ("--config", str(config), "--engine-arg", secret, *SHORT)
     done = run(capsys, ToySource(CROWDED), trace, *more)
@@ -252,8 +248,9 @@ def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
     path.write_text(path.read_text() + "".join(long % second for second in range(40)))
     done = run(capsys, ToySource(CROWDED), path, "--too-long", policy, *SHORT)
     assert f"40 of 240 requests exceed max_model_len 4096: they {told}" in done.talk
-    assert {t["measurement"]["refused"] for t in done.trials} == {refused}
-    assert {t["measurement"]["offered"] for t in done.trials} == {offered}
+    whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
+    assert {m["refused"] for m in whole} == {refused}
+    assert {m["offered"] for m in whole} == {offered}
     assert ("requests_refused" in done.caveats) is (refused > 0)
 
 
@@ -322,13 +319,12 @@ def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
-    [("no_memory_above", "no memory for"), ("dies_above", "the toy died of its limits")],
+    ("dies", "told"), [(False, "no memory for"), (True, "the toy died of its limits")]
 )
 def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_goes_on(
-    trace: Path, capsys: pytest.CaptureFixture[str], fault: str, told: str
+    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, told: str
 ) -> None:
-    source = ToySource(ToyCosts(), **{fault: 16})
+    source = FragileSource(fails_above=16, dies=dies)
     done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
     failed = [t for t in done.trials if t["tier"] == "4 failed"]
     assert {t["max_num_seqs"] for t in failed} >= {32}
@@ -346,7 +342,7 @@ def test_caps_that_all_fail_above_the_present_do_not_end_the_run(
 ) -> None:
     """Three failures in a row are the fault of three caps while a lower one works."""
     trace = write_trace(tmp_path / "t.jsonl", per_s=40)
-    source = ToySource(ToyCosts(), no_memory_above=16)
+    source = FragileSource(fails_above=16)
     done = run(capsys, source, trace, "--max-num-seqs", "16,32,64", "--budget", "60s")
     assert done.result["recommendation"]["max_num_seqs"] == 16
     assert sum(t["tier"] == "4 failed" for t in done.trials) >= 3
@@ -363,8 +359,9 @@ def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path
 def test_a_present_configuration_that_fails_is_an_infeasible_trial_0(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = ToySource(CROWDED, no_memory_above=15)
-    done = run(capsys, source, trace, "--max-num-seqs", "4,8", "--budget", "60s")
+    source = FragileSource(CROWDED, fails_above=15)
+    more = ("--window", "all", "--max-num-seqs", "4,8", "--budget", "60s")
+    done = run(capsys, source, trace, *more)
     assert (done.trials[0]["tier"], done.trials[0]["measurement"]) == ("4 failed", None)
     assert "no memory for 16" in done.trials[0]["cause"]
     found = done.result["recommendation"]
@@ -375,9 +372,7 @@ def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match="refuses the key toy-refuses"):
-        job_on(
-            ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT)
-        )
+        job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
     assert "trial" not in capsys.readouterr().err
     assert not (trace.parent / "run" / "trials.jsonl").exists()
 

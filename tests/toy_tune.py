@@ -9,26 +9,64 @@ those of `tune`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from toy import ToyCosts, ToySource
+from toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
 
 from tuner.cli import tune
 from tuner.cli.resume import with_stored, with_tuning
 from tuner.cli.run_command import read_job, run_job
 from tuner.console import say, say_error
-from tuner.engine.protocol import EngineLimits
-from tuner.errors import TunerError
+from tuner.engine.protocol import EngineLimits, Step
+from tuner.errors import EngineError, TunerError
 
 PATIENCE_S = 60.0
-# Beyond ten sequences a step pays dearly, so ten is best whatever the ladder says.
-CROWDED = ToyCosts(knee=10, crowd_s=0.001)
+# Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
+CROWDED = ToyCosts(knee=10, crowd_s=0.0003)
+
+
+@dataclass(frozen=True, slots=True)
+class FragileSource(ToySource):
+    """A toy that starts and warms up at any ceiling, and fails in a replay above a cap."""
+
+    fails_above: int = 1_000_000
+    dies: bool = False
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> FragileEngine:
+        """Start a toy at the ceiling."""
+        self.facts(values)
+        return FragileEngine(self, ceiling)
+
+
+class FragileEngine(ToyEngine):
+    """The toy of a FragileSource."""
+
+    def __init__(self, source: FragileSource, ceiling: EngineLimits) -> None:
+        super().__init__(source, ceiling)
+        self._fragile = source
+        self._cap = 0
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits, which the next step may not survive."""
+        super().set_limits(limits)
+        self._cap = limits.max_num_seqs
+
+    def step(self) -> Step:
+        """Fail, or schedule one batch."""
+        if self._cap <= self._fragile.fails_above:
+            return super().step()
+        if self._fragile.dies:
+            os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
+            os._exit(EXIT_CODE)
+        raise EngineError(f"the toy has no memory for {self._cap} sequences")
 
 
 def job_on(source: ToySource, arguments: Sequence[str]) -> int:
@@ -38,10 +76,12 @@ def job_on(source: ToySource, arguments: Sequence[str]) -> int:
     return run_job(read_job(with_tuning(options), kept), source)
 
 
-def write_trace(path: Path, n: int = 240, per_s: float = 14.0, seed: int = 0) -> Path:
-    """Write n Poisson arrivals with mixed lengths, as JSON Lines."""
+def write_trace(
+    path: Path, n: int = 240, per_s: float = 14.0, seed: int = 0, tick_s: float = 1e-4
+) -> Path:
+    """Write n Poisson arrivals with mixed lengths, as JSON Lines; a long tick makes bursts."""
     rng = np.random.default_rng(seed)
-    due_s = np.cumsum(rng.exponential(1 / per_s, n))
+    due_s = np.cumsum(rng.exponential(1 / per_s, n)) // tick_s * tick_s
     prompts, outputs = rng.integers(20, 200, n), rng.integers(10, 60, n)
     rows = zip(due_s.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
     path.write_text(

@@ -110,7 +110,8 @@ def _what_is_left(cut: CutRule, log: ReplayLog) -> CutRule:
         late = int(((lines.last_s - lines.due_s)[done] > cut.late_s).sum())
         left = replace(left, allowed_late=cut.allowed_late - late)
     if cut.max_clock_s is not None:
-        left = replace(left, max_clock_s=cut.max_clock_s - log.clock_s)
+        span_s = log.clock_s - float(log.timelines.due_s.min())
+        left = replace(left, max_clock_s=cut.max_clock_s - span_s)
     if cut.max_wall_s is not None:
         left = replace(left, max_wall_s=cut.max_wall_s - log.wall_s)
     return left

@@ -89,6 +89,10 @@ class RunDisplay:
         if self._live is not None:
             self._live.stop()
 
+    def recall(self, seen: Observation, record: Mapping[str, Any]) -> None:
+        """Take in a trial of a run that is resumed, without announcing it."""
+        self._seen.append((seen, record))
+
     def note(self, text: str) -> None:
         """Show a sentence."""
         if self._live is not None:

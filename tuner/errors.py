@@ -100,7 +100,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "the machine disturbed many steps; intervals are wider than they look"
     ),
     Caveat.CLOSED_LOOP: "closed loop: never compare these latencies with an open-loop replay",
-    Caveat.FEW_SAMPLES: "the window is too small for a p99: fewer than ten requests lie beyond it",
+    Caveat.FEW_SAMPLES: "the window is too small for a p99: fewer than ten requests exceed it",
     Caveat.PREEMPTED: "requests were preempted because the KV cache ran out of blocks",
     Caveat.AT_SPACE_EDGE: "the best value lies at the edge of what was searched",
     Caveat.WITHIN_NOISE: "the gain is within noise",

@@ -206,9 +206,10 @@ class Host:
                     return answer
         except (EOFError, ConnectionError) as gone:
             raise self._death(name, process) from gone
-        except EngineError:
+        except EngineError as error:
             self.kill()
-            raise
+            hint = error.hint or "its last words are there"
+            raise EngineError(error.message, f"{hint}; see {self.log_path}") from error
 
     def _ensure(self) -> tuple[Connection, SpawnProcess]:
         """Return the running child, or start one."""

@@ -59,6 +59,11 @@ class Journal:
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self._study.tell(trial.number, state=TrialState.FAIL)
 
+    @property
+    def study_name(self) -> str:
+        """The name under which the storage knows this run."""
+        return self._study.study_name
+
     def begin(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> int:
         """Note that a configuration is being measured and return the trial's number."""
         params = {

@@ -29,8 +29,8 @@ class CutRule:
     """When a replay can no longer matter, with certainty rather than by guess.
 
     `allowed_late` requests may take longer than `late_s` end to end; one more, and the tail
-    is worse than that whatever follows. `max_clock_s` bounds the replay's own clock, and
-    `max_wall_s` real time. None switches a rule off.
+    is worse than that whatever follows. `max_clock_s` bounds the replay's own clock, counted
+    from the first due time as rates are, and `max_wall_s` real time. None switches a rule off.
     """
 
     late_s: float | None = None
@@ -121,6 +121,7 @@ class _Replay:
         self._clock = ReplayClock(plan.clock)
         self._row = 0
         self._ended = 0
+        self._first_due_s: float | None = None
         self._in_flight: dict[int, float] = {}
         self._oldest: deque[int] = deque()
         self._late: set[int] = set()
@@ -170,6 +171,8 @@ class _Replay:
             row, self._row = self._row, self._row + 1
             self._arrivals.pop()
             self._record.due(row, due_s)
+            if self._first_due_s is None:
+                self._first_due_s = due_s
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
                 continue
@@ -191,10 +194,17 @@ class _Replay:
             if out.tokens:
                 self._record.tokens(out.row, out.tokens, now_s)
             if out.is_last:
-                late_s = self._plan.cut.late_s
-                if late_s is not None and now_s - self._in_flight[out.row] > late_s:
-                    self._late.add(out.row)
-                self._end(out.row, Outcome.COMPLETED)
+                self._answered(out.row, now_s - self._in_flight[out.row])
+
+    def _answered(self, row: int, e2e_s: float) -> None:
+        """Note a full answer; one whose client has gone meanwhile is none."""
+        patience_s, late_s = self._plan.timeout_s, self._plan.cut.late_s
+        if patience_s is not None and e2e_s > patience_s:
+            self._end(row, Outcome.TIMED_OUT)
+            return
+        if late_s is not None and e2e_s > late_s:
+            self._late.add(row)
+        self._end(row, Outcome.COMPLETED)
 
     def _end(self, row: int, outcome: Outcome) -> None:
         """Close a request's book."""
@@ -224,21 +234,30 @@ class _Replay:
     def _cut_reason(self) -> str | None:
         """Say why going on is pointless, or None."""
         cut, now_s = self._plan.cut, self._clock.now_s
-        if cut.max_clock_s is not None and now_s > cut.max_clock_s:
+        span_s = 0.0 if self._first_due_s is None else now_s - self._first_due_s
+        if cut.max_clock_s is not None and span_s > cut.max_clock_s:
             return f"took longer than {cut.max_clock_s:.3g} s on the replay's clock"
         if cut.max_wall_s is not None and self._clock.wall_s > cut.max_wall_s:
             return f"took longer than {cut.max_wall_s:.3g} s"
         if cut.late_s is None:
             return None
-        # In-flight requests are kept in due order, so the overdue ones come first; ages only
-        # grow, hence a row that was late once stays late.
-        for row, due_s in self._in_flight.items():
-            if now_s - due_s <= cut.late_s:
-                break
-            self._late.add(row)
+        self._note_overdue(now_s, cut.late_s)
         if len(self._late) > cut.allowed_late:
             return f"more than {cut.allowed_late} requests took over {cut.late_s:.3g} s"
         return None
+
+    def _note_overdue(self, now_s: float, late_s: float) -> None:
+        """Count what is in flight for longer than late_s, where that is certain to stay.
+
+        In-flight requests are kept in due order, so the overdue ones come first. Ages only
+        grow, hence a row that was late once stays late, unless its client may yet leave.
+        """
+        if self._plan.timeout_s is not None:
+            return
+        for row, due_s in self._in_flight.items():
+            if now_s - due_s <= late_s:
+                break
+            self._late.add(row)
 
     def _progress(self, wall_s: float) -> Progress:
         return Progress(self._row, self._ended, len(self._trace), self._clock.now_s, wall_s)

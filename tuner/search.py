@@ -182,8 +182,11 @@ def _along(
             return None
         found = _measured(seen, limits)
         if found is None:
-            if _same_schedule(seen, limits) or not limits.within(space.ceiling):
+            if not limits.within(space.ceiling):
                 return None
+            if _same_schedule(seen, limits):
+                # A budget that never bound says nothing about those that would.
+                continue
             return Proposal(limits, Phase.BUDGET)
         last = found
     return None

@@ -29,8 +29,8 @@ from tuner.space import SearchSpace
 from tuner.traces import Trace
 from tuner.windows import Window, busiest, whole
 
-# Engine deaths in a row after which the run gives up: ours; one is the configuration's fault,
-# three are the engine's.
+# Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
+# be chance, three are the engine's fault.
 MOST_DEATHS = 3
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.
@@ -165,6 +165,8 @@ class Session:
 
     def _must_race(self) -> bool:
         """Whether the search has to make room for the race's least rounds."""
+        if len(search.finalists(self.journal.observations(), self.space)) < 2:
+            return self.left_s < self._usual_wall_s
         total_s = self.aim.budget.total_s
         least_s = (search.FINALISTS + 1) * confirm.LEAST_ROUNDS * self._usual_wall_s
         reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
@@ -213,7 +215,7 @@ class Session:
             score, slacks = self.goal.score(outcome), self.goal.slacks(outcome)
             record = record_of(number, limits, phase, race_round, score, outcome.as_json())
         else:
-            self._deaths += 1
+            self._deaths += self._should_live(limits)
             score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
             record = record_of(number, limits, phase, race_round, score, None, outcome.cause)
         self.journal.finish(number, score, slacks, record)
@@ -225,6 +227,11 @@ class Session:
                 f"the engine died {MOST_DEATHS} times in a row: {record['cause']}",
                 f"see {self.run_dir.engine_log}",
             )
+
+    def _should_live(self, limits: EngineLimits) -> bool:
+        """Whether a failure here speaks against the engine, not against these limits."""
+        lived = [o.limits for o in self.journal.observations() if o.is_whole]
+        return not lived or any(limits.within(others) for others in lived)
 
     def _heard(self, progress: Progress) -> bool:
         self.listener.progress(progress)
@@ -241,7 +248,7 @@ class Session:
         rule = self.goal.cut_rule(best.score if best else None, requests)
         return replace(rule, max_wall_s=longest_s)
 
-    def doubts(self, decision: Decision, *, refused: bool) -> list[Caveat]:
+    def doubts(self, decision: Decision) -> list[Caveat]:
         """Return the caveats of the whole run, in a fixed order."""
         found = set(self.caveats)
         mine = self._records_of(decision.winner)
@@ -256,8 +263,6 @@ class Session:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if self.windows != (whole(self.trace),):
             found.add(Caveat.WINDOWED)
-        if refused:
-            found.add(Caveat.REQUESTS_REFUSED)
         if not self.bench.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
         return [caveat for caveat in Caveat if caveat in found]

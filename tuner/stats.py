@@ -7,6 +7,7 @@ together. What the numbers mean is left to `metrics`; what to do about them to `
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ BEYOND_TAIL = 10
 # Batches for a mean's interval: ours, 20 as Schmeiser (1982) found 10 to 30 to be enough.
 MEAN_BATCHES = 20
 CONFIDENCE = 0.95
+_LARGEST_LOG = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,12 @@ def paired_ratio(
         raise ValueError("a ratio wants values above zero")
     logs = np.log(a) - np.log(b)
     centre, half = float(logs.mean()), _half_width(logs, confidence)
-    return Estimate(
-        math.exp(centre), math.exp(centre - half), math.exp(centre + half), len(ours)
-    )
+    return Estimate(math.exp(centre), _exp(centre - half), _exp(centre + half), len(ours))
+
+
+def _exp(log: float) -> float:
+    """Return the exponential, without end where two rounds say next to nothing."""
+    return math.exp(log) if log < _LARGEST_LOG else math.inf
 
 
 def time_weighted(values: Floats, durations_s: Floats) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -141,6 +142,8 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     """Run the command and return its exit code; every error ends here."""
     from tuner.console import say, say_error
 
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler)
     try:
         context = tune.make_context("tune", list(arguments))
         context.meta["tuner.arguments"] = list(arguments)

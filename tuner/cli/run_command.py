@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from tuner import confirm
 from tuner.bench import Bench
@@ -21,7 +22,7 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.host import Host
-from tuner.journal import Journal
+from tuner.journal import Journal, observation_of
 from tuner.objective import Goal, Objective
 from tuner.observation import leader
 from tuner.outcome import Circumstances, Outcome, comments, make_outcome
@@ -33,6 +34,7 @@ from tuner.traces import LoadModel, Trace
 from tuner.windows import Window
 
 DEFAULT_BUDGET_S = 1800.0
+_TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_CLIPPED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
         say(told)
     session = _session(job, run_dir, host, facts, trace, stored)
     if not job.is_resumed:
-        run_dir.write_json(RUN_FILE, _run_record(job, ()))
+        run_dir.write_json(RUN_FILE, _run_record(job, session.journal.study_name, ()))
     return _Finish(job, session, facts, told).run()
 
 
@@ -119,7 +121,11 @@ def _session(
     )
     kept = tuple(Window(w["start_s"], w["end_s"]) for w in stored.get("windows", ()))
     display = RunDisplay("p95", job.budget.total_s)
-    journal = Journal(options["storage"] or run_dir.storage_url, f"tune {job.run_path.name}")
+    # Storage may be shared, and another run may have a directory of the same name.
+    study = stored.get("study") or f"tune {job.run_path.name} {uuid4().hex[:8]}"
+    journal = Journal(options["storage"] or run_dir.storage_url, study)
+    for record in journal.records():
+        display.recall(observation_of(record), record)
     bench = Bench(host, job.engine.values, space.ceiling, options["seed"])
     origin = "the configuration" if job.engine.names_limits else "vLLM's default here"
     say(
@@ -158,9 +164,10 @@ def _check_same(job: Job, stored: Mapping[str, Any]) -> None:
             )
 
 
-def _run_record(job: Job, windows: tuple[Window, ...]) -> dict[str, Any]:
+def _run_record(job: Job, study: str, windows: tuple[Window, ...]) -> dict[str, Any]:
     """Return what `--resume` needs, without secrets."""
     return {
+        "study": study,
         "arguments": list(job.arguments),
         "trace_sha256": job.traffic.trace.sha256,
         "config_sha256": job.engine.config_sha256,
@@ -173,7 +180,8 @@ class _Finish:
 
     def __init__(self, job: Job, session: Session, facts: EngineFacts, told: str) -> None:
         self._job, self._session, self._facts = job, session, facts
-        self._refused = bool(told) and job.options["too_long"] == "refuse"
+        if told and job.options["too_long"] in _TOO_LONG_CAVEATS:
+            session.caveats.add(_TOO_LONG_CAVEATS[job.options["too_long"]])
         self._began_s = time.monotonic()
 
     def run(self) -> int:
@@ -198,8 +206,10 @@ class _Finish:
 
     def _keep_windows(self, windows: tuple[Window, ...]) -> None:
         """Put the choice on disk, so that a resumed run replays the same."""
-        self._session.run_dir.write_json(RUN_FILE, _run_record(self._job, windows))
-        say(f"replaying {window_text(windows, self._session.trace)}")
+        session = self._session
+        record = _run_record(self._job, session.journal.study_name, windows)
+        session.run_dir.write_json(RUN_FILE, record)
+        say(f"replaying {window_text(windows, session.trace)}")
 
     def _best_so_far(self) -> Decision:
         """Return the leader of an unfinished search, which nothing has confirmed."""
@@ -239,7 +249,7 @@ class _Finish:
             engine_starts=session.bench.starts,
             wall_s=time.monotonic() - self._began_s,
         )
-        doubts = session.doubts(decision, refused=self._refused)
+        doubts = session.doubts(decision)
         outcome = make_outcome(
             decision, session.space.present, session.goal, records, doubts, around, state
         )
@@ -254,7 +264,7 @@ class _Finish:
                 "no configuration survived its replay",
                 f"see the causes in {session.run_dir.path / 'trials.jsonl'}",
             )
-        record = session.journal.records()[best.number]
+        record = next(r for r in session.journal.records() if r["number"] == best.number)
         broken = session.goal.broken_in(record["measurement"])
         return NoFeasibleConfigError(
             f"no configuration meets the SLOs; nearest is {best.limits} "

@@ -151,7 +151,8 @@ def _first_line(error: BaseException) -> str:
     telling = [
         line for line in lines if not line.startswith(("1 validation error", "For further"))
     ]
-    return (telling or lines or [type(error).__name__])[0]
+    line = (telling or lines or [type(error).__name__])[0]
+    return line.partition(" [type=")[0].removeprefix("Value error, ")
 
 
 def device_name() -> str:
@@ -184,10 +185,7 @@ class Core:
                 engine_args, usage_context=UsageContext.OPENAI_API_SERVER
             )
         except (RuntimeError, ValueError, MemoryError, OSError, AssertionError) as failed:
-            raise EngineError(
-                f"the engine did not start: {_first_line(failed)}",
-                "the engine's log has its last words",
-            ) from failed
+            raise EngineError(f"the engine did not start: {_first_line(failed)}") from failed
         self._core: Any = self._engine.engine_core.engine_core
         self._scheduler: Any = self._core.scheduler
         self._cap_name, self._budget_name = _limit_names(self._scheduler)
