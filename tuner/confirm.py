@@ -129,11 +129,18 @@ def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLim
 
 
 def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[EngineLimits]:
-    """Return who is not yet separated as worse than the leader, in the field's order."""
+    """Return who is not yet shown to be worse than the leader by more than matters.
+
+    Shapes: in the field's order.
+    """
     best = _leader(runs, field)
     if best is None:
         return list(field)
-    return [limits for limits in field if limits == best or compare(runs, best, limits) >= 0]
+    return [
+        limits
+        for limits in field
+        if limits == best or compare(runs, best, limits) >= 0 or _is_equal(runs, best, limits)
+    ]
 
 
 def next_run(
@@ -173,6 +180,8 @@ def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits
     """Say whether the evidence shows a tie or is merely too thin."""
     if len(_paired(runs, best, present)[0]) < LEAST_ROUNDS:
         return "the budget ended before three rounds could tell"
+    if _is_equal(runs, best, present):
+        return f"the two differ by less than {EQUAL_RATIO:.0%}"
     return "the gain is within noise"
 
 

@@ -117,18 +117,33 @@ class RunDisplay:
         """Show what came out."""
         self._seen.append((seen, record))
         if self._live is None:
-            best = leader([o for o, _ in self._seen])
-            so_far = f"best so far {best.limits}" if best else "nothing works so far"
             cells = " ".join(_cells(seen, record))
-            say(f"trial {cells}  {so_far}, at most {clock_text(left_s)} left")
+            say(f"trial {cells}  {self._so_far()}, at most {clock_text(left_s)} left")
         self._refresh()
+
+    def _so_far(self) -> str:
+        """Name the best so far and what a single replay says it gains."""
+        seen = [o for o, _ in self._seen]
+        best = leader(seen)
+        if best is None:
+            return "nothing works so far"
+        present = seen[0].score
+        gain = ""
+        if present.metric == best.score.metric and seen[0].limits != best.limits:
+            gain = f" ({best.score.value / present.value - 1:+.0%}, one replay)"
+        return f"best so far {best.limits}{gain}"
 
     def _refresh(self) -> None:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
     def _table(self) -> Table:
-        table = Table(box=None, caption=self._now, caption_justify="left", pad_edge=False)
+        table = Table(
+            box=None,
+            caption=f"{self._now}\n{self._so_far()}",
+            caption_justify="left",
+            pad_edge=False,
+        )
         for name, justify in _COLUMNS:
             table.add_column(name, justify="left" if justify == "l" else "right")
         rows = self._seen[-(self._console.height - 6) :] if self._console.height > 8 else []

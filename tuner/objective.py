@@ -94,14 +94,15 @@ class Goal:
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
         if self.objective is Objective.GOODPUT:
-            good = m.goodput_per_s or 0.0
-            return Score(Tier.GOOD, 1 / good if good else math.inf, "goodput_per_s")
+            if m.goodput_per_s:
+                return Score(Tier.GOOD, 1 / m.goodput_per_s, "goodput_per_s")
+            return Score(Tier.BREAKS_SLO, 1 + self._worst_slack(m), "worst SLO slack")
         return self._score_within_slos(m)
 
     def _score_within_slos(self, m: Measurement) -> Score:
         """Place a whole measurement by its SLOs first, then by rate or latency."""
         rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
-        worst = max((self._slack(slo, m) for slo in self.slos), default=-math.inf)
+        worst = self._worst_slack(m)
         if worst > 0:
             return Score(Tier.BREAKS_SLO, 1 + worst, "worst SLO slack")
         if self.objective is Objective.THROUGHPUT:
@@ -111,6 +112,9 @@ class Goal:
         if self.objective is Objective.BALANCED and not m.is_sustained:
             return Score(Tier.NOT_SUSTAINED, rate.value, rate.metric)
         return Score(Tier.GOOD, value_s or math.inf, f"e2e_{statistic}")
+
+    def _worst_slack(self, m: Measurement) -> float:
+        return max((self._slack(slo, m) for slo in self.slos), default=-math.inf)
 
     @staticmethod
     def _slack(slo: Slo, m: Measurement) -> float:

@@ -160,7 +160,12 @@ def _move_budget(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
     up = sorted(b for b in space.budgets if b > here)
     down = sorted((b for b in space.budgets if cap <= b < here), reverse=True)
     upwards = _along(up, best, seen, space, upwards=True)
-    return upwards or _along(down, best, seen, space, upwards=False)
+    if upwards is not None:
+        return upwards
+    higher = [o for o in seen if o.limits.max_num_seqs == cap and o.limits > best.limits]
+    if any(best.score.clearly_worse_than(o.score, TIE_RATIO) for o in higher):
+        return None
+    return _along(down, best, seen, space, upwards=False)
 
 
 def _along(
@@ -173,8 +178,7 @@ def _along(
 ) -> Proposal | None:
     """Return the next budget in one direction, or None when that direction is done."""
     cap = origin.limits.max_num_seqs
-    best = leader([o for o in seen if o.limits.max_num_seqs == cap]) or origin
-    last = origin
+    best = last = origin
     for budget in budgets:
         limits = space.at(cap, budget)
         is_over = upwards and last.budget_never_bound
@@ -189,6 +193,7 @@ def _along(
                 continue
             return Proposal(limits, Phase.BUDGET)
         last = found
+        best = min(best, found, key=lambda o: o.score.order)
     return None
 
 
@@ -230,7 +235,6 @@ def _alike(a: Observation, b: Observation) -> bool:
 
 def at_edge(best: EngineLimits, history: Sequence[Observation]) -> bool:
     """Whether the best cap is the largest that was tried although it still bound."""
-    tried = [o for o in history if o.is_whole]
-    mine = _measured(tried, best)
-    largest = max((o.limits.max_num_seqs for o in tried), default=0)
+    mine = _measured([o for o in history if o.is_whole], best)
+    largest = max((o.limits.max_num_seqs for o in history), default=0)
     return mine is not None and best.max_num_seqs >= largest and not mine.cap_never_bound

@@ -140,8 +140,6 @@ def doctor() -> int:
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
-    from tuner.console import say, say_error
-
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.default_int_handler)
     try:
@@ -152,23 +150,29 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as complaint:
-        say_error(as_usage_error(complaint))
-        return UsageError.exit_code
+        return _told(as_usage_error(complaint))
     except TunerError as error:
-        say_error(error)
-        return error.exit_code
+        return _told(error)
     except (KeyboardInterrupt, click.Abort):
-        say("interrupted")
+        click.echo("interrupted", err=True)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:  # noqa: BLE001 - the one place where a defect of ours may surface
         traceback.print_exc()
-        say("error: this is a defect of tune, not of your input")
-        say("hint:  report it together with the lines above")
+        click.echo("error: this is a defect of tune, not of your input", err=True)
+        click.echo("hint:  report it together with the lines above", err=True)
         return 1
     return int(code or 0)
+
+
+def _told(error: TunerError) -> int:
+    """Write an error and return its exit code."""
+    from tuner.console import say_error
+
+    say_error(error)
+    return error.exit_code
 
 
 def main() -> None:
