@@ -116,7 +116,7 @@ def test_the_wheel_carries_the_model_the_traces_and_the_profiles(tmp_path: Path)
     model = {
         f"tuner/demo_model/{p.name}" for p in (ROOT / "tuner" / "demo_model").glob("*.json")
     }
-    assert {"tuner/py.typed", "tuner/cli.py", *model} <= names
+    assert {"tuner/py.typed", "tuner/cli/__init__.py", *model} <= names
 
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(wheel).extractall(unpacked)

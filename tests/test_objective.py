@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ def test_what_completed_nothing_or_was_cut_has_no_value() -> None:
 def test_tiers_are_ordered_from_good_to_failed() -> None:
     ordered = [Tier.GOOD, Tier.NOT_SUSTAINED, Tier.BREAKS_SLO, Tier.CUT, Tier.FAILED]
     assert sorted(Tier) == ordered == list(Tier)
-    for better, worse in zip(ordered, ordered[1:], strict=False):
+    for better, worse in pairwise(ordered):
         a, b = Score(better, 9.0, "x"), Score(worse, 1.0, "y")
         assert a.order < b.order
         assert b.clearly_worse_than(a, 0.5)
@@ -159,7 +160,7 @@ def test_nothing_is_hopeless_without_a_good_one_to_lose_to() -> None:
     objective=st.sampled_from([Objective.BALANCED, Objective.LATENCY, Objective.THROUGHPUT]),
     per_s=st.sampled_from([3.0, 8.0, 40.0]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_whatever_is_cut_would_have_lost(
     seed: int, cap: int, offset_s: float, objective: Objective, per_s: float
 ) -> None:

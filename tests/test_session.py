@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, FragileSource, job_on, lines_of, write_trace
 from traffic import replay_toy
 
-from tuner.config import read_config
 from tuner.config import limits as limits_of
+from tuner.config import read_config
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
 from tuner.formats import read_trace
@@ -81,8 +83,8 @@ def test_it_finds_the_best_cap_that_trying_them_all_would_find(
     values = values_by_cap(trace, source, range(1, 33))
     found = run(capsys, source, trace, "--budget", "60s").result["recommendation"]
     assert found["verdict"] == "change"
-    # The search stops refining at caps a fifth apart; on this curve that is 4 %.
-    assert values[found["max_num_seqs"]] <= min(values.values()) * 1.04
+    # Refining stops at caps a fifth apart, on this curve 4 %; the race calls 2 % a tie.
+    assert values[found["max_num_seqs"]] <= min(values.values()) * 1.06
     expected = values[found["max_num_seqs"]] / values[16] - 1
     assert found["gain_ratio"] == pytest.approx(expected, rel=1e-6)
 
@@ -167,44 +169,48 @@ def test_secrets_reach_the_emitted_file_and_nothing_else(
         assert secret.encode() not in kept + told + comments.encode()
 
 
-def test_without_secrets_the_emitted_file_is_for_everyone(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run(capsys, ToySource(CROWDED), trace, *SHORT)
-    assert done.emitted.stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022))
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return one run that several tests look at."""
+    trace = write_trace(tmp_path_factory.mktemp("finished") / "t.jsonl")
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT)) == 0
+    return Run(trace.parent, err.getvalue(), out.getvalue())
 
 
-def test_every_trial_stands_in_the_journal_and_in_the_result_alike(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run(capsys, ToySource(CROWDED), trace, *SHORT)
-    assert done.result["trials"] == done.trials
-    assert [trial["number"] for trial in done.trials] == list(range(len(done.trials)))
-    first = done.trials[0]
+def test_without_secrets_the_emitted_file_is_for_everyone(finished: Run) -> None:
+    assert finished.emitted.stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022))
+
+
+def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run) -> None:
+    assert finished.result["trials"] == finished.trials
+    assert [trial["number"] for trial in finished.trials] == list(range(len(finished.trials)))
+    first = finished.trials[0]
     assert (first["phase"], first["max_num_seqs"], first["max_num_batched_tokens"]) == (
         "present",
         16,
         2048,
     )
-    for trial in done.trials:
+    for trial in finished.trials:
         told = trial["measurement"]
         ended = told["completed"] + told["refused"] + told["timed_out"] + told["aborted"]
         assert told["offered"] == 240 == ended
-    assert set(done.result) == {
+    assert set(finished.result) == {
         *("schema", "state", "objective", "tail", "slos", "recommendation", "baseline"),
         *("evidence", "limited_by", "caveats", "provenance", "trials"),
     }
-    assert done.result["state"] == "complete"
-    assert done.result["baseline"]["max_num_seqs"] == 16
-    made = done.result["provenance"]
+    assert finished.result["state"] == "complete"
+    assert finished.result["baseline"]["max_num_seqs"] == 16
+    made = finished.result["provenance"]
     assert made["trace"]["requests"] == made["trace"]["replayed_requests"] == 240
     assert (made["engine"]["kind"], made["engine_starts"]) == ("toy", 1)
 
 
 def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    finished: Run,
 ) -> None:
-    talk = run(capsys, ToySource(CROWDED), trace, *SHORT).talk
+    talk = finished.talk
     before = talk[: talk.index("trial   0")]
     for word in ("requests", "in flight", "plan: caps 4, 8, 16", "at most 0:40", "demo model"):
         assert word in before
@@ -212,12 +218,9 @@ def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(
     assert "\x1b[" not in talk
 
 
-def test_the_demo_model_is_a_caveat_and_stands_in_the_file(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run(capsys, ToySource(CROWDED), trace, *SHORT)
-    assert "demo_model" in done.caveats
-    emitted = yaml.safe_load(done.emitted.read_text())
+def test_the_demo_model_is_a_caveat_and_stands_in_the_file(finished: Run) -> None:
+    assert "demo_model" in finished.caveats
+    emitted = yaml.safe_load(finished.emitted.read_text())
     assert (emitted["load-format"], emitted["enforce-eager"]) == ("dummy", True)
 
 
@@ -390,7 +393,7 @@ def test_two_runs_of_one_name_in_one_storage_do_not_mix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"sqlite:///{tmp_path / 'both.db'}"
-    results = []
+    results: list[Run] = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         trace = write_trace(tmp_path / name / "t.jsonl", seed=len(results))

@@ -68,7 +68,8 @@ class ToySource:
     """Starts toys; pickles, so that it can travel to the engine's process.
 
     `noise_ratio` is the sigma of the logarithm of a step's noise. Above `no_memory_above`
-    sequences a step raises EngineError, above `dies_above` it takes the process with it.
+    sequences a step raises EngineError, above `dies_above` and at the caps `dies_at` it takes
+    the process with it.
     """
 
     costs: ToyCosts = ToyCosts()
@@ -81,6 +82,8 @@ class ToySource:
     present: EngineLimits = PRESENT
     no_memory_above: int = 1_000_000
     dies_above: int = 1_000_000
+    dies_at: tuple[int, ...] = ()
+    hides_limits: bool = False
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration; the key `toy-refuses` is refused, to see that this is told.
@@ -153,7 +156,7 @@ class ToyEngine:
             block_size=source.block_size,
             num_blocks=source.num_blocks,
             ceiling=ceiling,
-            can_change_limits=True,
+            can_change_limits=not source.hides_limits,
             asynchronous=False,
         )
 
@@ -168,6 +171,8 @@ class ToyEngine:
             raise EngineError("limits change only while the toy is idle")
         if not limits.within(self._info.ceiling):
             raise EngineError(f"limits {limits} lie above {self._info.ceiling}")
+        if limits != self._limits and not self._info.can_change_limits:
+            raise EngineError("this toy hides its limits")
         self._limits = limits
 
     def reset(self) -> None:
@@ -225,7 +230,7 @@ class ToyEngine:
 
     def _fail_if_told(self) -> None:
         cap = self._limits.max_num_seqs
-        if cap > self._source.dies_above:
+        if cap > self._source.dies_above or cap in self._source.dies_at:
             os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
             os._exit(EXIT_CODE)
         if cap > self._source.no_memory_above:

@@ -22,8 +22,9 @@ import numpy as np
 from toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
 
 from tuner.cli import tune
+from tuner.cli.job import read_job
 from tuner.cli.resume import with_stored, with_tuning
-from tuner.cli.run_command import read_job, run_job
+from tuner.cli.run_command import run_job
 from tuner.console import say, say_error
 from tuner.engine.protocol import EngineLimits, Step
 from tuner.errors import EngineError, TunerError

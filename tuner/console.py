@@ -155,6 +155,37 @@ class RunDisplay:
         return table
 
 
+class ReplayDisplay:
+    """Shows on a terminal how far a single replay is."""
+
+    def __init__(self) -> None:
+        console = talk()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_live:
+            self._live.stop()
+
+    def progress(self, progress: Progress) -> bool:
+        """Show it and let the replay go on."""
+        if self._is_live:
+            share = f"{progress.ended} of {progress.offered} requests"
+            now = f"{share}, {progress.clock_s:.1f} s on the replay's clock"
+            self._live.update(f"{now}, {progress.wall_s:.0f} s real", refresh=True)
+        return True
+
+
 _COLUMNS = (
     ("#", "r"),
     ("why", "l"),

@@ -18,7 +18,7 @@ from tuner.cli.options import (
     engine_options,
     traffic_options,
 )
-from tuner.errors import TunerError, UsageError
+from tuner.errors import TunerError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _EPILOG = (
@@ -83,8 +83,9 @@ def tune(ctx: click.Context, /, **options: Any) -> int | None:
     if not ctx.args and not sys_arguments(ctx):
         click.echo(ctx.get_help())
         return 0
+    from tuner.cli.job import read_job
     from tuner.cli.resume import with_stored, with_tuning
-    from tuner.cli.run_command import read_job, run_job
+    from tuner.cli.run_command import run_job
 
     arguments, options = with_stored(tune, sys_arguments(ctx), options)
     return run_job(read_job(with_tuning(options), arguments))

@@ -22,6 +22,11 @@ from tuner.replay import ReplayPlan
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.traces import LoadModel, TooLong, Trace, ZeroOutput
 
+DEMO_NOTE = (
+    "no --model and no --config: measuring the bundled demo model, a small Qwen2-shaped one "
+    "with random weights"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

@@ -93,99 +93,105 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
+_TRAFFIC_OPTIONS = (
+    click.option("--trace", metavar="FILE", help="Recorded traffic to replay."),
+    click.option(
+        "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
+    ),
+    click.option(
+        "--window",
+        type=WINDOW,
+        metavar="SPAN",
+        help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: what "
+        "fits into the time.",
+    ),
+    click.option(
+        "--load",
+        type=LOAD,
+        default="1",
+        metavar="X",
+        show_default=True,
+        help="Multiple of the recorded arrival rate.",
+    ),
+    click.option(
+        "--load-model",
+        type=click.Choice(["open", "closed"]),
+        default="open",
+        show_default=True,
+        help="open: requests go when due; closed: a number is kept in flight.",
+    ),
+    click.option(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="Requests that a closed loop keeps in flight; default: as recorded.",
+    ),
+    click.option(
+        "--clock",
+        type=click.Choice(["virtual", "wall"]),
+        default="virtual",
+        show_default=True,
+        help="virtual: idle time is skipped; wall: it is waited out.",
+    ),
+    click.option(
+        "--request-timeout",
+        type=DURATION,
+        metavar="TIME",
+        help="Patience of a client, for example 60s; default: without end.",
+    ),
+    click.option(
+        "--too-long",
+        type=click.Choice(["refuse", "clip", "drop"]),
+        default="refuse",
+        show_default=True,
+        help="What becomes of requests above max_model_len.",
+    ),
+    click.option(
+        "--zero-output",
+        type=click.Choice(["drop", "one", "refuse"]),
+        default="drop",
+        show_default=True,
+        help="What becomes of recorded requests without output tokens.",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Seed of the synthetic prompts.",
+    ),
+)
+
+
 def traffic_options(command: Command) -> Command:
     """Add the options that say what is replayed and how."""
-    return _stacked(
-        click.option("--trace", metavar="FILE", help="Recorded traffic to replay."),
-        click.option(
-            "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
-        ),
-        click.option(
-            "--window",
-            type=WINDOW,
-            metavar="SPAN",
-            help="Part of the trace: all, 5m:10m, peak:300s or typical:300s; default: what "
-            "fits into the time.",
-        ),
-        click.option(
-            "--load",
-            type=LOAD,
-            default="1",
-            metavar="X",
-            show_default=True,
-            help="Multiple of the recorded arrival rate.",
-        ),
-        click.option(
-            "--load-model",
-            type=click.Choice(["open", "closed"]),
-            default="open",
-            show_default=True,
-            help="open: requests go when due; closed: a number is kept in flight.",
-        ),
-        click.option(
-            "--concurrency",
-            type=int,
-            metavar="N",
-            help="Requests that a closed loop keeps in flight; default: as recorded.",
-        ),
-        click.option(
-            "--clock",
-            type=click.Choice(["virtual", "wall"]),
-            default="virtual",
-            show_default=True,
-            help="virtual: idle time is skipped; wall: it is waited out.",
-        ),
-        click.option(
-            "--request-timeout",
-            type=DURATION,
-            metavar="TIME",
-            help="Patience of a client, for example 60s; default: without end.",
-        ),
-        click.option(
-            "--too-long",
-            type=click.Choice(["refuse", "clip", "drop"]),
-            default="refuse",
-            show_default=True,
-            help="What becomes of requests above max_model_len.",
-        ),
-        click.option(
-            "--zero-output",
-            type=click.Choice(["drop", "one", "refuse"]),
-            default="drop",
-            show_default=True,
-            help="What becomes of recorded requests without output tokens.",
-        ),
-        click.option(
-            "--seed",
-            type=int,
-            default=0,
-            show_default=True,
-            help="Seed of the synthetic prompts.",
-        ),
-    )(command)
+    return _stacked(*_TRAFFIC_OPTIONS)(command)
+
+
+_ENGINE_OPTIONS = (
+    click.option(
+        "--model",
+        metavar="NAME",
+        help="Model name or folder; default: the bundled demo model.",
+    ),
+    click.option(
+        "--config",
+        metavar="FILE",
+        help="Present configuration in `vllm serve --config` form (YAML).",
+    ),
+    click.option(
+        "--engine-arg",
+        "engine_args",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Any option of `vllm serve`, for example dtype=bfloat16; repeatable.",
+    ),
+)
 
 
 def engine_options(command: Command) -> Command:
     """Add the options that say which engine is measured."""
-    return _stacked(
-        click.option(
-            "--model",
-            metavar="NAME",
-            help="Model name or folder; default: the bundled demo model.",
-        ),
-        click.option(
-            "--config",
-            metavar="FILE",
-            help="Present configuration in `vllm serve --config` form (YAML).",
-        ),
-        click.option(
-            "--engine-arg",
-            "engine_args",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Any option of `vllm serve`, for example dtype=bfloat16; repeatable.",
-        ),
-    )(command)
+    return _stacked(*_ENGINE_OPTIONS)(command)
 
 
 def as_usage_error(error: click.ClickException) -> TunerError:

@@ -5,49 +5,50 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tuner.cli.inputs import choose_engine, fit_lengths, read_traffic, replay_plan
-from tuner.console import say
+from tuner.cli.inputs import (
+    DEMO_NOTE,
+    EngineChoice,
+    Traffic,
+    choose_engine,
+    fit_lengths,
+    read_traffic,
+    replay_plan,
+)
+from tuner.console import ReplayDisplay, say
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.protocol import EngineLimits, EngineSource
+from tuner.errors import Caveat
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
+from tuner.replay import ReplayPlan
+from tuner.slo import LATENCIES
+from tuner.traces import LoadModel
 from tuner.windows import whole
 
+_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
-def run_replay(options: Mapping[str, Any]) -> int:
+
+def run_replay(options: Mapping[str, Any], source: EngineSource | None = None) -> int:
     """Replay the trace once and print the measurement. Raises: TunerError."""
     engine = choose_engine(options)
     traffic = read_traffic(options, largest_cap=256)
     plan = replay_plan(options, traffic.trace)
-    if options["window"]:
-        options["window"].resolve(traffic.trace).of(traffic.trace)
     for line in traffic.lines:
         say(line)
     if engine.is_demo:
         say(DEMO_NOTE)
     log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
-    with Host(LiveSource(), log_path) as host:
-        facts = host.facts(engine.values)
-        trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
-        if told:
-            say(told)
-        limits = EngineLimits(
-            options["max_num_seqs"] or facts.present_limits.max_num_seqs,
-            options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
-        )
-        window = options["window"].resolve(trace) if options["window"] else whole(trace)
-        started = host.start(engine.values, limits)
-        say(f"engine started in {started.start_s:.1f} s; its log is {log_path}")
-        host.load("trace", window.of(trace), options["seed"])
-        measured = measure([host.replay("trace", limits, plan)])
+    with Host(source or LiveSource(), log_path) as host:
+        kind, limits, measured = _measured(host, options, engine, traffic, plan)
     if options["as_json"]:
         content = {
-            "engine": started.info.kind,
+            "engine": kind,
             "limits": {
                 "max_num_seqs": limits.max_num_seqs,
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -55,46 +56,78 @@ def run_replay(options: Mapping[str, Any]) -> int:
             "load_model": str(plan.load_model),
             **measured.as_json(),
         }
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
-        sys.stdout.write("\n")
+        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        sys.stdout.write(encoded.decode() + "\n")
     else:
         sys.stdout.write("\n".join(_lines(limits, measured)) + "\n")
     return 0
 
 
-DEMO_NOTE = (
-    "no --model and no --config: measuring the bundled demo model, a small Qwen2-shaped one "
-    "with random weights"
-)
+def _measured(
+    host: Host,
+    options: Mapping[str, Any],
+    engine: EngineChoice,
+    traffic: Traffic,
+    plan: ReplayPlan,
+) -> tuple[str, EngineLimits, Measurement]:
+    """Start the engine at the asked limits and replay."""
+    facts = host.facts(engine.values)
+    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
+    if told:
+        say(told)
+    limits = EngineLimits(
+        options["max_num_seqs"] or facts.present_limits.max_num_seqs,
+        options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
+    )
+    window = options["window"].resolve(trace) if options["window"] else whole(trace)
+    started = host.start(engine.values, limits)
+    say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
+    host.load("trace", window.of(trace), options["seed"])
+    with ReplayDisplay() as display:
+        measured = measure([host.replay("trace", limits, plan, display.progress)])
+    found = [
+        (Caveat.CLOSED_LOOP, plan.load_model is LoadModel.CLOSED),
+        (Caveat.DEMO_MODEL, engine.is_demo),
+        (Caveat.WINDOWED, window != whole(trace)),
+        (Caveat.REQUESTS_CLIPPED, bool(trace.notes.clipped)),
+        *((caveat, caveat is not Caveat.LOW_DEMAND) for caveat in sorted(traffic.caveats)),
+    ]
+    doubts = (*measured.caveats, *(caveat for caveat, holds in found if holds))
+    return started.info.kind, limits, replace(measured, caveats=doubts)
 
 
 def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
     """Return the measurement for people."""
-    lines = [
-        f"limits            max_num_seqs {limits.max_num_seqs}, "
-        f"max_num_batched_tokens {limits.max_num_batched_tokens}",
-        f"requests          {m.offered} offered = {m.completed} completed + "
-        f"{m.refused} refused + {m.timed_out} timed out + {m.aborted} aborted",
-        f"throughput        {m.requests_per_s:.2f} requests/s, "
-        f"{m.output_tokens_per_s:.0f} output tokens/s",
-    ]
-    for name, spread in m.latencies.items():
-        if spread is not None:
-            cells = "  ".join(
-                f"{stat} {spread.value(stat) * 1000:.1f}"
-                for stat in ("mean", "p50", "p90", "p95", "p99")
-            )
-            lines.append(f"{name.removesuffix('_s'):<16}  {cells}  ms  (n {spread.n})")
     hit = m.prefix_cache_hit_ratio
-    lines += [
-        f"queue depth       mean {m.queue_depth.mean:.2f}, max {m.queue_depth.max:.0f}",
-        f"running           mean {m.running.mean:.2f}, max {m.running.max:.0f}",
-        f"gpu_cache_usage_perc (kv_cache_usage_perc)  mean {m.kv_usage.mean:.3f}, "
-        f"p99 {m.kv_usage.p99:.3f}, max {m.kv_usage.max:.3f}",
-        f"preemptions       {m.preemptions}",
-        f"prefix-cache hits {'-' if hit is None else f'{hit:.1%}'}",
-        f"sustained         {'yes' if m.is_sustained else 'no'}",
-        f"steps             {m.steps} in {m.clock_s:.2f} s of the replay's clock, "
-        f"{m.wall_s:.2f} s real",
+    usage = m.kv_usage
+    rows = [
+        ("max_num_seqs", f"{limits.max_num_seqs}"),
+        ("max_num_batched_tokens", f"{limits.max_num_batched_tokens}"),
+        ("requests offered", f"{m.offered} = {m.completed} completed + {m.refused} refused"),
+        ("", f"+ {m.timed_out} timed out + {m.aborted} aborted"),
+        ("throughput", f"{m.requests_per_s:.2f} requests/s"),
+        ("", f"{m.output_tokens_per_s:.0f} output tokens/s"),
+        *((name.removesuffix("_s"), _spread(m, name)) for name in LATENCIES),
+        ("queue depth", f"mean {m.queue_depth.mean:.2f}, max {m.queue_depth.max:.0f}"),
+        ("running", f"mean {m.running.mean:.2f}, max {m.running.max:.0f}"),
+        ("gpu_cache_usage_perc", f"mean {usage.mean:.3f}, p99 {usage.p99:.3f}"),
+        ("(kv_cache_usage_perc)", f"max {usage.max:.3f}"),
+        ("preemptions", f"{m.preemptions}"),
+        ("prefix-cache hits", "no prompt" if hit is None else f"{hit:.1%} of prompt tokens"),
+        ("sustained", "yes" if m.is_sustained else "no"),
+        (
+            "steps",
+            f"{m.steps} in {m.clock_s:.2f} s of the replay's clock, {m.wall_s:.2f} s real",
+        ),
     ]
-    return lines + [f"caveat: {caveat.text}" for caveat in m.caveats]
+    told = [f"{name:<23} {text}" for name, text in rows]
+    return told + [f"caveat: {caveat.text}" for caveat in m.caveats]
+
+
+def _spread(m: Measurement, name: str) -> str:
+    """Return one latency's statistics in milliseconds."""
+    spread = m.latencies[name]
+    if spread is None:
+        return "nothing measured"
+    cells = (f"{stat} {spread.value(stat) * 1000:.1f}" for stat in _STATISTICS)
+    return f"{'  '.join(cells)}  ms (n {spread.n})"

@@ -1,0 +1,116 @@
+"""What is said about the winner follows from the records, and nothing more is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tuner import evidence
+from tuner.engine.protocol import EngineLimits
+from tuner.evidence import Row
+from tuner.journal import record_of
+from tuner.objective import Score, Tier
+from tuner.observation import Phase
+from tuner.slo import parse_slo
+
+WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
+
+
+def a_record(
+    limits: EngineLimits,
+    p99_s: float,
+    phase: Phase = Phase.LADDER,
+    round_: int = 0,
+    **measured: Any,  # noqa: ANN401 - whatever a measurement holds
+) -> dict[str, Any]:
+    content = {
+        "e2e_s": {"p50": p99_s / 2, "p99": p99_s},
+        "tpot_s": {"p50": 0.01, "p99": 0.02},
+        "requests_per_s": 1 / p99_s,
+        "gpu_cache_usage_perc": {"mean": 0.1, "p99": 0.2, "max": 0.3},
+        "preemptions": 0,
+        "running": {"mean": 4.0, "max": limits.max_num_seqs},
+        "cut_reason": None,
+        **measured,
+    }
+    return record_of(0, limits, phase, round_, Score(Tier.GOOD, p99_s, "e2e_p99"), content)
+
+
+def test_rows_pair_the_rounds_that_both_raced() -> None:
+    records = [a_record(WINNER, 2.0, Phase.RACE, n) for n in (1, 2, 3, 4)]
+    records += [a_record(PRESENT, 4.0, Phase.RACE, n) for n in (1, 2, 3)]
+    made = {row.metric: row for row in evidence.rows(records, WINNER, PRESENT, "p99")}
+    row = made["e2e_p99"]
+    assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
+    assert row.change is not None
+    assert row.change.value == pytest.approx(-0.5)
+    assert "4.00 s -> 2.00 s   (-50.0%, interval -50.0% … -50.0%)" in row.text
+    assert made["requests_per_s"].change is not None
+    assert made["requests_per_s"].change.value == pytest.approx(1.0)
+    assert row.as_json()["change_ratio"] == pytest.approx(-0.5)
+
+
+def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
+    records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
+    (row, *_) = evidence.rows(records, WINNER, PRESENT, "p99")
+    assert row.change is None
+    assert row.text.endswith("(-50.0%, too few rounds for an interval)")
+    searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
+    assert evidence.rows(searched, WINNER, PRESENT, "p99") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0123456, "0.0123"),
+        (1234.5, "1,234"),
+        (float("inf"), "inf"),
+        (9.999, "10.00"),
+    ],
+)
+def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text: str) -> None:
+    shown = Row("e2e_p99", " s", value, value, None, 1).text
+    assert f"{text} s ->" in shown
+
+
+def test_a_full_cache_and_preemptions_are_told_under_both_names() -> None:
+    full = a_record(WINNER, 2.0, gpu_cache_usage_perc={"max": 0.99}, preemptions=3)
+    text = evidence.kv_text([full], WINNER)
+    assert text == "gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.99, 3 preemptions"
+    assert "KV cache" in evidence.limited_by([full], WINNER, (), "p99")
+    assert evidence.kv_text([full], PRESENT) == "KV cache not measured"
+    assert evidence.limited_by([full], PRESENT, (), "p99") == "nothing that was measured"
+
+
+def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:
+    records = [a_record(WINNER, 2.0)]
+    near, far = parse_slo("e2e_p99=2.1s"), parse_slo("tpot_p99=1s")
+    said = evidence.limited_by(records, WINNER, (near, far), "p99")
+    assert "SLO e2e_p99=2.1s" in said
+    assert "tpot" not in said
+
+
+def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:
+    records = [
+        a_record(EngineLimits(4, 2048), 3.0),
+        a_record(WINNER, 2.0),
+        a_record(EngineLimits(16, 2048), 2.02),
+        a_record(EngineLimits(2, 2048), 9.0),
+    ]
+    assert evidence.limited_by(records, WINNER, (), "p99") == "4 raises e2e_p99 by 50%"
+
+
+def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
+    failed = record_of(
+        1, PRESENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
+    )
+    cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")
+    said = evidence.limited_by([failed, a_record(WINNER, 2.0), cut], WINNER, (), "p99")
+    assert said == "4 was cut short: took too long; 32 failed"
+
+
+def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
+    idle = a_record(WINNER, 2.0, running={"mean": 1.0, "max": 3})
+    said = evidence.limited_by([idle], WINNER, (), "p99")
+    assert said == "the traffic: at most 3 requests ran at once, the cap never bound"

@@ -1,0 +1,83 @@
+"""A run directory belongs to one run at a time, and its files are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.errors import UsageError
+from tuner.rundir import RunDir, new_run_path
+
+
+def test_a_second_owner_is_kept_out_until_the_first_has_gone(tmp_path: Path) -> None:
+    first = RunDir(tmp_path / "run", resume=False)
+    with pytest.raises(UsageError, match="another run is using"):
+        RunDir(tmp_path / "run", resume=False)
+    first.close()
+    first.close()
+    RunDir(tmp_path / "run", resume=False).close()
+
+
+def test_a_new_run_never_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
+    old = RunDir(tmp_path / "run", resume=False)
+    old.write_json("run.json", {"a": 1})
+    old.close()
+    with pytest.raises(UsageError, match="holds a run already"):
+        RunDir(tmp_path / "run", resume=False)
+    again = RunDir(tmp_path / "run", resume=True)
+    assert again.read_json("run.json") == {"a": 1}
+    again.close()
+
+
+def test_a_place_that_is_no_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be used: Not a directory"):
+        RunDir(tmp_path / "file" / "run", resume=False)
+
+
+def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, resume=False)
+    rows: list[dict[str, Any]] = [{"n": 1, "x": None}, {"n": 2, "x": [1.5, "ü"]}]
+    run_dir.write_lines("trials.jsonl", rows)
+    text = (tmp_path / "trials.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == rows
+    run_dir.close()
+
+
+def test_a_full_disk_leaves_the_last_state_whole(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, resume=False)
+    run_dir.write_json("result.json", {"state": "good"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(UsageError, match=r"result\.json cannot be written") as caught:
+            run_dir.write_json("result.json", {"state": "x" * 10_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--resume" in caught.value.hint
+    assert run_dir.read_json("result.json") == {"state": "good"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "result.json"]
+    run_dir.close()
+
+
+def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, resume=False)
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        run_dir.read_json("run.json")
+    (tmp_path / "run.json").write_text("[1]")
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        run_dir.read_json("run.json")
+    run_dir.close()
+
+
+def test_each_new_run_gets_a_path_of_its_own(tmp_path: Path) -> None:
+    paths = set()
+    for _ in range(3):
+        path = new_run_path(tmp_path)
+        path.mkdir()
+        paths.add(path)
+    assert len(paths) == 3
