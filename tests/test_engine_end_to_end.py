@@ -170,7 +170,7 @@ def replayed(folder: Path, *arguments: str) -> dict[str, Any]:
 
 def test_replay_prints_one_object_with_the_documented_keys(tmp_path: Path) -> None:
     limits = ("--max-num-seqs", "8", "--max-num-batched-tokens", "1024")
-    found = replayed(tmp_path, "--trace", str(TRACE), "--window", "peak:2s", *limits)
+    found = replayed(tmp_path, "--trace", str(TRACE), "--window", "peak:1s", *limits)
     documented = set(REPLAY_KEYS)
     assert set(found) & documented == documented
     assert found["engine"] == "live"

@@ -61,6 +61,8 @@ def read_traffic(options: Mapping[str, Any], largest_cap: int) -> Traffic:
     trace = read_trace(Path(path), options["trace_format"], read)
     if options["load"] != 1:
         trace = trace.scaled(options["load"])
+    if options["window"]:
+        options["window"].resolve(trace).of(trace)  # raises if no request is due in it
     described = describe(trace, largest_cap=largest_cap)
     caveats = frozenset(w.caveat for w in described.warnings if w.caveat is not None)
     return Traffic(trace, tuple(described.lines()), caveats)

@@ -49,8 +49,6 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
     engine = choose_engine(options)
     traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
     plan_of(options, traffic.trace)
-    if options["window"]:
-        options["window"].resolve(traffic.trace).of(traffic.trace)
     if options["output"] and not Path(options["output"]).resolve().parent.is_dir():
         raise UsageError(
             f"-o {options['output']}: its folder does not exist", "make it, or name another"
