@@ -233,6 +233,7 @@ import json, sys
 from pathlib import Path
 from toy import ToySource
 from traffic import a_trace
+from tuner.arrivals import ClockKind
 from tuner.engine.protocol import EngineLimits
 from tuner.host import Host
 from tuner.replay import ReplayPlan
@@ -244,8 +245,10 @@ def tell(progress):
 if __name__ == "__main__":
     host = Host(ToySource(), Path(sys.argv[1]))
     host.start({}, EngineLimits(16, 512))
-    host.load("long", a_trace([0.0] * 1000, output=3000), 0)
-    host.replay("long", EngineLimits(8, 256), ReplayPlan(), tell)
+    # Heard of after the first wait, the child then sleeps where no broken pipe can wake it.
+    host.load("quiet", a_trace([0.3, 600.0]), 0)
+    plan = ReplayPlan(clock=ClockKind.WALL)
+    host.replay("quiet", EngineLimits(8, 256), plan, tell)
 """
 
 

@@ -178,6 +178,17 @@ def test_whatever_is_cut_would_have_lost(
         assert whole.clearly_worse_than(best, HOPELESS_RATIO - 1 - 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("tail", "requests", "allowed"), [("p99", 1000, 10), ("p90", 100, 10), ("p95", 219, 10)]
+)
+def test_as_many_may_be_late_as_lie_beyond_the_quantile(
+    tail: str, requests: int, allowed: int
+) -> None:
+    best = Score(Tier.GOOD, 2.0, f"e2e_{tail}")
+    rule = BALANCED.cut_rule(best, requests)
+    assert rule == CutRule(late_s=HOPELESS_RATIO * 2.0, allowed_late=allowed)
+
+
 def test_hopeless_replays_are_cut_early() -> None:
     """Negative control of the test above: the rule does bite."""
     trace = steady(200, 10.0)

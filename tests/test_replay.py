@@ -163,6 +163,13 @@ def test_the_impatient_leave_whether_they_run_or_wait() -> None:
     assert queued.output_tokens[2] == 0
 
 
+def test_who_left_makes_room_at_once() -> None:
+    trace = a_trace([0.0, 0.9], output=[100, 3])
+    line = replay_toy(trace, EngineLimits(1, 64), SLOW, ReplayPlan(timeout_s=1.0)).timelines
+    assert line.outcome.tolist() == [Outcome.TIMED_OUT, Outcome.COMPLETED]
+    assert line.last_s[1] == pytest.approx(1.4)
+
+
 def test_an_answer_that_comes_after_its_client_left_is_not_completed() -> None:
     log = replay_toy(a_trace([0.0], output=1), LIMITS, SLOW, ReplayPlan(timeout_s=0.05))
     assert log.timelines.count(Outcome.TIMED_OUT) == 1

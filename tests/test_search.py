@@ -175,6 +175,25 @@ def test_a_lower_budget_is_found_though_the_next_lower_ones_change_nothing() -> 
     peak = history[0].peak_step_tokens
     assert 512 < peak < 4096, "the case wants budgets between the fullest step and the present"
     assert won(history).limits.max_num_batched_tokens == 512
+    assert [o.limits for o in history if o.phase is Phase.BUDGET] == [won(history).limits]
+
+
+def test_the_budget_stops_where_it_begins_to_hurt() -> None:
+    values = {4096: 1.0, 2048: 0.8, 1024: 0.9}
+    space = SearchSpace(
+        EngineLimits(16, 4096), (16,), (512, 1024, 2048, 4096), EngineLimits(16, 4096)
+    )
+
+    def known(
+        limits: EngineLimits, phase: Phase, number: int, seen: Sequence[Observation]
+    ) -> Observation:
+        assert len(seen) == number
+        budget = limits.max_num_batched_tokens
+        score = Score(Tier.GOOD, values[budget], "e2e_p95")
+        return Observation(number, limits, phase, score, 16, budget, None)
+
+    history = searched(known, space)
+    assert [o.limits.max_num_batched_tokens for o in history] == [4096, 2048, 1024]
 
 
 def test_a_higher_budget_is_found_where_steps_are_dear() -> None:

@@ -58,6 +58,17 @@ def test_a_burst_that_is_being_worked_off_is_no_overload(burst_at_s: float) -> N
     assert is_sustained(replay_toy(a_trace(due_s, output=1), ONE, SERVER))
 
 
+def test_a_burst_larger_than_the_growth_that_is_allowed_may_be_worked_off_too() -> None:
+    due_s = sorted([*(i / 4 for i in range(400)), *([55.0] * 200)])
+    assert is_sustained(replay_toy(a_trace(due_s, output=1), ONE, SERVER))
+
+
+def test_a_steady_rise_is_overload_from_a_twentieth_of_the_requests_on() -> None:
+    for growth, sustained in ((0.04, True), (0.06, False)):
+        lives = [(float(i), [i / (1 - growth)], DONE) for i in range(1, 1000)]
+        assert is_sustained(a_log(lives)) == sustained
+
+
 def test_an_engine_that_catches_up_only_after_the_arrivals_did_not_keep_up() -> None:
     log = replay_toy(a_trace([i / 15 for i in range(300)], output=1), ONE, SERVER)
     assert log.timelines.count(DONE) == 300
