@@ -28,6 +28,9 @@ LEAST_BUDGET_S = 20.0
 LEAST_HALF_S = 20.0
 # Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
 LEAST_REQUESTS = 40
+# A present configuration, two others and one round against each other: ours, with fewer there
+# is nothing to recommend.
+LEAST_REPLAYS = 5
 # How far the sweep may go past the top of the ladder.
 PAST_LADDER = 4
 
@@ -85,11 +88,21 @@ def choose_windows(
     All of the trace if it fits; else its busiest and a typical stretch; only the busiest when
     halves would be too short to mean anything. `wall_per_trace_s` is how much real time a
     second of the trace costs at the present configuration.
+
+    Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
     replay_s = 0.85 * remaining_s / (SEARCH_REPLAYS + RACE_REPLAYS)
     length_s = replay_s / max(wall_per_trace_s, 1e-6)
     enough_s = LEAST_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
+    least_s = LEAST_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
+    if least_s > remaining_s:
+        raise UsageError(
+            f"the budget leaves {remaining_s:.0f} s, but {LEAST_REPLAYS} replays of "
+            f"{LEAST_REQUESTS} requests take about {least_s:.0f} s on this engine",
+            "give --budget more, lower --load, or shorten requests with max-model-len and "
+            "--too-long clip",
+        )
     if length_s >= 0.9 * trace.duration_s:
         return (whole(trace),)
     if length_s < 2 * LEAST_HALF_S:
