@@ -12,6 +12,7 @@ from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import UsageError
 from tuner.plan import (
     LEAST_BUDGET_S,
+    LEAST_REPLAYS,
     LEAST_REQUESTS,
     PAST_LADDER,
     RACE_REPLAYS,
@@ -90,6 +91,11 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
     cost: float, remaining_s: float, per_s: float
 ) -> None:
     trace = steady(2000, per_s=per_s)
+    shortest_s = LEAST_REQUESTS / len(trace) * trace.duration_s
+    if LEAST_REPLAYS * cost * shortest_s > remaining_s:
+        with pytest.raises(UsageError, match="the budget leaves"):
+            choose_windows(trace, cost, remaining_s)
+        return
     windows = choose_windows(trace, cost, remaining_s)
     length_s = sum(w.length_s for w in windows)
     replays = SEARCH_REPLAYS + RACE_REPLAYS

@@ -16,7 +16,13 @@ from toy import ToySource
 from toy_tune import CROWDED, command, job_on, lines_of, wait_for, write_trace
 
 from tuner.cli import tune
-from tuner.cli.resume import with_stored, with_tuning
+from tuner.cli.resume import (
+    _drop_redacted,
+    _refuse_changes,
+    _without_secrets,
+    with_stored,
+    with_tuning,
+)
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
 from tuner.rundir import RunDir
@@ -209,3 +215,20 @@ def test_a_profile_fills_in_what_the_command_line_leaves_open() -> None:
     mine = filled("--trace", "t", "--tuning", "interactive", *typed)
     assert mine["slo"] == (parse_slo("e2e_p50=9s"),)
     assert (mine["objective"], mine["max_num_seqs"]) == ("latency", (3,))
+
+
+def test_a_resumed_run_refuses_what_would_mix_measurements(tmp_path: Path) -> None:
+    for changed in (["--load", "2"], ["--seed=3"], ["--engine-arg", "dtype=float16"]):
+        with pytest.raises(UsageError, match="cannot change when a run is resumed"):
+            _refuse_changes(["--resume", str(tmp_path), *changed], set())
+    _refuse_changes(["--resume", str(tmp_path), "--budget", "5m", "-o", "b.yaml"], set())
+    _refuse_changes(["--engine-arg", "hf-token=x"], {"hf-token"})
+
+
+def test_the_login_of_a_storage_is_not_kept() -> None:
+    url = "postgresql://tune:sekrit@127.0.0.1/study"
+    for arguments in (["--storage", url, "--seed", "1"], [f"--storage={url}", "--seed", "1"]):
+        kept = _without_secrets(arguments)
+        assert "sekrit" not in " ".join(kept)
+        assert kept[-2:] == ["--seed", "1"]
+        assert _drop_redacted(kept) == ["--seed", "1"]

@@ -175,7 +175,16 @@ def test_a_lower_budget_is_found_though_the_next_lower_ones_change_nothing() -> 
     peak = history[0].peak_step_tokens
     assert 512 < peak < 4096, "the case wants budgets between the fullest step and the present"
     assert won(history).limits.max_num_batched_tokens == 512
-    assert [o.limits for o in history if o.phase is Phase.BUDGET] == [won(history).limits]
+    tried = [o.limits.max_num_batched_tokens for o in history if o.phase is Phase.BUDGET]
+    assert tried == [512]
+
+
+def test_the_cap_is_climbed_again_at_a_better_budget() -> None:
+    costs = ToyCosts(flood_tokens=600, flood_s=0.002)
+    on = OnToy(ToySource(costs), steady(250, 12.0, prompt=400))
+    best = won(searched(on))
+    assert best.score.tier is Tier.GOOD, "a cap that sustains the load is there: 8 at 512"
+    assert best.limits.max_num_batched_tokens == 512
 
 
 def test_the_budget_stops_where_it_begins_to_hurt() -> None:
@@ -193,7 +202,8 @@ def test_the_budget_stops_where_it_begins_to_hurt() -> None:
         return Observation(number, limits, phase, score, 16, budget, None)
 
     history = searched(known, space)
-    assert [o.limits.max_num_batched_tokens for o in history] == [4096, 2048, 1024]
+    moved = [o for o in history if o.phase is not Phase.EXTEND]
+    assert [o.limits.max_num_batched_tokens for o in moved] == [4096, 2048, 1024]
 
 
 def test_a_higher_budget_is_found_where_steps_are_dear() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tuner.engine.protocol import EngineLimits
+from tuner.objective import Tier
 from tuner.observation import (
     NEVER_BOUND_RATIO,
     TIE_RATIO,
@@ -38,7 +39,7 @@ def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | No
     seen = [o for o in history if o.phase is not Phase.RACE]
     if not seen:
         return Proposal(space.present, Phase.PRESENT)
-    for stage in (_climb, _refine, _move_budget):
+    for stage in (_climb, _refine, _move_budget, _climb_again):
         proposal = stage(seen, space)
         if proposal is not None:
             return proposal
@@ -182,7 +183,10 @@ def _along(
     for budget in budgets:
         limits = space.at(cap, budget)
         is_over = upwards and last.budget_never_bound
-        if is_over or last.score.clearly_worse_than(best.score, TIE_RATIO):
+        # While nothing sustains the load, one worse budget does not end the walk: the next
+        # may be the first that does.
+        hurts = last.score.clearly_worse_than(best.score, TIE_RATIO)
+        if is_over or (hurts and best.score.tier is Tier.GOOD):
             return None
         found = _measured(seen, limits)
         if found is None:
@@ -194,6 +198,27 @@ def _along(
             return Proposal(limits, Phase.BUDGET)
         last = found
         best = min(best, found, key=lambda o: o.score.order)
+    return None
+
+
+def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+    """Try other caps at the best token budget, where that is not the one climbed at.
+
+    A budget at which prefill hurts less may let a larger cap win, or want a smaller one.
+    """
+    best = leader(seen)
+    if best is None:
+        return None
+    cap, budget = best.limits.max_num_seqs, best.limits.max_num_batched_tokens
+    if best.limits == space.at(cap, space.reference_budget):
+        return None
+    extended = [o for o in seen if o.phase is Phase.EXTEND]
+    again = sum(o.limits.max_num_batched_tokens == budget for o in extended)
+    for other in (2 * cap, 3 * cap // 2, cap // 2):
+        if again < MOST_REFINEMENTS and 1 <= other <= budget:
+            limits = space.at(other, budget)
+            if limits.within(space.ceiling) and not _same_schedule(seen, limits):
+                return Proposal(limits, Phase.EXTEND)
     return None
 
 

@@ -16,6 +16,11 @@ from tuner.rundir import RUN_FILE, RunDir
 
 # Options that hold for one invocation, not for the run.
 _NOT_STORED = ("--resume", "--run-dir")
+# Trace and configuration may have moved; that they are the same is checked by their hashes.
+_MAY_CHANGE = (
+    *("--resume", "--trace", "--config", "--budget", "-o", "--output", "--storage"),
+    "--engine-arg",
+)
 
 
 def with_stored(
@@ -36,13 +41,31 @@ def with_stored(
     given = {a.partition("=")[0] for a in arguments}
     again = [a for a in missing if a.partition("=")[0] not in given]
     if again:
-        raise UsageError(
-            f"{again[0].partition('=')[0]} is a secret and was not kept",
-            f"give it again: --engine-arg {again[0].partition('=')[0]}=…",
-        )
+        name = again[0].partition("=")[0]
+        option = name if name.startswith("--") else f"--engine-arg {name}"
+        raise UsageError(f"{name} is a secret and was not kept", f"give it again: {option}=…")
+    _refuse_changes(arguments, {a.partition("=")[0] for a in missing})
     merged = [*_drop_redacted(stored), *arguments]
     context = command.make_context("tune", list(merged))
     return _without_secrets(merged), dict(context.params)
+
+
+def _refuse_changes(arguments: Sequence[str], secrets: set[str]) -> None:
+    """Refuse options that would mix measurements made under other conditions."""
+    before = ""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        is_secret = before == "--engine-arg" and name in secrets
+        if name.startswith("-") and name not in _MAY_CHANGE:
+            raise UsageError(
+                f"{name} cannot change when a run is resumed",
+                "only --budget, -o and --storage can; start a new run for the rest",
+            )
+        if before == "--engine-arg" and not is_secret:
+            raise UsageError(
+                f"--engine-arg {name} cannot change when a run is resumed", "start a new run"
+            )
+        before = argument
 
 
 def _drop_redacted(arguments: Sequence[str]) -> list[str]:
@@ -69,6 +92,11 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
             argument = shown_argument(argument)  # noqa: PLW2901 - the shown form replaces it
         elif argument.startswith("--engine-arg="):
             argument = "--engine-arg=" + shown_argument(argument.partition("=")[2])  # noqa: PLW2901
+        url = argument.removeprefix("--storage=")
+        if "@" in url and (kept[-1:] == ["--storage"] or url != argument):
+            # The login of a database; the redacted form is one word, so that it is missed.
+            argument = f"--storage={REDACTED}"  # noqa: PLW2901 - the shown form replaces it
+            kept = kept[:-1] if kept[-1:] == ["--storage"] else kept
         kept.append(argument)
     return kept
 
