@@ -18,7 +18,7 @@ from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.replay import ReplayPlan, replay
-from tuner.search import FINALISTS, at_edge, climb_is_over, finalists, propose
+from tuner.search import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
 from tuner.slo import parse_slo
 from tuner.space import SearchSpace
 from tuner.traces import Trace
@@ -334,3 +334,14 @@ def test_any_search_ends_and_repeats_nothing(world: tuple[Measure, SearchSpace])
     chosen = finalists(history, space)
     assert chosen[-1] == space.present
     assert len(set(chosen)) == len(chosen) <= FINALISTS + 1
+
+
+def test_a_smaller_cap_with_much_slower_steps_gives_a_disturbed_machine_away() -> None:
+    score = Score(Tier.GOOD, 1.0, "e2e_p95")
+
+    def took(cap: int, step_s: float | None) -> Observation:
+        return Observation(cap, EngineLimits(cap, 2048), Phase.LADDER, score, cap, 0, step_s)
+
+    assert disturbed([took(6, 0.103), took(16, 0.058)])
+    assert disturbed([took(8, 0.020), took(8, 0.010)])
+    assert not disturbed([took(4, 0.003), took(16, 0.012), took(32, None)])

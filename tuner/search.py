@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tuner.engine.protocol import EngineLimits
+from tuner.engine.steps import DISTORTED_RATIO
 from tuner.objective import Tier
 from tuner.observation import (
     NEVER_BOUND_RATIO,
@@ -263,3 +264,17 @@ def at_edge(best: EngineLimits, history: Sequence[Observation]) -> bool:
     mine = _measured([o for o in history if o.is_whole], best)
     largest = max((o.limits.max_num_seqs for o in history), default=0)
     return mine is not None and best.max_num_seqs >= largest and not mine.cap_never_bound
+
+
+def disturbed(history: Sequence[Observation]) -> bool:
+    """Whether two replays contradict each other as only a disturbed machine explains.
+
+    A smaller cap makes no larger decode batches, so its steps cannot take half as long again;
+    a replay slowed as a whole shows nowhere else.
+    """
+    timed = [(o.limits.max_num_seqs, o.decode_step_s) for o in history if o.decode_step_s]
+    return any(
+        cap <= larger and step_s > DISTORTED_RATIO * other_s
+        for cap, step_s in timed
+        for larger, other_s in timed
+    )

@@ -257,6 +257,8 @@ class Session:
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         if decision.verdict is confirm.Verdict.KEEP and decision.best != self.space.present:
             found.add(Caveat.WITHIN_NOISE)
+        if search.disturbed(self.journal.observations()):
+            found.add(Caveat.NOISY_MACHINE)
         if search.at_edge(decision.winner, self.journal.observations()):
             found.add(Caveat.AT_SPACE_EDGE)
         if self.bench.restarts_per_config:
