@@ -12,7 +12,7 @@ from tuner.bench import Bench, Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.host import Host
 from tuner.metrics import Measurement
-from tuner.replay import CutRule, ReplayPlan
+from tuner.replay_plan import CutRule, ReplayPlan
 
 CEILING = EngineLimits(32, 2048)
 SWEEP = [EngineLimits(cap, 1024) for cap in (1, 4, 16)]

@@ -9,9 +9,9 @@ import pytest
 from tuner import evidence
 from tuner.engine.protocol import EngineLimits
 from tuner.evidence import Row
-from tuner.journal import record_of
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
+from tuner.records import record_of
 from tuner.slo import parse_slo
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from toy import EXIT_CODE, LAST_WORDS, PRESENT, ToyEngine, ToySource
-from traffic import a_trace, replay_toy, steady
+from traffic import a_trace, kept, replay_toy, steady
 
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import EngineError, TraceError, UsageError
 from tuner.host import Host, last_words
-from tuner.replay import Progress, ReplayPlan
+from tuner.replay import Progress
+from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel
 
@@ -73,10 +74,11 @@ def pid_of(host: Host) -> int:
 
 
 def test_a_replay_in_the_child_is_the_replay_here(host: Host) -> None:
-    log = host.replay("short", LIMITS, ReplayPlan())
-    here = replay_toy(TRACE, LIMITS)
+    plan = ReplayPlan(keep_steps=True)
+    log, here = host.replay("short", LIMITS, plan), replay_toy(TRACE, LIMITS, plan=plan)
     assert log.timelines.last_s.tolist() == here.timelines.last_s.tolist()
-    assert log.steps.running.tolist() == here.steps.running.tolist()
+    assert kept(log).running.tolist() == kept(here).running.tolist()
+    assert log.steps.peaks == here.steps.peaks
     assert pid_of(host) != os.getpid()
 
 
@@ -236,7 +238,7 @@ from traffic import a_trace
 from tuner.arrivals import ClockKind
 from tuner.engine.protocol import EngineLimits
 from tuner.host import Host
-from tuner.replay import ReplayPlan
+from tuner.replay_plan import ReplayPlan
 
 def tell(progress):
     print(json.dumps(host._process.pid), flush=True)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from uuid import uuid4
 
 import optuna
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optuna.trial import TrialState
+from sqlalchemy import text
 
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.journal import Journal, observation_of, race_records, record_of
+from tuner.journal import Journal
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
+from tuner.records import observation_of, race_records, record_of
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 1.5, "e2e_p99")
@@ -102,6 +107,124 @@ def test_race_runs_are_those_of_the_race_alone(url: str) -> None:
     assert [run.round for run in journal.race_runs()] == [1, 2, 3]
     assert set(race_records(journal.records(), LIMITS)) == {1, 2}
     assert race_records(journal.records(), EngineLimits(9, 1024)) == {}
+
+
+def queued(journal: Journal, number: int, score: Score, limits: EngineLimits = LIMITS) -> bool:
+    """Finish a claimed trial of a shadow."""
+    measured = None if score.tier is Tier.FAILED else MEASURED
+    record = record_of(number, limits, Phase.SHADOW, 0, score, measured)
+    return journal.finish(number, score, {}, record)
+
+
+def die(journal: Journal, number: int) -> None:
+    """Let the heart of a claim have stopped long ago, without waiting for it."""
+    _, heart = journal._held.pop(number)
+    assert heart is not None
+    heart.stop()
+    with journal._storage.engine.begin() as connection:
+        connection.execute(
+            text(
+                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
+                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
+            ),
+            {"number": number, "study": journal._study_id},
+        )
+
+
+def test_a_shadow_measured_twice_counts_once_and_a_live_trial_as_often(url: str) -> None:
+    main, unaware = Journal(url), Journal(url)
+    main.enqueue(EngineLimits(1, 1), Phase.SHADOW)
+    unaware.enqueue(EngineLimits(1, 1), Phase.SHADOW)
+    for journal in (main, unaware):  # two main processes, which must not be, do double it
+        journal.enqueue(LIMITS, Phase.SHADOW)
+    assert main.waiting(Phase.SHADOW) == 3
+    for value in (1.5, 2.5, 3.5):
+        claimed = main.claim(Phase.SHADOW)
+        assert claimed is not None
+        assert queued(main, claimed[0], Score(Tier.GOOD, value, "e2e_p99"), claimed[1])
+    kept(main, GOOD)
+    kept(main, GOOD)
+    seen = [(o.number, o.score.value) for o in main.observations()]
+    assert seen == [(0, 1.5), (1, 2.5), (3, 1.5), (4, 1.5)]
+
+
+def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> None:
+    journal = Journal(url)
+    journal.enqueue(LIMITS, Phase.SHADOW)
+    assert journal.claim(Phase.SHADOW) == (0, LIMITS)
+    assert queued(journal, 0, FAILED)
+    resumed = Journal(url)
+    resumed.enqueue(LIMITS, Phase.SHADOW)
+    assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
+    assert [r["tier"] for r in resumed.records()] == [str(Tier.FAILED)]
+
+
+def test_a_worker_killed_after_it_wrote_its_measurement_has_measured(url: str) -> None:
+    main, worker = Journal(url), Journal(url, join=True)
+    main.enqueue(LIMITS, Phase.SHADOW)
+    assert worker.claim(Phase.SHADOW) == (0, LIMITS)
+    record = record_of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED)
+    worker._held[0][0].set_user_attr("record", record)
+    assert main.records() == []
+    die(worker, 0)
+    assert (main.give_back_stale(), main.unfinished(Phase.SHADOW)) == (0, 0)
+    assert main.records() == [record]
+
+
+def test_a_closed_journals_claims_go_silent(url: str) -> None:
+    main = Journal(url, heartbeat_s=1, grace_s=1)
+    worker = Journal(url, join=True, heartbeat_s=1, grace_s=1)
+    main.enqueue(LIMITS, Phase.SHADOW)
+    assert worker.claim(Phase.SHADOW) == (0, LIMITS)
+    (_, heart) = worker._held[0]
+    assert heart is not None
+    worker.close()
+    assert not heart._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def shared_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return one storage for all examples of a property."""
+    return f"sqlite:///{tmp_path_factory.mktemp('property') / 'study.db'}"
+
+
+DEEDS = ["enqueue", "claim", "finish", "die", "give back", "resume"]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(1, 3)), max_size=14))
+def test_whoever_dies_each_shadow_is_measured_exactly_once(
+    shared_url: str, deeds: list[tuple[str, int]]
+) -> None:
+    study, asked, silent = uuid4().hex, set(), []
+    main, worker = Journal(shared_url, study), Journal(shared_url, study, join=True)
+    held: list[tuple[int, EngineLimits]] = []
+    for deed, i in deeds:
+        limits = EngineLimits(i, 8)
+        if deed == "enqueue":
+            main.enqueue(limits, Phase.SHADOW)
+            asked.add(limits)
+        elif deed == "claim" and (claimed := worker.claim(Phase.SHADOW)):
+            held.append(claimed)
+        elif deed == "finish" and held:
+            number, of = held.pop(0)
+            assert queued(worker, number, GOOD, of)
+        elif deed == "die" and held:
+            silent.append(held.pop(0))
+            die(worker, silent[-1][0])
+        elif deed == "give back":
+            assert main.give_back_stale() == len(silent)
+            silent.clear()
+        elif deed == "resume":
+            main = Journal(shared_url, study)
+        ended = {o.limits for o in main.observations()}
+        assert main.unfinished(Phase.SHADOW) == len(asked - ended)
+    assert main.give_back_stale() == len(silent)
+    while claimed := worker.claim(Phase.SHADOW):
+        held.append(claimed)
+    assert all(queued(worker, number, GOOD, of) for number, of in held)
+    assert sorted(o.limits for o in main.observations()) == sorted(asked)
+    assert main.unfinished(Phase.SHADOW) == 0
 
 
 def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:

@@ -14,9 +14,11 @@ from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
-from tuner.metrics import distribution, measure
-from tuner.replay import CutRule, ReplayPlan
-from tuner.slo import LATENCIES, parse_slo
+from tuner.metrics import counted_distribution, distribution, measure
+from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.slo import LATENCIES, QUANTILES, parse_slo
+from tuner.stats import quantile
+from tuner.tally import EMPTY
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel
 
@@ -79,6 +81,27 @@ def test_without_answers_there_are_no_latencies_and_they_are_not_zero() -> None:
     assert m.as_json()["e2e_s"]["p99"] is None
     assert m.as_json()["e2e_s"]["n"] == 0
     assert distribution(np.empty(0)) is None
+    assert counted_distribution(EMPTY) is None
+
+
+@given(st.lists(st.lists(st.floats(0.001, 3), min_size=1, max_size=40), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=50)
+def test_gaps_between_tokens_are_pooled_over_windows_and_exact_to_a_bin(
+    windows: list[list[float]],
+) -> None:
+    logs, gaps = [], []
+    for gaps_s in windows:
+        token_s = np.cumsum([1.0, *gaps_s])
+        gaps += np.diff(token_s).tolist()
+        logs.append(a_log([(0.0, token_s.tolist(), DONE)]))
+    itl_s = measure(logs).latencies["itl_s"]
+    assert itl_s is not None
+    assert itl_s.n == len(gaps)
+    assert itl_s.mean.value == pytest.approx(float(np.mean(gaps)))
+    assert not itl_s.mean.has_interval
+    for name, q in QUANTILES.items():
+        exact = quantile(gaps, q).value
+        assert itl_s.value(name) == pytest.approx(exact, rel=6e-4)
 
 
 def test_nothing_replayed_is_refused() -> None:
@@ -121,7 +144,8 @@ def test_scaling_time_scales_latencies_and_nothing_else(seed: int, times: float)
             there, here = scaled.latency(name, statistic), normal.latency(name, statistic)
             assert there is not None
             assert here is not None
-            assert there == pytest.approx(times * here)
+            is_binned = name in {"itl_s", "decode_step_s"} and statistic != "mean"
+            assert there == pytest.approx(times * here, rel=6e-4 if is_binned else 1e-6)
     assert scaled.requests_per_s == pytest.approx(normal.requests_per_s / times)
     assert scaled.queue_depth == normal.queue_depth
     assert scaled.running == normal.running

@@ -23,7 +23,7 @@ from tuner.objective import (
     parse_goal,
     tail_statistic,
 )
-from tuner.replay import CutRule, ReplayPlan
+from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.slo import parse_slo
 from tuner.timeline import Outcome
 
@@ -197,7 +197,7 @@ def test_hopeless_replays_are_cut_early() -> None:
     plan = ReplayPlan(cut=BALANCED.cut_rule(best, 200))
     cut, whole = replay_toy(trace, one, plan=plan), replay_toy(trace, one)
     assert cut.cut_reason is not None
-    assert len(cut.steps) < 0.5 * len(whole.steps)
+    assert cut.steps.steps < 0.5 * whole.steps.steps
 
 
 def test_a_hidden_server_that_is_twice_as_slow_is_seen_in_the_score() -> None:

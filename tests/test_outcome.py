@@ -11,10 +11,10 @@ from traffic import a_trace
 from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineInfo, EngineLimits
 from tuner.errors import Caveat
-from tuner.journal import record_of
 from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import Phase
 from tuner.outcome import Circumstances, Outcome, comments, make_outcome
+from tuner.records import record_of
 from tuner.stats import Estimate
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 4096)

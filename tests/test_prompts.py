@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuner.engine.protocol import Prompt
 from tuner.errors import UsageError
 from tuner.hashes import HashIds
-from tuner.prompts import PromptSource
+from tuner.prompts import PromptSource, TokenPrompt
 from tuner.traces import Trace
 
 
@@ -48,9 +51,9 @@ def test_unhashed_prompts_differ_from_the_first_token_on(
 
 
 @st.composite
-def hashed(draw: st.DrawFn) -> Trace:
+def hashed(draw: st.DrawFn, block_sizes: tuple[int, ...] = (1, 4, 16, 48)) -> Trace:
     """Draw requests with chained ids, as real stores hand them out, rounded up or down."""
-    block_size, is_ceil = draw(st.sampled_from([1, 4, 16, 48])), draw(st.booleans())
+    block_size, is_ceil = draw(st.sampled_from(block_sizes)), draw(st.booleans())
     chains: dict[tuple[int, ...], int] = {}
     prompt = draw(st.lists(st.integers(1, 150), min_size=2, max_size=8))
     rows = []
@@ -111,3 +114,86 @@ def test_tokens_are_spread_evenly_over_the_vocabulary() -> None:
     tokens = PromptSource(a_trace([100_000]), vocab_size=100).tokens(0)
     counts = np.bincount(tokens, minlength=100)[10:]
     assert np.abs(counts - 100_000 / 90).max() < 166
+
+
+def keys_say_where_tokens_agree(prompts: list[Prompt], block_size: int) -> None:
+    """Check that two prompts share a block's key exactly if they agree up to its end."""
+    keys = [prompt.block_keys(block_size) for prompt in prompts]
+    tokens = [prompt.token_ids() for prompt in prompts]
+    assert [len(row) for row in tokens] == [len(prompt) for prompt in prompts]
+    assert [len(row) for row in keys] == [len(row) // block_size for row in tokens]
+    for a in range(len(prompts)):
+        assert len(set(keys[a])) == len(keys[a])
+        for b in range(a):
+            ends = [block_size * (k + 1) for k in range(min(len(keys[a]), len(keys[b])))]
+            agree = [tokens[a][:end] == tokens[b][:end] for end in ends]
+            assert [x == y for x, y in zip(keys[a], keys[b], strict=False)] == agree
+            # And no block is taken for one in another place.
+            assert len(set(keys[a]) & set(keys[b])) == sum(agree)
+
+
+# Recorded blocks from four tokens up hold their whole id at this vocabulary, and every engine
+# block ends four tokens or more into a stretch: what differs then differs for certain.
+@given(hashed(block_sizes=(4, 16, 48)), st.sampled_from([4, 16, 32]))
+@settings(deadline=None)
+def test_recorded_prompts_share_a_key_exactly_where_their_tokens_agree(
+    trace: Trace, block_size: int
+) -> None:
+    source = PromptSource(trace, vocab_size=200_000)
+    keys_say_where_tokens_agree([source.prompt(i) for i in range(len(trace))], block_size)
+
+
+@given(st.lists(st.integers(1, 200), min_size=2, max_size=12), st.sampled_from([4, 16, 32]))
+@settings(deadline=None)
+def test_unhashed_prompts_share_no_key(prompt: list[int], block_size: int) -> None:
+    source = PromptSource(a_trace(prompt), vocab_size=1000)
+    prompts: list[Prompt] = [source.prompt(i) for i in range(len(prompt))]
+    keys_say_where_tokens_agree(prompts, block_size)
+    keys = [key for one in prompts for key in one.block_keys(block_size)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_row_without_ids_among_hashed_ones_shares_no_key() -> None:
+    hashes = HashIds.from_rows([(7, 8), (), (7, 9), ()], block_size=16)
+    source = PromptSource(a_trace([40, 40, 32, 40], hashes), vocab_size=200_000)
+    keys_say_where_tokens_agree([source.prompt(i) for i in range(4)], 8)
+    assert not set(source.block_keys(1, 8)) & set(source.block_keys(3, 8))
+    # Two blocks of eight lie in the shared id 7.
+    assert len(set(source.block_keys(0, 8)) & set(source.block_keys(2, 8))) == 2
+
+
+def test_a_partial_last_block_shares_the_keys_of_the_whole_block() -> None:
+    hashes = HashIds.from_rows([(7, 8), (7, 8)], block_size=16)
+    source = PromptSource(a_trace([20, 32], hashes), vocab_size=1000)
+    assert source.block_keys(0, 4) == source.block_keys(1, 4)[:5]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=2, max_size=6),
+    st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_prompts_of_known_tokens_share_a_key_exactly_where_they_agree(
+    rows: list[list[int]], block_size: int
+) -> None:
+    keys_say_where_tokens_agree([TokenPrompt(row) for row in rows], block_size)
+
+
+@given(hashed(block_sizes=(4, 16, 48)), st.sampled_from([4, 16, 32]))
+@settings(deadline=None)
+def test_a_prompt_keeps_its_pattern_of_keys_when_its_tokens_are_made(
+    trace: Trace, block_size: int
+) -> None:
+    source = PromptSource(trace, vocab_size=200_000)
+    recorded = [source.prompt(i) for i in range(len(trace))]
+    made = [TokenPrompt(prompt.token_ids()) for prompt in recorded]
+    assert pattern(recorded, block_size) == pattern(made, block_size)
+
+
+def pattern(prompts: Sequence[Prompt], block_size: int) -> list[list[int]]:
+    """Return the keys numbered by when they first occur."""
+    numbers: dict[bytes, int] = {}
+    return [
+        [numbers.setdefault(key, len(numbers)) for key in prompt.block_keys(block_size)]
+        for prompt in prompts
+    ]

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaping import LeapingSource
 from toy import ToyCosts, ToyEngine, ToySource
-from traffic import ToyPrompts, a_trace, replay_toy, steady
+from traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 
 from tuner.arrivals import ClockKind
-from tuner.engine.protocol import EngineLimits, Step
+from tuner.engine.protocol import EngineLimits, Prompt, Step
 from tuner.errors import EngineError, ReplayError, TraceError, UsageError
-from tuner.replay import CutRule, Progress, ReplayPlan, replay
+from tuner.prompts import TokenPrompt
+from tuner.replay import Progress, replay
+from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.stats import quantile
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel, Trace
@@ -98,24 +101,25 @@ def test_hours_of_quiet_take_no_time() -> None:
     log = replay_toy(a_trace([0.0, 7200.0]), LIMITS)
     assert log.clock_s > 7200
     assert log.wall_s < 5
-    assert len(log.steps) == 10
+    assert log.steps.steps == 10
     assert log.arrivals_end_s == 7200.0
 
 
 def test_requests_that_never_fit_are_refused_without_an_engine() -> None:
     log = replay_toy(a_trace([0.0, 1.0], prompt=9), LIMITS, ToySource(max_model_len=5))
     assert log.timelines.count(Outcome.REFUSED) == 2
-    assert len(log.steps) == 0
+    assert log.steps.steps == 0
     assert math.isnan(log.timelines.sent_s[0])
 
 
 @given(trace=traces(), n=st.integers(1, 9))
 @settings(deadline=None, max_examples=40)
 def test_a_closed_loop_holds_its_number_until_requests_run_out(trace: Trace, n: int) -> None:
-    log = replay_toy(trace, EngineLimits(4, 64), plan=closed(n))
-    line = log.timelines
-    in_flight = log.steps.running + log.steps.waiting
-    starts_s = log.steps.end_s - log.steps.duration_s
+    plan = replace(closed(n), keep_steps=True)
+    log = replay_toy(trace, EngineLimits(4, 64), plan=plan)
+    line, steps = log.timelines, kept(log)
+    in_flight = steps.running + steps.waiting
+    starts_s = steps.end_s - steps.duration_s
     while_any_left = starts_s < line.due_s.max()
     assert (in_flight[while_any_left] == min(n, len(trace))).all()
     assert in_flight.max(initial=0) <= n
@@ -140,7 +144,7 @@ def test_a_closed_loop_sends_all_of_a_recording_that_was_faster_than_this_engine
     trace = a_trace([0.0, 0.1, 0.2], output=5, e2e_s=[0.01, 0.01, 0.01])
     log = replay_toy(trace, LIMITS, SLOW, closed(None))
     assert log.timelines.count(Outcome.COMPLETED) == 3
-    assert log.steps.running.max() == 1
+    assert log.steps.peaks["running"] == 1
 
 
 def test_a_concurrency_that_was_not_recorded_is_refused_before_anything_runs() -> None:
@@ -246,7 +250,7 @@ def test_a_cut_leaves_the_engine_idle_and_the_rest_aborted() -> None:
 def test_real_time_may_run_out_too() -> None:
     log = replay_toy(steady(2000, 5.0), LIMITS, plan=ReplayPlan(cut=CutRule(max_wall_s=1e-6)))
     assert log.cut_reason is not None
-    assert len(log.steps) <= 1
+    assert log.steps.steps <= 1
 
 
 def test_the_caller_hears_and_may_stop() -> None:
@@ -279,12 +283,12 @@ def test_the_prefix_cache_is_empty_at_the_start() -> None:
     trace = a_trace([0.0], prompt=64)
     for _ in range(2):
         log = replay(engine, trace, ToyPrompts(trace), ReplayPlan())
-        assert log.steps.cached_tokens.sum() == 0
+        assert log.steps.cached_tokens == 0
 
 
 def test_an_engine_that_is_busy_is_not_replayed_on() -> None:
     engine = ToySource().start({}, LIMITS)
-    engine.add(0, [1], 5)
+    engine.add(0, TokenPrompt([1]), 5)
     with pytest.raises(EngineError, match="idle"):
         replay(engine, a_trace([0.0]), ToyPrompts(a_trace([0.0])), ReplayPlan())
 
@@ -298,7 +302,7 @@ class Forgetful:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+    def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Forget the request."""
 
 
@@ -312,20 +316,20 @@ def test_an_engine_that_loses_requests_makes_the_replay_void() -> None:
 class Lagging(ToyEngine):
     """An engine whose first turn completes no batch, as with asynchronous scheduling."""
 
-    def step(self) -> Step:
+    def step(self, horizon_s: float = 0.0) -> Step:
         """Return an empty turn before the first real one."""
         if not self.__dict__.setdefault("turned", False):
             self.__dict__["turned"] = True
             return Step(0.5, [], None, 0, 1, 0.0)
-        return super().step()
+        return super().step(horizon_s)
 
 
 def test_a_turn_without_a_batch_takes_its_time() -> None:
     engine = Lagging(SLOW, LIMITS)
     trace = a_trace([0.0], output=2)
-    log = replay(engine, trace, ToyPrompts(trace), ReplayPlan())
+    log = replay(engine, trace, ToyPrompts(trace), ReplayPlan(keep_steps=True))
     assert log.timelines.ttft_s.tolist() == pytest.approx([0.6])
-    assert log.steps.decode_seqs.tolist() == [0, 0, 1]
+    assert kept(log).decode_seqs.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -346,3 +350,63 @@ def test_plans_that_contradict_themselves_are_refused(
 def test_order_of_admission_is_the_traces() -> None:
     line = replay_toy(steady(60, 50.0), EngineLimits(1, 64)).timelines
     assert np.all(np.diff(line.first_s) > 0)
+
+
+# Costs that no sum of round numbers equals, so that no step ends just when something is due.
+UNROUND = ToyCosts(base_s=0.0101237, per_seq_s=0.00051713, per_prefill_token_s=0.000101931)
+
+
+@given(
+    trace=traces(),
+    plan=plans(),
+    cap=st.integers(1, 6),
+    num_blocks=st.sampled_from([10, 14, 1000]),
+)
+@settings(deadline=None, max_examples=200)
+def test_like_steps_taken_at_once_change_nothing(
+    trace: Trace, plan: ReplayPlan, cap: int, num_blocks: int
+) -> None:
+    limits = EngineLimits(cap, 32)
+    singly, at_once = (
+        replay_toy(trace, limits, make(UNROUND, num_blocks=num_blocks), plan)
+        for make in (ToySource, LeapingSource)
+    )
+    a, b = singly.timelines, at_once.timelines
+    assert singly.cut_reason == at_once.cut_reason
+    assert a.outcome.tolist() == b.outcome.tolist()
+    assert a.output_tokens.tolist() == b.output_tokens.tolist()
+    for column in ("due_s", "sent_s", "first_s", "last_s"):
+        expected = pytest.approx(getattr(a, column).tolist(), nan_ok=True)
+        assert getattr(b, column).tolist() == expected
+    assert at_once.clock_s == pytest.approx(singly.clock_s)
+    assert b.gap_s.total_weight == a.gap_s.total_weight
+    assert b.gap_s.values @ b.gap_s.weights == pytest.approx(a.gap_s.values @ a.gap_s.weights)
+    one, many = singly.steps, at_once.steps
+    for name in ("steps", "prefill_tokens", "preempted", "max_step_tokens"):
+        assert getattr(one, name) == getattr(many, name)
+    assert dict(many.peaks) == pytest.approx(dict(one.peaks))
+    assert many.decode_steps.total_weight == one.decode_steps.total_weight
+    for name, level in one.levels.items():
+        if level.total_weight:
+            mean = many.levels[name].mean().value
+            assert mean == pytest.approx(level.mean().value)
+
+
+def test_like_steps_are_taken_at_once_up_to_the_next_arrival_and_no_further() -> None:
+    """Negative control of the test above: there are runs, and they end where they must."""
+    plan, source = ReplayPlan(keep_steps=True), LeapingSource(SLOW.costs)
+    steps = kept(replay_toy(a_trace([0.0], output=40), LIMITS, source, plan))
+    assert steps.repeats.tolist() == [1, 39]
+    steps = kept(replay_toy(a_trace([0.0, 1.05], output=40), LIMITS, source, plan))
+    # A prefill and ten decodes until the second has come, which then prefills.
+    assert steps.repeats.tolist() == [1, 10, 1, 28, 11]
+    hurried = replace(plan, timeout_s=2.05)
+    log = replay_toy(a_trace([0.0], output=40), LIMITS, source, hurried)
+    assert log.timelines.output_tokens.tolist() == [21]
+    assert log.clock_s == pytest.approx(2.1)
+
+
+def test_nothing_is_taken_at_once_on_the_wall_clock() -> None:
+    plan = ReplayPlan(clock=ClockKind.WALL, keep_steps=True)
+    steps = kept(replay_toy(a_trace([0.0], output=40), LIMITS, LeapingSource(), plan))
+    assert steps.repeats.tolist() == [1] * 40

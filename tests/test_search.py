@@ -17,7 +17,8 @@ from tuner.errors import EngineError
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
-from tuner.replay import ReplayPlan, replay
+from tuner.replay import replay
+from tuner.replay_plan import ReplayPlan
 from tuner.search import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
 from tuner.slo import parse_slo
 from tuner.space import SearchSpace

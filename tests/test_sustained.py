@@ -10,7 +10,7 @@ from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.protocol import EngineLimits
-from tuner.replay import ReplayPlan
+from tuner.replay_plan import ReplayPlan
 from tuner.sustained import is_sustained
 from tuner.timeline import Outcome
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import PRESENT, ToyCosts, ToyEngine, ToySource
-from traffic import a_trace, replay_toy
+from traffic import a_trace, kept, replay_toy
 
 from tuner.engine.protocol import EngineLimits, Step
 from tuner.errors import EngineError
+from tuner.prompts import TokenPrompt
+from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome
 
 LIMITS = EngineLimits(4, 32)
@@ -33,14 +35,15 @@ def emitted(steps: list[Step]) -> dict[int, int]:
 
 def test_one_request_takes_what_the_formula_says() -> None:
     costs = ToyCosts(base_s=0.01, per_seq_s=0.002, per_prefill_token_s=0.0001)
-    log = replay_toy(a_trace([3.0], prompt=70, output=5), LIMITS, ToySource(costs))
+    trace, plan = a_trace([3.0], prompt=70, output=5), ReplayPlan(keep_steps=True)
+    log = replay_toy(trace, LIMITS, ToySource(costs), plan)
     line = log.timelines
     # Chunks of 32, 32 and 6 tokens, then four decodes.
     prefill_s, decode_s = 3 * 0.01 + 70 * 0.0001, 0.01 + 0.002
     assert line.ttft_s.tolist() == pytest.approx([prefill_s])
     assert line.tpot_s.tolist() == pytest.approx([decode_s])
     assert line.e2e_s.tolist() == pytest.approx([prefill_s + 4 * decode_s])
-    assert log.steps.prefill_tokens.tolist() == [32, 32, 6, 0, 0, 0, 0]
+    assert kept(log).prefill_tokens.tolist() == [32, 32, 6, 0, 0, 0, 0]
 
 
 def test_a_cap_of_one_is_a_single_server_queue() -> None:
@@ -66,8 +69,8 @@ def test_crowds_and_floods_cost_beyond_their_knees_only() -> None:
 def test_too_few_blocks_preempt_the_youngest_and_all_still_finish() -> None:
     source = ToySource(block_size=4, num_blocks=6)
     log = replay_toy(a_trace([0.0] * 3, prompt=4, output=12), LIMITS, source)
-    assert log.steps.preempted.sum() > 0
-    assert log.steps.kv_usage_ratio.max() <= 1.0
+    assert log.steps.preempted > 0
+    assert log.steps.peaks["kv_usage_ratio"] <= 1.0
     line = log.timelines
     assert line.output_tokens.tolist() == [12, 12, 12]
     assert line.last_s.tolist() == sorted(line.last_s.tolist())
@@ -116,7 +119,7 @@ def test_whatever_the_limits_each_request_gets_its_tokens_in_its_place(
     source = ToySource(block_size=4, num_blocks=num_blocks)
     engine = source.start({}, EngineLimits(cap, budget))
     for row, (prompt, output) in enumerate(requests):
-        engine.add(row, [row] * prompt, output)
+        engine.add(row, TokenPrompt([row] * prompt), output)
     steps = drain(engine)
     assert emitted(steps) == {row: output for row, (_, output) in enumerate(requests)}
     for step in steps:

@@ -15,8 +15,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tuner.engine.protocol import Batch, Emitted, EngineFacts, EngineInfo, EngineLimits, Step
-from tuner.errors import EngineError, UsageError
+from tuner.engine.protocol import (
+    Batch,
+    Emitted,
+    EngineFacts,
+    EngineInfo,
+    EngineLimits,
+    Prompt,
+    Step,
+)
+from tuner.engine.shape import EngineShape
+from tuner.errors import EngineError, ShadowError, UsageError
 
 LAST_WORDS = "ToyMemoryError: the toy died of its limits"
 EXIT_CODE = 7
@@ -84,6 +93,7 @@ class ToySource:
     dies_above: int = 1_000_000
     dies_at: tuple[int, ...] = ()
     hides_limits: bool = False
+    has_shadow: bool = True
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration; the key `toy-refuses` is refused, to see that this is told.
@@ -107,7 +117,7 @@ class _Sequence:
     row: int
     prompt_tokens: int
     output_tokens: int
-    block_hashes: list[int]
+    block_hashes: list[bytes]
     computed: int = 0
     answered: int = 0
     blocks: int = 0
@@ -143,7 +153,7 @@ class ToyEngine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._used_blocks = 0
-        self._cache: set[int] = set()
+        self._cache: set[bytes] = set()
         self._is_closed = False
         self._info = EngineInfo(
             kind="toy",
@@ -165,6 +175,27 @@ class ToyEngine:
         """What is known of this toy."""
         return self._info
 
+    def shape(self) -> EngineShape:
+        """Return what a shadow has to know: the toy schedules as vLLM does."""
+        source = self._source
+        if not source.has_shadow:
+            raise ShadowError("the shadow cannot stand in for a toy that is told so")
+        return EngineShape(
+            model="toy",
+            device="toy",
+            dtype="float32",
+            vllm_version="0.0",
+            parallelism={"tensor_parallel_size": 1},
+            vocab_size=source.vocab_size,
+            max_model_len=source.max_model_len,
+            block_size=source.block_size,
+            kv_kind="full_attention",
+            prefix_caching=True,
+            asynchronous=False,
+            captured_sizes=(),
+            scheduler={"enable_chunked_prefill": True},
+        )
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
         if self.has_work():
@@ -181,14 +212,10 @@ class ToyEngine:
             raise EngineError("the cache is cleared only while the toy is idle")
         self._cache.clear()
 
-    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+    def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request."""
-        hashes, so_far = [], 0
-        size = self._source.block_size
-        for end in range(size, len(prompt_token_ids) + 1, size):
-            so_far = hash((so_far, *prompt_token_ids[end - size : end]))
-            hashes.append(so_far)
-        self._waiting.append(_Sequence(row, len(prompt_token_ids), output_tokens, hashes))
+        keys = prompt.block_keys(self._source.block_size)
+        self._waiting.append(_Sequence(row, len(prompt), output_tokens, keys))
 
     def abort(self, rows: Sequence[int]) -> None:
         """Drop requests; unknown rows are ignored."""
@@ -209,7 +236,7 @@ class ToyEngine:
         """Be gone."""
         self._is_closed = True
 
-    def step(self) -> Step:
+    def step(self, horizon_s: float = 0.0) -> Step:  # noqa: ARG002 - it takes single steps
         """Schedule one batch and say what it took by the formula."""
         if not self.has_work():
             raise EngineError("a step was asked of a toy without work")

@@ -60,10 +60,10 @@ class FragileEngine(ToyEngine):
         super().set_limits(limits)
         self._cap = limits.max_num_seqs
 
-    def step(self) -> Step:
+    def step(self, horizon_s: float = 0.0) -> Step:
         """Fail, or schedule one batch."""
         if self._cap <= self._fragile.fails_above:
-            return super().step()
+            return super().step(horizon_s)
         if self._fragile.dies:
             os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
             os._exit(EXIT_CODE)

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from toy import ToySource
 
 from tuner.engine.protocol import EngineLimits
-from tuner.engine.steps import StepLog
-from tuner.replay import ReplayLog, ReplayPlan, replay
+from tuner.engine.steps import StepColumns, StepLog
+from tuner.prompts import TokenPrompt
+from tuner.replay import ReplayLog, replay
+from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder
 from tuner.traces import Trace
 
@@ -22,9 +24,9 @@ class ToyPrompts:
 
     trace: Trace
 
-    def tokens(self, index: int) -> list[int]:
+    def prompt(self, index: int) -> TokenPrompt:
         """Return the prompt of a row."""
-        return [index] * int(self.trace.prompt_tokens[index])
+        return TokenPrompt([index] * int(self.trace.prompt_tokens[index]))
 
 
 def a_trace(
@@ -64,6 +66,12 @@ def replay_toy(
     return replay(engine, trace, ToyPrompts(trace), plan or ReplayPlan())
 
 
+def kept(log: ReplayLog) -> StepColumns:
+    """Return every step of a replay whose plan asked for them."""
+    assert log.kept_steps is not None
+    return log.kept_steps
+
+
 def a_log(
     lives: Sequence[tuple[float, Sequence[float], Outcome]], cut_reason: str | None = None
 ) -> ReplayLog:
@@ -75,4 +83,4 @@ def a_log(
             record.tokens(row, 1, at_s)
         record.ended(row, outcome)
         clock_s = max(clock_s, due_s, *token_s)
-    return ReplayLog(record.finish(), StepLog().finish(), clock_s, 0.0, cut_reason)
+    return ReplayLog(record.finish(), StepLog().finish()[0], clock_s, 0.0, cut_reason)

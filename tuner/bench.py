@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.protocol import EngineInfo, EngineLimits
 from tuner.errors import EngineError
 from tuner.host import Host, Started
 from tuner.metrics import Measurement, measure
-from tuner.replay import CutRule, Progress, ReplayLog, ReplayPlan
+from tuner.replay import Progress, ReplayLog
+from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.slo import Slo
 from tuner.timeline import Outcome
 from tuner.traces import Trace
@@ -42,13 +43,19 @@ class Bench:
         self._traces: dict[str, Trace] = {}
         self.ceiling = ceiling
         self.started: Started | None = None
+        self.last_info: EngineInfo | None = None
         self.starts = 0
+        self.cold_blocks: dict[EngineLimits, int] = {}
 
     def use(self, name: str, trace: Trace) -> None:
         """Make a trace replayable under a name."""
         self._traces[name] = trace
         if self.started is not None:
             self._host.load(name, trace, self._seed)
+
+    def trace(self, name: str) -> Trace:
+        """Return what is replayed under a name."""
+        return self._traces[name]
 
     def ensure_started(self, limits: EngineLimits | None = None) -> Started:
         """Return the running engine, starting it if there is none.
@@ -66,6 +73,7 @@ class Bench:
 
     def _start(self, ceiling: EngineLimits) -> Started:
         self.started = self._host.start(self._values, ceiling)
+        self.last_info = self.started.info
         self.starts += 1
         for name, trace in self._traces.items():
             self._host.load(name, trace, self._seed)
@@ -83,8 +91,12 @@ class Bench:
         plan: ReplayPlan,
         slos: Sequence[Slo],
         on_progress: Callable[[Progress], bool] | None = None,
+        on_log: Callable[[ReplayLog], None] | None = None,
     ) -> Measurement | Failure:
-        """Replay the named traces one after the other and pool what they say."""
+        """Replay the named traces one after the other and pool what they say.
+
+        on_log hears of each trace's log before it is pooled.
+        """
         self.ensure_started(limits)
         logs: list[ReplayLog] = []
         cut = plan.cut
@@ -92,6 +104,8 @@ class Bench:
             for name in names:
                 log = self._host.replay(name, limits, replace(plan, cut=cut), on_progress)
                 logs.append(log)
+                if on_log is not None:
+                    on_log(log)
                 if log.cut_reason is not None:
                     break
                 cut = _what_is_left(cut, log)
@@ -99,6 +113,30 @@ class Bench:
             self.started = None
             return Failure(error.message)
         return measure(logs, slos)
+
+    def measure_cold(
+        self,
+        names: Sequence[str],
+        limits: EngineLimits,
+        plan: ReplayPlan,
+        slos: Sequence[Slo],
+        on_progress: Callable[[Progress], bool] | None = None,
+        on_log: Callable[[ReplayLog], None] | None = None,
+    ) -> Measurement | Failure:
+        """Measure on an engine of its own, started with the limits as it would be deployed.
+
+        The number of KV-cache blocks that such a start has is kept in `cold_blocks`.
+        """
+        try:
+            started = self._start(limits)
+        except EngineError as error:
+            self.started = None
+            return Failure(error.message)
+        self.cold_blocks[limits] = started.info.num_blocks
+        outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
+        # The next replay needs an engine that can take any limits again.
+        self.started = None
+        return outcome
 
 
 def _what_is_left(cut: CutRule, log: ReplayLog) -> CutRule:

@@ -60,6 +60,12 @@ class EngineError(TunerError):
     exit_code = 4
 
 
+class ShadowError(TunerError):
+    """The shadow cannot stand in for this engine, or a profile does not fit it."""
+
+    exit_code = 2
+
+
 class ReplayError(TunerError):
     """The replay itself is void: the clock or the send lag broke it."""
 
@@ -87,6 +93,11 @@ class Caveat(StrEnum):
     NOT_CONFIRMED_COLD = "not_confirmed_cold"
     BUDGET_SPENT = "budget_spent"
     WINDOWED = "windowed"
+    SHADOW_ONLY = "shadow_only"
+    SHADOW_UNFIT = "shadow_unfit"
+    SHADOW_DISAGREES = "shadow_disagrees"
+    PROFILE_FORCED = "profile_forced"
+    COLD_DIFFERS = "cold_differs"
 
     @property
     def text(self) -> str:
@@ -117,4 +128,11 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
     Caveat.BUDGET_SPENT: "the time budget ended the search",
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
+    Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
+    Caveat.SHADOW_UNFIT: "the shadow was unfit to rank by; the search was live throughout",
+    Caveat.SHADOW_DISAGREES: (
+        "shadow and live disagreed beyond the stated error; the live numbers decided"
+    ),
+    Caveat.PROFILE_FORCED: "the profile was made elsewhere and used all the same",
+    Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race",
 }

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner import stats
+from tuner.calibrate import read_metric
 from tuner.confirm import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
-from tuner.journal import observation_of, race_records
 from tuner.observation import Phase
+from tuner.records import decisive, observation_of, race_records, ranked
 from tuner.slo import Slo
 from tuner.stats import Estimate
 
@@ -44,7 +45,9 @@ class Row:
     @property
     def text(self) -> str:
         """Return the row as the emitted file and the terminal show it."""
-        if self.change is None:
+        if self.rounds == 0:
+            gain = f"{self.after / self.before - 1:+.1%}, predicted"
+        elif self.change is None:
             gain = f"{self.after / self.before - 1:+.1%}, too few rounds for an interval"
         else:
             gain = f"{self.change.value:+.1%}"
@@ -77,22 +80,20 @@ def _number(value: float) -> str:
     return f"{value:,.{min(digits, 6)}f}"
 
 
-def _read(measurement: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric such as `e2e_p99` or `requests_per_s` from a record's measurement."""
-    name, _, statistic = metric.rpartition("_")
-    spread = measurement.get(f"{name}_s")
-    found = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
-    return float(found) if isinstance(found, (int, float)) else None
-
-
 def rows(
     records: Sequence[Mapping[str, Any]],
     winner: EngineLimits,
     present: EngineLimits,
     tail: str,
 ) -> list[Row]:
-    """Return the comparison of two configurations over the rounds that both raced."""
+    """Return the comparison of two configurations over the rounds that both raced.
+
+    Where nothing raced, what the shadow foretold of them, in no round.
+    """
     ours, theirs = race_records(records, winner), race_records(records, present)
+    is_raced = any(r["phase"] == str(Phase.RACE) for r in records)
+    if not is_raced:
+        ours, theirs = _foretold(records, winner), _foretold(records, present)
     shared = sorted(set(ours) & set(theirs))
     wanted = [
         (f"e2e_{tail}", " s"),
@@ -105,12 +106,20 @@ def rows(
     ]
     made = []
     for metric, unit in dict(wanted).items():
-        after = [_read(ours[r], metric) for r in shared]
-        before = [_read(theirs[r], metric) for r in shared]
+        after = [read_metric(ours[r], metric) for r in shared]
+        before = [read_metric(theirs[r], metric) for r in shared]
         row = _row(metric, unit, after, before)
         if row is not None:
-            made.append(row)
+            made.append(row if is_raced else replace(row, rounds=0))
     return made
+
+
+def _foretold(
+    records: Sequence[Mapping[str, Any]], limits: EngineLimits
+) -> dict[int, Mapping[str, Any]]:
+    found = (r for r in ranked(records) if r["engine"] == "shadow" and r["measurement"])
+    mine = next((r["measurement"] for r in found if observation_of(r).limits == limits), None)
+    return {} if mine is None else {0: mine}
 
 
 def _row(
@@ -147,7 +156,7 @@ def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
 def _of(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> list[dict[str, Any]]:
     return [
         r["measurement"]
-        for r in records
+        for r in decisive(records)
         if r["measurement"] is not None and observation_of(r).limits == limits
     ]
 
@@ -164,7 +173,7 @@ def limited_by(
         return "nothing that was measured"
     said = []
     for slo in slos:
-        value = _read(mine[-1], slo.name)
+        value = read_metric(mine[-1], slo.name)
         if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
             said.append(f"SLO {slo}")
     if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
@@ -180,10 +189,9 @@ def _neighbours(
     records: Sequence[Mapping[str, Any]], limits: EngineLimits, tail: str
 ) -> list[str]:
     """Say what the next lower and the next higher measured cap would do."""
-    searched = [r for r in records if r["phase"] != str(Phase.RACE)]
     along = {
         observation_of(r).limits.max_num_seqs: r
-        for r in searched
+        for r in ranked(records)
         if int(r["max_num_batched_tokens"]) == limits.max_num_batched_tokens
     }
     own = along.get(limits.max_num_seqs)
@@ -208,7 +216,10 @@ def _effect(
         return f"{cap} was cut short: {other['measurement']['cut_reason']}"
     worse = []
     for metric in (f"e2e_{tail}", f"tpot_{tail}"):
-        theirs, mine = _read(other["measurement"], metric), _read(own["measurement"], metric)
+        theirs, mine = (
+            read_metric(other["measurement"], metric),
+            read_metric(own["measurement"], metric),
+        )
         if theirs and mine and theirs / mine - 1 > TELLING_RATIO:
             worse.append(f"{metric} by {theirs / mine - 1:.0%}")
     return f"{cap} raises {' and '.join(worse)}" if worse else None

@@ -23,9 +23,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineLimits, EngineSource
-from tuner.errors import EngineError, TunerError
+from tuner.engine.shape import EngineShape
+from tuner.errors import EngineError, ShadowError, TunerError
 from tuner.prompts import PromptSource
-from tuner.replay import Progress, ReplayLog, ReplayPlan, replay
+from tuner.replay import Progress, ReplayLog, replay
+from tuner.replay_plan import ReplayPlan
 from tuner.traces import Trace
 from tuner.warmup import warm_up
 
@@ -39,11 +41,17 @@ _STOP = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An engine that runs: what it is and what starting and warming it up took."""
+    """An engine that runs: what it is and what starting and warming it up took.
+
+    `shape` is what a shadow of it has to know, None where there can be none; then `no_shadow`
+    says why.
+    """
 
     info: EngineInfo
     start_s: float
     warm_up_s: float
+    shape: EngineShape | None = None
+    no_shadow: str = ""
 
 
 class _Child:
@@ -65,7 +73,14 @@ class _Child:
         began_s = time.perf_counter()
         self._engine = self._source.start(values, ceiling)
         start_s = time.perf_counter() - began_s
-        return Started(self._engine.info, start_s, warm_up(self._engine))
+        shape, no_shadow = None, ""
+        try:
+            shape = self._engine.shape()
+        except ShadowError as reason:
+            no_shadow = reason.message
+        # Nothing has to warm up where steps are predicted.
+        warm_s = 0.0 if self._engine.info.kind == "shadow" else warm_up(self._engine)
+        return Started(self._engine.info, start_s, warm_s, shape, no_shadow)
 
     def load(self, name: str, trace: Trace, seed: int) -> int:
         """Keep a trace under a name and return its length."""

@@ -1,81 +1,181 @@
 """The trials of a run, kept in an Optuna study so that nothing measured is ever lost.
 
-Answers what was measured so far, also after a crash. Which configuration to ask for is decided
-in `search` and `confirm`; here it is enqueued, so that the study holds every trial with its
+Answers what was measured so far, also after a crash, and hands the trials that wait to the
+processes and machines that share the study. Which configuration to ask for is decided in
+`search` and `confirm`; here it is enqueued, so that the study holds every trial with its
 parameters, its value, its constraints and the whole measurement.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import optuna
 from optuna.distributions import IntDistribution
-from optuna.trial import Trial, TrialState
+from optuna.exceptions import (
+    ExperimentalWarning,
+    StorageInternalError,
+    UpdateFinishedTrialError,
+)
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.confirm import RaceRun
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
+from tuner.heartbeat import Heart
 from tuner.objective import Score, Tier
 from tuner.observation import Observation, Phase
+from tuner.records import observation_of, race_records, record_of
+from tuner.storage import engine_options, holds_studies, make_shareable
+
+__all__ = ["Journal", "observation_of", "race_records", "record_of"]
 
 STUDY_NAME = "tune"
+# A claim beats this often, and is given up when it has not for so long: ours; five beats may
+# be lost before a worker counts as dead, and a dead one costs seconds, not a replay.
+HEARTBEAT_S = 2
+GRACE_S = 10
 # Wide enough for any vLLM: a distribution must not change between the trials of a study.
 _DISTRIBUTIONS = {
     "max_num_seqs": IntDistribution(1, 1 << 20),
     "max_num_batched_tokens": IntDistribution(1, 1 << 24),
 }
 _STATES = {Tier.CUT: TrialState.PRUNED, Tier.FAILED: TrialState.FAIL}
+_ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
 class Journal:
-    """An Optuna study as the list of what was measured.
+    """An Optuna study as the list of what was measured and the queue of what is to be.
 
-    A trial without a record was interrupted while it ran; it is marked failed when the journal
-    is opened again and does not count as measured.
+    The run's main process opens it: a trial without a record was interrupted while it ran, is
+    marked failed then and does not count as measured. Workers join it, claim trials from the
+    queue and leave those of others alone.
 
-    Raises: UsageError if the storage cannot be opened.
+    Units: heartbeat_s and grace_s in whole seconds, as SQLite's clock ticks.
+    Raises: UsageError if the storage cannot be opened, or holds no such study to join.
     """
 
-    def __init__(self, storage: str, study_name: str = STUDY_NAME) -> None:
-        self._asked: dict[int, Trial] = {}
+    def __init__(
+        self,
+        storage: str,
+        study_name: str = STUDY_NAME,
+        *,
+        join: bool = False,
+        heartbeat_s: int = HEARTBEAT_S,
+        grace_s: int = GRACE_S,
+    ) -> None:
+        self._held: dict[int, tuple[Trial, Heart | None]] = {}
+        self._known: set[tuple[EngineLimits, Phase, int]] | None = None
+        self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
         try:
-            self._study = optuna.create_study(
-                storage=storage,
-                study_name=study_name,
-                direction="minimize",
-                load_if_exists=True,
-                sampler=optuna.samplers.RandomSampler(seed=0),
-            )
-        except (SQLAlchemyError, ImportError, ValueError) as refused:
+            self._storage = _open(storage, heartbeat_s, grace_s, join=join)
+            if not join:
+                optuna.create_study(
+                    storage=self._storage, study_name=study_name, load_if_exists=True
+                )
+            self._study = optuna.load_study(storage=self._storage, study_name=study_name)
+        except KeyError as missing:
+            raise UsageError(
+                f"the storage holds no study named {study_name!r}",
+                "start the run first; its workers join it with the same --storage",
+            ) from missing
+        except (SQLAlchemyError, StorageInternalError, ImportError, ValueError) as refused:
             raise UsageError(
                 f"the study's storage cannot be opened: {str(refused).splitlines()[0]}",
-                "--storage takes an SQLAlchemy URL, for example sqlite:///study.db",
+                "--storage takes an SQLAlchemy URL, for example sqlite:///study.db or, with the"
+                " extra `postgres` installed, postgresql+psycopg://user@host/database",
             ) from refused
+        self._study_id = self._storage.get_study_id_from_name(study_name)
+        if not join:
+            self._fail_interrupted()
+
+    def _fail_interrupted(self) -> None:
+        """Mark what ran when the last process ended; workers may still be at theirs."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self._study.tell(trial.number, state=TrialState.FAIL)
+            if not (_is_of(trial, Phase.SHADOW) and "queued" in trial.user_attrs):
+                self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     @property
     def study_name(self) -> str:
         """The name under which the storage knows this run."""
         return self._study.study_name
 
+    @property
+    def state(self) -> str:
+        """What the main process last said of the run; empty before it said anything."""
+        return str(self._study.user_attrs.get("state", ""))
+
+    def set_state(self, text: str) -> None:
+        """Say where the run is, so that its workers hear when it is over."""
+        self._study.set_user_attr("state", text)
+
     def begin(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> int:
-        """Note that a configuration is being measured and return the trial's number."""
-        params = {
-            "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-        }
-        self._study.enqueue_trial(
-            params, user_attrs={"phase": str(phase), "race_round": race_round}
-        )
-        trial = self._study.ask(fixed_distributions=dict(_DISTRIBUTIONS))
-        self._asked[trial.number] = trial
+        """Note that a configuration is being measured and return the trial's number.
+
+        The trial never waits in the queue, so no worker can claim it.
+        """
+        trial_id = self._add(limits, phase, race_round, TrialState.RUNNING)
+        trial = Trial(self._study, trial_id)
+        self._held[trial.number] = trial, None
         return trial.number
+
+    def enqueue(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> None:
+        """Put a configuration into the queue, unless it is there or measured already."""
+        if self._known is None:
+            self._known = _present(self._study.get_trials(deepcopy=False))
+        if (limits, phase, race_round) not in self._known:
+            self._add(limits, phase, race_round, TrialState.WAITING)
+
+    def _add(
+        self, limits: EngineLimits, phase: Phase, race_round: int, state: TrialState
+    ) -> int:
+        """Add a trial and return its id; one that starts by waiting is marked as queued."""
+        queued = {"queued": True} if state is TrialState.WAITING else {}
+        trial = optuna.create_trial(
+            state=state,
+            params=asdict(limits),
+            distributions=dict(_DISTRIBUTIONS),
+            user_attrs={"phase": str(phase), "race_round": race_round, **queued},
+        )
+        trial_id = self._storage.create_new_trial(self._study_id, trial)
+        if self._known is not None:
+            self._known.add((limits, phase, race_round))
+        return trial_id
+
+    def claim(self, phase: Phase) -> tuple[int, EngineLimits] | None:
+        """Take the first waiting trial of a phase for this process, or None if none waits.
+
+        The heart beats before the claim is made: a process that dies right after it leaves a
+        trial that can be told to be stale, and a beat on another's trial does no harm.
+        """
+        for waiting in self._of(phase, TrialState.WAITING):
+            trial_id = self._storage.get_trial_id_from_study_id_trial_number(
+                self._study_id, waiting.number
+            )
+            self._storage.record_heartbeat(trial_id)
+            try:
+                if not self._storage.set_trial_state_values(trial_id, TrialState.RUNNING):
+                    continue
+            except UpdateFinishedTrialError:
+                continue
+            heart = Heart(partial(self._beat, trial_id), self._heartbeat_s)
+            self._held[waiting.number] = Trial(self._study, trial_id), heart
+            return waiting.number, EngineLimits(**waiting.params)
+        return None
+
+    def _beat(self, trial_id: int) -> None:
+        """Beat once; a storage out of reach for a moment is tried again at the next beat."""
+        with suppress(StorageInternalError, SQLAlchemyError):
+            self._storage.record_heartbeat(trial_id)
 
     def finish(
         self,
@@ -83,20 +183,77 @@ class Journal:
         score: Score,
         slacks: Mapping[str, float],
         record: Mapping[str, Any],
-    ) -> None:
-        """Keep what a trial measured, or why it did not."""
-        trial = self._asked.pop(number)
-        for name, slack in slacks.items():
-            trial.set_constraint(name, slack)
-        trial.set_user_attr("record", dict(record))
+    ) -> bool:
+        """Keep what a trial measured, or why it did not; tell whether it counts.
+
+        It does not when the trial was given up as dead meanwhile: another worker has it.
+        """
+        trial, heart = self._held.pop(number)
         state = _STATES.get(score.tier, TrialState.COMPLETE)
         values = score.value if state is TrialState.COMPLETE else None
-        self._study.tell(trial, values, state=state)
+        try:
+            for name, slack in slacks.items():
+                trial.set_constraint(name, slack)
+            trial.set_user_attr("record", dict(record))
+            # From here on it counts: give_back_stale leaves a trial with a record alone.
+            with suppress(UpdateFinishedTrialError):
+                self._study.tell(trial, values, state=state, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            return False
+        finally:
+            if heart is not None:
+                heart.stop()
+        return True
+
+    def give_back_stale(self) -> int:
+        """Enqueue again what a dead process had claimed, and return how many those were.
+
+        What is missing is read off the study, so that a main process killed between the two
+        steps loses nothing. Only the main process can call it: two would both enqueue.
+        """
+        with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+            optuna.storages.fail_stale_trials(self._study)
+        trials = self._study.get_trials(deepcopy=False)
+        present = _present(trials)
+        queued = dict.fromkeys(_key(t) for t in trials if "queued" in t.user_attrs)
+        lost = [key for key in queued if key not in present]
+        for key in lost:
+            self._add(*key, TrialState.WAITING)
+        return len(lost)
+
+    def waiting(self, phase: Phase) -> int:
+        """Return how many trials of a phase nobody has claimed yet."""
+        return len(self._of(phase, TrialState.WAITING))
+
+    def unfinished(self, phase: Phase) -> int:
+        """Return how many trials of a phase wait or run."""
+        return len(self._of(phase, TrialState.WAITING, TrialState.RUNNING))
+
+    def _of(self, phase: Phase, *states: TrialState) -> list[FrozenTrial]:
+        trials = self._study.get_trials(deepcopy=False, states=states)
+        return [trial for trial in trials if _is_of(trial, phase)]
+
+    def close(self) -> None:
+        """Let the hearts of all claims stop, and the storage go."""
+        for _, heart in self._held.values():
+            if heart is not None:
+                heart.stop()
+        self._held.clear()
+        self._storage.remove_session()
+        self._storage.engine.dispose()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records of every trial that ended, in order."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [dict(t.user_attrs["record"]) for t in trials if "record" in t.user_attrs]
+        """Return the records of every trial that ended, in order.
+
+        A shadow's trial counts once, however often it was measured. Optuna keeps the trials
+        that ended and reads only the others again, so this is cheap to ask often.
+        """
+        kept: dict[object, dict[str, Any]] = {}
+        for trial in self._study.get_trials(deepcopy=False, states=_ENDED):
+            if "record" in trial.user_attrs:
+                key = _key(trial) if _is_of(trial, Phase.SHADOW) else trial.number
+                kept.setdefault(key, dict(trial.user_attrs["record"]))
+        return list(kept.values())
 
     def observations(self) -> list[Observation]:
         """Return what the search needs to know of every trial that ended."""
@@ -104,66 +261,37 @@ class Journal:
 
     def race_runs(self) -> list[RaceRun]:
         """Return the replays of the race."""
-        return [
-            RaceRun(o.limits, o.race_round, o.score)
-            for o in self.observations()
-            if o.phase is Phase.RACE
-        ]
+        raced = (o for o in self.observations() if o.phase is Phase.RACE)
+        return [RaceRun(o.limits, o.race_round, o.score) for o in raced]
 
 
-def record_of(
-    number: int,
-    limits: EngineLimits,
-    phase: Phase,
-    race_round: int,
-    score: Score,
-    measurement: Mapping[str, Any] | None,
-    cause: str = "",
-) -> dict[str, Any]:
-    """Return a trial as JSON: what `trials.jsonl` and `result.json` hold."""
-    return {
-        "number": number,
-        "phase": str(phase),
-        "race_round": race_round,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "tier": str(score.tier),
-        "value": score.value if score.tier not in (Tier.CUT, Tier.FAILED) else None,
-        "metric": score.metric,
-        "cause": cause,
-        "measurement": measurement,
-    }
+def _open(url: str, heartbeat_s: int, grace_s: int, *, join: bool) -> RDBStorage:
+    """Return the storage; a worker neither creates its tables nor an empty file."""
+    if join and not holds_studies(url):
+        raise KeyError(url)
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        storage = RDBStorage(
+            url,
+            engine_options(url),
+            heartbeat_interval=heartbeat_s,
+            grace_period=grace_s,
+            skip_table_creation=join,
+        )
+    make_shareable(storage.engine)
+    return storage
 
 
-def observation_of(record: Mapping[str, Any]) -> Observation:
-    """Return a record as the search sees it."""
-    measured = record["measurement"] or {}
-    value = record["value"]
-    step = measured.get("decode_step_s") or {}
-    return Observation(
-        number=int(record["number"]),
-        limits=EngineLimits(int(record["max_num_seqs"]), int(record["max_num_batched_tokens"])),
-        phase=Phase(record["phase"]),
-        score=Score(
-            Tier(record["tier"]),
-            float("inf") if value is None else float(value),
-            str(record["metric"]),
-        ),
-        peak_running=int((measured.get("running") or {}).get("max") or 0),
-        peak_step_tokens=int(measured.get("max_step_tokens") or 0),
-        decode_step_s=step.get("p50"),
-        race_round=int(record["race_round"]),
-    )
+def _is_of(trial: FrozenTrial, phase: Phase) -> bool:
+    return trial.user_attrs.get("phase") == str(phase)
 
 
-def race_records(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits
-) -> dict[int, Mapping[str, Any]]:
-    """Return the race's measurements of one configuration by round."""
-    return {
-        int(r["race_round"]): r["measurement"]
-        for r in records
-        if r["phase"] == str(Phase.RACE)
-        and r["measurement"] is not None
-        and EngineLimits(r["max_num_seqs"], r["max_num_batched_tokens"]) == limits
-    }
+def _key(trial: FrozenTrial) -> tuple[EngineLimits, Phase, int]:
+    """Return what a trial is for."""
+    attrs = trial.user_attrs
+    return EngineLimits(**trial.params), Phase(attrs["phase"]), int(attrs["race_round"])
+
+
+def _present(trials: Iterable[FrozenTrial]) -> set[tuple[EngineLimits, Phase, int]]:
+    """Return what is measured or still will be; a trial given up is neither."""
+    kept = (t for t in trials if "record" in t.user_attrs or not t.state.is_finished())
+    return {_key(t) for t in kept if t.params}

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tuner import stats
 from tuner.replay import ReplayLog
+from tuner.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +24,15 @@ class Level:
     max: float
 
 
-def levels(logs: Sequence[ReplayLog], column: str) -> Level:
-    """Return a step column weighted by time, idle time counting as nothing."""
-    values: list[NDArray[np.float64]] = []
-    held_s: list[NDArray[np.float64]] = []
+def levels(logs: Sequence[ReplayLog], name: str) -> Level:
+    """Return a level of the steps weighted by time, idle time counting as nothing."""
+    held, peak = Tally(), 0.0
     for log in logs:
-        steps = log.steps
-        idle_s = max(0.0, log.clock_s - float(steps.duration_s.sum()))
-        values.append(np.append(getattr(steps, column), 0.0))
-        held_s.append(np.append(steps.duration_s, idle_s))
-    pooled, weights = np.concatenate(values), np.concatenate(held_s)
-    if float(weights.sum()) <= 0:
+        idle_s = max(0.0, log.clock_s - log.steps.duration_s)
+        held.add_counted(log.steps.levels[name])
+        held.add(np.zeros(1), np.array([idle_s]))
+        peak = max(peak, log.steps.peaks[name])
+    pooled = held.finish()
+    if pooled.total_weight <= 0:
         return Level(0.0, 0.0, 0.0)
-    return Level(
-        stats.time_weighted(pooled, weights),
-        stats.time_weighted_quantile(pooled, weights, 0.99),
-        float(pooled.max()),
-    )
+    return Level(pooled.mean().value, pooled.value_at(0.99), peak)

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner import stats
-from tuner.engine.steps import StepColumns
+from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
 from tuner.levels import Level, levels
 from tuner.replay import ReplayLog
 from tuner.slo import QUANTILES, Slo
 from tuner.stats import Estimate
 from tuner.sustained import is_sustained
+from tuner.tally import Weighted, pooled
 from tuner.timeline import Outcome, Timelines
 
 Floats = NDArray[np.float64]
@@ -65,6 +66,15 @@ def distribution(samples: Floats) -> Distribution | None:
         return None
     quantiles = {name: stats.quantile(samples, q) for name, q in QUANTILES.items()}
     return Distribution(stats.mean(samples), quantiles, n)
+
+
+def counted_distribution(samples: Weighted) -> Distribution | None:
+    """Return the distribution of counted samples, or None when there is none."""
+    n = round(samples.total_weight)
+    if n == 0:
+        return None
+    quantiles = {name: samples.quantile(q) for name, q in QUANTILES.items()}
+    return Distribution(samples.mean(), quantiles, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +194,13 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         queue_depth=levels(logs, "waiting"),
         running=levels(logs, "running"),
         kv_usage=levels(logs, "kv_usage_ratio"),
-        preemptions=int(sum(s.preempted.sum() for s in steps)),
+        preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
         is_sustained=cut_reason is None and all(is_sustained(log) for log in logs),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines),
-        max_step_tokens=max((_fullest(s) for s in steps), default=0),
-        steps=sum(len(s) for s in steps),
+        max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
+        steps=sum(s.steps for s in steps),
         clock_s=sum(log.clock_s for log in logs),
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
@@ -212,11 +222,6 @@ def _with_caveats(m: Measurement) -> Measurement:
     ]
     caveats = tuple(caveat for caveat, holds in found if holds)
     return replace(m, caveats=caveats)
-
-
-def _fullest(steps: StepColumns) -> int:
-    """Return the tokens of the fullest step."""
-    return int((steps.decode_seqs + steps.prefill_tokens).max()) if len(steps) else 0
 
 
 def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:
@@ -244,32 +249,33 @@ def _busy_span_s(log: ReplayLog) -> float:
 
 
 def _latencies(
-    lines: Sequence[Timelines], steps: Sequence[StepColumns]
+    lines: Sequence[Timelines], steps: Sequence[StepSummary]
 ) -> dict[str, Distribution | None]:
     """Return the distribution of every latency, pooled over windows."""
     columns: dict[str, list[Floats]] = {
         "ttft_s": [line.ttft_s for line in lines],
         "tpot_s": [line.tpot_s for line in lines],
-        "itl_s": [line.gap_s for line in lines],
         "e2e_s": [line.e2e_s for line in lines],
-        "decode_step_s": [s.duration_s[s.is_decode_only] for s in steps],
     }
-    return {name: distribution(np.concatenate(parts)) for name, parts in columns.items()}
+    return {
+        **{name: distribution(np.concatenate(parts)) for name, parts in columns.items()},
+        "itl_s": counted_distribution(pooled([line.gap_s for line in lines])),
+        "decode_step_s": counted_distribution(pooled([s.decode_steps for s in steps])),
+    }
 
 
-def _hit_ratio(steps: Sequence[StepColumns]) -> float | None:
+def _hit_ratio(steps: Sequence[StepSummary]) -> float | None:
     """Return cached prompt tokens over all prompt tokens, or None without a prompt."""
-    cached = float(sum(s.cached_tokens.sum() for s in steps))
-    computed = float(sum(s.prefill_tokens.sum() for s in steps))
+    cached = sum(s.cached_tokens for s in steps)
+    computed = sum(s.prefill_tokens for s in steps)
     return cached / (cached + computed) if cached + computed > 0 else None
 
 
-def _pooled_ratio(steps: Sequence[StepColumns]) -> float | None:
+def _pooled_ratio(steps: Sequence[StepSummary]) -> float | None:
     """Return the share of distorted steps over all windows."""
-    ratios = [(s.distorted_ratio(), len(s)) for s in steps]
-    known = [(ratio, n) for ratio, n in ratios if ratio is not None]
-    total = sum(n for _, n in known)
-    return sum(ratio * n for ratio, n in known) / total if total else None
+    counts = [s.distorted() for s in steps]
+    compared = sum(n for _, n in counts)
+    return sum(distorted for distorted, _ in counts) / compared if compared else None
 
 
 def _send_lag_p99_s(lines: Sequence[Timelines]) -> float | None:

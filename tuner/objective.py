@@ -15,7 +15,7 @@ from typing import Any
 from tuner import stats
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.metrics import Measurement
-from tuner.replay import CutRule
+from tuner.replay_plan import CutRule
 from tuner.slo import QUANTILES, Slo
 
 # A configuration is hopeless once it is certain to be half as bad again as the best so far:

@@ -30,6 +30,23 @@ class Phase(StrEnum):
     REFINE = "refine"
     BUDGET = "budget"
     RACE = "race"
+    CALIBRATE = "calibrate"
+    SHADOW = "shadow"
+    COLD = "cold"
+    CAPACITY = "capacity"
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the live search asked for it."""
+        return self in _SEARCH
+
+    @property
+    def is_on_windows(self) -> bool:
+        """Whether the run's windows were replayed live, as they are."""
+        return self in _SEARCH or self is Phase.RACE
+
+
+_SEARCH = frozenset({Phase.PRESENT, Phase.LADDER, Phase.EXTEND, Phase.REFINE, Phase.BUDGET})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -18,9 +18,9 @@ from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineInfo, EngineLimits
 from tuner.errors import Caveat
 from tuner.evidence import Row
-from tuner.journal import observation_of
 from tuner.objective import Goal, Tier
 from tuner.observation import leader
+from tuner.records import decisive, observation_of, ranked
 from tuner.traces import Trace
 
 SCHEMA = 1
@@ -39,6 +39,11 @@ class Circumstances:
     options: Mapping[str, Any]
     engine_starts: int
     wall_s: float
+    method: str = "live"
+    walls_s: Mapping[str, float] = field(default_factory=dict)
+    cold: Mapping[str, Any] | None = None
+    capacity: Mapping[str, Any] | None = None
+    profile: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,12 @@ def make_outcome(
     """Return everything there is to say about a run."""
     rows = tuple(evidence.rows(records, decision.best, present, goal.tail))
     limited = evidence.limited_by(records, decision.winner, goal.slos, goal.tail)
-    best = leader([observation_of(r) for r in records])
+    best = leader([observation_of(r) for r in decisive(records)])
     feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
     content = {
         "schema": SCHEMA,
         "state": state,
+        "method": around.method,
         "objective": str(goal.objective),
         "tail": goal.tail,
         "slos": [str(slo) for slo in goal.slos],
@@ -80,6 +86,8 @@ def make_outcome(
         "baseline": {**_limits(present), "source": around.present_source},
         "evidence": [row.as_json() for row in rows],
         "limited_by": limited,
+        "confirmed_cold": around.cold,
+        "capacity": around.capacity,
         "caveats": [{"id": str(c), "text": c.text} for c in caveats],
         "provenance": _provenance(around),
         "trials": list(records),
@@ -144,6 +152,8 @@ def _provenance(around: Circumstances) -> dict[str, Any]:
         "options": dict(around.options),
         "engine_starts": around.engine_starts,
         "wall_s": around.wall_s,
+        "stages_s": dict(around.walls_s),
+        "profile": around.profile,
     }
 
 
@@ -157,8 +167,7 @@ def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
         f"vllm serve --config {file_name}",
         f"tuned {date} on {trace['replayed_requests']:,} requests of {trace['source']} "
         f"(sha256 {trace['sha256'][:8]}…), {trace['window']}",
-        f"vLLM {engine.get('vllm_version')}, {engine.get('device')}, measured live, "
-        f"{decision.rounds} rounds in turns",
+        f"vLLM {engine.get('vllm_version')}, {engine.get('device')}, {_how(content, decision)}",
     ]
     if outcome.state != "complete":
         lines.append(f"{outcome.state}: best so far, not raced against the present values")
@@ -173,6 +182,19 @@ def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
         lines.append(f"against the present {present}:")
         lines.extend(f"  {row.text}" for row in outcome.rows)
     lines.extend([outcome.kv, f"limited by: {outcome.limited_by}"])
+    if content["capacity"] is not None:
+        lines.append(f"capacity at the SLOs: {content['capacity']['text']}")
     lines.extend(f"caveat: {caveat.text}" for caveat in outcome.caveats)
     lines.append(f"evidence: {run_dir}")
     return lines
+
+
+def _how(content: Mapping[str, Any], decision: Decision) -> str:
+    """Say how the answer was found: measured or predicted, and on what it rests."""
+    if content["method"] == "shadow":
+        made = (content["provenance"]["profile"] or {}).get("made_at", "")[:10]
+        return f"PREDICTED by the shadow of a profile of {made}, not measured"
+    foretold = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
+    first = f"{len(foretold)} settings ranked by the shadow, " if foretold else ""
+    cold = ", confirmed on engines started cold" if content["confirmed_cold"] else ""
+    return f"{first}measured live, {decision.rounds} rounds in turns{cold}"

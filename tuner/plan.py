@@ -81,17 +81,20 @@ def search_space(
 
 
 def choose_windows(
-    trace: Trace, wall_per_trace_s: float, remaining_s: float
+    trace: Trace,
+    wall_per_trace_s: float,
+    remaining_s: float,
+    replays: int = SEARCH_REPLAYS + RACE_REPLAYS,
 ) -> tuple[Window, ...]:
     """Return the windows to replay so that the whole run fits into the remaining time.
 
     All of the trace if it fits; else its busiest and a typical stretch; only the busiest when
     halves would be too short to mean anything. `wall_per_trace_s` is how much real time a
-    second of the trace costs at the present configuration.
+    second of the trace costs at the present configuration, `replays` how many there will be.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
-    replay_s = 0.85 * remaining_s / (SEARCH_REPLAYS + RACE_REPLAYS)
+    replay_s = 0.85 * remaining_s / replays
     length_s = replay_s / max(wall_per_trace_s, 1e-6)
     enough_s = LEAST_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)

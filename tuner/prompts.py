@@ -7,7 +7,8 @@ own number, so no two prompts have a first block in common by accident. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,52 @@ SPECIAL_IDS = range(10)
 _Words = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK_DOMAIN, _TAIL_DOMAIN = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt of which the tokens are at hand.
+
+    >>> a, b = TokenPrompt((1, 2, 3, 4, 5)), TokenPrompt((1, 2, 3, 9))
+    >>> a.block_keys(2)[0] == b.block_keys(2)[0], a.block_keys(2)[1] == b.block_keys(2)[1]
+    (True, False)
+    """
+
+    ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens."""
+        return list(self.ids)
+
+    def block_keys(self, block_size: int) -> list[bytes]:
+        """Return a key for each full block; it tells the tokens up to the block's end."""
+        keys, chain = [], 0
+        for end in range(block_size, len(self.ids) + 1, block_size):
+            chain = hash((chain, *self.ids[end - block_size : end]))
+            keys.append(b"%d:%d" % (chain, end))
+        return keys
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrompt:
+    """The prompt of one request of a trace, made when its tokens are asked for."""
+
+    source: PromptSource
+    index: int
+
+    def __len__(self) -> int:
+        return self.source.length(self.index)
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens."""
+        return self.source.tokens(self.index)
+
+    def block_keys(self, block_size: int) -> list[bytes]:
+        """Return a key for each full block that equal beginnings share."""
+        return self.source.block_keys(self.index, block_size)
 
 
 class PromptSource:
@@ -53,6 +100,36 @@ class PromptSource:
         self._usable = usable
         self._seed = _mixed(np.array([seed % (1 << 64)], np.uint64) + _GOLDEN)
         self._digits = _digits_needed(len(trace), usable.size)
+
+    def prompt(self, index: int) -> RecordedPrompt:
+        """Return the prompt of one request, not made before it is needed."""
+        return RecordedPrompt(self, index)
+
+    def length(self, index: int) -> int:
+        """Return the prompt's number of tokens."""
+        return int(self._trace.prompt_tokens[index])
+
+    def block_keys(self, index: int, block_size: int) -> list[bytes]:
+        """Return a key for each full block of block_size tokens of the prompt.
+
+        Two prompts have a key in common exactly if their tokens agree up to that block's end:
+        recorded blocks are told by their chained ids, all else by the request's own number.
+        """
+        n, hashes = self.length(index), self._trace.hashes
+        ids: list[int] = [] if hashes is None else hashes.row_array(index).tolist()
+        recorded = 1 if hashes is None else hashes.block_size
+        covered, keys = min(len(ids) * recorded, n), []
+        chain, taken = 0, 0
+        for end in range(block_size, n + 1, block_size):
+            if end > covered:
+                keys.append(b"row%d:%d" % (index, end))
+                continue
+            needed = (end - 1) // recorded + 1
+            while taken < needed:
+                chain = hash((chain, ids[taken]))
+                taken += 1
+            keys.append(b"%d:%d" % (chain, end))
+        return keys
 
     def tokens(self, index: int) -> list[int]:
         """Return the prompt of one request as token ids."""

@@ -8,63 +8,22 @@ was due. Which limits to replay at is decided elsewhere; what the instants mean,
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from tuner.arrivals import ClockKind, ReplayClock, arrivals_of
-from tuner.engine.protocol import Engine, Step
-from tuner.engine.steps import StepColumns, StepLog
-from tuner.errors import ReplayError, UsageError
+from tuner.engine.protocol import DecodeRun, Engine, Prompt, Step
+from tuner.engine.steps import StepColumns, StepLog, StepSummary
+from tuner.errors import ReplayError
+from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.traces import LoadModel, Trace
+from tuner.traces import Trace
 
 # How often the caller hears of progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class CutRule:
-    """When a replay can no longer matter, with certainty rather than by guess.
-
-    `allowed_late` requests may take longer than `late_s` end to end; one more, and the tail
-    is worse than that whatever follows. `max_clock_s` bounds the replay's own clock, counted
-    from the first due time as rates are, and `max_wall_s` real time. None switches a rule off.
-    """
-
-    late_s: float | None = None
-    allowed_late: int = 0
-    max_clock_s: float | None = None
-    max_wall_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayPlan:
-    """How a trace is replayed.
-
-    `concurrency` is the number in flight that a closed loop holds; None takes the one that
-    the trace recorded. `timeout_s` is the patience of a client, None for no end of it.
-
-    Raises: UsageError if the parts contradict each other.
-    """
-
-    load_model: LoadModel = LoadModel.OPEN
-    concurrency: int | None = None
-    clock: ClockKind = ClockKind.VIRTUAL
-    timeout_s: float | None = None
-    cut: CutRule = CutRule()
-
-    def __post_init__(self) -> None:
-        """Refuse contradictions."""
-        if self.concurrency is not None and self.load_model is LoadModel.OPEN:
-            raise UsageError(
-                "--concurrency holds requests in flight and needs --load-model closed"
-            )
-        if self.concurrency is not None and self.concurrency < 1:
-            raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +41,18 @@ class Progress:
 class ReplayLog:
     """Everything one replay brought out.
 
-    `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time.
+    `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time,
+    `kept_steps` every step where the plan asked for them.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
 
     timelines: Timelines
-    steps: StepColumns
+    steps: StepSummary
     clock_s: float
     wall_s: float
     cut_reason: str | None
+    kept_steps: StepColumns | None = None
 
     @property
     def arrivals_end_s(self) -> float:
@@ -103,8 +64,8 @@ class ReplayLog:
 class Prompts(Protocol):
     """Where a replay takes its prompts from."""
 
-    def tokens(self, index: int) -> list[int]:
-        """Return the token ids of the prompt of the trace's row."""
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of the trace's row."""
 
 
 class _Replay:
@@ -116,7 +77,8 @@ class _Replay:
         self._engine, self._trace, self._prompts, self._plan = engine, trace, prompts, plan
         self._too_long = trace.too_long(engine.info.max_model_len)
         self._record = TimelineRecorder(trace.due_s)
-        self._steps = StepLog()
+        predicted = engine.info.kind == "shadow"
+        self._steps = StepLog(keep=plan.keep_steps, predicted=predicted)
         self._arrivals = arrivals_of(trace, plan.load_model, plan.concurrency)
         self._clock = ReplayClock(plan.clock)
         self._row = 0
@@ -139,15 +101,15 @@ class _Replay:
                     cut = "stopped by the caller"
         wall_s = self._clock.wall_s
         self._clear()
-        return ReplayLog(
-            self._record.finish(), self._steps.finish(), self._clock.now_s, wall_s, cut
-        )
+        steps, kept = self._steps.finish()
+        timelines = self._record.finish()
+        return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept)
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
         self._admit()
         if self._engine.has_work():
-            self._take(self._engine.step())
+            self._take(self._engine.step(self._horizon_s()))
             self._time_out()
             return True
         due_s = self._arrivals.next_due_s(self._clock.now_s, len(self._in_flight))
@@ -160,6 +122,22 @@ class _Replay:
             return False
         self._clock.idle_until(due_s)
         return True
+
+    def _horizon_s(self) -> float:
+        """Return for how long nothing will be added or aborted, on the replay's clock."""
+        if self._clock.kind is ClockKind.WALL:
+            return 0.0
+        now_s, plan = self._clock.now_s, self._plan
+        until_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
+        ends = [math.inf if until_s is None else until_s]
+        for patience_s in (plan.timeout_s, plan.cut.late_s):
+            if patience_s is not None:
+                # In flight in due order: the first that is not over is the next to be.
+                over = (due_s + patience_s for due_s in self._in_flight.values())
+                ends.append(next((end for end in over if end > now_s), math.inf))
+        if plan.cut.max_clock_s is not None and self._first_due_s is not None:
+            ends.append(self._first_due_s + plan.cut.max_clock_s)
+        return max(0.0, min(ends) - now_s)
 
     def _admit(self) -> None:
         """Hand over every request that is due by now."""
@@ -176,8 +154,8 @@ class _Replay:
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
                 continue
-            request = self._trace.request(row)
-            self._engine.add(row, self._prompts.tokens(row), request.output_tokens)
+            output_tokens = int(self._trace.output_tokens[row])
+            self._engine.add(row, self._prompts.prompt(row), output_tokens)
             self._record.sent(row, now_s)
             self._in_flight[row] = due_s
             if self._plan.timeout_s is not None:
@@ -185,9 +163,12 @@ class _Replay:
 
     def _take(self, step: Step) -> None:
         """Move the clock and stamp what the step brought out."""
+        began_s = self._clock.now_s
         self._clock.step(step.duration_s)
         now_s = self._clock.now_s
         self._steps.append(step, now_s)
+        if step.run is not None:
+            self._record.run(step.run.rows, began_s, _durations(step.run))
         for out in step.emitted:
             if out.row not in self._in_flight:
                 continue
@@ -268,6 +249,11 @@ class _Replay:
             self._engine.abort(list(self._in_flight))
         while self._engine.has_work():
             self._engine.step()
+
+
+def _durations(run: DecodeRun) -> list[float]:
+    """Return how long each step of a run took."""
+    return [run.first_s + i * run.growth_s for i in range(run.steps)]
 
 
 def replay(

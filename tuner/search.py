@@ -37,7 +37,7 @@ FINALIST_RATIO = 0.10
 
 def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Return what to measure next, or None when the search is done."""
-    seen = [o for o in history if o.phase is not Phase.RACE]
+    seen = [o for o in history if o.phase.is_search]
     if not seen:
         return Proposal(space.present, Phase.PRESENT)
     for stage in (_climb, _refine, _move_budget, _climb_again):
@@ -51,7 +51,7 @@ def _measured(seen: Sequence[Observation], limits: EngineLimits) -> Observation 
     return next((o for o in seen if o.limits == limits), None)
 
 
-def _same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
+def same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
     """Whether a measured configuration is known to make the same batches as these limits."""
     for o in seen:
         if o.limits == limits:
@@ -96,7 +96,7 @@ def _climb(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
             return None
         found = _measured(seen, limits)
         if found is None:
-            return None if _same_schedule(seen, limits) else Proposal(limits, phase)
+            return None if same_schedule(seen, limits) else Proposal(limits, phase)
         climbed.append(found)
     return None
 
@@ -147,7 +147,7 @@ def _refine(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
         if gap < 2 or gap <= REFINE_RATIO * cap:
             continue
         limits = space.at(middle, space.reference_budget)
-        if not _same_schedule(seen, limits) and limits.within(space.ceiling):
+        if not same_schedule(seen, limits) and limits.within(space.ceiling):
             return Proposal(limits, Phase.REFINE)
     return None
 
@@ -193,7 +193,7 @@ def _along(
         if found is None:
             if not limits.within(space.ceiling):
                 return None
-            if _same_schedule(seen, limits):
+            if same_schedule(seen, limits):
                 # A budget that never bound says nothing about those that would.
                 continue
             return Proposal(limits, Phase.BUDGET)
@@ -218,27 +218,30 @@ def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
     for other in (2 * cap, 3 * cap // 2, cap // 2):
         if again < MOST_REFINEMENTS and 1 <= other <= budget:
             limits = space.at(other, budget)
-            if limits.within(space.ceiling) and not _same_schedule(seen, limits):
+            if limits.within(space.ceiling) and not same_schedule(seen, limits):
                 return Proposal(limits, Phase.EXTEND)
     return None
 
 
-def finalists(history: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
+def finalists(
+    history: Sequence[Observation], space: SearchSpace, near_ratio: float = FINALIST_RATIO
+) -> list[EngineLimits]:
     """Return who races: the best few within reach of the leader, and the present one last.
 
-    Those that made the same batches as the present configuration, or as another finalist,
-    stay out: nothing could be learned about them.
+    `history` holds replays that can be compared: all live, or all shadow. Those that made the
+    same batches as the present configuration, or as another finalist, stay out: nothing could
+    be learned about them.
 
     Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
     """
-    seen = [o for o in history if o.phase is not Phase.RACE and o.is_whole]
+    seen = [o for o in history if o.is_whole]
     best = leader(seen)
     if best is None:
         return [space.present]
     present = _measured(seen, space.present)
     chosen: list[Observation] = []
     for o in (best, *sorted(seen, key=lambda o: (o.score.order, o.limits))):
-        near = not o.score.clearly_worse_than(best.score, FINALIST_RATIO)
+        near = not o.score.clearly_worse_than(best.score, near_ratio)
         others = [*chosen, present] if present is not None else chosen
         if near and len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
             chosen.append(o)

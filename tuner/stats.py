@@ -81,13 +81,13 @@ def quantile(samples: Floats | Sequence[float], q: float) -> Estimate:
     if n == 0:
         raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
     rank = max(1, math.ceil(q * n - 1e-9))
-    low, high = _order_interval(n, q)
+    low, high = order_interval(n, q)
     if not carries_quantile(n, q) or low < 1 or high > n:
         return Estimate(float(values[rank - 1]), None, None, n)
     return Estimate(float(values[rank - 1]), float(values[low - 1]), float(values[high - 1]), n)
 
 
-def _order_interval(n: int, q: float) -> tuple[int, int]:
+def order_interval(n: int, q: float) -> tuple[int, int]:
     """Return the ranks (from 1) of the two order statistics that enclose the quantile."""
     tail = (1.0 - CONFIDENCE) / 2
     reach = 4 * math.sqrt(n * q * (1 - q)) + 2

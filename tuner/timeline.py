@@ -8,12 +8,15 @@ many of them is left to `metrics`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tuner.tally import Tally, Weighted
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -83,7 +86,7 @@ class RequestTimeline:
 class Timelines:
     """The timelines of a replay as columns, one row per offered request, in due order.
 
-    Shapes: every column is [n] but gap_s, which is [pooled gaps between tokens].
+    Shapes: every column is [n] but gap_s, which counts the gaps between tokens of all.
     Units: seconds on the replay's clock; nan where a request never got that far.
     """
 
@@ -93,7 +96,7 @@ class Timelines:
     last_s: Floats
     output_tokens: Ints
     outcome: Ints
-    gap_s: Floats
+    gap_s: Weighted
 
     def __len__(self) -> int:
         return int(self.due_s.size)
@@ -134,6 +137,10 @@ class Timelines:
         return sent_lag_s
 
 
+# Gaps that are kept before they are counted: ours, a megabyte of them.
+_CHUNK_GAPS = 65536
+
+
 class TimelineRecorder:
     """Collects stamps while a replay runs and hands them over as columns.
 
@@ -143,12 +150,13 @@ class TimelineRecorder:
     def __init__(self, due_s: Floats) -> None:
         n = due_s.size
         self._due_s = due_s.astype(np.float64, copy=True)
-        self._sent_s = [float("nan")] * n
-        self._first_s = [float("nan")] * n
-        self._last_s = [float("nan")] * n
-        self._tokens = [0] * n
-        self._outcome = [int(Outcome.ABORTED)] * n
-        self._gap_s = array("d")
+        self._sent_s = np.full(n, np.nan)
+        self._first_s = np.full(n, np.nan)
+        self._last_s = np.full(n, np.nan)
+        self._tokens = np.zeros(n, dtype=np.int64)
+        self._outcome = np.full(n, int(Outcome.ABORTED), dtype=np.int64)
+        self._gap_s, self._gap_weights = array("d"), array("d")
+        self._gaps = Tally()
 
     def due(self, row: int, at_s: float) -> None:
         """Note when the row became due, where the load model decides that."""
@@ -163,10 +171,40 @@ class TimelineRecorder:
         if self._tokens[row] == 0:
             self._first_s[row] = at_s
         else:
-            self._gap_s.append(at_s - self._last_s[row])
-        self._gap_s.extend([0.0] * (count - 1))
+            self._gap(at_s - self._last_s[row], 1.0)
+        if count > 1:
+            self._gap(0.0, count - 1.0)
         self._last_s[row] = at_s
         self._tokens[row] += count
+
+    def run(self, rows: Ints, began_s: float, took_s: Sequence[float]) -> None:
+        """Note that each of the rows brought out one token in each of several steps.
+
+        The rows have answered before. took_s is how long each of the steps took.
+
+        Shapes: rows is [sequences], took_s is [steps].
+        """
+        last_s = self._last_s[rows]
+        waited_s = (began_s - last_s).tolist()
+        if max(waited_s) - min(waited_s) < 1e-12:
+            self._gap(waited_s[0] + took_s[0], float(rows.size))
+        else:
+            for more_s in waited_s:
+                self._gap(more_s + took_s[0], 1.0)
+        self._gap_s.extend(took_s[1:])
+        self._gap_weights.extend([float(rows.size)] * (len(took_s) - 1))
+        self._last_s[rows] = began_s + sum(took_s)
+        self._tokens[rows] += len(took_s)
+
+    def _gap(self, gap_s: float, weight: float) -> None:
+        self._gap_s.append(gap_s)
+        self._gap_weights.append(weight)
+        if len(self._gap_s) >= _CHUNK_GAPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        self._gaps.add(np.array(self._gap_s), np.array(self._gap_weights))
+        self._gap_s, self._gap_weights = array("d"), array("d")
 
     def ended(self, row: int, outcome: Outcome) -> None:
         """Note how the row ended."""
@@ -174,14 +212,13 @@ class TimelineRecorder:
 
     def finish(self) -> Timelines:
         """Return everything that was noted."""
+        self._fold()
         return Timelines(
             due_s=self._due_s,
-            sent_s=np.array(self._sent_s, dtype=np.float64),
-            first_s=np.array(self._first_s, dtype=np.float64),
-            last_s=np.array(self._last_s, dtype=np.float64),
-            output_tokens=np.array(self._tokens, dtype=np.int64),
-            outcome=np.array(self._outcome, dtype=np.int64),
-            gap_s=np.frombuffer(self._gap_s, dtype=np.float64).copy()
-            if self._gap_s
-            else np.empty(0),
+            sent_s=self._sent_s,
+            first_s=self._first_s,
+            last_s=self._last_s,
+            output_tokens=self._tokens,
+            outcome=self._outcome,
+            gap_s=self._gaps.finish(),
         )

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from tuner.engine.protocol import Engine, EngineInfo
+from tuner.prompts import TokenPrompt
 
 # Ours: two rounds of each size, since the second shows no first-use cost any more; 64
 # sequences, beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most,
@@ -53,7 +54,7 @@ def warm_up(engine: Engine, budget_s: float = 15.0) -> float:
         for _ in range(ROUNDS):
             for _ in range(min(seqs, info.ceiling.max_num_seqs)):
                 tokens = rng.integers(0, info.vocab_size, size=max(1, prompt_tokens)).tolist()
-                engine.add(row, tokens, DECODE_TOKENS)
+                engine.add(row, TokenPrompt(tokens), DECODE_TOKENS)
                 row += 1
             while engine.has_work():
                 engine.step()

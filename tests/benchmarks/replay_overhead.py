@@ -57,7 +57,8 @@ def ours(requests: int) -> float:
     from tuner.engine.live import LiveSource
     from tuner.engine.protocol import EngineLimits
     from tuner.prompts import PromptSource
-    from tuner.replay import ReplayPlan, replay
+    from tuner.replay import replay
+    from tuner.replay_plan import ReplayPlan
 
     trace = a_trace(requests)
     limits = EngineLimits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)

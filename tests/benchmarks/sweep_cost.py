@@ -51,7 +51,7 @@ def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, fl
     from tuner.engine.live import LiveSource
     from tuner.engine.protocol import EngineLimits
     from tuner.host import Host
-    from tuner.replay import ReplayPlan
+    from tuner.replay_plan import ReplayPlan
 
     began_s = time.perf_counter()
     limits = [EngineLimits(cap, budget) for cap, budget in configurations]

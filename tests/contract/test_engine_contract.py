@@ -4,34 +4,91 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from leaping import LeapingSource
 from toy import ToySource
 
 from tuner.demo import demo_engine_args
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import Engine, EngineLimits, EngineSource, Step
+from tuner.engine.protocol import Emitted, Engine, EngineLimits, EngineSource, Step
 from tuner.errors import EngineError
+from tuner.prompts import TokenPrompt
 
 CEILING = EngineLimits(8, 256)
 UNKNOWN_ROW = 999
 
 
-def prompt(row: int, tokens: int = 20) -> list[int]:
+def prompt(row: int, tokens: int = 20) -> TokenPrompt:
     """Return a prompt that shares no token with another row's."""
-    return [11 + row] * tokens
+    return TokenPrompt([11 + row] * tokens)
+
+
+def turns(engine: Engine, horizon_s: float = math.inf) -> list[Step]:
+    """Step until there is no work, for a bounded number of turns."""
+    taken: list[Step] = []
+    for _ in range(2000):
+        if not engine.has_work():
+            return taken
+        taken.append(engine.step(horizon_s))
+    pytest.fail("the engine still has work after 2,000 turns")
 
 
 def drain(engine: Engine) -> list[Step]:
-    """Step until there is no work, for a bounded number of turns."""
-    steps: list[Step] = []
-    for _ in range(2000):
-        if not engine.has_work():
-            return steps
-        steps.append(engine.step())
-    pytest.fail("the engine still has work after 2,000 turns")
+    """Return all steps until there is no work, those taken at once one by one.
+
+    Nothing is added meanwhile, so an engine may take as many like steps at once as it can.
+    """
+    return [step for turn in turns(engine) for step in singly(turn)]
+
+
+def singly(turn: Step) -> list[Step]:
+    """Return the like steps that a turn stands for, as if each had been taken for itself."""
+    if turn.run is None:
+        return [turn]
+    run, batch, rows = turn.run, turn.batch, turn.run.rows.tolist()
+    assert batch is not None
+    assert batch.is_decode_only
+    assert (batch.preempted, batch.cached_tokens) == (0, 0)
+    assert batch.decode_seqs == len(rows) == len(set(rows))
+    ended = [out.row for out in turn.emitted]
+    assert all(out.is_last and out.tokens == 0 for out in turn.emitted)
+    assert set(ended) <= set(rows)
+    durations_s = [run.first_s + i * run.growth_s for i in range(turn.like_steps)]
+    assert turn.duration_s == pytest.approx(sum(durations_s))
+    return [
+        replace(
+            turn,
+            duration_s=duration_s,
+            emitted=[
+                Emitted(row, 1, i == turn.like_steps - 1 and row in ended) for row in rows
+            ],
+            batch=replace(
+                batch, decode_context_tokens=batch.decode_context_tokens + i * len(rows)
+            ),
+            run=None,
+        )
+        for i, duration_s in enumerate(durations_s)
+    ]
+
+
+def schedule(steps: list[Step]) -> list[object]:
+    """Return what was computed and came out in each step, without how long it took."""
+    return [
+        (s.batch, s.running, s.waiting, sorted((o.row, o.tokens, o.is_last) for o in s.emitted))
+        for s in steps
+        if s.batch
+    ]
+
+
+def mixed(engine: Engine) -> None:
+    """Queue requests of mixed lengths, more than run at once."""
+    engine.set_limits(EngineLimits(4, 50))
+    for row in range(9):
+        engine.add(row, prompt(row, 10 + 17 * (row % 4)), 1 + 12 * (row % 3))
 
 
 def answered(steps: list[Step]) -> dict[int, int]:
@@ -177,9 +234,9 @@ class EngineContract:
         for row in range(3):
             engine.add(row, prompt(row, 3 * block), 2)
         assert cached(drain(engine)) == 0
-        engine.add(3, [*shared, 7], 2)
+        engine.add(3, TokenPrompt([*shared, 7]), 2)
         assert cached(drain(engine)) == 0
-        engine.add(4, [*shared, 8], 2)
+        engine.add(4, TokenPrompt([*shared, 8]), 2)
         assert cached(drain(engine)) == 3 * block
 
     def test_a_prompt_seen_before_still_computes_its_last_block(self, engine: Engine) -> None:
@@ -231,6 +288,27 @@ class EngineContract:
         engine.add(0, prompt(0), 3)
         assert answered(drain(engine)) == {0: 3}
 
+    @pytest.mark.parametrize("horizon_s", [1e-9, 0.05, math.inf])
+    def test_a_horizon_changes_how_many_turns_it_takes_and_nothing_else(
+        self, engine: Engine, horizon_s: float
+    ) -> None:
+        schedules = []
+        for one_s in (0.0, horizon_s):
+            engine.reset()
+            mixed(engine)
+            taken = turns(engine, one_s)
+            assert one_s > 0 or all(turn.like_steps == 1 for turn in taken)
+            schedules.append(schedule([step for turn in taken for step in singly(turn)]))
+        assert schedules[0] == schedules[1]
+
+    def test_the_last_of_like_steps_begins_before_the_horizon(self, engine: Engine) -> None:
+        for horizon_s in (1e-9, 0.025, 0.1):
+            engine.add(0, prompt(0), 60)
+            for turn in turns(engine, horizon_s):
+                assert turn.like_steps == 1 or (
+                    turn.duration_s - singly(turn)[-1].duration_s < horizon_s
+                )
+
     def test_a_step_without_work_is_refused(self, engine: Engine) -> None:
         assert not engine.has_work()
         with pytest.raises(EngineError, match="without work"):
@@ -253,6 +331,12 @@ class ClosingContract:
 def toy() -> Iterator[Engine]:
     """Start a toy, and see it closed."""
     yield from started(ToySource())
+
+
+@pytest.fixture(scope="class")
+def leaping() -> Iterator[Engine]:
+    """Start a toy that takes like steps at once, and see it closed."""
+    yield from started(LeapingSource())
 
 
 @pytest.fixture(scope="class")
@@ -281,6 +365,25 @@ class TestToyEngine(EngineContract):
         return toy
 
 
+class TestLeapingEngine(EngineContract):
+    """A toy that takes like steps at once keeps the same contract."""
+
+    @pytest.fixture
+    def engine(self, leaping: Engine) -> Engine:
+        """Return the leaping toy."""
+        return leaping
+
+    def test_it_does_take_like_steps_at_once(self, engine: Engine) -> None:
+        engine.add(0, prompt(0), 60)
+        assert [turn.like_steps for turn in turns(engine)] == [1, 59]
+
+    def test_it_takes_as_many_as_begin_before_the_horizon(self, engine: Engine) -> None:
+        engine.add(0, prompt(0), 60)
+        # A decode takes 10.5 ms: the fourth begins at 31.5 ms.
+        counts = [turn.like_steps for turn in turns(engine, 0.032)]
+        assert counts == [1, *[4] * 14, 3]
+
+
 class TestToyEngineCloses(ClosingContract):
     """The toy closes."""
 
@@ -305,9 +408,7 @@ class TestLiveEngine(EngineContract):
         toy = like.start({}, CEILING)
         schedules = []
         for one in (toy, engine):
-            one.set_limits(EngineLimits(4, 50))
-            for row in range(9):
-                one.add(row, prompt(row, 10 + 17 * (row % 4)), 1 + 5 * (row % 3))
+            mixed(one)
             schedules.append(
                 [
                     (s.batch, s.running, s.waiting, list(s.emitted))

@@ -16,6 +16,7 @@ from tuner.cli.options import (
     SLO,
     as_usage_error,
     engine_options,
+    shadow_options,
     traffic_options,
 )
 from tuner.errors import TunerError
@@ -30,6 +31,21 @@ _EPILOG = (
 @click.group(invoke_without_command=True, context_settings=_CONTEXT, epilog=_EPILOG)
 @traffic_options
 @engine_options
+@click.option(
+    "--method",
+    type=click.Choice(["auto", "live", "shadow"]),
+    default="auto",
+    show_default=True,
+    help="auto: learn a few settings live, rank all in vLLM's own scheduler with predicted "
+    "steps, judge the best live; live: everything live; shadow: no engine, needs --profile.",
+)
+@shadow_options
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Shadow replays beside each other  [default: one per core]",
+)
 @click.option(
     "--tuning",
     metavar="NAME",
@@ -100,6 +116,15 @@ def sys_arguments(ctx: click.Context) -> list[str]:
 @tune.command("replay", context_settings=_CONTEXT)
 @traffic_options
 @engine_options
+@click.option(
+    "--engine",
+    "engine_kind",
+    type=click.Choice(["live", "shadow"]),
+    default="live",
+    show_default=True,
+    help="live: measure on vLLM; shadow: predict with --profile.",
+)
+@shadow_options
 @click.option(
     "--max-num-seqs", type=click.IntRange(1), metavar="N", help="Cap; default: the present one."
 )

@@ -18,48 +18,57 @@ from tuner.errors import Caveat, NoFeasibleConfigError
 from tuner.observation import leader
 from tuner.outcome import Circumstances, Outcome, comments, make_outcome
 from tuner.plan import window_text
+from tuner.records import decisive, observation_of
 from tuner.redact import has_secrets
 from tuner.rundir import RESULT_FILE, RUN_FILE
-from tuner.session import Session
+from tuner.session import AnySession
 from tuner.windows import Window
 
 _TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_CLIPPED}
 
 
-def run_record(job: Job, study: str, windows: tuple[Window, ...]) -> dict[str, Any]:
-    """Return what `--resume` needs, without secrets."""
+def run_record(
+    job: Job, study: str, windows: tuple[Window, ...], parts: tuple[Window, ...] = ()
+) -> dict[str, Any]:
+    """Return what `--resume` and workers need, without secrets."""
     return {
         "study": study,
         "arguments": list(job.arguments),
         "trace_sha256": job.traffic.trace.sha256,
         "config_sha256": job.engine.config_sha256,
         "windows": [{"start_s": w.start_s, "end_s": w.end_s} for w in windows],
+        "forecast_parts": [{"start_s": w.start_s, "end_s": w.end_s} for w in parts],
     }
 
 
 class Finish:
     """Runs the session and turns whatever came of it into files and an exit code."""
 
-    def __init__(self, job: Job, session: Session, facts: EngineFacts, told: str) -> None:
+    def __init__(self, job: Job, session: AnySession, facts: EngineFacts, told: str) -> None:
         self._job, self._session, self._facts = job, session, facts
+        self._run = session.run_state
         if told and job.options["too_long"] in _TOO_LONG_CAVEATS:
-            session.caveats.add(_TOO_LONG_CAVEATS[job.options["too_long"]])
+            self._run.caveats.add(_TOO_LONG_CAVEATS[job.options["too_long"]])
+        self._parts: tuple[Window, ...] = ()
         self._began_s = time.monotonic()
 
     def run(self) -> int:
         """Run to the end, or to Ctrl-C, and write what there is."""
-        session = self._session
-        session.on_windows = self._keep_windows
-        display = session.listener
+        run = self._run
+        run.on_windows = self._keep_windows
+        run.on_forecast = self._keep_parts
+        display = run.listener
         try:
             with display if isinstance(display, RunDisplay) else RunDisplay("p95", 0):
-                decision = session.run()
+                decision = self._session.run()
         except KeyboardInterrupt:
             self._interrupted()
             raise
         except BaseException:
             self._write(self._best_so_far(), "failed")
             raise
+        finally:
+            self._session.close()
         outcome = self._write(decision, "complete")
         if outcome is None or not outcome.feasible:
             raise self._nothing_feasible()
@@ -68,71 +77,83 @@ class Finish:
 
     def _keep_windows(self, windows: tuple[Window, ...]) -> None:
         """Put the choice on disk, so that a resumed run replays the same."""
-        session = self._session
-        record = run_record(self._job, session.journal.study_name, windows)
-        session.run_dir.write_json(RUN_FILE, record)
-        say(f"replaying {window_text(windows, session.trace)}")
+        self._keep(windows)
+        say(f"replaying {window_text(windows, self._run.trace)}")
+
+    def _keep_parts(self, parts: tuple[Window, ...], generation: int) -> None:
+        """Put on disk what the shadow replays, so that workers replay the same."""
+        self._parts = parts
+        self._keep(self._run.windows)
+        if generation == 0:
+            say(f"the shadow replays {window_text(parts, self._run.trace)}")
+
+    def _keep(self, windows: tuple[Window, ...]) -> None:
+        record = run_record(self._job, self._run.journal.study_name, windows, self._parts)
+        self._run.run_dir.write_json(RUN_FILE, record)
 
     def _best_so_far(self) -> Decision:
         """Return the leader of an unfinished search, which nothing has confirmed."""
-        session = self._session
-        best = leader(session.journal.observations())
-        limits = best.limits if best else session.space.present
-        kind = Verdict.KEEP if limits == session.space.present else Verdict.CHANGE
-        runs = session.journal.race_runs()
-        gain = confirm.ratio(runs, limits, session.space.present)
+        run = self._run
+        best = leader([observation_of(r) for r in decisive(run.journal.records())])
+        limits = best.limits if best else run.space.present
+        kind = Verdict.KEEP if limits == run.space.present else Verdict.CHANGE
+        runs = run.journal.race_runs()
+        gain = confirm.ratio(runs, limits, run.space.present)
         return Decision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:
-        if not self._session.journal.observations():
+        if not self._run.journal.observations():
             say("interrupted before anything was measured")
             return
         outcome = self._write(self._best_so_far(), "interrupted")
         if outcome is not None and outcome.feasible:
             self._emit(outcome)
-        say(f"go on with: tune --resume {self._session.run_dir.path}")
+        say(f"go on with: tune --resume {self._run.run_dir.path}")
 
     def _write(self, decision: Decision, state: str) -> Outcome | None:
         """Write result.json; None when nothing was measured yet."""
-        session, job = self._session, self._job
-        records = session.journal.records()
-        if not records or not session.is_planned:
+        run, job = self._run, self._job
+        records = run.journal.records()
+        if not records or not run.is_planned:
             return None
-        windows = session.windows
-        started = session.bench.started
+        started = run.bench.started
         around = Circumstances(
-            trace=session.trace,
-            replayed_requests=sum(len(w.of(session.trace)) for w in windows),
-            window=window_text(windows, session.trace),
-            info=started.info if started else None,
+            trace=run.trace,
+            replayed_requests=run.window_requests,
+            window=window_text(run.windows, run.trace),
+            info=started.info if started else run.bench.last_info,
             present_source="configuration" if job.engine.names_limits else "vLLM's default",
             model=job.engine.model,
             options={"arguments": list(job.arguments)},
-            engine_starts=session.bench.starts,
+            engine_starts=run.bench.starts,
             wall_s=time.monotonic() - self._began_s,
+            method=str(job.method),
+            walls_s=run.walls_s,
+            **self._session.findings(),
         )
-        doubts = session.doubts(decision)
+        doubts = self._session.doubts(decision)
         outcome = make_outcome(
-            decision, session.space.present, session.goal, records, doubts, around, state
+            decision, run.space.present, run.goal, records, doubts, around, state
         )
-        session.run_dir.write_json(RESULT_FILE, outcome.content)
+        run.run_dir.write_json(RESULT_FILE, outcome.content)
         return outcome
 
     def _nothing_feasible(self) -> NoFeasibleConfigError:
-        session = self._session
-        best = leader(session.journal.observations())
+        run = self._run
+        records = decisive(run.journal.records())
+        best = leader([observation_of(r) for r in records])
         if best is None:
             return NoFeasibleConfigError(
                 "no configuration survived its replay",
-                f"see the causes in {session.run_dir.path / 'trials.jsonl'}",
+                f"see the causes in {run.run_dir.path / 'trials.jsonl'}",
             )
-        record = next(r for r in session.journal.records() if r["number"] == best.number)
-        broken = session.goal.broken_in(record["measurement"])
+        record = next(r for r in records if r["number"] == best.number)
+        broken = run.goal.broken_in(record["measurement"])
         return NoFeasibleConfigError(
             f"no configuration meets the SLOs; nearest is {best.limits} "
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(broken)}",
             f"relax an SLO, lower --load, or add replicas; all trials are in "
-            f"{session.run_dir.path}",
+            f"{run.run_dir.path}",
         )
 
     def _emit(self, outcome: Outcome) -> None:
@@ -140,15 +161,13 @@ class Finish:
         output, limits = self._job.options["output"], outcome.decision.winner
         name = Path(output).name if output else "best.yaml"
         values = self._job.engine.values
-        text = _yaml(values, limits, outcome, name, self._session.run_dir.path)
+        text = _yaml(values, limits, outcome, name, self._run.run_dir.path)
         if output:
             write_atomic(Path(output), text, secret=has_secrets(values))
-            show_outcome(
-                outcome, f"written to {output}; evidence in {self._session.run_dir.path}"
-            )
+            show_outcome(outcome, f"written to {output}; evidence in {self._run.run_dir.path}")
         else:
             sys.stdout.write(text)
-            show_outcome(outcome, f"evidence in {self._session.run_dir.path}")
+            show_outcome(outcome, f"evidence in {self._run.run_dir.path}")
 
 
 def _yaml(

@@ -18,7 +18,9 @@ from tuner.demo import demo_engine_args
 from tuner.describe import describe
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.formats import ReadOptions, read_trace
-from tuner.replay import ReplayPlan
+from tuner.profiles import Profile
+from tuner.redact import REDACTED
+from tuner.replay_plan import ReplayPlan
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.traces import LoadModel, TooLong, Trace, ZeroOutput
 
@@ -89,6 +91,26 @@ def choose_engine(options: Mapping[str, Any]) -> EngineChoice:
     _check_model(values)
     names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
     return EngineChoice(values, is_demo, names_limits, sha256)
+
+
+def profiled_engine(options: Mapping[str, Any], profile: Profile) -> EngineChoice:
+    """Return the configuration that a profile was made with, changed by what was given.
+
+    Raises: UsageError.
+    """
+    given = parse_engine_args(options["engine_args"])
+    kept = profile.serve_values.items()
+    values = {key: value for key, value in kept if value != REDACTED}
+    sha256 = ""
+    if options["config"]:
+        path = Path(options["config"])
+        values = dict(read_config(path).values)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    if options["model"]:
+        values["model"] = options["model"]
+    values |= given
+    names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
+    return EngineChoice(values, is_demo=False, names_limits=names_limits, config_sha256=sha256)
 
 
 def _check_model(values: Mapping[str, object]) -> None:

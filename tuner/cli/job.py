@@ -11,13 +11,17 @@ from tuner.cli.inputs import (
     EngineChoice,
     Traffic,
     choose_engine,
+    profiled_engine,
     read_traffic,
 )
 from tuner.cli.inputs import replay_plan as plan_of
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
+from tuner.profiles import Profile, read_profile
 from tuner.rundir import new_run_path
+from tuner.session import Method
+from tuner.shadows import default_jobs
 
 DEFAULT_BUDGET_S = 1800.0
 
@@ -33,11 +37,19 @@ class Job:
     budget: Budget
     ladder: tuple[int, ...]
     run_path: Path
+    method: Method = Method.AUTO
+    profile: Profile | None = None
+    jobs: int = 1
 
     @property
     def is_resumed(self) -> bool:
         """Whether an earlier run goes on."""
         return bool(self.options["resume"])
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a profile that does not fit is used all the same."""
+        return bool(self.options["force_profile"])
 
 
 def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
@@ -46,7 +58,9 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
     ladder = options["max_num_seqs"] or DEFAULT_LADDER
     slos = tuple(options["slo"])
     Goal(Objective(options["objective"]), slos, "p99")
-    engine = choose_engine(options)
+    method = Method(options["method"])
+    profile = _profile(options, method)
+    engine = choose_engine(options) if profile is None else profiled_engine(options, profile)
     traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
     plan_of(options, traffic.trace)
     if options["output"] and not Path(options["output"]).resolve().parent.is_dir():
@@ -54,4 +68,31 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
             f"-o {options['output']}: its folder does not exist", "make it, or name another"
         )
     run_path = Path(options["resume"] or options["run_dir"] or new_run_path(Path("runs")))
-    return Job(options, tuple(arguments), engine, traffic, budget, ladder, run_path)
+    return Job(
+        options,
+        tuple(arguments),
+        engine,
+        traffic,
+        budget,
+        ladder,
+        run_path,
+        method,
+        profile,
+        options["jobs"] or default_jobs(),
+    )
+
+
+def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:
+    """Return the profile that is named, where one is wanted. Raises: UsageError."""
+    path = options["profile"]
+    if method is Method.SHADOW and not path:
+        raise UsageError(
+            "--method shadow needs --profile FILE",
+            "every live run writes profile.yaml into its run directory",
+        )
+    if method is not Method.SHADOW and path:
+        raise UsageError(
+            f"--profile is for --method shadow, got --method {method}",
+            "a live run makes a profile of its own",
+        )
+    return read_profile(Path(path)) if path else None

@@ -194,6 +194,25 @@ def engine_options(command: Command) -> Command:
     return _stacked(*_ENGINE_OPTIONS)(command)
 
 
+_SHADOW_OPTIONS = (
+    click.option(
+        "--profile",
+        metavar="FILE",
+        help="Profile of the engine that a shadow stands in for, as profile.yaml of a run.",
+    ),
+    click.option(
+        "--force-profile",
+        is_flag=True,
+        help="Use a profile that was made elsewhere all the same, with a caveat.",
+    ),
+)
+
+
+def shadow_options(command: Command) -> Command:
+    """Add the options that say of which engine a shadow is made."""
+    return _stacked(*_SHADOW_OPTIONS)(command)
+
+
 def as_usage_error(error: click.ClickException) -> TunerError:
     """Return click's complaint in our form."""
     hint = "see --help"

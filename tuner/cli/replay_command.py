@@ -17,16 +17,19 @@ from tuner.cli.inputs import (
     Traffic,
     choose_engine,
     fit_lengths,
+    profiled_engine,
     read_traffic,
     replay_plan,
 )
 from tuner.console import ReplayDisplay, say
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits, EngineSource
-from tuner.errors import Caveat
+from tuner.errors import Caveat, UsageError
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
-from tuner.replay import ReplayPlan
+from tuner.profiles import Profile, read_profile
+from tuner.replay_plan import ReplayPlan
+from tuner.shadow_source import ShadowSource
 from tuner.slo import LATENCIES
 from tuner.traces import LoadModel
 from tuner.windows import whole
@@ -36,7 +39,10 @@ _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 def run_replay(options: Mapping[str, Any], source: EngineSource | None = None) -> int:
     """Replay the trace once and print the measurement. Raises: TunerError."""
-    engine = choose_engine(options)
+    profile = _profile(options)
+    engine = choose_engine(options) if profile is None else profiled_engine(options, profile)
+    if profile is not None:
+        source = source or ShadowSource(profile, is_forced=options["force_profile"])
     traffic = read_traffic(options, largest_cap=256)
     plan = replay_plan(options, traffic.trace)
     for line in traffic.lines:
@@ -63,6 +69,19 @@ def run_replay(options: Mapping[str, Any], source: EngineSource | None = None) -
     return 0
 
 
+def _profile(options: Mapping[str, Any]) -> Profile | None:
+    """Return the profile of a shadow replay. Raises: UsageError."""
+    path, is_shadow = options["profile"], options["engine_kind"] == "shadow"
+    if is_shadow and not path:
+        raise UsageError(
+            "--engine shadow needs --profile FILE",
+            "every live run writes profile.yaml into its run directory",
+        )
+    if path and not is_shadow:
+        raise UsageError("--profile is for --engine shadow", "add --engine shadow")
+    return read_profile(Path(path)) if path else None
+
+
 def _measured(
     host: Host,
     options: Mapping[str, Any],
@@ -86,6 +105,8 @@ def _measured(
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
     found = [
+        (Caveat.SHADOW_ONLY, started.info.kind == "shadow"),
+        (Caveat.PROFILE_FORCED, bool(options["force_profile"])),
         (Caveat.CLOSED_LOOP, plan.load_model is LoadModel.CLOSED),
         (Caveat.DEMO_MODEL, engine.is_demo),
         (Caveat.WINDOWED, window != whole(trace)),

@@ -16,11 +16,19 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.host import Host
-from tuner.journal import Journal, observation_of
+from tuner.journal import Journal
 from tuner.objective import Objective
 from tuner.plan import search_space
+from tuner.profiles import Profile, write_profile
+from tuner.records import observation_of
+from tuner.redact import redacted
+from tuner.run_state import Aim, RunState
 from tuner.rundir import RUN_FILE, RunDir
-from tuner.session import Aim, Session
+from tuner.session import AnySession, Method, Session
+from tuner.shadow_search import PROFILE_FILE, ShadowSearch
+from tuner.shadow_session import ShadowSession
+from tuner.shadow_source import ShadowSource
+from tuner.shadows import Shadows
 from tuner.space import SearchSpace
 from tuner.traces import LoadModel, Trace
 from tuner.windows import Window
@@ -30,14 +38,20 @@ def run_job(job: Job, source: EngineSource | None = None) -> int:
     """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt."""
     for line in job.traffic.lines:
         say(line)
-    if job.engine.is_demo:
+    if job.engine.is_demo and job.method is not Method.SHADOW:
         say(DEMO_NOTE)
     run_dir = RunDir(job.run_path, resume=job.is_resumed)
     try:
-        with Host(source or LiveSource(), run_dir.engine_log) as host:
+        with Host(source or _source_of(job), run_dir.engine_log) as host:
             return _run_in(job, run_dir, host)
     finally:
         run_dir.close()
+
+
+def _source_of(job: Job) -> EngineSource:
+    if job.method is Method.SHADOW and job.profile is not None:
+        return ShadowSource(job.profile, is_forced=job.is_forced)
+    return LiveSource()
 
 
 def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
@@ -47,20 +61,37 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
     trace, told = fit_lengths(job.traffic.trace, facts.max_model_len, job.options["too_long"])
     if told:
         say(told)
-    session = _session(job, run_dir, host, facts, trace, stored)
+    run = _run_state(job, run_dir, host, facts, trace, stored)
+    if job.method is Method.SHADOW and job.profile is not None:
+        write_profile(run_dir.path / PROFILE_FILE, job.profile)
     if not job.is_resumed:
-        run_dir.write_json(RUN_FILE, run_record(job, session.journal.study_name, ()))
-    return Finish(job, session, facts, told).run()
+        run_dir.write_json(RUN_FILE, run_record(job, run.journal.study_name, ()))
+    return Finish(job, _session(job, run), facts, told).run()
 
 
-def _session(
+def _session(job: Job, run: RunState) -> AnySession:
+    """Return the kind of run that was asked for."""
+
+    def make_shadows(profile: Profile) -> Shadows:
+        ceiling, log = run.space.ceiling, run.run_dir.path / "shadow.log"
+        seed = job.options["seed"]
+        return Shadows(profile, ceiling, job.jobs, log, seed, is_forced=job.is_forced)
+
+    if job.method is Method.SHADOW and job.profile is not None:
+        return ShadowSession(run, make_shadows(job.profile), is_forced=job.is_forced)
+    if job.method is Method.LIVE:
+        return Session(run)
+    return Session(run, ShadowSearch(run, make_shadows, redacted(job.engine.values)))
+
+
+def _run_state(
     job: Job,
     run_dir: RunDir,
     host: Host,
     facts: EngineFacts,
     trace: Trace,
     stored: Mapping[str, Any],
-) -> Session:
+) -> RunState:
     options = job.options
     space = search_space(facts, trace, job.ladder, facts.present_limits)
     chosen: Window | None = options["window"].resolve(trace) if options["window"] else None
@@ -80,13 +111,13 @@ def _session(
         display.recall(observation_of(record), record)
     bench = Bench(host, job.engine.values, space.ceiling, options["seed"])
     _say_plan(job, facts, space, run_dir)
-    session = Session(trace, space, aim, bench, journal, run_dir, display, windows=kept)
-    session.caveats |= job.traffic.caveats & {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK}
-    if job.engine.is_demo:
-        session.caveats.add(Caveat.DEMO_MODEL)
+    run = RunState(trace, space, aim, bench, journal, run_dir, display, windows=kept)
+    run.caveats |= job.traffic.caveats & {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK}
+    if job.engine.is_demo and job.method is not Method.SHADOW:
+        run.caveats.add(Caveat.DEMO_MODEL)
     if aim.plan.load_model is LoadModel.CLOSED:
-        session.caveats.add(Caveat.CLOSED_LOOP)
-    return session
+        run.caveats.add(Caveat.CLOSED_LOOP)
+    return run
 
 
 def _say_plan(job: Job, facts: EngineFacts, space: SearchSpace, run_dir: RunDir) -> None:
@@ -98,9 +129,14 @@ def _say_plan(job: Job, facts: EngineFacts, space: SearchSpace, run_dir: RunDir)
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
     caps = ", ".join(map(str, space.ladder))
+    how = {
+        Method.AUTO: "a few settings live, all of them in the shadow, the best live again",
+        Method.LIVE: "every setting live, on one engine start",
+        Method.SHADOW: "in the shadow alone",
+    }[job.method]
     say(
         f"plan: caps {caps} and past the edge while it wins, token budgets "
-        f"{', '.join(map(str, space.budgets))}; one engine start; at most "
+        f"{', '.join(map(str, space.budgets))}; {how}; at most "
         f"{clock_text(job.budget.total_s)}; everything goes to {run_dir.path}"
     )
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner.engine import compat
-from tuner.engine.protocol import EngineFacts, EngineInfo, EngineLimits, Step
+from tuner.engine.compat import core as compat_core
+from tuner.engine.compat import serve
+from tuner.engine.protocol import EngineFacts, EngineInfo, EngineLimits, Prompt, Step
+from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
 # Turns without a batch and without a token before the engine counts as stuck: ours; a healthy
@@ -35,7 +37,7 @@ class LiveEngine:
         for cap in ("max_num_active_seqs", "max_num_scheduled_tokens"):
             if hasattr(engine_args, cap):
                 setattr(engine_args, cap, None)
-        self._core: compat.Core | None = compat.Core(engine_args)
+        self._core: compat_core.Core | None = compat_core.Core(engine_args)
         self._info = self._core.info()
         self._limits = self._info.ceiling
         self._turn_ended_s: float | None = None
@@ -46,8 +48,12 @@ class LiveEngine:
         """What is known of this engine."""
         return self._info
 
+    def shape(self) -> EngineShape:
+        """Return what the scheduler knows of this engine. Raises: ShadowError."""
+        return self._running_core.shape()
+
     @property
-    def _running_core(self) -> compat.Core:
+    def _running_core(self) -> compat_core.Core:
         if self._core is None:
             raise EngineError("the engine is closed")
         return self._core
@@ -72,9 +78,9 @@ class LiveEngine:
         if not self._running_core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
 
-    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+    def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
-        self._running_core.add(row, prompt_token_ids, output_tokens)
+        self._running_core.add(row, prompt.token_ids(), output_tokens)
 
     def abort(self, rows: Sequence[int]) -> None:
         """Drop requests, whether queued or running."""
@@ -84,7 +90,7 @@ class LiveEngine:
         """Whether anything is queued, running or to be tidied up."""
         return self._running_core.has_work()
 
-    def step(self) -> Step:
+    def step(self, horizon_s: float = 0.0) -> Step:  # noqa: ARG002 - one turn is one step here
         """Take one turn of the core's loop and time it."""
         core = self._running_core
         if not core.has_work():
@@ -92,7 +98,7 @@ class LiveEngine:
         between_s = 0.0
         if self._turn_ended_s is not None:
             between_s = time.perf_counter() - self._turn_ended_s
-        step = compat.step_of(*core.turn())
+        step = compat_core.step_of(*core.turn())
         step = replace(step, duration_s=step.duration_s + between_s)
         self._turn_ended_s = time.perf_counter() if core.batches_in_flight() else None
         self._guard_progress(step)
@@ -120,13 +126,13 @@ class LiveSource:
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
-        config = compat.resolve_config(compat.parse_serve_values(values))
+        config = serve.resolve_config(serve.parse_serve_values(values))
         return EngineFacts(
-            present_limits=compat.config_limits(config),
-            max_model_len=compat.config_max_model_len(config),
-            chunks_prefill=compat.config_chunks_prefill(config),
-            vllm_version=compat.vllm_version(),
-            device=compat.device_name(),
+            present_limits=serve.config_limits(config),
+            max_model_len=serve.config_max_model_len(config),
+            chunks_prefill=serve.config_chunks_prefill(config),
+            vllm_version=serve.vllm_version(),
+            device=serve.device_name(),
         )
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> LiveEngine:
@@ -134,4 +140,4 @@ class LiveSource:
 
         Raises: UsageError when vLLM refuses the values; EngineError when it cannot start.
         """
-        return LiveEngine(compat.parse_serve_values(values), ceiling)
+        return LiveEngine(serve.parse_serve_values(values), ceiling)

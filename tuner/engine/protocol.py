@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
+
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,13 +122,31 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Rows that decoded together for several like steps: one token each in every step.
+
+    The first step took first_s, and each following one growth_s longer than the last, because
+    the contexts grow.
+
+    Shapes: rows is [decoding sequences].
+    """
+
+    rows: Rows
+    steps: int
+    first_s: float
+    growth_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One turn of the engine's loop.
+    """One turn of the engine's loop, or several like ones at once where they are predicted.
 
     `batch` is None when the turn completed no batch: an asynchronous engine returns before
-    its first batch is done, and every engine takes a turn to tidy up after the last.
+    its first batch is done, and every engine takes a turn to tidy up after the last. With a
+    `run`, its rows' tokens are not repeated in `emitted`, which then tells only who ended with
+    them; `batch` is the first of the like batches, `kv_usage_ratio` the mean over them.
 
-    Units: duration_s in seconds; kv_usage_ratio in 0 to 1.
+    Units: duration_s in seconds over all like steps; the usages in 0 to 1.
     """
 
     duration_s: float
@@ -131,6 +155,13 @@ class Step:
     running: int
     waiting: int
     kv_usage_ratio: float
+    kv_peak_ratio: float = 0.0
+    run: DecodeRun | None = None
+
+    @property
+    def like_steps(self) -> int:
+        """How many steps of the engine this stands for."""
+        return 1 if self.run is None else self.run.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +177,19 @@ class EngineFacts:
     chunks_prefill: bool
     vllm_version: str
     device: str
+
+
+class Prompt(Protocol):
+    """A request's prompt, of which each engine takes what it needs."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    def token_ids(self) -> list[int]:
+        """Return the tokens themselves."""
+
+    def block_keys(self, block_size: int) -> list[bytes]:
+        """Return a key for each full block that two prompts share if they agree up to it."""
 
 
 class EngineSource(Protocol):
@@ -170,13 +214,16 @@ class Engine(Protocol):
     def info(self) -> EngineInfo:
         """What is known of this engine."""
 
+    def shape(self) -> EngineShape:
+        """Return what a shadow of this engine has to know. Raises: ShadowError."""
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
 
     def reset(self) -> None:
         """Forget the prefix cache. Raises: EngineError while busy."""
 
-    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
+    def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
 
     def abort(self, rows: Sequence[int]) -> None:
@@ -185,8 +232,14 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether anything is queued, running or to be tidied up."""
 
-    def step(self) -> Step:
-        """Take one turn. Raises: EngineError if there is no work or the engine fails."""
+    def step(self, horizon_s: float = 0.0) -> Step:
+        """Take one turn.
+
+        horizon_s is for how long the caller will neither add nor abort: an engine that
+        predicts may take several like steps at once, the last of which begins before then.
+
+        Raises: EngineError if there is no work or the engine fails.
+        """
 
     def close(self) -> None:
         """Give back memory and processes; a second call does nothing."""

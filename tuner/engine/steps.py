@@ -1,18 +1,21 @@
-"""What the engine's steps did and how long they took, as columns.
+"""What the engine's steps did and how long they took.
 
-The log is what decode-step time, queue depth, KV usage and the noise share are computed from,
-and what a step-time model can be fitted to. It draws no conclusion beyond the noise share.
+Two forms of the same thing: a summary, of which decode-step time, queue depth, KV usage and
+the noise share are computed and whose size does not grow with the replay; and, where asked
+for, every step as columns, to which a step-time model is fitted. Neither draws a conclusion.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.engine.protocol import Step
+from tuner.engine.protocol import Batch, Step
+from tuner.tally import Tally, Weighted
 
 Floats = NDArray[np.float64]
 
@@ -21,18 +24,26 @@ Floats = NDArray[np.float64]
 DISTORTED_RATIO = 1.5
 # Like steps: same number of decoding sequences, at least this many of them (ours).
 LIKE_STEPS = 8
+# Steps that are kept before they are counted into the summary: ours, about two megabytes.
+_CHUNK_STEPS = 16384
+LEVELS = ("running", "waiting", "kv_usage_ratio")
+_NO_BATCH = Batch(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """One row per step that completed a batch or passed time.
+    """One row per step that completed a batch or passed time, or per run of like steps.
 
-    Shapes: every column is [steps].
+    `repeats` is the number of like steps that a row stands for, duration_s their sum; the
+    contexts are those of the first.
+
+    Shapes: every column is [rows].
     Units: seconds on the replay's clock, tokens, sequences, ratios in 0 to 1.
     """
 
     end_s: Floats
     duration_s: Floats
+    repeats: Floats
     decode_seqs: Floats
     prefill_tokens: Floats
     decode_context_tokens: Floats
@@ -40,6 +51,7 @@ class StepColumns:
     running: Floats
     waiting: Floats
     kv_usage_ratio: Floats
+    kv_peak_ratio: Floats
     preempted: Floats
     cached_tokens: Floats
 
@@ -52,51 +64,149 @@ class StepColumns:
         mask: NDArray[np.bool_] = (self.decode_seqs > 0) & (self.prefill_tokens == 0)
         return mask
 
-    def distorted_ratio(self) -> float | None:
-        """Return the share of comparable steps that the machine's noise stretched.
 
-        Only steps that decode alone can be compared with their like, so only they count;
-        None when there are too few of them.
+_WIDTH = len(StepColumns.__dataclass_fields__)
+
+
+def _columns(rows: array[float]) -> StepColumns:
+    table = np.array(rows, dtype=np.float64).reshape(-1, _WIDTH)
+    return StepColumns(*(np.ascontiguousarray(table[:, i]) for i in range(_WIDTH)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """All steps of a replay in a size that does not grow with it.
+
+    `decode_steps` holds how long steps took in which nothing but decoding happened,
+    `by_batch` the same by the number of sequences, `levels` how long running, waiting and KV
+    usage held which value, `peaks` their largest.
+
+    Units: seconds; weights of levels in seconds.
+    """
+
+    steps: int
+    duration_s: float
+    decode_steps: Weighted
+    by_batch: Mapping[int, Weighted]
+    levels: Mapping[str, Weighted]
+    peaks: Mapping[str, float]
+    prefill_tokens: int
+    cached_tokens: int
+    preempted: int
+    max_step_tokens: int
+
+    def distorted(self) -> tuple[float, float]:
+        """Return how many steps the machine's noise stretched, and of how many comparable.
+
+        Only steps that decode alone can be compared with their like.
         """
-        alone = self.is_decode_only
-        seqs, took_s = self.decode_seqs[alone], self.duration_s[alone]
-        compared = distorted = 0
-        for n in np.unique(seqs):
-            like_s = took_s[seqs == n]
-            if like_s.size >= LIKE_STEPS:
-                compared += like_s.size
-                distorted += int((like_s > DISTORTED_RATIO * np.median(like_s)).sum())
+        compared = distorted = 0.0
+        for like in self.by_batch.values():
+            if like.total_weight >= LIKE_STEPS:
+                compared += like.total_weight
+                distorted += like.above(DISTORTED_RATIO * like.value_at(0.5))
+        return distorted, compared
+
+    @property
+    def distorted_ratio(self) -> float | None:
+        """The share of comparable steps that was stretched; None without such steps."""
+        distorted, compared = self.distorted()
         return distorted / compared if compared else None
 
 
 class StepLog:
-    """Collects steps while a replay runs."""
+    """Collects steps while a replay runs.
 
-    def __init__(self) -> None:
-        self._rows = array("d")
+    With `keep` every step stays at hand as a row of columns. Steps that were `predicted` are
+    not compared with their like: no machine disturbs them.
+    """
+
+    def __init__(self, *, keep: bool = False, predicted: bool = False) -> None:
+        self._rows: array[float] = array("d")
+        self._kept: list[StepColumns] = []
+        self._keep, self._predicted = keep, predicted
+        self._steps = self._prefill = self._cached = self._preempted = self._fullest = 0
+        self._duration_s = 0.0
+        self._decode, self._by_batch = Tally(), dict[int, Tally]()
+        self._levels = {name: Tally() for name in LEVELS}
+        self._peaks = dict.fromkeys(LEVELS, 0.0)
 
     def append(self, step: Step, end_s: float) -> None:
-        """Note one step that ended at end_s on the replay's clock."""
-        batch = step.batch
-        self._rows.extend((end_s, step.duration_s))
-        if batch is None:
-            self._rows.extend((0.0, 0.0, 0.0, 0.0))
-        else:
-            self._rows.extend(
-                (
-                    float(batch.decode_seqs),
-                    float(batch.prefill_tokens),
-                    float(batch.decode_context_tokens),
-                    float(batch.prefill_context_tokens),
-                )
-            )
-        self._rows.extend((float(step.running), float(step.waiting), step.kv_usage_ratio))
+        """Note a turn that ended at end_s on the replay's clock."""
+        batch = step.batch or _NO_BATCH
         self._rows.extend(
-            (0.0, 0.0) if batch is None else (batch.preempted, batch.cached_tokens)
+            (
+                end_s,
+                step.duration_s,
+                step.like_steps,
+                batch.decode_seqs,
+                batch.prefill_tokens,
+                batch.decode_context_tokens,
+                batch.prefill_context_tokens,
+                step.running,
+                step.waiting,
+                step.kv_usage_ratio,
+                max(step.kv_peak_ratio, step.kv_usage_ratio),
+                batch.preempted,
+                batch.cached_tokens,
+            )
         )
+        if len(self._rows) >= _CHUNK_STEPS * _WIDTH:
+            self._fold()
 
-    def finish(self) -> StepColumns:
-        """Return the log as columns."""
-        width = len(StepColumns.__dataclass_fields__)
-        table = np.array(self._rows, dtype=np.float64).reshape(-1, width)
-        return StepColumns(*(np.ascontiguousarray(table[:, i]) for i in range(width)))
+    def _fold(self) -> None:
+        """Count what came since the last time."""
+        rows, self._rows = _columns(self._rows), array("d")
+        if not len(rows):
+            return
+        if self._keep:
+            self._kept.append(rows)
+        self._steps += int(rows.repeats.sum())
+        self._duration_s += float(rows.duration_s.sum())
+        self._prefill += int(rows.prefill_tokens.sum())
+        self._cached += int(rows.cached_tokens.sum())
+        self._preempted += int(rows.preempted.sum())
+        fullest = int((rows.decode_seqs + rows.prefill_tokens).max())
+        self._fullest = max(self._fullest, fullest)
+        for name in LEVELS:
+            self._levels[name].add(getattr(rows, name), rows.duration_s)
+            column = "kv_peak_ratio" if name == "kv_usage_ratio" else name
+            self._peaks[name] = max(self._peaks[name], float(getattr(rows, column).max()))
+        self._count_decodes(rows)
+
+    def _count_decodes(self, rows: StepColumns) -> None:
+        alone = rows.is_decode_only
+        each_s, times = (rows.duration_s / rows.repeats)[alone], rows.repeats[alone]
+        self._decode.add(each_s, times)
+        if self._predicted:
+            return
+        seqs = rows.decode_seqs[alone]
+        for n in np.unique(seqs):
+            like = self._by_batch.setdefault(int(n), Tally())
+            like.add(each_s[seqs == n], times[seqs == n])
+
+    def finish(self) -> tuple[StepSummary, StepColumns | None]:
+        """Return the summary, and the steps themselves where they were kept."""
+        self._fold()
+        summary = StepSummary(
+            steps=self._steps,
+            duration_s=self._duration_s,
+            decode_steps=self._decode.finish(),
+            by_batch={n: tally.finish() for n, tally in self._by_batch.items()},
+            levels={name: tally.finish() for name, tally in self._levels.items()},
+            peaks=self._peaks,
+            prefill_tokens=self._prefill,
+            cached_tokens=self._cached,
+            preempted=self._preempted,
+            max_step_tokens=self._fullest,
+        )
+        return summary, joined(self._kept) if self._keep else None
+
+
+def joined(parts: list[StepColumns]) -> StepColumns:
+    """Return the rows of all parts, one after the other."""
+    names = StepColumns.__dataclass_fields__
+    empty = [np.empty(0)]
+    return StepColumns(
+        **{n: np.concatenate([getattr(p, n) for p in parts] or empty) for n in names}
+    )

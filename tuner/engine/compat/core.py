@@ -1,167 +1,20 @@
-"""The only file that touches vLLM, and with it vLLM's private names.
+"""vLLM's engine core in this process, and what its batches hold.
 
-Features are looked up, never inferred from a version number. Written for vLLM 0.20 to 0.33:
-tried on 0.32.0, read in the sources of 0.20.2 and 0.33.0. Whatever is missing in another
-version is missing here, in one place, with a message that names it.
+Starting, stepping and limits of a real engine; configurations are read in `serve`.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import platform
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.engine.compat.serve import device_name, first_line, vllm_version
+from tuner.engine.compat.shape import read_shape
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, EngineLimits, Step
-from tuner.errors import EngineError, UsageError
-from tuner.spelling import to_argv
-
-# Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
-_SERVE_PARSER_MODULES = (
-    "vllm.entrypoints.common.cli_args",
-    "vllm.entrypoints.launchers.cli_args",
-    "vllm.entrypoints.openai.cli_args",
-)
-_ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
-
-
-def prepare_environment() -> None:
-    """Set what must stand before vLLM is imported.
-
-    Without multiprocessing the engine core runs in this process, which is what lets its limits
-    change and its steps be timed. Nothing is reported to vLLM's usage collection.
-    """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
-
-def _first_module(names: Sequence[str], attribute: str) -> Any:
-    """Return the attribute from the first module that has it."""
-    for name in names:
-        try:
-            found = getattr(importlib.import_module(name), attribute, None)
-        except ModuleNotFoundError as gone:
-            if gone.name is None or not name.startswith(gone.name):
-                raise
-            continue
-        if found is not None:
-            return found
-    raise EngineError(
-        f"this vLLM ({vllm_version()}) has no {attribute} in any of {', '.join(names)}",
-        "install a vLLM between 0.20 and 0.33",
-    )
-
-
-def vllm_version() -> str:
-    """Return the version of the vLLM that is imported."""
-    _import_vllm()
-    return str(importlib.import_module("vllm").__version__)
-
-
-def _import_vllm() -> None:
-    """Import vLLM or say what is missing."""
-    prepare_environment()
-    try:
-        importlib.import_module("vllm")
-    except ModuleNotFoundError as missing:
-        if missing.name == "vllm":
-            raise UsageError(
-                "vLLM is not installed in this environment",
-                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` tells more",
-            ) from missing
-        raise UsageError(
-            f"vLLM cannot be imported: {missing}", "run `tune doctor`"
-        ) from missing
-    except (ImportError, RuntimeError) as broken:
-        raise UsageError(
-            f"vLLM cannot be imported: {broken}",
-            "run `tune doctor`; a torchvision of another build is the usual cause",
-        ) from broken
-
-
-def parse_serve_values(values: Mapping[str, object]) -> Any:
-    """Turn a `vllm serve` configuration into vLLM's EngineArgs through vLLM's own parser.
-
-    Keys that only the API server knows (port, api-key, …) are accepted and have no effect on
-    the engine.
-
-    Raises: UsageError naming the key or value that vLLM refuses.
-    """
-    _import_vllm()
-    base: Any = _first_module(_ARGPARSE_MODULES, "FlexibleArgumentParser")
-    make_parser: Any = _first_module(_SERVE_PARSER_MODULES, "make_arg_parser")
-
-    class Parser(base):  # type: ignore[misc]  # the base class is vLLM's and untyped here
-        """vLLM's parser, but raising where it would print and exit."""
-
-        def error(self, message: str) -> None:
-            raise UsageError(
-                f"vLLM refuses the configuration: {message}",
-                "compare the key with `vllm serve --help=all`",
-            )
-
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = make_parser(Parser(prog="vllm serve")).parse_args(to_argv(values))
-    return EngineArgs.from_cli_args(arguments)
-
-
-def resolve_config(engine_args: Any) -> Any:
-    """Let vLLM resolve the arguments as its API server would, without starting anything.
-
-    Raises: UsageError with vLLM's own words when it refuses them.
-    """
-    from vllm.usage.usage_lib import UsageContext
-
-    try:
-        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    except (ValueError, TypeError, OSError, NotImplementedError) as refused:
-        raise UsageError(
-            f"vLLM refuses the model or its options: {_first_line(refused)}",
-            "check --model, --config and --engine-arg; the engine's log has all of it",
-        ) from refused
-
-
-def config_limits(vllm_config: Any) -> EngineLimits:
-    """Return the limits that vLLM itself would start with."""
-    scheduler = vllm_config.scheduler_config
-    seqs = getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs
-    budget = (
-        getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
-    )
-    return EngineLimits(int(seqs), int(budget))
-
-
-def config_max_model_len(vllm_config: Any) -> int:
-    """Return the longest sequence that the model takes, in tokens."""
-    return int(vllm_config.model_config.max_model_len)
-
-
-def config_chunks_prefill(vllm_config: Any) -> bool:
-    """Whether prompts may be computed in chunks; without it the budget bounds prompts."""
-    return bool(vllm_config.scheduler_config.enable_chunked_prefill)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the telling line of an error that may span many."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [
-        line for line in lines if not line.startswith(("1 validation error", "For further"))
-    ]
-    line = (telling or lines or [type(error).__name__])[0]
-    return line.partition(" [type=")[0].removeprefix("Value error, ")
-
-
-def device_name() -> str:
-    """Return the name of the device that vLLM computes on."""
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    return f"CPU ({os.cpu_count()} cores, {platform.machine()})"
+from tuner.engine.shape import EngineShape
+from tuner.errors import EngineError
 
 
 class Core:
@@ -185,10 +38,10 @@ class Core:
                 engine_args, usage_context=UsageContext.OPENAI_API_SERVER
             )
         except (RuntimeError, ValueError, MemoryError, OSError, AssertionError) as failed:
-            raise EngineError(f"the engine did not start: {_first_line(failed)}") from failed
+            raise EngineError(f"the engine did not start: {first_line(failed)}") from failed
         self._core: Any = self._engine.engine_core.engine_core
         self._scheduler: Any = self._core.scheduler
-        self._cap_name, self._budget_name = _limit_names(self._scheduler)
+        self._cap_name, self._budget_name = limit_names(self._scheduler)
         self._pending: deque[tuple[Any, int, int, float]] = deque()
         self._idle_turns = 0
         self._hook()
@@ -232,6 +85,11 @@ class Core:
             can_change_limits=self.can_change_limits,
             asynchronous=getattr(self._core, "batch_queue", None) is not None,
         )
+
+    def shape(self) -> EngineShape:
+        """Return what the scheduler knows of the engine. Raises: ShadowError."""
+        config, kv_cache = self._core.vllm_config, self._scheduler.kv_cache_config
+        return read_shape(config, kv_cache, device_name(), vllm_version())
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Change the limits of the running scheduler; the caller sees to it that it is idle."""
@@ -295,7 +153,7 @@ class Core:
         self._core.shutdown()
 
 
-def _limit_names(scheduler: Any) -> tuple[str | None, str | None]:
+def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
     """Find the attributes that hold the cap and the budget, read at each `schedule()`.
 
     0.32 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,

@@ -1,0 +1,295 @@
+"""Processes that share a study measure each trial once, whoever dies; on both databases."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from uuid import uuid4
+
+import optuna
+import pytest
+from optuna.exceptions import ExperimentalWarning
+from sqlalchemy import text
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.journal import Journal
+from tuner.objective import Score, Tier
+from tuner.observation import Phase
+from tuner.records import record_of
+
+SHADOW = Phase.SHADOW
+GRACE_S = 2
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Start a PostgreSQL of our own on a loopback port, and return a URL without the driver."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not programs:
+        pytest.skip("no PostgreSQL here: apt-get install postgresql")
+    if importlib.util.find_spec("psycopg") is None:
+        pytest.skip("no psycopg here: pip install 'psycopg[binary]'")
+    # PostgreSQL refuses to run as root.
+    user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+    folder = Path(tempfile.mkdtemp(prefix="tune-postgres-"))
+    if user:
+        shutil.chown(folder, "postgres")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(program: str, *arguments: str) -> None:
+        command = [*user, str(programs[-1] / program), "-D", str(folder / "data"), *arguments]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    settings = f"-c listen_addresses=127.0.0.1 -p {port} -k {folder} -c fsync=off"
+    try:
+        run("initdb", "-A", "trust", "-U", "tuner", "-E", "UTF8", "--locale=C", "--no-sync")
+        run("pg_ctl", "-o", settings, "-l", str(folder / "log"), "-w", "start")
+        yield f"tuner@127.0.0.1:{port}"
+    finally:
+        if (folder / "data" / "postmaster.pid").exists():
+            run("pg_ctl", "-m", "immediate", "-w", "stop")
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'study.db'}"
+    return f"postgresql+psycopg://{request.getfixturevalue('server')}/postgres"
+
+
+@pytest.fixture
+def study() -> str:
+    """Return a name of its own: all tests share one server."""
+    return f"study {uuid4().hex}"
+
+
+def limits(i: int) -> EngineLimits:
+    return EngineLimits(i, 1024)
+
+
+def measure(journal: Journal, number: int, of: EngineLimits, value: float = 1.0) -> bool:
+    score = Score(Tier.GOOD, value, "e2e_p99")
+    record = record_of(number, of, SHADOW, 0, score, {})
+    return journal.finish(number, score, {"ttft_p99": -0.5}, record)
+
+
+def go_silent(journal: Journal, number: int) -> None:
+    """Make a claim look as after a long hang: its heart stands still and beat long ago."""
+    heart = journal._held[number][1]
+    assert heart is not None
+    heart.stop()
+    with journal._storage.engine.begin() as connection:
+        beat = connection.execute(
+            text(
+                "UPDATE trial_heartbeats SET heartbeat = '2000-01-01 00:00:00' WHERE trial_id ="
+                " (SELECT trial_id FROM trials WHERE number = :number AND study_id = :study)"
+            ),
+            {"number": number, "study": journal._study_id},
+        )
+    assert beat.rowcount == 1
+
+
+def claim_all(journal: Journal, start: Barrier) -> list[int]:
+    """Claim until nothing waits, and only then measure."""
+    start.wait(20)
+    held = []
+    while (claimed := journal.claim(SHADOW)) is not None:
+        held.append(claimed)
+    assert all(measure(journal, number, of) for number, of in held)
+    return [of.max_num_seqs for _, of in held]
+
+
+def claim_in_two_threads(url: str, study: str, start: Barrier, answer: Connection) -> None:
+    journals = [Journal(url, study, join=True) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(claim_all, journal, start) for journal in journals]
+        answer.send([future.result() for future in taken])
+    for journal in journals:
+        journal.close()
+
+
+def claim_and_hang(url: str, study: str, answer: Connection) -> None:
+    journal = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)
+    answer.send(journal.claim(SHADOW))
+    time.sleep(600)
+
+
+def test_eight_claimers_in_four_processes_get_each_trial_once(url: str, study: str) -> None:
+    main = Journal(url, study)
+    wanted = range(1, 25)
+    for i in wanted:
+        main.enqueue(limits(i), SHADOW)
+    start = SPAWN.Barrier(8)
+    ends = [SPAWN.Pipe(duplex=False) for _ in range(4)]
+    workers = [
+        SPAWN.Process(target=claim_in_two_threads, args=(url, study, start, answer))
+        for _, answer in ends
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        for (ours, _), worker in zip(ends, workers, strict=True):
+            assert ours.poll(60), worker.exitcode
+        taken = [each for ours, _ in ends for each in ours.recv()]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    assert Counter(i for each in taken for i in each) == Counter(wanted)
+    assert sum(bool(each) for each in taken) > 1, "nobody had to compete"
+    assert [o.limits for o in main.observations()] == [limits(i) for i in wanted]
+    assert main.unfinished(SHADOW) == 0
+
+
+def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: str) -> None:
+    main = Journal(url, study, heartbeat_s=1, grace_s=GRACE_S)
+    alive = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)
+    main.enqueue(limits(1), SHADOW)
+    main.enqueue(limits(2), SHADOW)
+    assert alive.claim(SHADOW) == (0, limits(1))
+    ours, answer = SPAWN.Pipe(duplex=False)
+    worker = SPAWN.Process(target=claim_and_hang, args=(url, study, answer))
+    worker.start()
+    try:
+        assert ours.poll(60)
+        assert ours.recv() == (1, limits(2))
+        assert (main.waiting(SHADOW), main.unfinished(SHADOW)) == (0, 2)
+    finally:
+        worker.kill()
+        worker.join()
+    died_s = time.monotonic()
+    while not (given_back := main.give_back_stale()):
+        assert time.monotonic() - died_s < 30
+        assert alive.claim(SHADOW) is None
+        time.sleep(0.2)
+    # The other claim is older and its process lives: it was not given up.
+    assert (given_back, main.waiting(SHADOW), main.unfinished(SHADOW)) == (1, 1, 2)
+    assert time.monotonic() - died_s > GRACE_S - 1, "given up while its heart could beat"
+    assert main.give_back_stale() == 0
+    assert measure(alive, 0, limits(1))
+    assert alive.claim(SHADOW) == (2, limits(2))
+    assert measure(alive, 2, limits(2))
+    assert [(r["number"], r["max_num_seqs"]) for r in main.records()] == [(0, 1), (2, 2)]
+    assert (main.give_back_stale(), main.unfinished(SHADOW)) == (0, 0)
+
+
+def test_who_was_given_up_and_finishes_after_all_is_not_counted(url: str, study: str) -> None:
+    main = Journal(url, study)
+    slow, quick = (Journal(url, study, join=True) for _ in range(2))
+    main.enqueue(limits(1), SHADOW)
+    assert slow.claim(SHADOW) == (0, limits(1))
+    go_silent(slow, 0)
+    assert main.give_back_stale() == 1
+    assert quick.claim(SHADOW) == (1, limits(1))
+    assert measure(slow, 0, limits(1), value=7.0) is False
+    assert main.records() == []
+    assert measure(quick, 1, limits(1), value=3.0) is True
+    assert [r["value"] for r in main.records()] == [3.0]
+    assert main.unfinished(SHADOW) == 0
+
+
+def test_a_main_process_that_dies_while_giving_back_loses_nothing(url: str, study: str) -> None:
+    main, worker = Journal(url, study), Journal(url, study, join=True)
+    main.enqueue(limits(1), SHADOW)
+    assert worker.claim(SHADOW) == (0, limits(1))
+    go_silent(worker, 0)
+    with pytest.warns(ExperimentalWarning):
+        optuna.storages.fail_stale_trials(main._study)
+    assert main.unfinished(SHADOW) == 0
+    resumed = Journal(url, study)
+    assert (resumed.give_back_stale(), resumed.give_back_stale()) == (1, 0)
+    assert resumed.waiting(SHADOW) == 1
+
+
+def test_a_resumed_run_neither_doubles_the_queue_nor_disturbs_a_worker(
+    url: str, study: str
+) -> None:
+    main, worker = Journal(url, study), Journal(url, study, join=True)
+    for i in (1, 2, 3):
+        main.enqueue(limits(i), SHADOW)
+    for _ in range(2):
+        claimed = worker.claim(SHADOW)
+        assert claimed is not None
+    assert measure(worker, 0, limits(1))
+    resumed = Journal(url, study)
+    for i in (1, 2, 3, 4):
+        resumed.enqueue(limits(i), SHADOW)
+    assert (resumed.waiting(SHADOW), resumed.unfinished(SHADOW)) == (2, 3)
+    assert measure(worker, 1, limits(2))
+    assert [o.limits for o in resumed.observations()] == [limits(1), limits(2)]
+
+
+def test_a_worker_takes_only_what_waits_in_its_phase(url: str, study: str) -> None:
+    main, worker = Journal(url, study), Journal(url, study, join=True)
+    main.begin(limits(1), Phase.LADDER)
+    main.begin(limits(1), SHADOW)
+    main.enqueue(limits(1), Phase.COLD)
+    assert worker.claim(SHADOW) is None
+    assert worker.claim(Phase.COLD) == (2, limits(1))
+    assert worker.claim(Phase.COLD) is None
+    assert main.unfinished(Phase.COLD) == 1
+
+
+def test_workers_hear_how_the_run_stands(url: str, study: str) -> None:
+    main, worker = Journal(url, study), Journal(url, study, join=True)
+    assert worker.state == ""
+    for text_ in ("measuring", "over"):
+        main.set_state(text_)
+        assert worker.state == text_
+
+
+def test_a_run_that_was_never_started_cannot_be_joined(url: str, study: str) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"no study named '{study}'") as caught:
+            Journal(url, study, join=True)
+        assert "start the run first" in caught.value.hint
+        Journal(url, f"another {study}")
+
+
+def test_joining_by_a_mistyped_path_leaves_no_file_behind(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no study named"):
+        Journal(f"sqlite:///{tmp_path / 'tpyo.db'}", join=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_out_of_reach_is_told(server: str) -> None:
+    nowhere = f"postgresql+psycopg://{server.partition(':')[0]}:1/postgres"
+    for join in (False, True):
+        with pytest.raises(UsageError, match=r"cannot be opened: .*connection failed"):
+            Journal(nowhere, join=join)
+
+
+def test_heartbeats_do_not_depend_on_the_time_zones_of_processes(
+    server: str, study: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"postgresql+psycopg://{server}/postgres"
+    main = Journal(url, study)
+    for i, zone in enumerate(("Asia/Tokyo", "America/Los_Angeles"), start=1):
+        monkeypatch.setenv("PGTZ", zone)
+        worker = Journal(url, study, join=True)
+        main.enqueue(limits(i), SHADOW)
+        assert worker.claim(SHADOW) == (i - 1, limits(i))
+        worker._beat(worker._held[i - 1][0]._trial_id)
+    monkeypatch.delenv("PGTZ")
+    assert main.give_back_stale() == 0
+    assert main.unfinished(SHADOW) == 2

@@ -1,0 +1,136 @@
+"""Which few settings teach the step-time model most, and what is made of their steps.
+
+Answers what to replay live before the shadow can speak, and whether what was learnt is good
+enough to rank by. Replaying is left to `bench`, ranking to `search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.shape import EngineShape
+from tuner.engine.step_fit import Fit, fit
+from tuner.engine.steps import StepColumns
+from tuner.errors import ShadowError
+from tuner.profiles import KvStart, Profile
+from tuner.space import SearchSpace
+
+# A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
+# ours; the settings of a sweep differ by about as much.
+LARGEST_ERROR_RATIO = 0.20
+# No shadow is trusted to less than this, however well it fits: ours, what two live replays of
+# the same configuration differ by on a quiet machine.
+LEAST_ERROR_RATIO = 0.03
+# What a shadow is compared with live on: the metrics that rank configurations.
+COMPARED = ("requests_per_s", "tpot_p50", "e2e_p50")
+
+
+def calibration_settings(space: SearchSpace) -> list[EngineLimits]:
+    """Return the settings to replay live, the one that teaches most first.
+
+    The largest cap and budget show the fullest batches and the largest prefills that the
+    traffic makes; a middle cap with a small budget shows prefills in pieces beside decodes; a
+    low cap shows small batches and long queues. The present ones were replayed already.
+
+    Source: ours; three spread settings were enough to foretell nine others.
+    """
+    caps, budgets = space.ladder, space.budgets
+    low = next((cap for cap in caps if cap > 1), caps[0])
+    middle = caps[len(caps) * 3 // 5]
+    wanted = [
+        space.ceiling,
+        space.at(middle, min(budgets)),
+        space.at(low, max(budgets)),
+    ]
+    seen = dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s != space.present)
+    return list(seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What live replays have shown of an engine: its shape, its starts, its steps."""
+
+    shape: EngineShape
+    starts: tuple[KvStart, ...]
+    steps: tuple[tuple[EngineLimits, StepColumns], ...]
+    present: EngineLimits
+    serve_values: Mapping[str, object]
+
+    def and_steps(self, limits: EngineLimits, steps: Sequence[StepColumns]) -> Calibration:
+        """Return the calibration with the steps of one more replay."""
+        more = tuple((limits, columns) for columns in steps if len(columns))
+        return replace(self, steps=(*self.steps, *more))
+
+    def and_start(self, limits: EngineLimits, num_blocks: int) -> Calibration:
+        """Return the calibration with the blocks of one more start."""
+        start = KvStart(limits, num_blocks)
+        return self if start in self.starts else replace(self, starts=(*self.starts, start))
+
+    def profile(self, metric_error_ratio: float | None = None) -> Profile:
+        """Fit a step-time model and put the profile together.
+
+        Raises: TooFewSamplesError with too few steps.
+        """
+        learnt: Fit = fit([c for _, c in self.steps], tuple(self.shape.captured_sizes))
+        return Profile(
+            shape=self.shape,
+            kv_starts=self.starts,
+            step_model=learnt.model,
+            fit=learnt.error,
+            metric_error_ratio=metric_error_ratio,
+            made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            calibrated_on=tuple(dict.fromkeys(str(limits) for limits, _ in self.steps)),
+            present_limits=self.present,
+            serve_values=self.serve_values,
+        )
+
+
+def error_ratio(profile: Profile) -> float:
+    """Return how wrong the shadow of a profile is said to be, never below the live noise."""
+    fit_error = profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
+    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or fit_error)
+
+
+def check_rank_by(profile: Profile) -> None:
+    """Refuse a profile that is too wrong to rank by. Raises: ShadowError."""
+    wrong = error_ratio(profile)
+    if wrong > LARGEST_ERROR_RATIO:
+        raise ShadowError(
+            f"the shadow is wrong by {wrong:.0%} on what it was calibrated with, "
+            f"more than {LARGEST_ERROR_RATIO:.0%}",
+            "calibrate on a quiet machine, or with --method live",
+        )
+
+
+def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric such as `e2e_p99` or `requests_per_s` of a recorded measurement."""
+    name, _, statistic = metric.rpartition("_")
+    spread = measurement.get(f"{name}_s")
+    found = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
+    return float(found) if isinstance(found, int | float) else None
+
+
+def apart(
+    live: Mapping[str, Any], shadow: Mapping[str, Any], metrics: Sequence[str] = COMPARED
+) -> dict[str, float]:
+    """Return by how much a shadow's metrics differ from the live ones, relative and signed."""
+    found = {}
+    for metric in metrics:
+        measured, predicted = read_metric(live, metric), read_metric(shadow, metric)
+        if measured and predicted:
+            found[metric] = predicted / measured - 1
+    return found
+
+
+def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the largest of the metrics' median absolute errors, None without a comparison."""
+    by_metric: dict[str, list[float]] = {}
+    for difference in differences:
+        for metric, off in difference.items():
+            by_metric.setdefault(metric, []).append(abs(off))
+    return max((median(offs) for offs in by_metric.values()), default=None)

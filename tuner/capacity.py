@@ -1,0 +1,77 @@
+"""The largest multiple of the recorded load at which the SLOs still hold.
+
+A bisection over a question that somebody else answers, live or in the shadow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Loads are told apart to this share: ours, about what two live replays differ by.
+LOAD_RATIO = 0.02
+# Nobody asks for more, and a trace cannot carry less: ours.
+LARGEST_LOAD = 64.0
+LEAST_LOAD = 1 / 64
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much load a configuration carries.
+
+    `load` is the largest multiple of the recorded load at which the SLOs held, None where they
+    did not at the least; `beyond` the smallest at which they broke, None where they never did.
+    """
+
+    load: float | None
+    beyond: float | None
+
+    @property
+    def text(self) -> str:
+        """Say it as a sentence's end.
+
+        >>> Capacity(1.7, 1.73).text
+        "holds up to 1.7 x today's load"
+        """
+        if self.load is None:
+            return f"breaks an SLO already at {LEAST_LOAD:.2g} x today's load"
+        if self.beyond is None:
+            return f"holds beyond {self.load:.3g} x today's load"
+        return f"holds up to {self.load:.3g} x today's load"
+
+
+def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
+    """Return the largest load at which `holds` is true, assuming it stays false once it is.
+
+    Doubles or halves from the start until the edge lies between two loads, then halves the
+    gap in logarithms.
+
+    >>> round(capacity(lambda load: load <= 1.7).load, 1)
+    1.7
+    """
+    good, bad = _enclose(holds, start)
+    if good is None or bad is None:
+        return Capacity(good, bad)
+    while bad / good > 1 + LOAD_RATIO:
+        middle = (good * bad) ** 0.5
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return Capacity(good, bad)
+
+
+def _enclose(holds: Callable[[float], bool], start: float) -> tuple[float | None, float | None]:
+    """Return a load that holds and one, twice as large, that does not."""
+    load = start
+    if holds(load):
+        while load < LARGEST_LOAD:
+            if not holds(2 * load):
+                return load, 2 * load
+            load *= 2
+        return load, None
+    while load > LEAST_LOAD:
+        if holds(load / 2):
+            return load / 2, load
+        load /= 2
+    return None, load

@@ -1,0 +1,229 @@
+"""vLLM's own scheduler and KV-cache manager, without model, device or server.
+
+Built from an EngineShape alone: the bundled demo model stands in for the real one, of which
+the scheduler knows nothing but lengths and blocks. Predicting how long a batch takes is left
+to the shadow engine; a real engine is in `core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from tuner.demo import demo_engine_args
+from tuner.engine.compat.core import limit_names
+from tuner.engine.compat.serve import parse_serve_values, resolve_config
+from tuner.engine.protocol import Emitted, EngineLimits, Prompt
+from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.errors import EngineError, ShadowError
+
+# A token that no prompt holds; which one it is makes no difference to the schedule.
+_TOKEN = 0
+
+
+def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
+    """Return a vLLM configuration whose scheduler behaves as the shape's.
+
+    Raises: UsageError or ShadowError when this vLLM has no such option.
+    """
+    if shape.kv_kind not in SUPPORTED_KV:
+        raise ShadowError(
+            f"the shadow cannot keep account of a KV cache of {shape.kv_kind}",
+            "use --method live",
+        )
+    length = shape.max_model_len
+    values: Mapping[str, object] = {
+        **demo_engine_args(),
+        "skip-tokenizer-init": True,
+        "max-model-len": length,
+        "hf-overrides": f'{{"max_position_embeddings": {length}}}',
+        "max-num-seqs": ceiling.max_num_seqs,
+        "max-num-batched-tokens": ceiling.max_num_batched_tokens,
+        "enable-prefix-caching": shape.prefix_caching,
+    }
+    config = resolve_config(parse_serve_values(values))
+    scheduler = config.scheduler_config
+    for name, value in shape.scheduler.items():
+        if not hasattr(scheduler, name):
+            raise ShadowError(
+                f"the profile's scheduler option {name} is unknown to this vLLM",
+                f"it was made with vLLM {shape.vllm_version}; make a new one",
+            )
+        setattr(scheduler, name, value)
+    scheduler.async_scheduling = shape.asynchronous
+    config.cache_config.enable_prefix_caching = shape.prefix_caching
+    config.cache_config.block_size = shape.block_size
+    return config
+
+
+def _kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(
+        block_size=shape.block_size, num_kv_heads=1, head_size=8, dtype=torch.float16
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["shadow"], spec)],
+    )
+
+
+class SchedulerCore:
+    """vLLM's scheduler, asked batch by batch, with outputs made up in the model's place."""
+
+    def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request, RequestStatus
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = stand_in_config(shape, ceiling)
+        config.cache_config.num_gpu_blocks = num_blocks
+        self._sampling_params, self._request_type = SamplingParams, Request
+        self._output_type, self._status = ModelRunnerOutput, RequestStatus
+        self._params_of: dict[int, Any] = {}
+        scheduler_type: Any = config.scheduler_config.get_scheduler_cls()
+        self.scheduler: Any = scheduler_type(
+            vllm_config=config,
+            kv_cache_config=_kv_cache_config(shape, num_blocks),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=shape.block_size,
+            log_stats=False,
+        )
+        self._cap_name, self._budget_name = limit_names(self.scheduler)
+        if self._cap_name is None or self._budget_name is None:
+            raise EngineError("this vLLM hides its scheduler limits, so it has no shadow")
+        self._pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self._manager: Any = self.scheduler.kv_cache_manager
+        self.block_size = shape.block_size
+        self.caches = shape.prefix_caching
+        self.queue_size = 2 if shape.asynchronous else 1
+        self.requests: dict[str, Any] = self.scheduler.requests
+
+    def set_limits(self, cap: int, budget: int) -> None:
+        """Set cap and token budget of whatever is in the scheduler's sight."""
+        setattr(self.scheduler, str(self._cap_name), cap)
+        setattr(self.scheduler, str(self._budget_name), budget)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False if vLLM could not."""
+        return bool(self.scheduler.reset_prefix_cache())
+
+    def add(self, row: int, prompt: Prompt, output_tokens: int, arrival: float) -> None:
+        """Queue a request that answers with exactly output_tokens tokens."""
+        params = self._params_of.get(output_tokens)
+        if params is None:
+            params = self._params_of[output_tokens] = self._sampling_params(
+                max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False
+            )
+        request = self._request_type(
+            request_id=str(row),
+            prompt_token_ids=[_TOKEN] * len(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=arrival,
+            block_hasher=self._hasher(row, prompt) if self.caches else None,
+        )
+        self.scheduler.add_request(request)
+
+    def _hasher(self, row: int, prompt: Prompt) -> Any:
+        """Return the hasher of a request's blocks: the prompt's keys, then its own."""
+        size = self.block_size
+        keys = prompt.block_keys(size)
+
+        def hasher(request: Any) -> list[bytes]:
+            have, full = len(request.block_hashes), request.num_tokens // size
+            if full <= have:
+                return []
+            own = [b"out%d:%d" % (row, i) for i in range(max(have, len(keys)), full)]
+            return keys[have:full] + own
+
+        return hasher
+
+    def abort(self, rows: Sequence[int]) -> None:
+        """Drop requests, running or queued."""
+        self.finish(rows, self._status.FINISHED_ABORTED)
+
+    def end(self, rows: Sequence[int]) -> None:
+        """End requests that have all their tokens, as the scheduler does itself."""
+        self.finish(rows, self._status.FINISHED_LENGTH_CAPPED)
+
+    def finish(self, rows: Sequence[int], status: Any) -> None:
+        """End requests with a status of vLLM's."""
+        self.scheduler.finish_requests([str(row) for row in rows], status)
+
+    def has_requests(self) -> bool:
+        """Whether anything is queued, running or to be tidied up."""
+        return bool(self.scheduler.has_requests())
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests run and how many wait."""
+        running, waiting = self.scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the KV cache that could be had."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def all_blocks(self) -> int:
+        """Blocks of the KV cache that can ever be had: vLLM keeps one for itself."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    def schedule(self) -> Any:
+        """Return vLLM's SchedulerOutput for the next batch."""
+        return self.scheduler.schedule()
+
+    def sampled(self, scheduler_output: Any) -> Any:
+        """Return what the model would have: a token for each request whose prompt is done.
+
+        Asked when the batch is scheduled, as the model runner is.
+        """
+        requests, ids, tokens = self.requests, [], []
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = requests[req_id]
+            ids.append(req_id)
+            tokens.append([] if request.is_prefill_chunk else [_TOKEN])
+        index = {req_id: i for i, req_id in enumerate(ids)}
+        return self._output_type(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
+
+    def update(self, scheduler_output: Any, output: Any) -> list[Emitted]:
+        """Let the scheduler take in a batch's tokens and return what came out."""
+        made = self.scheduler.update_from_output(scheduler_output, output)
+        return [
+            Emitted(int(out.request_id), len(out.new_token_ids), out.finish_reason is not None)
+            for client in made.values()
+            for out in client.outputs
+        ]
+
+    @property
+    def running(self) -> list[Any]:
+        """The requests that the scheduler sees running, in its order."""
+        found: list[Any] = self.scheduler.running
+        return found
+
+    def hide_first(self, count: int) -> None:
+        """Take the first requests out of the scheduler's sight; they keep their blocks."""
+        del self.scheduler.running[:count]
+
+    def show_first(self, requests: Sequence[Any]) -> None:
+        """Put hidden requests back where they were: before all others."""
+        self.scheduler.running[:0] = requests
+
+    def decode(self, request: Any, steps: int) -> None:
+        """Let a hidden request have decoded so many steps, blocks included.
+
+        Raises: EngineError if there are no blocks, which the caller has to know beforehand.
+        """
+        request.append_output_token_ids([_TOKEN] * steps)
+        if self._manager.allocate_slots(request, steps) is None:
+            raise EngineError("the shadow ran out of blocks that it had counted as free")
+        request.num_computed_tokens += steps
+
+    def first_waiting(self, count: int) -> list[Any]:
+        """Return the requests that would be admitted next."""
+        return list(islice(iter(self.scheduler.waiting), count))

@@ -1,0 +1,167 @@
+"""vLLM's import, its `serve` parser and its resolved configuration.
+
+What a configuration comes to is answered here without starting anything; running an engine is
+left to `core`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import EngineError, UsageError
+from tuner.spelling import to_argv
+
+# Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
+_SERVE_PARSER_MODULES = (
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.cli_args",
+)
+_ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
+
+
+def prepare_environment() -> None:
+    """Set what must stand before vLLM is imported.
+
+    Without multiprocessing the engine core runs in this process, which is what lets its limits
+    change and its steps be timed. Nothing is reported to vLLM's usage collection.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def _first_module(names: Sequence[str], attribute: str) -> Any:
+    """Return the attribute from the first module that has it."""
+    for name in names:
+        try:
+            found = getattr(importlib.import_module(name), attribute, None)
+        except ModuleNotFoundError as gone:
+            if gone.name is None or not name.startswith(gone.name):
+                raise
+            continue
+        if found is not None:
+            return found
+    raise EngineError(
+        f"this vLLM ({vllm_version()}) has no {attribute} in any of {', '.join(names)}",
+        "install a vLLM between 0.20 and 0.33",
+    )
+
+
+def vllm_version() -> str:
+    """Return the version of the vLLM that is imported."""
+    _import_vllm()
+    return str(importlib.import_module("vllm").__version__)
+
+
+def _import_vllm() -> None:
+    """Import vLLM or say what is missing."""
+    prepare_environment()
+    try:
+        importlib.import_module("vllm")
+    except ModuleNotFoundError as missing:
+        if missing.name == "vllm":
+            raise UsageError(
+                "vLLM is not installed in this environment",
+                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` tells more",
+            ) from missing
+        raise UsageError(
+            f"vLLM cannot be imported: {missing}", "run `tune doctor`"
+        ) from missing
+    except (ImportError, RuntimeError) as broken:
+        raise UsageError(
+            f"vLLM cannot be imported: {broken}",
+            "run `tune doctor`; a torchvision of another build is the usual cause",
+        ) from broken
+
+
+def parse_serve_values(values: Mapping[str, object]) -> Any:
+    """Turn a `vllm serve` configuration into vLLM's EngineArgs through vLLM's own parser.
+
+    Keys that only the API server knows (port, api-key, …) are accepted and have no effect on
+    the engine.
+
+    Raises: UsageError naming the key or value that vLLM refuses.
+    """
+    _import_vllm()
+    base: Any = _first_module(_ARGPARSE_MODULES, "FlexibleArgumentParser")
+    make_parser: Any = _first_module(_SERVE_PARSER_MODULES, "make_arg_parser")
+
+    class Parser(base):  # type: ignore[misc]  # the base class is vLLM's and untyped here
+        """vLLM's parser, but raising where it would print and exit."""
+
+        def error(self, message: str) -> None:
+            raise UsageError(
+                f"vLLM refuses the configuration: {message}",
+                "compare the key with `vllm serve --help=all`",
+            )
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = make_parser(Parser(prog="vllm serve")).parse_args(to_argv(values))
+    return EngineArgs.from_cli_args(arguments)
+
+
+def resolve_config(engine_args: Any) -> Any:
+    """Let vLLM resolve the arguments as its API server would, without starting anything.
+
+    Raises: UsageError with vLLM's own words when it refuses them.
+    """
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, TypeError, OSError, NotImplementedError) as refused:
+        raise UsageError(
+            f"vLLM refuses the model or its options: {first_line(refused)}",
+            "check --model, --config and --engine-arg; the engine's log has all of it",
+        ) from refused
+
+
+def config_limits(vllm_config: Any) -> EngineLimits:
+    """Return the limits that vLLM itself would start with."""
+    scheduler = vllm_config.scheduler_config
+    seqs = getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs
+    budget = (
+        getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
+    )
+    return EngineLimits(int(seqs), int(budget))
+
+
+def config_max_model_len(vllm_config: Any) -> int:
+    """Return the longest sequence that the model takes, in tokens."""
+    return int(vllm_config.model_config.max_model_len)
+
+
+def config_chunks_prefill(vllm_config: Any) -> bool:
+    """Whether prompts may be computed in chunks; without it the budget bounds prompts."""
+    return bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the telling line of an error that may span many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [
+        line for line in lines if not line.startswith(("1 validation error", "For further"))
+    ]
+    line = (telling or lines or [type(error).__name__])[0]
+    return line.partition(" [type=")[0].removeprefix("Value error, ")
+
+
+def accelerator_name() -> str | None:
+    """Return the name of this machine's accelerator, None where it has only processors."""
+    import torch
+
+    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+
+
+def device_name() -> str:
+    """Return the name of the device that vLLM computes on."""
+    found = accelerator_name()
+    if found is not None:
+        return found
+    return f"CPU ({os.cpu_count()} cores, {platform.machine()})"

@@ -1,0 +1,106 @@
+"""Read off a running vLLM what its scheduler needs to know, and refuse what has no shadow.
+
+The other way round, a scheduler from such a shape, is in `scheduler`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.errors import ShadowError
+
+# Options of SchedulerConfig that decide nothing about a text model's schedule, or that are
+# set apart from the rest.
+_NOT_COPIED = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_active_seqs",
+    "max_num_scheduled_tokens",
+    "async_scheduling",
+    "runner_type",
+    "max_model_len",
+    "scheduler_cls",
+    "is_multimodal_model",
+    "max_num_encoder_input_tokens",
+    "encoder_cache_size",
+    "stream_interval",
+)
+
+
+def read_shape(
+    vllm_config: Any, kv_cache_config: Any, device: str, version: str
+) -> EngineShape:
+    """Read off a running engine what its scheduler needs.
+
+    Raises: ShadowError naming what the shadow cannot stand in for.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    _refuse_unsupported(vllm_config, kv_cache_config)
+    compilation = vllm_config.compilation_config
+    sizes = getattr(compilation, "cudagraph_capture_sizes", None) or ()
+    mode = str(getattr(compilation, "cudagraph_mode", "NONE"))
+    return EngineShape(
+        model=str(model.model),
+        device=device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vllm_version=version,
+        parallelism={
+            "tensor_parallel_size": int(parallel.tensor_parallel_size),
+            "pipeline_parallel_size": int(parallel.pipeline_parallel_size),
+            "data_parallel_size": int(parallel.data_parallel_size),
+        },
+        vocab_size=int(model.get_vocab_size()),
+        max_model_len=int(model.max_model_len),
+        block_size=int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size),
+        kv_kind=SUPPORTED_KV[0],
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        asynchronous=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
+        captured_sizes=() if mode.endswith("NONE") else tuple(sorted(int(s) for s in sizes)),
+        scheduler=_plain_options(vllm_config.scheduler_config),
+    )
+
+
+def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str | None]:
+    return {
+        name: value
+        for name, value in sorted(vars(scheduler_config).items())
+        if name not in _NOT_COPIED
+        and not name.startswith("_")
+        and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
+def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise for what makes a scheduler keep blocks or slots in another way."""
+    parallel = vllm_config.parallel_config
+    said = [
+        words
+        for words, holds in (
+            ("speculative decoding", vllm_config.speculative_config is not None),
+            ("LoRA", vllm_config.lora_config is not None),
+            ("a KV connector", vllm_config.kv_transfer_config is not None),
+            ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+            ("data parallelism", parallel.data_parallel_size > 1),
+            (
+                "context parallelism",
+                getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            ),
+        )
+        if holds
+    ]
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec):
+        said.append(f"KV-cache groups {', '.join(kinds) or 'none'}")
+    if said:
+        raise ShadowError(
+            f"the shadow cannot stand in for an engine with {' and '.join(said)}",
+            "it keeps account of one group of full attention; use --method live",
+        )
+
+
+def _is_full_attention(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return isinstance(spec, FullAttentionSpec)

@@ -1,0 +1,211 @@
+"""Requests that do nothing but decode, taken out of the scheduler's sight for a while.
+
+As long as blocks suffice, what vLLM's scheduler decides about such a request is known: one
+token in every step. So it need not be asked. Hidden requests count against cap and budget,
+their blocks are accounted for, and before anything could come out differently (blocks running
+short) they are put back, with all they have done, for vLLM to decide.
+
+Only the first requests of the running list are hidden, up to the first that does not decode:
+the scheduler serves its list in order, so those behind a long prompt may have to wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tuner.engine.compat.scheduler import SchedulerCore
+from tuner.engine.protocol import Rows
+
+
+@dataclass(slots=True)
+class _Hidden:
+    """One hidden request: when it joined, and how much of it vLLM has been told."""
+
+    request: Any
+    row: int
+    joined: int
+    computed: int
+    told: int
+    owed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What several steps of the hidden requests come to.
+
+    Units: blocks, of which used_mean is the mean over the steps.
+    """
+
+    steps: int
+    used_mean: float
+    used_peak: int
+
+
+class HiddenDecodes:
+    """The hidden requests, counted in steps since the engine began."""
+
+    def __init__(self, core: SchedulerCore, max_model_len: int) -> None:
+        self._core = core
+        self._max_model_len = max_model_len
+        self._hidden: dict[int, _Hidden] = {}
+        self._ends: list[tuple[int, int, int]] = []
+        self._growths: list[tuple[int, int, int]] = []
+        self._now = 0
+        self._owed = 0
+        self._rows: Rows | None = None
+        self.context_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    @property
+    def rows(self) -> Rows:
+        """Return the hidden requests' rows."""
+        if self._rows is None:
+            self._rows = np.fromiter(self._hidden, dtype=np.int64, count=len(self._hidden))
+        return self._rows
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are free, less those that hidden requests use but vLLM does not know."""
+        return self._core.free_blocks - self._owed
+
+    def hide(self) -> None:
+        """Hide every request that only decodes, up to the first that does not."""
+        found = 0
+        for request in self._core.running:
+            missing = request.num_tokens - request.num_computed_tokens
+            if missing != 1 or not request.num_output_tokens:
+                break
+            self._hide(request)
+            found += 1
+        if found:
+            self._core.hide_first(found)
+            self._rows = None
+
+    def _hide(self, request: Any) -> None:
+        row, computed = int(request.request_id), int(request.num_computed_tokens)
+        left = min(
+            request.max_tokens - request.num_output_tokens,
+            self._max_model_len - request.num_tokens,
+        )
+        self._hidden[row] = _Hidden(request, row, self._now, computed, self._now)
+        heapq.heappush(self._ends, (self._now + left, self._now, row))
+        until_full = -computed % self._core.block_size
+        heapq.heappush(self._growths, (self._now + until_full + 1, self._now, row))
+        self.context_tokens += computed + 1
+
+    def _living(self, entry: tuple[int, int, int]) -> _Hidden | None:
+        """Return who an entry of a heap is about, unless it is gone."""
+        one = self._hidden.get(entry[2])
+        return one if one is not None and one.joined == entry[1] else None
+
+    def steps_to_next_end(self) -> int:
+        """Return after how many steps the next hidden request has all its tokens."""
+        while self._living(self._ends[0]) is None:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self._now
+
+    def advance(self, most: int) -> Advance:
+        """Let every hidden request decode as many steps as blocks allow, at most so many.
+
+        Nobody ends on the way but with the last step. Steps are 0 if blocks run short at once.
+        """
+        free, used = self.free_blocks, self._core.all_blocks - self.free_blocks
+        taken = self._growths_within(most)
+        if len(taken) > free:
+            # The block that is one too many is wanted in this step, which cannot be taken.
+            most = taken[free][0] - self._now - 1
+            self._undo([entry for entry in taken if entry[0] > self._now + most])
+            taken = [entry for entry in taken if entry[0] <= self._now + most]
+        if most <= 0:
+            return Advance(0, used, used)
+        held = sum(self._now + most + 1 - entry[0] for entry in taken)
+        for step, _, row in taken:
+            self._grow(self._hidden[row], step)
+        self._now += most
+        self.context_tokens += most * len(self._hidden)
+        return Advance(most, used + held / most, used + len(taken))
+
+    def _growths_within(self, steps: int) -> list[tuple[int, int, int]]:
+        """Take out when which request wants one more block, and note when it wants the next."""
+        taken, until = [], self._now + steps
+        while self._growths and self._growths[0][0] <= until:
+            entry = heapq.heappop(self._growths)
+            if self._living(entry) is not None:
+                taken.append(entry)
+                heapq.heappush(self._growths, (entry[0] + self._core.block_size, *entry[1:]))
+        return taken
+
+    def _undo(self, taken: list[tuple[int, int, int]]) -> None:
+        """Put back what was taken out, and forget what it led to."""
+        gone = {(entry[0] + self._core.block_size, *entry[1:]) for entry in taken}
+        self._growths = [e for e in {*self._growths, *taken} if e not in gone]
+        heapq.heapify(self._growths)
+
+    def _grow(self, one: _Hidden, step: int) -> None:
+        """Let a request have one more block, in vLLM's books at once where it caches blocks."""
+        one.owed += 1
+        self._owed += 1
+        if self._core.caches:
+            self._tell(one, step)
+
+    def _tell(self, one: _Hidden, step: int) -> None:
+        """Bring vLLM's books about a request up to date with a step that it has taken."""
+        if step > one.told:
+            self._core.decode(one.request, step - one.told)
+            one.told = step
+            self._owed -= one.owed
+            one.owed = 0
+
+    def pop_ended(self) -> list[int]:
+        """Return the rows that have all their tokens by now, and let vLLM end them."""
+        ended = []
+        while self._ends and self._ends[0][0] <= self._now:
+            one = self._living(heapq.heappop(self._ends))
+            if one is not None:
+                ended.append(one.row)
+                if self._core.caches:
+                    self._tell(one, self._now)
+                self._forget(one)
+        if ended:
+            self._core.end(ended)
+        return ended
+
+    def _forget(self, one: _Hidden) -> None:
+        del self._hidden[one.row]
+        self._owed -= one.owed
+        self.context_tokens -= one.computed + self._now - one.joined + 1
+        self._rows = None
+
+    def drop(self, rows: list[int]) -> None:
+        """Forget requests that are going to be aborted."""
+        for row in rows:
+            if row in self._hidden:
+                self._forget(self._hidden[row])
+
+    def pay(self) -> None:
+        """Bring vLLM's books up to date; requests stay hidden."""
+        for one in self._hidden.values():
+            self._tell(one, self._now)
+
+    def show(self) -> None:
+        """Put all hidden requests back into the scheduler's sight."""
+        self.pay()
+        self._core.show_first([one.request for one in self._hidden.values()])
+        self._hidden.clear()
+        self._ends.clear()
+        self._growths.clear()
+        self._rows = None
+        self.context_tokens = 0
+
+    def blocks_wanted(self, room: int) -> int:
+        """Return an upper bound of what the scheduler may take for those it sees."""
+        size = self._core.block_size
+        seen: Iterator[Any] = iter((*self._core.running, *self._core.first_waiting(room)))
+        return sum(request.num_tokens // size + 2 for request in seen)

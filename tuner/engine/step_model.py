@@ -1,0 +1,183 @@
+"""How long a batch takes, as a model with few coefficients that people can read.
+
+The shadow engine asks it instead of the model runner. What is in a batch is the scheduler's
+business; how the coefficients are found is in `step_fit`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import numpy as np
+
+from tuner.engine.protocol import Batch
+from tuner.engine.shape import padded_tokens
+from tuner.engine.steps import Floats, StepColumns
+from tuner.errors import UsageError
+
+SCALARS = ("base_s", "prefill_base_s", "decode_context_s", "prefill_context_s")
+
+Knots = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """A piecewise linear curve from zero, with its height at each knot."""
+
+    knots: Knots
+    slopes_s: tuple[float, ...]
+    heights_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, axis: str, knots: Knots, slopes_s: tuple[float, ...]) -> _Curve:
+        if len(knots) != len(slopes_s) or knots[:1] != (0,) or not _ascends(knots):
+            want = "must ascend from 0 with one slope each"
+            raise UsageError(f"{axis}_knots {want}, got {knots} and {len(slopes_s)} slopes")
+        _check_seconds(f"{axis}_slopes_s", *slopes_s)
+        rises = (s * (b - a) for s, (a, b) in zip(slopes_s, pairwise(knots), strict=False))
+        return cls(knots, slopes_s, (0.0, *np.cumsum([*rises]).tolist()))
+
+    def at(self, x: int) -> float:
+        i = bisect_right(self.knots, x) - 1
+        return self.heights_s[i] + self.slopes_s[i] * (x - self.knots[i])
+
+    def along(self, x: Floats) -> Floats:
+        i = np.searchsorted(self.knots, x, "right") - 1
+        knots, slopes_s = np.asarray(self.knots), np.asarray(self.slopes_s)
+        along_s: Floats = np.asarray(self.heights_s)[i] + slopes_s[i] * (x - knots[i])
+        return along_s
+
+
+class _Curves:
+    """Room for the two curves; a plain base, so that they are no fields of the model."""
+
+    __slots__ = ("_decode", "_prefill")
+    _decode: _Curve
+    _prefill: _Curve
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel(_Curves):
+    """The seconds that a batch takes; no coefficient is negative, so more never takes less.
+
+    Time grows piecewise linearly with the decoding sequences and with the prefilled tokens; the
+    last segment extends. A batch that only decodes is padded to a captured size first; one that
+    prefills is not, but never takes less than its decoding part alone. `tidy_s` is a turn that
+    completes no batch.
+
+    Units: knots in sequences and in tokens; slopes in seconds per sequence and per token;
+        `decode_context_s` and `prefill_context_s` per token of context as Batch counts it.
+    Raises: UsageError if knots do not ascend from 0 with a slope each, sizes do not ascend, or
+        a coefficient is negative or not finite.
+    """
+
+    decode_knots: Knots
+    decode_slopes_s: tuple[float, ...]
+    prefill_knots: Knots
+    prefill_slopes_s: tuple[float, ...]
+    base_s: float
+    prefill_base_s: float
+    decode_context_s: float
+    prefill_context_s: float
+    tidy_s: float
+    captured_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check the coefficients and keep both curves."""
+        for axis in ("decode", "prefill"):
+            knots, slopes_s = getattr(self, f"{axis}_knots"), getattr(self, f"{axis}_slopes_s")
+            object.__setattr__(self, f"_{axis}", _Curve.of(axis, knots, slopes_s))
+        for name in (*SCALARS, "tidy_s"):
+            _check_seconds(name, getattr(self, name))
+        if not _ascends((0, *self.captured_sizes)):
+            raise UsageError(f"captured_sizes must ascend from 1, got {self.captured_sizes}")
+
+    def __reduce__(self) -> tuple[type[StepModel], tuple[object, ...]]:
+        """Travel as fields only, and be checked again on arrival."""
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+    def step_s(self, batch: Batch) -> float:
+        """Return the seconds that the batch takes; an empty one is a turn to tidy up."""
+        seqs, prefill = batch.decode_seqs, batch.prefill_tokens
+        if not (seqs or prefill):
+            return self.tidy_s
+        work_s = self._decode.at(padded_tokens(seqs, self.captured_sizes)) if seqs else 0.0
+        if prefill:
+            prefill_s = self.prefill_base_s + self._prefill.at(prefill)
+            work_s = max(work_s, self._decode.at(seqs) + prefill_s)
+        context_s = self.decode_context_s * batch.decode_context_tokens
+        context_s += self.prefill_context_s * batch.prefill_context_tokens
+        return self.base_s + work_s + context_s
+
+    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
+        """Return the next step's seconds, and by how much each following one is longer.
+
+        The same sequences decode again and again, so that each attends to one token more in
+        every step; context_tokens is what all of them attend to in the first.
+        """
+        work_s = self._decode.at(padded_tokens(seqs, self.captured_sizes))
+        growth_s = self.decode_context_s * seqs
+        return self.base_s + work_s + self.decode_context_s * context_tokens, growth_s
+
+    def predict_s(self, steps: StepColumns) -> Floats:
+        """Return what step_s says of the batch of every row; of a run, of its first step.
+
+        Shapes: [rows].
+        """
+        seqs, prefill = steps.decode_seqs, steps.prefill_tokens
+        alone_s = np.where(
+            seqs > 0, self._decode.along(padded_column(seqs, self.captured_sizes)), 0
+        )
+        prefill_s = self.prefill_base_s + self._prefill.along(prefill)
+        mixed_s = np.maximum(alone_s, self._decode.along(seqs) + prefill_s)
+        context_s = self.decode_context_s * steps.decode_context_tokens
+        context_s = context_s + self.prefill_context_s * steps.prefill_context_tokens
+        took_s = self.base_s + np.where(prefill > 0, mixed_s, alone_s) + context_s
+        return np.where((seqs > 0) | (prefill > 0), took_s, self.tidy_s)
+
+    def scaled(self, ratio: float) -> StepModel:
+        """Return the model of which every batch takes ratio times as long."""
+        slopes_s = (self.decode_slopes_s, self.prefill_slopes_s)
+        decode_s, prefill_s = (tuple(s * ratio for s in axis) for axis in slopes_s)
+        scalars = {name: getattr(self, name) * ratio for name in SCALARS}
+        return replace(self, decode_slopes_s=decode_s, prefill_slopes_s=prefill_s, **scalars)
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """How wrong models of this kind were on steps that they had not seen.
+
+    `steps` have a batch; `distorted_ratio` is the share of them set aside as stretched by the
+    machine, which the other figures leave out. On a random fifth: `step_mape_ratio` is the
+    median absolute relative error of a step, `heldout_steps_ratio` that of their summed time.
+    `heldout_config_ratio` is the largest error of the summed time of a configuration foretold
+    from the others; None where none of SEGMENT_STEPS or more can be left out.
+    """
+
+    steps: int
+    step_mape_ratio: float
+    heldout_steps_ratio: float
+    heldout_config_ratio: float | None
+    distorted_ratio: float
+
+
+def padded_column(tokens: Floats, sizes: tuple[int, ...]) -> Floats:
+    """Return padded_tokens of each."""
+    if not sizes:
+        return tokens
+    at = np.searchsorted(sizes, tokens, "left")
+    captured = np.asarray(sizes, dtype=np.float64)[np.minimum(at, len(sizes) - 1)]
+    return np.where(at < len(sizes), captured, tokens)
+
+
+def _ascends(numbers: tuple[int, ...]) -> bool:
+    return all(a < b for a, b in pairwise(numbers))
+
+
+def _check_seconds(name: str, *values_s: float) -> None:
+    for value_s in values_s:
+        if not (math.isfinite(value_s) and value_s >= 0.0):
+            raise UsageError(f"{name} must be finite and not negative, got {value_s}")

@@ -1,0 +1,299 @@
+"""The profile: what was measured of an engine, so that it can be replayed without it.
+
+Answers what a profile holds, how its file reads and which damage is refused, and whether it was
+made with the vLLM, device and model at hand. Fitting is left to engine.step_model, replaying to
+the shadow engine, and when to write one to the session.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import GenericAlias
+from typing import Annotated, Any, Final, get_type_hints
+
+import msgspec
+import numpy as np
+import yaml
+
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.shape import EngineShape
+from tuner.engine.step_model import FitError, StepModel
+from tuner.errors import UsageError
+from tuner.redact import redacted
+
+SCHEMA: Final = 1
+"""The form of the file; a file of another form is refused, for it may mean other units."""
+
+_REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
+
+_UTC_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)?")
+
+_HEADER = """\
+# A profile of one vLLM engine: its scheduler options, KV-cache blocks and step times, measured.
+# It replays traces through vLLM's own scheduler without the model and without the device:
+#     tune --method shadow --profile THIS_FILE --trace TRACE.jsonl
+# What comes of that is predicted, not measured. Keys say their units; do not edit the figures.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KvStart:
+    """How many KV-cache blocks an engine had that was started with the limits."""
+
+    limits: EngineLimits
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All that a tuning without the device needs to know of the engine it speaks for.
+
+    `metric_error_ratio` compares replays through the model with the measured ones it was fitted
+    to: the largest of the median errors of requests per second, TPOT p50 and E2E latency, None
+    where nobody compared. `made_at` is an ISO date and time in UTC. `calibrated_on` names the
+    measured limits as in "8/512". `present_limits` are what `serve_values`, the user's
+    configuration without its secrets, came to.
+
+    Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
+    """
+
+    shape: EngineShape
+    kv_starts: tuple[KvStart, ...]
+    step_model: StepModel
+    fit: FitError
+    metric_error_ratio: float | None
+    made_at: str
+    calibrated_on: tuple[str, ...]
+    present_limits: EngineLimits
+    serve_values: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        """Refuse a profile that could not answer, or whose age cannot be told."""
+        if not self.kv_starts or any(start.num_blocks < 1 for start in self.kv_starts):
+            raise ValueError("kv_starts must hold a start, and each num_blocks of at least 1")
+        if not _UTC_TIME.fullmatch(self.made_at):
+            raise ValueError(f"made_at must be as 2026-01-31T12:00:00Z, got {self.made_at!r}")
+
+    def num_blocks_at(self, limits: EngineLimits) -> int:
+        """Return the KV-cache blocks of an engine started with the limits.
+
+        Where no such start was measured it is the nearest one's, by distance between the
+        logarithms of both limits, because limits are tried at ratios and not at differences; of
+        equally near starts the one with the fewest blocks, to err towards preemption. Larger
+        start-up limits leave less memory to the cache, which this does not extrapolate.
+        """
+
+        def distance(start: KvStart) -> tuple[float, int]:
+            seqs = start.limits.max_num_seqs / limits.max_num_seqs
+            tokens = start.limits.max_num_batched_tokens / limits.max_num_batched_tokens
+            apart = math.hypot(math.log(seqs), math.log(tokens))
+            return round(apart, 9), start.num_blocks  # rounded: 8 to 20 is as far as 20 to 50
+
+        return min(self.kv_starts, key=distance).num_blocks
+
+
+def check_fits(
+    profile: Profile, *, vllm_version: str, device: str | None, model: str | None
+) -> list[str]:
+    """Return in which ways the profile was made elsewhere, a sentence each; none if it fits.
+
+    A device or model of None is not compared: a run without a GPU has another device by nature.
+    """
+    compared = (
+        ("vLLM", profile.shape.vllm_version, vllm_version),
+        ("the device", profile.shape.device, device),
+        ("the model", profile.shape.model, model),
+    )
+    return [
+        f"the profile was made with {what} {there}, here is {here}"
+        for what, there, here in compared
+        if here is not None and there != here
+    ]
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write the profile whole or not at all: what stood there before survives a full disk.
+
+    Whatever of serve_values still looks like a secret is hidden as in the run directory.
+
+    Raises: UsageError if the file cannot be written; ValueError if it could not be read again.
+    """
+    data = msgspec.to_builtins(_in_file(profile))
+    data["serve_values"] = redacted(data["serve_values"])
+    try:
+        msgspec.convert(data, _RECORDS[Profile])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the profile could not be read again: {error}") from error
+    body = yaml.safe_dump({"schema": SCHEMA} | data, sort_keys=False, default_flow_style=None)
+    target = path.resolve()
+    copy = target.parent / f".{target.name}.new"
+    try:
+        with copy.open("w", encoding="utf-8") as handle:
+            handle.write(_HEADER + body)
+            handle.flush()
+            os.fsync(handle.fileno())
+        copy.replace(target)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror or error}",
+            "name another file, or free space there",
+        ) from error
+    finally:
+        with suppress(OSError):
+            copy.unlink(missing_ok=True)
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile that a file holds.
+
+    Nothing is guessed: a missing or unknown key, another type and a figure that cannot be are
+    all refused, because every one of them would change predictions in silence.
+
+    Raises: UsageError, naming the file and the key.
+    """
+    data = _load(path)
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold keys and values, got {reprlib.repr(data)}", _REMAKE)
+    schema = data.pop("schema", None)
+    if type(schema) is not int or schema != SCHEMA:
+        raise UsageError(f"{path}: schema must be {SCHEMA}, got {schema!r}", _REMAKE)
+    try:
+        profile: Profile = _from_file(msgspec.convert(data, _RECORDS[Profile]))
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path}: {_reason(str(error), data)}", _REMAKE) from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}", _REMAKE) from error
+    return profile
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
+
+# What stands in the file for a type. No figure of a profile can be negative or endless.
+_RECORDS: dict[Any, Any] = {
+    int: _Natural,
+    float: _Amount,
+    float | None: _Amount | None,
+    tuple[int, ...]: tuple[_Natural, ...],
+    tuple[float, ...]: tuple[_Amount, ...],
+}
+_KINDS: dict[type[msgspec.Struct], type] = {}
+
+
+def _add_record(kind: type, **keys: str) -> None:
+    """Let a dataclass stand in the file as a mapping with all of its keys and no other."""
+    hints = get_type_hints(kind)
+    record = msgspec.defstruct(
+        kind.__name__,
+        [(f.name, _RECORDS.get(hints[f.name], hints[f.name])) for f in fields(kind)],
+        rename=keys,
+        forbid_unknown_fields=True,
+    )
+    _RECORDS[kind], _KINDS[record] = record, kind
+    _RECORDS[GenericAlias(tuple, (kind, ...))] = GenericAlias(tuple, (record, ...))
+
+
+_add_record(EngineLimits)
+_add_record(KvStart)
+_add_record(EngineShape, captured_sizes="captured_sizes_tokens")
+_add_record(
+    StepModel,
+    decode_knots="decode_knots_seqs",
+    decode_slopes_s="decode_slopes_s_per_seq",
+    prefill_knots="prefill_knots_tokens",
+    prefill_slopes_s="prefill_slopes_s_per_token",
+    decode_context_s="decode_context_s_per_token",
+    prefill_context_s="prefill_context_s_per_token_pair",
+    captured_sizes="captured_sizes_tokens",
+)
+_add_record(FitError)
+_add_record(Profile, shape="engine")
+
+
+def _in_file(value: Any) -> Any:  # noqa: ANN401 - a dataclass, or what it is made of
+    """Return the record, or the plain value, that stands in the file for a value."""
+    match value:
+        case tuple():
+            return tuple(map(_in_file, value))
+        case Mapping():
+            return {key: _in_file(part) for key, part in value.items()}
+        case np.generic():
+            return value.item()
+    if not is_dataclass(value):
+        return value
+    parts = {f.name: _in_file(getattr(value, f.name)) for f in fields(value)}
+    return _RECORDS[type(value)](**parts)
+
+
+def _from_file(value: Any, key: str = "") -> Any:  # noqa: ANN401 - a record, or its parts
+    """Return what the record, or the plain value, under a key of the file stands for."""
+    if isinstance(value, tuple):
+        return tuple(_from_file(part, f"{key}[{i}]") for i, part in enumerate(value))
+    if not isinstance(value, msgspec.Struct):
+        return value
+    named = msgspec.structs.asdict(value).items()
+    parts = {name: _from_file(part, f"{key}.{name}") for name, part in named}
+    try:
+        return _KINDS[type(value)](**parts)
+    except (UsageError, ValueError, OverflowError) as error:
+        raise UsageError(f"{key[1:]}: {error}".removeprefix(": ")) from error
+
+
+def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file holds
+    """Return msgspec's reason with the key before it, and the value in place of its type.
+
+    >>> _reason("Expected `int`, got `str` - at `$.kv_starts[0]`", {"kv_starts": ["x"]})
+    "kv_starts[0]: expected `int`, got 'x'"
+    """
+    reason, _, place = text.partition(" - at ")
+    found = re.search(r"\$\.?([^`]+)", place)
+    key = found[1] if found else ""
+    reason = re.sub(r"^Object contains unknown field", "unknown key", reason)
+    reason = re.sub(r"^Object missing required field (.*)", r"key \1 is missing", reason)
+    if reason.startswith("Expected "):
+        with suppress(LookupError, TypeError, ValueError):
+            for name in re.findall(r"[^.\[\]]+", key):
+                data = data[int(name)] if isinstance(data, list) else data[name]
+            reason = f"{reason.partition(', got ')[0]}, got {reprlib.repr(data)}"
+    return f"{key}: {reason[0].lower()}{reason[1:]}" if key else reason
+
+
+# What PyYAML's constructors run into and let through, as with `!!int x`.
+_RAN_INTO = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def _load(path: Path) -> object:
+    """Return what stands in the YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", _REMAKE) from error
+    except (yaml.YAMLError, *_RAN_INTO) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "it holds what YAML cannot read"
+        raise UsageError(f"{path} is not YAML: {reason}{place}", _REMAKE) from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 - as above
+    ) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.constructor.ConstructorError(
+                problem=f"key {twice[0]} stands twice", problem_mark=node.start_mark
+            )
+        return super().construct_mapping(node, deep=deep)

@@ -1,0 +1,127 @@
+"""The live end of a run: the race of the finalists, and the winner on a cold engine.
+
+Who races is decided by the searches, who has won by `confirm`; here the replays are made, in
+turns, until the evidence or the time is through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tuner import confirm
+from tuner.confirm import Decision, Verdict
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import Caveat
+from tuner.objective import Score
+from tuner.observation import TIE_RATIO, Phase
+from tuner.records import observation_of
+from tuner.replay import ReplayLog
+from tuner.replay_plan import CutRule
+from tuner.run_state import RunState
+
+# A cold engine's gain that is this far from the race's is told: ours, as much as two single
+# replays may differ by.
+COLD_DIFFERS_RATIO = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """What the winner and the present configuration measured on engines of their own.
+
+    `ratio` is winner / present of the score's value, None where the two cannot be compared.
+    """
+
+    winner: Score
+    present: Score
+    ratio: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison for result.json."""
+        return {
+            "metric": self.winner.metric,
+            "winner": self.winner.value,
+            "present": self.present.value,
+            "ratio": self.ratio,
+        }
+
+
+def race(
+    run: RunState,
+    field: Sequence[EngineLimits],
+    reserved_s: float = 0.0,
+    on_log: Callable[[EngineLimits, ReplayLog], None] | None = None,
+    until_round: int | None = None,
+) -> Decision:
+    """Replay the finalists in turns until they are separated or the time is over.
+
+    `reserved_s` is left for what comes after. on_log hears of the logs of the first round.
+
+    Raises: EngineError when the engine cannot be kept alive.
+    """
+    began_s = time.monotonic()
+    while True:
+        runs = run.journal.race_runs()
+        following = confirm.next_run(runs, field, run.space.present)
+        is_over = run.left_s - reserved_s < run.usual_wall_s
+        if following is None or is_over or _is_beyond(following[0], until_round):
+            if is_over and following is not None and len(field) > 1:
+                run.caveats.add(Caveat.BUDGET_SPENT)
+            run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
+            return confirm.decide(runs, field, run.space.present)
+        race_round, limits = following
+        hears = on_log is not None and race_round == 1
+        run.trial(
+            limits,
+            Phase.RACE,
+            CutRule(max_wall_s=max(30.0, run.left_s)),
+            race_round,
+            partial(on_log, limits) if hears and on_log is not None else None,
+        )
+
+
+def _is_beyond(number: int, last: int | None) -> bool:
+    return last is not None and number > last
+
+
+def cold_cost_s(run: RunState) -> float:
+    """Return what starting and replaying two cold engines will take."""
+    started = run.bench.started
+    start_s = started.start_s + started.warm_up_s if started is not None else 0.0
+    return 2 * (start_s + run.usual_wall_s)
+
+
+def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | None]:
+    """Start winner and present configuration as they would be deployed, and compare them.
+
+    A winner that is not better there is not recommended.
+
+    Raises: EngineError when the engine cannot be kept alive.
+    """
+    if decision.verdict is Verdict.KEEP or run.bench.restarts_per_config:
+        return decision, None
+    if run.left_s < cold_cost_s(run):
+        run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+        return decision, None
+    began_s = time.monotonic()
+    scores = []
+    for limits in (decision.winner, run.space.present):
+        cut = CutRule(max_wall_s=max(30.0, run.left_s))
+        record: dict[str, Any] = run.trial(limits, Phase.COLD, cut, is_cold=True)
+        scores.append(observation_of(record).score)
+    run.walls_s["cold"] = time.monotonic() - began_s
+    ours, theirs = scores
+    comparable = ours.metric == theirs.metric and theirs.value > 0 and ours.tier is theirs.tier
+    cold = Cold(ours, theirs, ours.value / theirs.value if comparable else None)
+    if ours.clearly_worse_than(theirs, 0.0) or (
+        cold.ratio is not None and cold.ratio > 1 - TIE_RATIO / 3
+    ):
+        why = "the gain did not show on engines started cold"
+        return replace(decision, verdict=Verdict.KEEP, winner=run.space.present, why=why), cold
+    gain = None if decision.gain is None else decision.gain.value
+    if cold.ratio and gain and abs(cold.ratio / gain - 1) > COLD_DIFFERS_RATIO:
+        run.caveats.add(Caveat.COLD_DIFFERS)
+    return decision, cold

@@ -1,0 +1,57 @@
+"""How a trace is to be replayed, and when a replay may stop early.
+
+What the user chose, checked; the loop that does it is in `replay`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tuner.arrivals import ClockKind
+from tuner.errors import UsageError
+from tuner.traces import LoadModel
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """When a replay can no longer matter, with certainty rather than by guess.
+
+    `allowed_late` requests may take longer than `late_s` end to end; one more, and the tail
+    is worse than that whatever follows. `max_clock_s` bounds the replay's own clock, counted
+    from the first due time as rates are, and `max_wall_s` real time. None switches a rule off.
+    """
+
+    late_s: float | None = None
+    allowed_late: int = 0
+    max_clock_s: float | None = None
+    max_wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """How a trace is replayed.
+
+    `concurrency` is the number in flight that a closed loop holds; None takes the one that
+    the trace recorded. `timeout_s` is the patience of a client, None for no end of it. With
+    `keep_steps` the log holds every step, to fit a step-time model to.
+
+    Raises: UsageError if the parts contradict each other.
+    """
+
+    load_model: LoadModel = LoadModel.OPEN
+    concurrency: int | None = None
+    clock: ClockKind = ClockKind.VIRTUAL
+    timeout_s: float | None = None
+    cut: CutRule = CutRule()
+    keep_steps: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse contradictions."""
+        if self.concurrency is not None and self.load_model is LoadModel.OPEN:
+            raise UsageError(
+                "--concurrency holds requests in flight and needs --load-model closed"
+            )
+        if self.concurrency is not None and self.concurrency < 1:
+            raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")

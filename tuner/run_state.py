@@ -1,0 +1,236 @@
+"""What the stages of a run share: engine, study, windows, time left, and how a trial is made.
+
+Every trial, live or shadow, is judged and put on disk here before anything else happens. What
+to try is decided by the stages (`live_search`, `shadow_search`, `racing`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tuner.bench import Bench, Failure
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import Caveat, EngineError
+from tuner.journal import Journal
+from tuner.metrics import Measurement
+from tuner.objective import Goal, Objective, Score, Tier, parse_goal
+from tuner.observation import Observation, Phase
+from tuner.plan import Budget
+from tuner.records import observation_of, record_of
+from tuner.replay import Progress, ReplayLog
+from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.rundir import RunDir
+from tuner.slo import Slo
+from tuner.space import SearchSpace
+from tuner.traces import Trace
+from tuner.windows import Window
+
+# Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
+# be chance, three are the engine's fault.
+MOST_DEATHS = 3
+
+
+class Listener(Protocol):
+    """Who hears what the run is doing."""
+
+    def note(self, text: str) -> None:
+        """Hear a sentence worth reading."""
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Hear that a replay begins."""
+
+    def progress(self, progress: Progress) -> None:
+        """Hear how far a replay is."""
+
+    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+        """Hear that a replay ended and is on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a run is after, as the user asked."""
+
+    objective: Objective
+    slos: tuple[Slo, ...]
+    plan: ReplayPlan
+    budget: Budget
+    window: Window | None
+
+
+@dataclass(slots=True)
+class RunState:
+    """A run in progress.
+
+    `windows` is empty until they are chosen, unless the run is resumed. `walls_s` says where
+    real time went, by stage.
+    """
+
+    trace: Trace
+    space: SearchSpace
+    aim: Aim
+    bench: Bench
+    journal: Journal
+    run_dir: RunDir
+    listener: Listener
+    windows: tuple[Window, ...] = ()
+    caveats: set[Caveat] = field(default_factory=set)
+    walls_s: dict[str, float] = field(default_factory=dict)
+    on_windows: Callable[[tuple[Window, ...]], None] | None = None
+    on_forecast: Callable[[tuple[Window, ...], int], None] | None = None
+    _deadline_s: float = field(default=0.0, init=False)
+    _deaths: int = field(default=0, init=False)
+    _goal: Goal | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Let the budget's clock run."""
+        self._deadline_s = time.monotonic() + self.aim.budget.total_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._deadline_s - time.monotonic()
+
+    @property
+    def goal(self) -> Goal:
+        """What is optimised, known once the windows are. Raises: EngineError before."""
+        if self._goal is None:
+            raise EngineError("the windows are not chosen yet")
+        return self._goal
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether windows and goal are chosen."""
+        return self._goal is not None
+
+    @property
+    def names(self) -> list[str]:
+        """The windows' names."""
+        return [f"window {i}" for i in range(len(self.windows))]
+
+    @property
+    def window_requests(self) -> int:
+        """How many requests a replay of all windows offers."""
+        return sum(len(window.of(self.trace)) for window in self.windows)
+
+    def use_windows(self) -> None:
+        """Tell everybody of the chosen windows.
+
+        Raises: TooFewSamplesError if they cannot carry what was asked.
+        """
+        if self.on_windows is not None:
+            self.on_windows(self.windows)
+        self._goal = parse_goal(self.aim.objective, self.aim.slos, self.window_requests)
+        for name, window in zip(self.names, self.windows, strict=True):
+            self.bench.use(name, window.of(self.trace))
+
+    def on_parts(self, parts: tuple[Window, ...], generation: int) -> None:
+        """Tell workers which parts of the trace the forecast replays, and that it begins."""
+        if self.on_forecast is not None:
+            self.on_forecast(parts, generation)
+        self.journal.set_state(f"forecast {generation}")
+
+    @property
+    def usual_wall_s(self) -> float:
+        """What a whole replay of the windows took so far, in the middle; 0 before the first."""
+        walls = sorted(
+            r["measurement"]["wall_s"]
+            for r in self.journal.records()
+            if Phase(r["phase"]).is_on_windows
+            and r["measurement"]
+            and not r["measurement"]["cut_reason"]
+        )
+        return float(walls[len(walls) // 2]) if walls else 0.0
+
+    def trial(
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        cut: CutRule,
+        race_round: int = 0,
+        on_log: Callable[[ReplayLog], None] | None = None,
+        *,
+        is_cold: bool = False,
+        names: Sequence[str] | None = None,
+        goal: Goal | None = None,
+    ) -> dict[str, Any]:
+        """Measure once, live, and put it on disk, whatever came out; return the record.
+
+        on_log hears of each window's log, with every step in it. A cold trial starts an engine
+        of its own with the limits as start-up values.
+
+        Raises: EngineError when the engine cannot be kept alive.
+        """
+        number = self.journal.begin(limits, phase, race_round)
+        self.listener.trial_started(number, limits, phase)
+        plan = replace(self.aim.plan, cut=cut, keep_steps=on_log is not None)
+        measure = self.bench.measure_cold if is_cold else self.bench.measure
+        outcome = measure(
+            self.names if names is None else names,
+            limits,
+            plan,
+            self.aim.slos,
+            self._heard,
+            on_log,
+        )
+        record = self.keep(number, limits, phase, outcome, goal or self.goal, race_round)
+        if isinstance(outcome, Failure):
+            self._deaths += self._should_live(limits)
+            if self._deaths >= MOST_DEATHS:
+                raise EngineError(
+                    f"the engine died {MOST_DEATHS} times in a row: {record['cause']}",
+                    f"see {self.run_dir.engine_log}",
+                )
+        else:
+            self._deaths = 0
+        return record
+
+    def keep(
+        self,
+        number: int,
+        limits: EngineLimits,
+        phase: Phase,
+        outcome: Measurement | Failure,
+        goal: Goal,
+        race_round: int = 0,
+    ) -> dict[str, Any]:
+        """Judge what came out of a trial, put it on disk, and return the record."""
+        record, score, slacks = judged(number, limits, phase, outcome, goal, race_round)
+        if self.journal.finish(number, score, slacks, record):
+            self.run_dir.write_lines("trials.jsonl", self.journal.records())
+            self.listener.trial_ended(observation_of(record), record, self.left_s)
+        return record
+
+    def _should_live(self, limits: EngineLimits) -> bool:
+        """Whether a failure here speaks against the engine, not against these limits."""
+        lived = [o.limits for o in self.journal.observations() if o.is_whole]
+        return not lived or any(limits.within(others) for others in lived)
+
+    def _heard(self, progress: Progress) -> bool:
+        self.listener.progress(progress)
+        return True
+
+
+def judged(
+    number: int,
+    limits: EngineLimits,
+    phase: Phase,
+    outcome: Measurement | Failure,
+    goal: Goal,
+    race_round: int = 0,
+) -> tuple[dict[str, Any], Score, dict[str, float]]:
+    """Return a trial's record, its score and the SLOs' slacks."""
+    if isinstance(outcome, Measurement):
+        score, slacks = goal.score(outcome), goal.slacks(outcome)
+        measured, cause = outcome.as_json(), ""
+    else:
+        score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
+        measured, cause = None, outcome.cause
+    return (
+        record_of(number, limits, phase, race_round, score, measured, cause),
+        score,
+        slacks,
+    )

@@ -1,0 +1,227 @@
+"""The search with a shadow: learn a few settings live, foretell all, hand on the finalists.
+
+Whatever makes the shadow unfit (an engine it cannot stand in for, too few steps, too large an
+error) is told, and the live search takes over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+from tuner import search
+from tuner.calibrate import (
+    COMPARED,
+    Calibration,
+    apart,
+    calibration_settings,
+    check_rank_by,
+    error_ratio,
+    metric_error,
+)
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.forecast import Forecast, grid
+from tuner.host import Started
+from tuner.live_search import fitting, pilot_rate, plan_windows
+from tuner.metrics import Measurement
+from tuner.objective import Goal
+from tuner.observation import Phase
+from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS
+from tuner.profiles import KvStart, Profile, read_profile, write_profile
+from tuner.records import race_records
+from tuner.replay import ReplayLog
+from tuner.replay_plan import CutRule
+from tuner.run_state import RunState
+from tuner.shadows import Shadows, Task
+from tuner.windows import busiest
+
+PROFILE_FILE = "profile.yaml"
+CALIBRATION = "calibration"
+# The shares of the budget that calibrating and foretelling may take: ours.
+CALIBRATION_SHARE, FORECAST_SHARE = 0.15, 0.20
+# No calibration replay needs longer: ours, thousands of steps of any engine.
+LONGEST_CALIBRATION_S = 60.0
+# Live replays after the search: the race, and two on cold engines.
+LIVE_REPLAYS = RACE_REPLAYS + 2
+# Shadow and live disagree if they differ by more than this many times the stated error, which
+# is a median: ours.
+DISAGREEMENT = 3.0
+
+MakeShadows = Callable[[Profile], Shadows]
+
+
+@dataclass(slots=True)
+class ShadowSearch:
+    """Calibration and forecast of one run."""
+
+    run: RunState
+    make_shadows: MakeShadows
+    serve_values: Mapping[str, object]
+    forecast: Forecast | None = None
+    _calibration: Calibration | None = None
+    _live: dict[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
+    _rate: float | None = None
+
+    def finalists(self, started: Started) -> list[EngineLimits] | None:
+        """Return who races, or None where the shadow is unfit and the live search must do it.
+
+        Raises: EngineError, UsageError.
+        """
+        run, kept = self.run, self.run.run_dir.path / PROFILE_FILE
+        try:
+            if kept.exists():
+                # The run is resumed: its calibration is done.
+                profile = read_profile(kept)
+            else:
+                self._calibrate(started)
+                profile = self._checked_profile()
+            check_rank_by(profile)
+            field_ = self._foretell(profile, generation=0)
+            plan_windows(run, self._rate, LIVE_REPLAYS)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            run.caveats.add(Caveat.SHADOW_UNFIT)
+            run.listener.note(f"no shadow: {unfit.message}; searching live")
+            self.close()
+            return None
+        return fitting(run, field_)
+
+    def _calibrate(self, started: Started) -> None:
+        """Replay a few settings live and keep every step."""
+        run, began_s = self.run, time.monotonic()
+        if started.shape is None:
+            raise ShadowError(started.no_shadow)
+        self._calibration = Calibration(
+            shape=started.shape,
+            starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
+            steps=(),
+            present=run.space.present,
+            serve_values=self.serve_values,
+        )
+        self._rate = pilot_rate(run)
+        settings = [run.space.present, *calibration_settings(run.space)]
+        each_s = CALIBRATION_SHARE * run.aim.budget.total_s / len(settings)
+        each_s = min(each_s, LONGEST_CALIBRATION_S)
+        enough_s = LEAST_REQUESTS * run.trace.duration_s / max(len(run.trace), 1)
+        length_s = min(max(each_s / self._rate, enough_s), max(run.trace.duration_s, 1e-3))
+        run.bench.use(CALIBRATION, busiest(run.trace, length_s).of(run.trace))
+        run.listener.note(
+            f"calibrating on {len(settings)} settings, {length_s:.3g} s of traffic"
+        )
+        goal = Goal(run.aim.objective, run.aim.slos, "p50")
+        for limits in settings:
+            record = run.trial(
+                limits,
+                Phase.CALIBRATE,
+                CutRule(max_wall_s=2 * each_s),
+                on_log=partial(self.learn, limits),
+                names=[CALIBRATION],
+                goal=goal,
+            )
+            if record["measurement"] and not record["measurement"]["cut_reason"]:
+                self._live[limits] = record["measurement"]
+        run.walls_s["calibrate"] = time.monotonic() - began_s
+
+    def learn(self, limits: EngineLimits, log: ReplayLog) -> None:
+        """Take in the steps of a live replay."""
+        if self._calibration is not None and log.kept_steps is not None:
+            self._calibration = self._calibration.and_steps(limits, [log.kept_steps])
+
+    def learn_start(self, limits: EngineLimits, num_blocks: int) -> None:
+        """Take in how many blocks a start at the limits had, and keep it in the profile."""
+        if self._calibration is not None and self.forecast is not None:
+            self._calibration = self._calibration.and_start(limits, num_blocks)
+            known = self.forecast.shadows.profile
+            self._write(replace(known, kv_starts=self._calibration.starts))
+
+    def _checked_profile(self) -> Profile:
+        """Fit a profile, compare its shadow with the calibration's replays, and keep it."""
+        if self._calibration is None:
+            raise ShadowError("nothing was calibrated")
+        run, began_s = self.run, time.monotonic()
+        profile = self._calibration.profile()
+        with self.make_shadows(profile) as shadows:
+            trace = run.bench.trace(CALIBRATION)
+            shadows.use(CALIBRATION, trace)
+            tasks = [Task((CALIBRATION,), limits, run.aim.plan) for limits in self._live]
+            foretold = shadows.run(tasks)
+        pairs = zip(self._live.values(), foretold, strict=True)
+        differences = [apart(m, f.as_json()) for m, f in pairs if isinstance(f, Measurement)]
+        profile = replace(profile, metric_error_ratio=metric_error(differences))
+        self._write(profile)
+        run.walls_s["fit"] = run.walls_s.get("fit", 0.0) + time.monotonic() - began_s
+        run.listener.note(
+            f"step model from {profile.fit.steps} steps, wrong by {error_ratio(profile):.1%}"
+        )
+        return profile
+
+    def _write(self, profile: Profile) -> None:
+        write_profile(self.run.run_dir.path / PROFILE_FILE, profile)
+
+    def _foretell(self, profile: Profile, generation: int) -> list[EngineLimits]:
+        """Let the shadow rank the whole space and return who lies within its error."""
+        run, began_s = self.run, time.monotonic()
+        parts = () if self.forecast is None else self.forecast.parts
+        self.close()
+        self.forecast = Forecast(run, self.make_shadows(profile), generation, parts)
+        self.forecast.choose_parts(FORECAST_SHARE * run.aim.budget.total_s)
+        run.on_parts(self.forecast.parts, generation)
+        seen = self.forecast.rank()
+        run.walls_s["shadow"] = run.walls_s.get("shadow", 0.0) + time.monotonic() - began_s
+        near = max(error_ratio(profile), search.FINALIST_RATIO / 2)
+        field_ = search.finalists(seen, run.space, near)
+        run.listener.note(
+            f"the shadow ranked {len(grid(run.space))} settings with {len(seen)} replays; "
+            f"within {near:.0%} of its best: "
+            f"{', '.join(map(str, field_[:-1])) or 'only the present one'}"
+        )
+        return field_
+
+    def disagreement(self, field_: Sequence[EngineLimits]) -> str:
+        """Say where live and shadow differ by more than the stated error; empty if nowhere.
+
+        Compared on what raced: the same windows, live and foretold.
+        """
+        if self.forecast is None:
+            return ""
+        run, shadows = self.run, self.forecast.shadows
+        for name, window in zip(run.names, run.windows, strict=True):
+            shadows.use(name, window.of(run.trace))
+        allowed = DISAGREEMENT * error_ratio(shadows.profile)
+        foretold = self.forecast.predict(field_, run.names)
+        said = []
+        for limits, outcome in zip(field_, foretold, strict=True):
+            live = race_records(run.journal.records(), limits)
+            if not isinstance(outcome, Measurement) or not live:
+                continue
+            differences = [apart(m, outcome.as_json()) for m in live.values()]
+            for metric in COMPARED:
+                off = median(d[metric] for d in differences if metric in d)
+                if abs(off) > allowed:
+                    said.append(f"{metric} at {limits} by {off:+.0%}")
+        return ", ".join(said)
+
+    def recalibrate(self) -> list[EngineLimits] | None:
+        """Fit anew with the race's steps, foretell anew, and return who should race as well."""
+        run = self.run
+        cost_s = run.walls_s.get("fit", 0.0) + run.walls_s.get("shadow", 0.0)
+        if self._calibration is None or self.forecast is None or cost_s > run.left_s / 2:
+            run.listener.note("there is no time to recalibrate")
+            return None
+        generation = self.forecast.generation + 1
+        try:
+            profile = self._checked_profile()
+            check_rank_by(profile)
+            return self._foretell(profile, generation)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            self.run.listener.note(f"recalibrated, and unfit now: {unfit.message}")
+            return None
+
+    def close(self) -> None:
+        """End the shadows' processes."""
+        if self.forecast is not None:
+            self.forecast.shadows.close()

@@ -1,0 +1,120 @@
+"""A run without an engine: the shadow of a profile ranks everything and decides.
+
+The answer is a prediction and says so. With an engine at hand, `session` measures.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tuner import search
+from tuner.calibrate import error_ratio
+from tuner.confirm import Decision, Verdict
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import Caveat, NoFeasibleConfigError
+from tuner.forecast import Forecast, grid
+from tuner.objective import Tier
+from tuner.observation import Observation, leader
+from tuner.run_state import RunState
+from tuner.shadows import Shadows
+from tuner.stats import Estimate
+from tuner.windows import whole
+
+# The share of the budget that the forecast may take: ours, the rest is for capacities.
+FORECAST_SHARE = 0.8
+
+
+@dataclass(slots=True)
+class ShadowSession:
+    """A run on shadows alone."""
+
+    run_state: RunState
+    shadows: Shadows
+    is_forced: bool = False
+    _forecast: Forecast | None = None
+
+    def run(self) -> Decision:
+        """Foretell the whole space and decide by it.
+
+        Raises: ShadowError, UsageError, TooFewSamplesError.
+        """
+        run = self.run_state
+        run.begin()
+        began_s = time.monotonic()
+        run.bench.ensure_started()
+        forecast = self._forecast = Forecast(run, self.shadows, 0)
+        forecast.choose_parts(FORECAST_SHARE * run.aim.budget.total_s)
+        run.windows = forecast.parts
+        run.use_windows()
+        run.on_parts(forecast.parts, 0)
+        seen = forecast.rank()
+        run.walls_s["shadow"] = time.monotonic() - began_s
+        run.journal.set_state("done")
+        run.listener.note(
+            f"the shadow ranked {len(grid(run.space))} settings with {len(seen)} replays"
+        )
+        return decide(seen, run.space.present, error_ratio(self.shadows.profile))
+
+    def close(self) -> None:
+        """End the shadows' processes."""
+        self.shadows.close()
+
+    def doubts(self, decision: Decision) -> list[Caveat]:
+        """Return the caveats of the run, in a fixed order."""
+        run = self.run_state
+        found = {*run.caveats, Caveat.SHADOW_ONLY}
+        history = self._forecast.seen() if self._forecast is not None else []
+        if search.at_edge(decision.winner, history):
+            found.add(Caveat.AT_SPACE_EDGE)
+        if run.windows != (whole(run.trace),):
+            found.add(Caveat.WINDOWED)
+        if self.is_forced:
+            found.add(Caveat.PROFILE_FORCED)
+        if decision.verdict is Verdict.KEEP and decision.best != run.space.present:
+            found.add(Caveat.WITHIN_NOISE)
+        return [caveat for caveat in Caveat if caveat in found]
+
+    def findings(self) -> dict[str, Any]:
+        """Return what stands in the result beside the decision."""
+        return {"profile": profile_facts(self.shadows), "cold": None, "capacity": None}
+
+
+def profile_facts(shadows: Shadows) -> dict[str, Any]:
+    """Return where a prediction comes from, for the result."""
+    profile = shadows.profile
+    return {
+        "made_at": profile.made_at,
+        "device": profile.shape.device,
+        "vllm_version": profile.shape.vllm_version,
+        "calibrated_on": list(profile.calibrated_on),
+        "error_ratio": error_ratio(profile),
+    }
+
+
+def decide(seen: list[Observation], present: EngineLimits, wrong_ratio: float) -> Decision:
+    """Name the best of what was foretold; a gain within the shadow's error is none.
+
+    Raises: NoFeasibleConfigError if nothing could be foretold.
+    """
+    best = leader(seen)
+    baseline = next((o for o in seen if o.limits == present), None)
+    if best is None:
+        raise NoFeasibleConfigError(
+            "no configuration survived its shadow replay", "see trials.jsonl"
+        )
+    if best.limits == present or baseline is None:
+        why = "nothing that was tried is better"
+        return Decision(Verdict.KEEP, present, present, (present,), None, 0, why)
+    comparable = baseline.score.metric == best.score.metric and baseline.is_whole
+    gain = None
+    if comparable and baseline.score.tier is best.score.tier:
+        ratio = best.score.value / baseline.score.value
+        gain = Estimate(ratio, ratio * (1 - wrong_ratio), ratio * (1 + wrong_ratio), 1)
+    is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
+    if not is_better or best.score.tier is Tier.FAILED:
+        why = "the gain is within the shadow's error"
+        return Decision(Verdict.KEEP, present, best.limits, (present,), gain, 0, why)
+    why = "better beyond the shadow's error"
+    return Decision(Verdict.CHANGE, best.limits, best.limits, (best.limits,), gain, 0, why)

@@ -1,0 +1,100 @@
+"""Shadow engines made from a profile, as the host starts them.
+
+Answers whether a profile may speak for the engine that is asked about. What a profile holds is
+in `profiles`, how a shadow steps in `engine.shadow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.engine.compat import serve
+from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.shadow import ShadowEngine
+from tuner.errors import ShadowError, UsageError
+from tuner.profiles import Profile, check_fits
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
+
+# Keys of a configuration that change nothing of what a profile says: the two tuned limits,
+# and what belongs to the server in front of the engine.
+_FREE_KEYS = frozenset(
+    {
+        *(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, "max-num-active-seqs"),
+        *("max-num-scheduled-tokens", "host", "port", "uds", "api-key", "served-model-name"),
+        *("root-path", "uvicorn-log-level", "disable-log-requests", "allowed-origins"),
+        *("allowed-methods", "allowed-headers", "allow-credentials", "chat-template"),
+        *("enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "middleware"),
+        *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "hf-token", "download-dir"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowSource:
+    """Starts shadows of the engine that a profile was measured on; travels as it is.
+
+    `is_forced` lets a profile of another vLLM, device or configuration pass. `is_fast` off
+    asks the scheduler about every single step.
+    """
+
+    profile: Profile
+    is_forced: bool = False
+    is_fast: bool = True
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Return what the profile knows. Raises: ShadowError with what differs from here."""
+        profile, shape = self.profile, self.profile.shape
+        version, accelerator = serve.vllm_version(), serve.accelerator_name()
+        differing = check_fits(profile, vllm_version=version, device=accelerator, model=None)
+        differing += self.unlike(values)
+        if differing and not self.is_forced:
+            raise ShadowError(
+                "; ".join(differing),
+                "make a profile here with a live run, or pass --force-profile and doubt it",
+            )
+        return EngineFacts(
+            present_limits=self._present(values),
+            max_model_len=shape.max_model_len,
+            chunks_prefill=bool(shape.scheduler.get("enable_chunked_prefill", True)),
+            vllm_version=shape.vllm_version,
+            device=shape.device,
+        )
+
+    def unlike(self, values: Mapping[str, object]) -> list[str]:
+        """Return where a configuration departs from the profile's, a sentence each."""
+        here = {hyphenated(k): v for k, v in values.items() if hyphenated(k) not in _FREE_KEYS}
+        kept = {hyphenated(k): v for k, v in self.profile.serve_values.items()}
+        return [
+            f"the profile was made with {key}: {kept.get(key, 'not set')}, here it is {value}"
+            for key, value in here.items()
+            if str(kept.get(key)) != str(value)
+        ]
+
+    def _present(self, values: Mapping[str, object]) -> EngineLimits:
+        """Return the limits of the configuration, those of the profile where it names none."""
+        spelled = {hyphenated(key): value for key, value in values.items()}
+        known = self.profile.present_limits
+        try:
+            return EngineLimits(
+                int(str(spelled.get(MAX_NUM_SEQS, known.max_num_seqs))),
+                int(str(spelled.get(MAX_NUM_BATCHED_TOKENS, known.max_num_batched_tokens))),
+            )
+        except ValueError as wrong:
+            raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
+
+    def start(
+        self,
+        values: Mapping[str, object],  # noqa: ARG002 - a profile holds its own
+        ceiling: EngineLimits,
+    ) -> ShadowEngine:
+        """Start a shadow at the ceiling, with the blocks an engine had that started so."""
+        profile = self.profile
+        serve.prepare_environment()
+        return ShadowEngine(
+            profile.shape,
+            ceiling,
+            profile.num_blocks_at(ceiling),
+            profile.step_model,
+            fast=self.is_fast,
+        )

@@ -1,0 +1,149 @@
+"""Shadow replays of many configurations at once, each in a process of its own.
+
+Answers what a profile's shadow makes of tasks. What to try is left to `search`, which of the
+tasks other machines take to `journal`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tuner.bench import Bench, Failure
+from tuner.engine.protocol import EngineLimits
+from tuner.host import Host
+from tuner.metrics import Measurement
+from tuner.profiles import Profile
+from tuner.replay_plan import ReplayPlan
+from tuner.shadow_source import ShadowSource
+from tuner.slo import Slo
+from tuner.traces import Trace
+
+# How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One shadow replay: the named traces at the limits; `number` is the caller's own."""
+
+    names: tuple[str, ...]
+    limits: EngineLimits
+    plan: ReplayPlan
+    slos: tuple[Slo, ...] = ()
+    number: int = 0
+
+
+Done = tuple[Task, Measurement | Failure]
+
+
+class Shadows:
+    """Processes with a shadow each, started when there is a task for them."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        ceiling: EngineLimits,
+        jobs: int,
+        log_path: Path,
+        seed: int,
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        self.profile = profile
+        self.jobs = max(1, jobs)
+        self._source = ShadowSource(profile, is_forced=is_forced)
+        self._ceiling, self._seed, self._log_path = ceiling, seed, log_path
+        self._idle: list[Bench] = []
+        self._hosts: list[Host] = []
+        self._traces: dict[str, Trace] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def use(self, name: str, trace: Trace) -> None:
+        """Make a trace replayable under a name; nothing may be running."""
+        self._traces[name] = trace
+        for bench in self._idle:
+            bench.use(name, trace)
+
+    def _bench(self) -> Bench:
+        """Return a process that has nothing to do, a new one where none is idle."""
+        if self._idle:
+            return self._idle.pop()
+        host = Host(self._source, self._log_path)
+        self._hosts.append(host)
+        bench = Bench(host, {}, self._ceiling, self._seed)
+        for name, trace in self._traces.items():
+            bench.use(name, trace)
+        return bench
+
+    def drain(
+        self, next_task: Callable[[], Task | None], is_over: Callable[[], bool]
+    ) -> Iterator[Done]:
+        """Replay tasks as next_task hands them out, and yield each with what came of it.
+
+        next_task returns None while there is nothing to do; that is_over says when to stop.
+        Both are called in the caller's thread.
+
+        Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.jobs, "shadow")
+        running: dict[Future[Measurement | Failure], tuple[Task, Bench]] = {}
+        while True:
+            while len(running) < self.jobs and (task := next_task()) is not None:
+                bench = self._bench()
+                future = self._pool.submit(_measure, bench, task)
+                running[future] = task, bench
+            if not running and is_over():
+                return
+            for future in wait(running, _POLL_S, FIRST_COMPLETED).done:
+                task, bench = running.pop(future)
+                outcome = future.result()
+                self._idle.append(bench)
+                yield task, outcome
+
+    def run(self, tasks: Sequence[Task]) -> list[Measurement | Failure]:
+        """Replay every task and return what came out, in the tasks' order.
+
+        Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
+        """
+        left = [replace(task, number=index) for index, task in enumerate(tasks)][::-1]
+        found: dict[int, Measurement | Failure] = {}
+        for task, outcome in self.drain(lambda: left.pop() if left else None, lambda: not left):
+            found[task.number] = outcome
+        return [found[index] for index in range(len(tasks))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for host in self._hosts:
+            host.close(gently=False)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._hosts.clear()
+        self._idle.clear()
+        self._pool = None
+
+
+def _measure(bench: Bench, task: Task) -> Measurement | Failure:
+    return bench.measure(task.names, task.limits, task.plan, task.slos)
+
+
+def default_jobs() -> int:
+    """Return how many shadows this machine can run beside each other: one per core."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,75 @@
+"""Database connections that several processes of a run can share.
+
+Answers whether a database was ever used for studies, and what its transactions need so that no
+two processes believe the same thing is theirs. What is stored is left to `journal`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url
+
+# How long a process waits while others write to the same SQLite file: ours; a write takes
+# milliseconds, so this is reached only where something hangs.
+BUSY_S = 60
+
+
+def is_sqlite(url: str) -> bool:
+    """Whether the database is a SQLite file."""
+    return make_url(url).get_backend_name() == "sqlite"
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """Return what SQLAlchemy is told when it connects."""
+    return {"connect_args": {"timeout": BUSY_S}} if is_sqlite(url) else {"pool_pre_ping": True}
+
+
+def holds_studies(url: str) -> bool:
+    """Tell whether the database has Optuna's tables, and create nothing.
+
+    SQLite would create an empty file where a path is mistyped.
+
+    Raises: SQLAlchemyError if the database cannot be reached.
+    """
+    file = make_url(url).database or ""
+    if is_sqlite(url) and not file.startswith("file:") and not Path(file).is_file():
+        return False
+    engine = create_engine(url, **engine_options(url))
+    try:
+        return inspect(engine).has_table("studies")
+    finally:
+        engine.dispose()
+
+
+def make_shareable(engine: Engine) -> None:
+    """Let every connection made from now on be safe among several processes.
+
+    A SQLite transaction takes the write lock when it begins. By default it would do so only
+    at its first write, and of two processes that both read a trial as waiting both would
+    claim it. PostgreSQL locks the row; its sessions keep UTC, as Optuna stores heartbeats
+    without a zone, and they must not jump with the clocks.
+
+    Source: SQLAlchemy's manual, SQLite dialect, on pysqlite's transactions.
+    """
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _leave_transactions_to_us)
+        event.listen(engine, "begin", _lock_for_writing)
+    elif engine.dialect.name == "postgresql":
+        event.listen(engine, "connect", _keep_utc)
+    engine.dispose()  # connections from before the listeners were there
+
+
+def _leave_transactions_to_us(connection: Any, _record: object) -> None:  # noqa: ANN401
+    connection.isolation_level = None
+
+
+def _lock_for_writing(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _keep_utc(connection: Any, _record: object) -> None:  # noqa: ANN401
+    with connection.cursor() as cursor:
+        cursor.execute("SET TIME ZONE 'UTC'")
+    connection.commit()
