@@ -148,6 +148,13 @@ def test_a_shadow_measured_twice_counts_once_and_a_live_trial_as_often(url: str)
     assert seen == [(0, 1.5), (1, 2.5), (3, 1.5), (4, 1.5)]
 
 
+def test_a_shadow_begun_outside_the_queue_has_no_heart_and_does_not_outlive_its_run(
+    url: str,
+) -> None:
+    Journal(url).begin(LIMITS, Phase.SHADOW)
+    assert Journal(url).unfinished(Phase.SHADOW) == 0
+
+
 def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> None:
     journal = Journal(url)
     journal.enqueue(LIMITS, Phase.SHADOW)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tuner.capacity import Capacity, loads_to_try
 from tuner.engine.protocol import EngineInfo, EngineLimits
 from tuner.errors import EngineError
 from tuner.host import Host, Started
@@ -112,7 +113,30 @@ class Bench:
         except EngineError as error:
             self.started = None
             return Failure(error.message)
-        return measure(logs, slos)
+        return replace(measure(logs, slos), load=plan.load)
+
+    def measure_capacity(
+        self, names: Sequence[str], limits: EngineLimits, plan: ReplayPlan, slos: Sequence[Slo]
+    ) -> Measurement | Failure:
+        """Return the measurement at the largest load at which the SLOs hold, and that load.
+
+        Where they hold at none, the measurement at the plan's own load, and capacity 0.
+        """
+        taken: dict[float, Measurement] = {}
+        asked = loads_to_try(plan.load)
+        try:
+            load = next(asked)
+            while True:
+                outcome = self.measure(names, limits, replace(plan, load=load), slos)
+                if isinstance(outcome, Failure):
+                    return outcome
+                taken[load] = outcome
+                load = asked.send(holds(outcome, slos))
+        except StopIteration as found:
+            answer: Capacity = found.value
+        if answer.load is None:
+            return replace(taken[plan.load], capacity=0.0)
+        return replace(taken[answer.load], capacity=answer.load)
 
     def measure_cold(
         self,
@@ -137,6 +161,13 @@ class Bench:
         # The next replay needs an engine that can take any limits again.
         self.started = None
         return outcome
+
+
+def holds(measured: Measurement, slos: Sequence[Slo]) -> bool:
+    """Whether every SLO holds and the load is sustained."""
+    slacks = [slo.slack_ratio(measured) for slo in slos]
+    is_within = all(slack is None or slack <= 0 for slack in slacks)
+    return is_within and measured.is_sustained and measured.completed > 0
 
 
 def _what_is_left(cut: CutRule, log: ReplayLog) -> CutRule:

@@ -5,7 +5,7 @@ A bisection over a question that somebody else answers, live or in the shadow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 # Loads are told apart to this share: ours, about what two live replays differ by.
@@ -40,38 +40,46 @@ class Capacity:
         return f"holds up to {self.load:.3g} x today's load"
 
 
-def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
-    """Return the largest load at which `holds` is true, assuming it stays false once it is.
+def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
+    """Yield loads, take whether the SLOs held at each, and return the capacity.
 
     Doubles or halves from the start until the edge lies between two loads, then halves the
-    gap in logarithms.
-
-    >>> round(capacity(lambda load: load <= 1.7).load, 1)
-    1.7
+    gap in logarithms; assumes that what breaks at a load breaks at every larger one.
     """
-    good, bad = _enclose(holds, start)
-    if good is None or bad is None:
-        return Capacity(good, bad)
+    good: float | None = None
+    bad: float | None = None
+    load = start
+    while good is None or bad is None:
+        if (yield load):
+            good = load
+            if load >= LARGEST_LOAD:
+                return Capacity(good, None)
+            load = 2 * load
+        else:
+            bad = load
+            if load <= LEAST_LOAD:
+                return Capacity(None, bad)
+            load = load / 2
     while bad / good > 1 + LOAD_RATIO:
         middle = (good * bad) ** 0.5
-        if holds(middle):
+        if (yield middle):
             good = middle
         else:
             bad = middle
     return Capacity(good, bad)
 
 
-def _enclose(holds: Callable[[float], bool], start: float) -> tuple[float | None, float | None]:
-    """Return a load that holds and one, twice as large, that does not."""
-    load = start
-    if holds(load):
-        while load < LARGEST_LOAD:
-            if not holds(2 * load):
-                return load, 2 * load
-            load *= 2
-        return load, None
-    while load > LEAST_LOAD:
-        if holds(load / 2):
-            return load / 2, load
-        load /= 2
-    return None, load
+def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
+    """Return the largest load at which `holds` is true, assuming it stays false once it is.
+
+    >>> round(capacity(lambda load: load <= 1.7).load, 1)
+    1.7
+    """
+    asked = loads_to_try(start)
+    try:
+        load = next(asked)
+        while True:
+            load = asked.send(holds(load))
+    except StopIteration as found:
+        answer: Capacity = found.value
+        return answer

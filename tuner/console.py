@@ -237,7 +237,8 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
     if decision.best != outcome.present:
         against = "the present configuration"
-        say(f"{_words(decision.best)} against {against}, {decision.rounds} rounds in turns:")
+        how = f"{decision.rounds} rounds in turns" if decision.rounds else "not raced"
+        say(f"{_words(decision.best)} against {against}, {how}:")
         for row in outcome.rows:
             say(f"  {row.text}")
     ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
@@ -245,6 +246,8 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
+    if outcome.content["capacity"] is not None:
+        say(f"capacity at the SLOs: {outcome.content['capacity']['text']}")
     for caveat in outcome.caveats:
         say(f"caveat: {caveat.text}")
     say(written_to)

@@ -82,7 +82,9 @@ class Measurement:
     """What a replay measured.
 
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
-    replay's own duration, `wall_s` the real one, `max_step_tokens` the fullest step.
+    replay's own duration, `wall_s` the real one, `max_step_tokens` the fullest step. `load` is
+    the multiple of the recorded load that was offered, `capacity` the largest at which the
+    SLOs hold where that was looked for.
     """
 
     offered: int
@@ -109,6 +111,8 @@ class Measurement:
     wall_s: float
     cut_reason: str | None
     caveats: tuple[Caveat, ...]
+    load: float = 1.0
+    capacity: float | None = None
 
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
@@ -120,18 +124,20 @@ class Measurement:
         spread = self.latencies[metric]
         return 0 if spread is None else spread.n
 
-    def as_json(self) -> dict[str, Any]:
-        """Return every number under the name that `tune replay --json` documents."""
+    def _latencies_json(self) -> dict[str, Any]:
         empty: dict[str, Any] = {
             "mean": None,
             **dict.fromkeys(QUANTILES),
             "n": 0,
             "intervals": {},
         }
-        latencies = {
+        return {
             name: empty if spread is None else spread.as_json()
             for name, spread in self.latencies.items()
         }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every number under the name that `tune replay --json` documents."""
         usage = {"mean": self.kv_usage.mean, "p99": self.kv_usage.p99, "max": self.kv_usage.max}
         return {
             "offered": self.offered,
@@ -143,7 +149,7 @@ class Measurement:
             "output_tokens_per_s": self.output_tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
             "slo_attainment_ratio": self.slo_attainment_ratio,
-            **latencies,
+            **self._latencies_json(),
             "queue_depth": {"mean": self.queue_depth.mean, "max": self.queue_depth.max},
             "running": {"mean": self.running.mean, "max": self.running.max},
             "gpu_cache_usage_perc": usage,
@@ -159,6 +165,8 @@ class Measurement:
             "steps": self.steps,
             "virtual_duration_s": self.clock_s,
             "wall_s": self.wall_s,
+            "load": self.load,
+            "capacity": self.capacity,
         }
 
 

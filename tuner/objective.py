@@ -30,7 +30,7 @@ class Objective(StrEnum):
     THROUGHPUT = "throughput"
     LATENCY = "latency"
     GOODPUT = "goodput"
-    # capacity at SLO needs many load levels per configuration and arrives with the shadow.
+    CAPACITY = "capacity"
 
 
 class Tier(StrEnum):
@@ -81,6 +81,11 @@ class Goal:
     def __post_init__(self) -> None:
         """Refuse an objective that has nothing to count."""
         per_request = [slo for slo in self.slos if slo.metric in ("ttft_s", "tpot_s", "e2e_s")]
+        if self.objective is Objective.CAPACITY and not self.slos:
+            raise UsageError(
+                "--objective capacity asks how much load the SLOs bear and needs at least one",
+                "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
+            )
         if self.objective is Objective.GOODPUT and not per_request:
             raise UsageError(
                 "--objective goodput counts requests within SLOs and needs at least one",
@@ -93,11 +98,21 @@ class Goal:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
+        if self.objective is Objective.CAPACITY:
+            return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:
             if m.goodput_per_s:
                 return Score(Tier.GOOD, 1 / m.goodput_per_s, "goodput_per_s")
             return Score(Tier.BREAKS_SLO, 1 + self._worst_slack(m), "worst SLO slack")
         return self._score_within_slos(m)
+
+    def _score_capacity(self, m: Measurement) -> Score:
+        """Place by the largest load, or at a given load by how much of its SLO is used up."""
+        if m.capacity:
+            return Score(Tier.GOOD, 1 / m.capacity, "capacity")
+        used = 1 + self._worst_slack(m)
+        tier = Tier.GOOD if used <= 1 and m.is_sustained else Tier.BREAKS_SLO
+        return Score(tier, max(used, 1e-9), "worst SLO slack")
 
     def _score_within_slos(self, m: Measurement) -> Score:
         """Place a whole measurement by its SLOs first, then by rate or latency."""

@@ -112,8 +112,8 @@ class PromptSource:
     def block_keys(self, index: int, block_size: int) -> list[bytes]:
         """Return a key for each full block of block_size tokens of the prompt.
 
-        Two prompts have a key in common exactly if their tokens agree up to that block's end:
-        recorded blocks are told by their chained ids, all else by the request's own number.
+        Two prompts have a key in common exactly if what was recorded of them agrees up to that
+        block's end: hashed blocks by their chained ids, all else is the request's own.
         """
         n, hashes = self.length(index), self._trace.hashes
         ids: list[int] = [] if hashes is None else hashes.row_array(index).tolist()

@@ -274,4 +274,5 @@ def replay(
         TraceError when a closed loop asks for a concurrency that was not recorded.
     """
     engine.reset()
-    return _Replay(engine, trace, prompts, plan).run(on_progress)
+    loaded = trace if plan.load == 1 else trace.scaled(plan.load)
+    return _Replay(engine, loaded, prompts, plan).run(on_progress)

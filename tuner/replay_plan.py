@@ -33,7 +33,8 @@ class ReplayPlan:
 
     `concurrency` is the number in flight that a closed loop holds; None takes the one that
     the trace recorded. `timeout_s` is the patience of a client, None for no end of it. With
-    `keep_steps` the log holds every step, to fit a step-time model to.
+    `keep_steps` the log holds every step, to fit a step-time model to. `load` is a multiple of
+    the trace's arrival rate.
 
     Raises: UsageError if the parts contradict each other.
     """
@@ -44,6 +45,7 @@ class ReplayPlan:
     timeout_s: float | None = None
     cut: CutRule = CutRule()
     keep_steps: bool = False
+    load: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""

@@ -12,19 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from tuner.aim import Aim
 from tuner.bench import Bench, Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.journal import Journal
 from tuner.metrics import Measurement
-from tuner.objective import Goal, Objective, Score, Tier, parse_goal
+from tuner.objective import Goal, Score, Tier, parse_goal
 from tuner.observation import Observation, Phase
-from tuner.plan import Budget
 from tuner.records import observation_of, record_of
 from tuner.replay import Progress, ReplayLog
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay_plan import CutRule
 from tuner.rundir import RunDir
-from tuner.slo import Slo
 from tuner.space import SearchSpace
 from tuner.traces import Trace
 from tuner.windows import Window
@@ -50,15 +49,20 @@ class Listener(Protocol):
         """Hear that a replay ended and is on disk."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a run is after, as the user asked."""
+class Silence:
+    """A listener who does nothing."""
 
-    objective: Objective
-    slos: tuple[Slo, ...]
-    plan: ReplayPlan
-    budget: Budget
-    window: Window | None
+    def note(self, text: str) -> None:
+        """Hear a sentence."""
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Hear that a replay begins."""
+
+    def progress(self, progress: Progress) -> None:
+        """Hear how far a replay is."""
+
+    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+        """Hear that a replay ended."""
 
 
 @dataclass(slots=True)
@@ -154,19 +158,21 @@ class RunState:
         on_log: Callable[[ReplayLog], None] | None = None,
         *,
         is_cold: bool = False,
+        load: float | None = None,
         names: Sequence[str] | None = None,
         goal: Goal | None = None,
     ) -> dict[str, Any]:
         """Measure once, live, and put it on disk, whatever came out; return the record.
 
         on_log hears of each window's log, with every step in it. A cold trial starts an engine
-        of its own with the limits as start-up values.
+        of its own with the limits as start-up values; `load` is in place of the plan's.
 
         Raises: EngineError when the engine cannot be kept alive.
         """
         number = self.journal.begin(limits, phase, race_round)
         self.listener.trial_started(number, limits, phase)
         plan = replace(self.aim.plan, cut=cut, keep_steps=on_log is not None)
+        plan = plan if load is None else replace(plan, load=load)
         measure = self.bench.measure_cold if is_cold else self.bench.measure
         outcome = measure(
             self.names if names is None else names,

@@ -12,11 +12,14 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from tuner import confirm, search
+from tuner.carried import Carried, carried, confirmed_live
 from tuner.confirm import Decision
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
 from tuner.live_search import fitting, search_live, searched
+from tuner.observation import Observation
 from tuner.racing import Cold, cold_cost_s, confirm_cold, race
+from tuner.ranking import Ranking
 from tuner.run_state import RunState
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import profile_facts
@@ -58,6 +61,7 @@ class Session:
     run_state: RunState
     shadow: ShadowSearch | None = None
     cold: Cold | None = None
+    carried: Carried | None = None
 
     def run(self) -> Decision:
         """Search, race and confirm; every trial is on disk before the next begins.
@@ -82,6 +86,10 @@ class Session:
         if self.shadow is not None:
             for limits, blocks in run.bench.cold_blocks.items():
                 self.shadow.learn_start(limits, blocks)
+        forecast = None if self.shadow is None else self.shadow.forecast
+        if run.aim.slos and forecast is not None and run.left_s > 0:
+            self.carried = carried(run, forecast, decision)
+            self.carried = confirmed_live(run, decision.winner, self.carried)
         run.journal.set_state("done")
         return decision
 
@@ -117,7 +125,7 @@ class Session:
         forecast = None if shadow is None else shadow.forecast
         return {
             "cold": None if cold is None else cold.as_json(),
-            "capacity": None,
+            "capacity": None if self.carried is None else self.carried.as_json(),
             "profile": None if forecast is None else profile_facts(forecast.shadows),
         }
 
@@ -145,10 +153,10 @@ class Session:
             found.add(Caveat.NOT_CONFIRMED_COLD)
         return [caveat for caveat in Caveat if caveat in found]
 
-    def _foretold(self) -> list[Any]:
+    def _foretold(self) -> list[Observation]:
         if self.shadow is None or self.shadow.forecast is None:
             return []
-        return self.shadow.forecast.seen()
+        return Ranking(self.run_state, self.shadow.forecast).seen()
 
     def _records_of(self, limits: EngineLimits) -> Sequence[Mapping[str, Any]]:
         wanted = (limits.max_num_seqs, limits.max_num_batched_tokens)

@@ -25,14 +25,15 @@ from tuner.calibrate import (
 )
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.forecast import Forecast, grid
+from tuner.forecast import Forecast
 from tuner.host import Started
 from tuner.live_search import fitting, pilot_rate, plan_windows
 from tuner.metrics import Measurement
-from tuner.objective import Goal
-from tuner.observation import Phase
+from tuner.objective import Goal, Objective, Tier
+from tuner.observation import Observation, Phase, leader
 from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS
 from tuner.profiles import KvStart, Profile, read_profile, write_profile
+from tuner.ranking import Ranking
 from tuner.records import race_records
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
@@ -167,19 +168,29 @@ class ShadowSearch:
         run, began_s = self.run, time.monotonic()
         parts = () if self.forecast is None else self.forecast.parts
         self.close()
-        self.forecast = Forecast(run, self.make_shadows(profile), generation, parts)
-        self.forecast.choose_parts(FORECAST_SHARE * run.aim.budget.total_s)
+        shadows = self.make_shadows(profile)
+        self.forecast = Forecast(run.trace, run.aim, shadows, generation, parts)
+        self.forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
         run.on_parts(self.forecast.parts, generation)
-        seen = self.forecast.rank()
+        seen = Ranking(run, self.forecast).rank()
         run.walls_s["shadow"] = run.walls_s.get("shadow", 0.0) + time.monotonic() - began_s
+        self._race_at_capacity(seen)
         near = max(error_ratio(profile), search.FINALIST_RATIO / 2)
         field_ = search.finalists(seen, run.space, near)
         run.listener.note(
-            f"the shadow ranked {len(grid(run.space))} settings with {len(seen)} replays; "
+            f"the shadow ranked {len(run.space.grid())} settings with {len(seen)} replays; "
             f"within {near:.0%} of its best: "
             f"{', '.join(map(str, field_[:-1])) or 'only the present one'}"
         )
         return field_
+
+    def _race_at_capacity(self, seen: Sequence[Observation]) -> None:
+        """Where capacity is the objective, let the race offer what the best can bear."""
+        run, best = self.run, leader(seen)
+        if run.aim.objective is Objective.CAPACITY and best is not None:
+            load = 1 / best.score.value if best.score.tier is Tier.GOOD else 1.0
+            run.aim = replace(run.aim, plan=replace(run.aim.plan, load=load))
+            run.listener.note(f"racing at {load:.3g} x the recorded load")
 
     def disagreement(self, field_: Sequence[EngineLimits]) -> str:
         """Say where live and shadow differ by more than the stated error; empty if nowhere.

@@ -11,12 +11,14 @@ from typing import Any
 
 from tuner import search
 from tuner.calibrate import error_ratio
+from tuner.carried import Carried, carried
 from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, NoFeasibleConfigError
-from tuner.forecast import Forecast, grid
+from tuner.forecast import Forecast
 from tuner.objective import Tier
 from tuner.observation import Observation, leader
+from tuner.ranking import Ranking
 from tuner.run_state import RunState
 from tuner.shadows import Shadows
 from tuner.stats import Estimate
@@ -33,7 +35,8 @@ class ShadowSession:
     run_state: RunState
     shadows: Shadows
     is_forced: bool = False
-    _forecast: Forecast | None = None
+    carried: Carried | None = None
+    _ranking: Ranking | None = None
 
     def run(self) -> Decision:
         """Foretell the whole space and decide by it.
@@ -44,18 +47,22 @@ class ShadowSession:
         run.begin()
         began_s = time.monotonic()
         run.bench.ensure_started()
-        forecast = self._forecast = Forecast(run, self.shadows, 0)
-        forecast.choose_parts(FORECAST_SHARE * run.aim.budget.total_s)
+        forecast = Forecast(run.trace, run.aim, self.shadows, 0)
+        forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
         run.windows = forecast.parts
         run.use_windows()
         run.on_parts(forecast.parts, 0)
-        seen = forecast.rank()
+        self._ranking = Ranking(run, forecast)
+        seen = self._ranking.rank()
         run.walls_s["shadow"] = time.monotonic() - began_s
-        run.journal.set_state("done")
         run.listener.note(
-            f"the shadow ranked {len(grid(run.space))} settings with {len(seen)} replays"
+            f"the shadow ranked {len(run.space.grid())} settings with {len(seen)} replays"
         )
-        return decide(seen, run.space.present, error_ratio(self.shadows.profile))
+        decision = decide(seen, run.space.present, error_ratio(self.shadows.profile))
+        if run.aim.slos:
+            self.carried = carried(run, forecast, decision)
+        run.journal.set_state("done")
+        return decision
 
     def close(self) -> None:
         """End the shadows' processes."""
@@ -65,7 +72,7 @@ class ShadowSession:
         """Return the caveats of the run, in a fixed order."""
         run = self.run_state
         found = {*run.caveats, Caveat.SHADOW_ONLY}
-        history = self._forecast.seen() if self._forecast is not None else []
+        history = self._ranking.seen() if self._ranking is not None else []
         if search.at_edge(decision.winner, history):
             found.add(Caveat.AT_SPACE_EDGE)
         if run.windows != (whole(run.trace),):
@@ -78,7 +85,11 @@ class ShadowSession:
 
     def findings(self) -> dict[str, Any]:
         """Return what stands in the result beside the decision."""
-        return {"profile": profile_facts(self.shadows), "cold": None, "capacity": None}
+        return {
+            "profile": profile_facts(self.shadows),
+            "cold": None,
+            "capacity": None if self.carried is None else self.carried.as_json(),
+        }
 
 
 def profile_facts(shadows: Shadows) -> dict[str, Any]:

@@ -30,13 +30,17 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One shadow replay: the named traces at the limits; `number` is the caller's own."""
+    """One shadow replay: the named traces at the limits; `number` is the caller's own.
+
+    With `wants_capacity` it is as many replays as find the largest load that the SLOs bear.
+    """
 
     names: tuple[str, ...]
     limits: EngineLimits
     plan: ReplayPlan
     slos: tuple[Slo, ...] = ()
     number: int = 0
+    wants_capacity: bool = False
 
 
 Done = tuple[Task, Measurement | Failure]
@@ -141,6 +145,8 @@ class Shadows:
 
 
 def _measure(bench: Bench, task: Task) -> Measurement | Failure:
+    if task.wants_capacity:
+        return bench.measure_capacity(task.names, task.limits, task.plan, task.slos)
     return bench.measure(task.names, task.limits, task.plan, task.slos)
 
 

@@ -43,6 +43,15 @@ class SearchSpace:
         """Return the token budget at which the ladder is climbed: the present one."""
         return max(self.present.max_num_batched_tokens, self.least_budget)
 
+    def grid(self) -> list[EngineLimits]:
+        """Return every setting: caps of the ladder and past it, times token budgets."""
+        caps, cap = list(self.ladder), self.ladder[-1]
+        while (cap := 2 * cap) <= self.ceiling.max_num_seqs:
+            caps.append(cap)
+        budgets = sorted({*self.budgets, self.reference_budget})
+        found = [self.at(cap, budget) for cap in caps for budget in budgets]
+        return list(dict.fromkeys(f for f in found if f.within(self.ceiling)))
+
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""
         return EngineLimits(seqs, max(budget, seqs, self.least_budget))

@@ -59,7 +59,7 @@ class Weighted:
         """Return the quantile of counted samples with its distribution-free interval.
 
         Raises: TooFewSamplesError if there is no sample.
-        Source: as `stats.quantile`; exact to half a bin.
+        Source: as `stats.quantile`; exact to a bin.
         """
         n = round(self.total_weight)
         value = self.value_at(q)

@@ -13,6 +13,7 @@ import click
 from tuner.cli.options import (
     DURATION,
     LADDER,
+    LOADS,
     SLO,
     as_usage_error,
     engine_options,
@@ -54,9 +55,10 @@ _EPILOG = (
 )
 @click.option(
     "--objective",
-    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+    type=click.Choice(["balanced", "throughput", "latency", "goodput", "capacity"]),
     help="balanced: smallest tail latency that sustains the load [default]; throughput: most "
-    "requests per second; latency: smallest median; goodput: most requests within the SLOs.",
+    "requests per second; latency: smallest median; goodput: most requests within the SLOs; "
+    "capacity: largest multiple of the load at which the SLOs hold.",
 )
 @click.option(
     "--slo",
@@ -144,6 +146,64 @@ def replay(**options: Any) -> int:
     from tuner.cli.replay_command import run_replay
 
     return run_replay(options)
+
+
+@tune.command("plan", context_settings=_CONTEXT)
+@traffic_options
+@shadow_options
+@click.option(
+    "--loads",
+    type=LOADS,
+    default="0.5,1,1.5,2",
+    show_default=True,
+    metavar="LIST",
+    help="Multiples of the recorded load.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+    default="balanced",
+    show_default=True,
+    help="What is best.",
+)
+@click.option("--slo", type=SLO, multiple=True, metavar="SLO", help="As in `tune`; repeatable.")
+@click.option(
+    "--max-num-seqs",
+    type=LADDER,
+    metavar="LIST",
+    help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(**options: Any) -> int:
+    """Say which configuration is best at which load, and when a re-tune will pay.
+
+    \b
+        tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5,1,1.5,2
+
+    Predicted from a profile; no engine is started.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    from tuner.cli.plan_command import run_plan
+
+    return run_plan(options)
+
+
+@tune.command("worker", context_settings=_CONTEXT)
+@click.option("--storage", metavar="URL", help="Optuna storage of the run.", required=True)
+@click.option("--run", "run_dir", metavar="DIR", help="Run directory.", required=True)
+@click.option("--trace", metavar="FILE", help="Where the run's trace lies on this machine.")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
+def worker(**options: Any) -> int:
+    """Help a run on another machine with its shadow replays.
+
+    \b
+        tune worker --storage postgresql+psycopg://me@db/tune --run runs/2026-11-20T14-03-00
+
+    Takes settings from the run's queue until the run is over. May come, go and die at will.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    from tuner.cli.worker_command import run_worker
+
+    return run_worker(tune, options)
 
 
 @tune.command("doctor", context_settings=_CONTEXT)

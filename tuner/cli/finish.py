@@ -28,7 +28,11 @@ _TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_
 
 
 def run_record(
-    job: Job, study: str, windows: tuple[Window, ...], parts: tuple[Window, ...] = ()
+    job: Job,
+    study: str,
+    windows: tuple[Window, ...],
+    ceiling: EngineLimits,
+    parts: tuple[Window, ...] = (),
 ) -> dict[str, Any]:
     """Return what `--resume` and workers need, without secrets."""
     return {
@@ -37,6 +41,10 @@ def run_record(
         "trace_sha256": job.traffic.trace.sha256,
         "config_sha256": job.engine.config_sha256,
         "windows": [{"start_s": w.start_s, "end_s": w.end_s} for w in windows],
+        "ceiling": {
+            "max_num_seqs": ceiling.max_num_seqs,
+            "max_num_batched_tokens": ceiling.max_num_batched_tokens,
+        },
         "forecast_parts": [{"start_s": w.start_s, "end_s": w.end_s} for w in parts],
     }
 
@@ -88,8 +96,10 @@ class Finish:
             say(f"the shadow replays {window_text(parts, self._run.trace)}")
 
     def _keep(self, windows: tuple[Window, ...]) -> None:
-        record = run_record(self._job, self._run.journal.study_name, windows, self._parts)
-        self._run.run_dir.write_json(RUN_FILE, record)
+        run = self._run
+        study, ceiling = run.journal.study_name, run.space.ceiling
+        record = run_record(self._job, study, windows, ceiling, self._parts)
+        run.run_dir.write_json(RUN_FILE, record)
 
     def _best_so_far(self) -> Decision:
         """Return the leader of an unfinished search, which nothing has confirmed."""

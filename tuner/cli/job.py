@@ -59,6 +59,11 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
     slos = tuple(options["slo"])
     Goal(Objective(options["objective"]), slos, "p99")
     method = Method(options["method"])
+    if options["objective"] == Objective.CAPACITY and method is Method.LIVE:
+        raise UsageError(
+            "--objective capacity asks many loads of each setting and needs the shadow",
+            "leave --method live out",
+        )
     profile = _profile(options, method)
     engine = choose_engine(options) if profile is None else profiled_engine(options, profile)
     traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)

@@ -77,11 +77,16 @@ def _load(text: str) -> float:
     return load
 
 
+def _loads(text: str) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_load(part) for part in text.split(",")))
+
+
 DURATION = Parsed("duration", _duration)
 WINDOW = Parsed("window", _window)
 SLO = Parsed("slo", _slo)
 LADDER = Parsed("caps", _ladder)
 LOAD = Parsed("multiple", _load)
+LOADS = Parsed("multiples", _loads)
 
 
 def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
+from tuner.aim import Aim
 from tuner.bench import Bench
 from tuner.cli.finish import Finish, run_record
 from tuner.cli.inputs import DEMO_NOTE, fit_lengths
@@ -22,7 +23,7 @@ from tuner.plan import search_space
 from tuner.profiles import Profile, write_profile
 from tuner.records import observation_of
 from tuner.redact import redacted
-from tuner.run_state import Aim, RunState
+from tuner.run_state import RunState
 from tuner.rundir import RUN_FILE, RunDir
 from tuner.session import AnySession, Method, Session
 from tuner.shadow_search import PROFILE_FILE, ShadowSearch
@@ -65,7 +66,9 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
     if job.method is Method.SHADOW and job.profile is not None:
         write_profile(run_dir.path / PROFILE_FILE, job.profile)
     if not job.is_resumed:
-        run_dir.write_json(RUN_FILE, run_record(job, run.journal.study_name, ()))
+        run_dir.write_json(
+            RUN_FILE, run_record(job, run.journal.study_name, (), run.space.ceiling)
+        )
     return Finish(job, _session(job, run), facts, told).run()
 
 

@@ -12,7 +12,8 @@ the scheduler serves its list in order, so those behind a long prompt may have t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.protocol import Rows
+from tuner.engine.shape import EngineShape
 
 
 @dataclass(slots=True)
@@ -209,3 +211,43 @@ class HiddenDecodes:
         size = self._core.block_size
         seen: Iterator[Any] = iter((*self._core.running, *self._core.first_waiting(room)))
         return sum(request.num_tokens // size + 2 for request in seen)
+
+
+def is_foreseeable(shape: EngineShape) -> bool:
+    """Whether requests are served in order, whatever else is in the scheduler's sight."""
+    options: Mapping[str, object] = shape.scheduler
+    return (
+        not shape.asynchronous
+        and options.get("policy") in (None, "fcfs")
+        and not options.get("long_prefill_token_threshold")
+        and not options.get("watermark")
+        and options.get("prefill_schedule_interval") in (None, 1)
+    )
+
+
+def steps_within(horizon_s: float, first_s: float, growth_s: float) -> int:
+    """Return how many steps begin before the horizon, the first one in any case.
+
+    >>> steps_within(0.0, 0.02, 0.0), steps_within(0.05, 0.02, 0.0)
+    (1, 3)
+    """
+    if not math.isfinite(horizon_s):
+        return 1 << 40
+    if horizon_s <= 0:
+        return 1
+    if growth_s > 0:
+        half = first_s / growth_s - 0.5
+        before = math.sqrt(half * half + 2 * horizon_s / growth_s) - half
+    else:
+        before = horizon_s / first_s
+    # One more begins for the last that ends before the horizon; the root is not exact.
+    steps = max(1, math.ceil(before))
+    while steps > 1 and _ends_s(steps - 1, first_s, growth_s) >= horizon_s:
+        steps -= 1
+    while _ends_s(steps, first_s, growth_s) < horizon_s:
+        steps += 1
+    return steps
+
+
+def _ends_s(steps: int, first_s: float, growth_s: float) -> float:
+    return steps * first_s + growth_s * (steps * (steps - 1) / 2)

@@ -7,15 +7,14 @@ Which configurations to try on it is left to `search`.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tuner.engine.compat.core import read_batch
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.fast_forward import HiddenDecodes
+from tuner.engine.fast_forward import HiddenDecodes, is_foreseeable, steps_within
 from tuner.engine.protocol import (
     Batch,
     DecodeRun,
@@ -75,7 +74,7 @@ class ShadowEngine:
         self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
         self._shape, self._timer = shape, timer
         self._limits = ceiling
-        self._fast = fast and _is_foreseeable(shape)
+        self._fast = fast and is_foreseeable(shape)
         self._hidden = HiddenDecodes(self._core, shape.max_model_len)
         self._sent: deque[_Sent] = deque()
         self._is_blocked = False
@@ -217,7 +216,7 @@ class ShadowEngine:
         core, hidden = self._open_core, self._hidden
         seqs, context, rows = len(hidden), hidden.context_tokens, hidden.rows
         first_s, growth_s = self._timer.decode_run_s(seqs, context)
-        most = min(hidden.steps_to_next_end(), _steps_within(horizon_s, first_s, growth_s))
+        most = min(hidden.steps_to_next_end(), steps_within(horizon_s, first_s, growth_s))
         done = hidden.advance(most)
         if done.steps == 0:
             return self._unhidden_turn()
@@ -274,43 +273,3 @@ class ShadowEngine:
         step = self._timed(batch)
         emitted = core.update(scheduled, output) + self._ended()
         return replace(step, emitted=emitted, run=DecodeRun(rows, 1, step.duration_s))
-
-
-def _is_foreseeable(shape: EngineShape) -> bool:
-    """Whether requests are served in order, whatever else is in the scheduler's sight."""
-    options: Mapping[str, object] = shape.scheduler
-    return (
-        not shape.asynchronous
-        and options.get("policy") in (None, "fcfs")
-        and not options.get("long_prefill_token_threshold")
-        and not options.get("watermark")
-        and options.get("prefill_schedule_interval") in (None, 1)
-    )
-
-
-def _steps_within(horizon_s: float, first_s: float, growth_s: float) -> int:
-    """Return how many steps begin before the horizon, the first one in any case.
-
-    >>> _steps_within(0.0, 0.02, 0.0), _steps_within(0.05, 0.02, 0.0)
-    (1, 3)
-    """
-    if not math.isfinite(horizon_s):
-        return 1 << 40
-    if horizon_s <= 0:
-        return 1
-    if growth_s > 0:
-        half = first_s / growth_s - 0.5
-        before = math.sqrt(half * half + 2 * horizon_s / growth_s) - half
-    else:
-        before = horizon_s / first_s
-    # One more begins for the last that ends before the horizon; the root is not exact.
-    steps = max(1, math.ceil(before))
-    while steps > 1 and _ends_s(steps - 1, first_s, growth_s) >= horizon_s:
-        steps -= 1
-    while _ends_s(steps, first_s, growth_s) < horizon_s:
-        steps += 1
-    return steps
-
-
-def _ends_s(steps: int, first_s: float, growth_s: float) -> float:
-    return steps * first_s + growth_s * (steps * (steps - 1) / 2)

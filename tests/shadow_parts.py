@@ -1,0 +1,76 @@
+"""Parts of shadow engines for tests: a timer in closed form, and the shape of no real engine.
+
+The numbers resemble no device; they are such that no two instants of a replay agree by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tuner.engine.compat import serve
+from tuner.engine.protocol import Batch, EngineLimits
+from tuner.engine.shadow import ShadowEngine, StepTimer
+from tuner.engine.shape import EngineShape
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTimer:
+    """A step-time model linear in what the batch holds."""
+
+    base_s: float = 0.003
+    per_seq_s: float = 0.0001
+    per_prefill_token_s: float = 0.00003
+    per_context_token_s: float = 1e-8
+    tidy_s: float = 0.0005
+
+    def step_s(self, batch: Batch) -> float:
+        """Return the seconds of one batch."""
+        decode_s, _ = self.decode_run_s(batch.decode_seqs, batch.decode_context_tokens)
+        return decode_s + self.per_prefill_token_s * batch.prefill_tokens
+
+    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
+        """Return the seconds of a decode batch, and how much longer each like one after is."""
+        first_s = self.base_s + self.per_seq_s * seqs
+        return first_s + self.per_context_token_s * context_tokens, (
+            self.per_context_token_s * seqs
+        )
+
+
+def a_shape(
+    *,
+    block_size: int = 16,
+    prefix_caching: bool = True,
+    asynchronous: bool = False,
+    kv_kind: str = "full_attention",
+    scheduler: Mapping[str, bool | int | float | str | None] | None = None,
+) -> EngineShape:
+    """Return the shape of an engine that there is not."""
+    return EngineShape(
+        model="none",
+        device="none",
+        dtype="bfloat16",
+        vllm_version="0",
+        parallelism={"tensor_parallel_size": 1},
+        vocab_size=1000,
+        max_model_len=4096,
+        block_size=block_size,
+        kv_kind=kv_kind,
+        prefix_caching=prefix_caching,
+        asynchronous=asynchronous,
+        captured_sizes=(),
+        scheduler=scheduler or {},
+    )
+
+
+def a_shadow(
+    shape: EngineShape,
+    ceiling: EngineLimits,
+    num_blocks: int = 1000,
+    timer: StepTimer | None = None,
+    *,
+    fast: bool = True,
+) -> ShadowEngine:
+    """Return a shadow of the shape; needs vLLM, but neither model nor device."""
+    serve.prepare_environment()
+    return ShadowEngine(shape, ceiling, num_blocks, timer or LinearTimer(), fast=fast)

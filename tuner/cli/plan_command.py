@@ -1,0 +1,201 @@
+"""`tune plan`: the best configuration at each of several loads, foretold from a profile."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tuner.aim import Aim
+from tuner.bench import Bench
+from tuner.calibrate import error_ratio
+from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
+from tuner.confirm import Decision, Verdict
+from tuner.console import say
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.forecast import Forecast
+from tuner.host import Host
+from tuner.journal import Journal
+from tuner.objective import Objective
+from tuner.observation import Observation
+from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget, search_space
+from tuner.profiles import Profile, read_profile
+from tuner.ranking import Ranking
+from tuner.run_state import RunState, Silence
+from tuner.rundir import RunDir
+from tuner.shadow_session import decide
+from tuner.shadow_source import ShadowSource
+from tuner.shadows import Shadows, default_jobs
+from tuner.traces import Trace
+from tuner.windows import Window
+
+# How long the forecast of one load may take, in seconds: ours, longer traces are cut.
+TIME_PER_LOAD_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is best at one load."""
+
+    load: float
+    decision: Decision
+    tier: str
+    metric: str
+    best: float | None
+    present: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row for --json."""
+        gain = self.decision.gain
+        interval = None if gain is None else [gain.low, gain.high]
+        return {
+            "load": self.load,
+            "best": _limits(self.decision.best),
+            "change_pays": self.decision.verdict is Verdict.CHANGE,
+            "state": self.tier,
+            "metric": self.metric,
+            "value": self.best,
+            "present_value": self.present,
+            "ratio": None if gain is None else gain.value,
+            "ratio_interval": interval,
+        }
+
+
+def run_plan(options: Mapping[str, Any]) -> int:
+    """Foretell every load and print the table. Raises: TunerError."""
+    if not options["profile"]:
+        raise UsageError(
+            "--profile is missing",
+            "name a profile, as profile.yaml in the directory of every live run",
+        )
+    profile = read_profile(Path(options["profile"]))
+    ladder = options["max_num_seqs"] or DEFAULT_LADDER
+    traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
+    for line in traffic.lines:
+        say(line)
+    with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
+        run_dir = RunDir(Path(folder), resume=False)
+        source = ShadowSource(profile, is_forced=options["force_profile"])
+        with Host(source, run_dir.engine_log) as host:
+            rows, present = _rows(host, run_dir, options, profile, ladder)
+    if options["as_json"]:
+        content = {
+            "engine": "shadow",
+            "present": _limits(present),
+            "error_ratio": error_ratio(profile),
+            "loads": [row.as_json() for row in rows],
+        }
+        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        sys.stdout.write("\n".join(_table(rows, present, error_ratio(profile))) + "\n")
+    return 0
+
+
+def _rows(
+    host: Host,
+    run_dir: RunDir,
+    options: Mapping[str, Any],
+    profile: Profile,
+    ladder: tuple[int, ...],
+) -> tuple[list[Row], EngineLimits]:
+    given = {**options, "engine_args": (), "config": None, "model": None}
+    facts = host.facts(profiled_engine(given, profile).values)
+    traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
+    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
+    if told:
+        say(told)
+    space = search_space(
+        facts, trace.scaled(max(options["loads"])), ladder, facts.present_limits
+    )
+    journal = Journal(run_dir.storage_url)
+    bench = Bench(host, {}, space.ceiling, options["seed"])
+    rows: list[Row] = []
+    with _shadows(options, profile, space.ceiling, run_dir) as shadows:
+        for generation, load in enumerate(options["loads"]):
+            aim = _aim(options, trace, load)
+            run = RunState(trace, space, aim, bench, journal, run_dir, Silence())
+            run.begin()
+            forecast = Forecast(trace, aim, shadows, generation)
+            forecast.choose_parts(space, TIME_PER_LOAD_S)
+            seen = Ranking(run, forecast).rank()
+            rows.append(_row(seen, space.present, load, error_ratio(profile)))
+            say(f"load {load:g} x: best {rows[-1].decision.best}")
+    journal.close()
+    return rows, space.present
+
+
+def _shadows(
+    options: Mapping[str, Any], profile: Profile, ceiling: EngineLimits, run_dir: RunDir
+) -> Shadows:
+    jobs, seed = options["jobs"] or default_jobs(), options["seed"]
+    log, forced = run_dir.path / "shadow.log", options["force_profile"]
+    return Shadows(profile, ceiling, jobs, log, seed, is_forced=forced)
+
+
+def _aim(options: Mapping[str, Any], trace: Trace, load: float) -> Aim:
+    chosen: Window | None = options["window"].resolve(trace) if options["window"] else None
+    return Aim(
+        Objective(options["objective"]),
+        tuple(options["slo"]),
+        replace(replay_plan(options, trace), load=load),
+        Budget(TIME_PER_LOAD_S),
+        chosen,
+    )
+
+
+def _row(
+    seen: list[Observation], present: EngineLimits, load: float, wrong_ratio: float
+) -> Row:
+    decision = decide(seen, present, wrong_ratio)
+    best = next(o for o in seen if o.limits == decision.best)
+    before = next((o for o in seen if o.limits == present), None)
+    comparable = before is not None and before.score.metric == best.score.metric
+    return Row(
+        load,
+        decision,
+        str(best.score.tier)[2:],
+        best.score.metric,
+        best.score.value,
+        before.score.value if before is not None and comparable else None,
+    )
+
+
+def _limits(limits: EngineLimits) -> dict[str, int]:
+    return {
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+    }
+
+
+def _table(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> list[str]:
+    """Return the table for people; a rate stands as such, not as its inverse."""
+    lines = [
+        f"present {present} (max_num_seqs/max_num_batched_tokens); predicted, "
+        f"wrong by {wrong_ratio:.0%} on what was measured",
+        f"{'load':>6}  {'best':>12}  {'metric':<16} {'there':>10} {'present':>10}  advice",
+    ]
+    for row in rows:
+        pays = row.decision.verdict is Verdict.CHANGE
+        advice = "re-tune" if pays else f"keep ({row.decision.why})"
+        state = "" if row.tier == "good" else f" [{row.tier}]"
+        lines.append(
+            f"{row.load:>5g}x  {row.decision.best!s:>12}  {row.metric:<16} "
+            f"{_value(row.best, row.metric):>10} {_value(row.present, row.metric):>10}  "
+            f"{advice}{state}"
+        )
+    return lines
+
+
+def _value(value: float | None, metric: str) -> str:
+    if value is None:
+        return "-"
+    if metric.endswith("_per_s"):
+        return f"{1 / value:.3g}/s"
+    return f"{value:.3g} s" if metric.startswith("e2e") else f"{value:.3g}"

@@ -1,0 +1,125 @@
+"""Rank a whole space in the shadow: the grid, and what lies beside its best.
+
+Every setting is put into the study's queue, from which this process's shadows and those of
+other machines take it. Which settings then race live is decided from what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tuner import search
+from tuner.engine.protocol import EngineLimits
+from tuner.forecast import Forecast
+from tuner.objective import Objective
+from tuner.observation import Observation, Phase, leader
+from tuner.run_state import RunState
+from tuner.shadows import Task
+from tuner.space import SearchSpace
+
+# Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
+REFINEMENTS = 2
+# Neighbours closer than this share of the cap are not told apart: as in `search`.
+REFINE_RATIO = 0.2
+
+
+@dataclass(slots=True)
+class Ranking:
+    """The forecast of one run's space."""
+
+    run: RunState
+    forecast: Forecast
+
+    def rank(self) -> list[Observation]:
+        """Foretell the grid and what lies between its best and their neighbours.
+
+        Smaller limits come first: a cap or a budget that never bound makes the batches of
+        every larger one, which then need no replay.
+        """
+        space = self.run.space
+        settings = space.grid()
+        if self.forecast.aim.objective is Objective.CAPACITY:
+            # At another load for each, so that none can be told from another.
+            return self._foretell(list(dict.fromkeys([space.present, *settings])))
+        least = min(g.max_num_batched_tokens for g in settings)
+        seen = self._foretell([space.present, _largest(settings, least)])
+        while True:
+            wanted = [g for g in settings if not search.same_schedule(seen, g)]
+            lowest: dict[int, EngineLimits] = {}
+            for limits in sorted(wanted):
+                lowest.setdefault(limits.max_num_seqs, limits)
+            if not lowest:
+                break
+            seen = self._foretell(list(lowest.values()))
+        for _ in range(REFINEMENTS):
+            between = [b for b in _between(seen, space) if not search.same_schedule(seen, b)]
+            if not between:
+                break
+            seen = self._foretell(between)
+        return seen
+
+    def _foretell(self, settings: Sequence[EngineLimits]) -> list[Observation]:
+        """Have all settings replayed, here or elsewhere, and return all that is known."""
+        run, journal = self.run, self.run.journal
+        for limits in settings:
+            journal.enqueue(limits, Phase.SHADOW, self.forecast.generation)
+
+        def next_task() -> Task | None:
+            claimed = journal.claim(Phase.SHADOW)
+            if claimed is None:
+                return None
+            number, limits = claimed
+            run.listener.trial_started(number, limits, Phase.SHADOW)
+            return self.forecast.task(limits, number)
+
+        def is_over() -> bool:
+            journal.give_back_stale()
+            return journal.unfinished(Phase.SHADOW) == 0
+
+        for task, outcome in self.forecast.shadows.drain(next_task, is_over):
+            generation = self.forecast.generation
+            run.keep(
+                task.number, task.limits, Phase.SHADOW, outcome, self.forecast.goal, generation
+            )
+        return self.seen()
+
+    def seen(self) -> list[Observation]:
+        """Return what was foretold with the present profile."""
+        return [
+            o
+            for o in self.run.journal.observations()
+            if o.phase is Phase.SHADOW and o.race_round == self.forecast.generation
+        ]
+
+
+def _largest(settings: Sequence[EngineLimits], budget: int) -> EngineLimits:
+    """Return the setting with the largest cap, at the budget or the least above it."""
+    cap = max(g.max_num_seqs for g in settings)
+    return min(
+        g for g in settings if g.max_num_seqs == cap and g.max_num_batched_tokens >= budget
+    )
+
+
+def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
+    """Return the settings halfway between the best and its neighbours that are not known."""
+    best = leader(seen)
+    if best is None:
+        return []
+    budget, cap = best.limits.max_num_batched_tokens, best.limits.max_num_seqs
+    caps = sorted(
+        {
+            o.limits.max_num_seqs
+            for o in seen
+            if o.limits == space.at(o.limits.max_num_seqs, budget)
+        }
+    )
+    at = caps.index(cap) if cap in caps else -1
+    around = [caps[i] for i in (at - 1, at + 1) if at >= 0 and 0 <= i < len(caps)]
+    known = {o.limits for o in seen}
+    wanted = [
+        space.at((cap + other) // 2, budget)
+        for other in around
+        if abs(other - cap) > max(1, REFINE_RATIO * cap)
+    ]
+    return [limits for limits in wanted if limits not in known and limits.within(space.ceiling)]
