@@ -1,4 +1,4 @@
-"""Parts of shadow engines for tests: a timer in closed form, and the shape of no real engine.
+"""Parts of shadow engines for tests: a closed-form timer, shapes of no engine, random traffic.
 
 The numbers resemble no device; they are such that no two instants of a replay agree by chance.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
 
 from tuner.engine.compat import serve
 from tuner.engine.protocol import Batch, EngineLimits
 from tuner.engine.shadow import ShadowEngine, StepTimer
 from tuner.engine.shape import EngineShape
+from tuner.hashes import HashIds
+from tuner.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +79,41 @@ def a_shadow(
     """Return a shadow of the shape; needs vLLM, but neither model nor device."""
     serve.prepare_environment()
     return ShadowEngine(shape, ceiling, num_blocks, timer or LinearTimer(), fast=fast)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Random traffic: n requests at a rate, with lengths uniform from 1 up to the longest.
+
+    With `families` each prompt begins with some blocks of one of so many recorded prompts.
+    """
+
+    seed: int
+    n: int
+    per_s: float
+    longest_prompt: int
+    longest_output: int
+    families: int = 0
+    hash_block: int = 16
+
+    def trace(self) -> Trace:
+        """Return the trace, the same every time."""
+        rng = np.random.default_rng(self.seed)
+        prompts = rng.integers(1, self.longest_prompt + 1, self.n)
+        outputs = rng.integers(1, self.longest_output + 1, self.n)
+        due_s = np.cumsum(rng.exponential(1 / self.per_s, self.n))
+        hashes = self._hashes(rng, prompts.tolist()) if self.families else None
+        return Trace(due_s, prompts, outputs, hashes, source="random")
+
+    def _hashes(self, rng: np.random.Generator, prompts: list[int]) -> HashIds:
+        """Chain ids as stores do that round down: shared up to a point, then new ones."""
+        fresh = count(1_000_000)
+        rows = []
+        for tokens in prompts:
+            blocks = tokens // self.hash_block
+            family = int(rng.integers(self.families))
+            shared = int(rng.integers(blocks + 1))
+            rows.append(
+                [1000 * family + i if i < shared else next(fresh) for i in range(blocks)]
+            )
+        return HashIds.from_rows(rows, self.hash_block)

@@ -151,7 +151,7 @@ def test_a_missing_vllm_is_told_with_the_command_that_mends_it(folder: Path) -> 
 
 
 def test_help_is_the_same_by_both_names_and_opens_with_an_example(capsys: Output) -> None:
-    for command in ([], ["replay"], ["doctor"]):
+    for command in ([], ["replay"], ["plan"], ["worker"], ["doctor"]):
         texts = []
         for flag in ("-h", "--help"):
             assert run([*command, flag]) == 0
@@ -172,7 +172,7 @@ def test_help_is_what_it_was(monkeypatch: pytest.MonkeyPatch, capsys: Output) ->
     """Changed on purpose? Then: UPDATE_SNAPSHOTS=1 python -m pytest tests/test_cli.py."""
     monkeypatch.setenv("COLUMNS", "96")
     texts = []
-    for command in ([], ["replay"], ["doctor"]):
+    for command in ([], ["replay"], ["plan"], ["worker"], ["doctor"]):
         assert run([*command, "--help"]) == 0
         texts.append(capsys.readouterr().out)
     shown = "\n".join(texts)
@@ -187,7 +187,8 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 def test_every_option_and_every_command_is_explained() -> None:
     commands = [tune, *tune.commands.values()]
-    assert {command.name for command in commands} == {"tune", "replay", "doctor"}
+    names = {command.name for command in commands}
+    assert names == {"tune", "replay", "plan", "worker", "doctor"}
     for command in commands:
         assert command.help
         unexplained = [option.opts[-1] for option in options_of(command) if not option.help]
@@ -195,7 +196,7 @@ def test_every_option_and_every_command_is_explained() -> None:
 
 
 def test_every_option_that_takes_a_value_says_its_default_or_that_it_has_none() -> None:
-    optional = {"trace", "config", "engine_args", "tuning", "slo", "resume"}
+    optional = {"trace", "config", "engine_args", "tuning", "slo", "resume", "profile"}
     for option in options_of(tune):
         if option.is_flag or option.name in optional | {"version"}:
             continue

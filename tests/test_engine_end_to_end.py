@@ -28,7 +28,7 @@ REPLAY_KEYS = [
     *("virtual_duration_s", "wall_s"),
 ]
 SECRET = "hf_never_to_be_seen"
-PATIENCE_S = 120.0
+PATIENCE_S = 180.0
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -51,7 +51,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
     done = typed(
         folder,
-        *("--trace", str(TRACE), "--window", "peak:3s", "--budget", "45s"),
+        *("--trace", str(TRACE), "--window", "peak:3s", "--budget", "90s"),
         *("--max-num-seqs", "4,16", "-o", "best.yaml", "--engine-arg", f"hf-token={SECRET}"),
     )
     assert done.returncode == 0, done.stderr
@@ -67,13 +67,17 @@ def run_dir(tuned: Path) -> Path:
     return found
 
 
-def test_the_job_ends_near_its_budget_with_one_engine_start(run_dir: Path) -> None:
+def test_the_job_ends_near_its_budget_with_one_engine_start_but_for_the_cold_ones(
+    run_dir: Path,
+) -> None:
     result = json.loads((run_dir / "result.json").read_text())
     assert result["state"] == "complete"
     made = result["provenance"]
-    assert made["engine_starts"] == 1
+    cold = [trial for trial in result["trials"] if trial["phase"] == "cold"]
+    assert len(cold) in {0, 2}
+    assert made["engine_starts"] == 1 + len(cold)
     assert made["engine"]["kind"] == "live"
-    assert made["wall_s"] < 45 + 30
+    assert made["wall_s"] < 90 + 30
     for trial in result["trials"]:
         m = trial["measurement"]
         assert m["offered"] == m["completed"] + m["refused"] + m["timed_out"] + m["aborted"]

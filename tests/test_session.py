@@ -3,65 +3,32 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from job_parts import SHORT, Run, arguments_for, run
 from toy import ToyCosts, ToySource
-from toy_tune import CROWDED, FragileSource, job_on, lines_of, write_trace
+from toy_tune import CROWDED, job_on, write_trace
 from traffic import replay_toy
 
 from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
 from tuner.formats import read_trace
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
 
-SHORT = ("--max-num-seqs", "4,8,16", "--budget", "40s")
-"""A ladder that does not take long."""
 SECRETS = ("sk-of-the-config", "hf_of_the_config", "sk-of-an-argument")
-
-
-class Run:
-    """A run that has ended, and what it left behind."""
-
-    def __init__(self, folder: Path, talk: str, stdout: str = "") -> None:
-        self.run_dir, self.talk, self.stdout = folder / "run", talk, stdout
-        self.emitted = folder / "best.yaml"
-        self.trials = lines_of(self.run_dir / "trials.jsonl")
-        self.result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
-
-    @property
-    def caveats(self) -> set[str]:
-        """The ids of the caveats in the result."""
-        return {caveat["id"] for caveat in self.result["caveats"]}
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Return a trace on disk."""
     return write_trace(tmp_path / "t.jsonl")
-
-
-def arguments_for(trace: Path, *more: str) -> list[str]:
-    folder = trace.parent
-    return [
-        *("--trace", str(trace), "--run-dir", str(folder / "run")),
-        *("-o", str(folder / "best.yaml"), *more),
-    ]
-
-
-def run(capsys: pytest.CaptureFixture[str], source: ToySource, trace: Path, *more: str) -> Run:
-    assert job_on(source, arguments_for(trace, *more)) == 0
-    out, err = capsys.readouterr()
-    return Run(trace.parent, err, out)
 
 
 def values_by_cap(trace: Path, source: ToySource, caps: Sequence[int]) -> dict[int, float]:
@@ -120,6 +87,10 @@ def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixtur
     assert limits_of(read_config(done.emitted).values) == (best, 2048)
     assert "keep what you have" in done.talk
     assert "KEEP WHAT YOU HAVE" in done.emitted.read_text()
+    # What stays as it is needs no engine started cold.
+    assert done.result["provenance"]["engine_starts"] == 1
+    assert done.result["confirmed_cold"] is None
+    assert "cold" not in {t["phase"] for t in done.trials}
 
 
 def test_equal_configurations_are_never_told_apart(
@@ -135,6 +106,7 @@ def test_without_an_output_file_standard_output_holds_the_yaml_alone(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--trace", str(trace), "--run-dir", str(tmp_path / "run"), *SHORT]
+    arguments += ["--method", "live"]
     assert job_on(ToySource(CROWDED), arguments) == 0
     out, err = capsys.readouterr()
     done = Run(tmp_path, err, out)
@@ -197,14 +169,31 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
         ended = told["completed"] + told["refused"] + told["timed_out"] + told["aborted"]
         assert told["offered"] == 240 == ended
     assert set(finished.result) == {
-        *("schema", "state", "objective", "tail", "slos", "recommendation", "baseline"),
-        *("evidence", "limited_by", "caveats", "provenance", "trials"),
+        *("schema", "state", "method", "objective", "tail", "slos", "recommendation"),
+        *("baseline", "evidence", "limited_by", "confirmed_cold", "capacity", "caveats"),
+        *("provenance", "trials"),
     }
     assert finished.result["state"] == "complete"
     assert finished.result["baseline"]["max_num_seqs"] == 16
     made = finished.result["provenance"]
     assert made["trace"]["requests"] == made["trace"]["replayed_requests"] == 240
-    assert (made["engine"]["kind"], made["engine_starts"]) == ("toy", 1)
+    # One start for the whole search and race, and one each for winner and present one, cold.
+    assert (made["engine"]["kind"], made["engine_starts"]) == ("toy", 3)
+
+
+def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
+    found = finished.result["recommendation"]
+    assert found["verdict"] == "change"
+    cold = [t for t in finished.trials if t["phase"] == "cold"]
+    assert [t["max_num_seqs"] for t in cold] == [found["max_num_seqs"], 16]
+    assert finished.trials[-2:] == cold
+    # The toy is without noise: cold it measures what it measured in the race.
+    assert finished.result["confirmed_cold"]["ratio"] == pytest.approx(1 + found["gain_ratio"])
+    assert "not_confirmed_cold" not in finished.caveats
+    assert "confirmed on engines started cold" in finished.emitted.read_text()
+    assert (finished.result["method"], finished.result["capacity"]) == ("live", None)
+    assert {t["engine"] for t in finished.trials} == {"live"}
+    assert set(finished.result["provenance"]["stages_s"]) == {"start", "race", "cold"}
 
 
 def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(
@@ -233,42 +222,6 @@ def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(
     assert max(t["measurement"]["running"]["max"] for t in done.trials) == 6
 
 
-@pytest.mark.parametrize(
-    ("policy", "told", "refused", "offered"),
-    [("refuse", "will be refused", 40, 240), ("drop", "were dropped", 0, 200)],
-)
-def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    policy: str,
-    told: str,
-    refused: int,
-    offered: int,
-) -> None:
-    path = write_trace(tmp_path / "t.jsonl", n=200)
-    long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
-    path.write_text(path.read_text() + "".join(long % second for second in range(40)))
-    done = run(capsys, ToySource(CROWDED), path, "--too-long", policy, *SHORT)
-    assert f"40 of 240 requests exceed max_model_len 4096: they {told}" in done.talk
-    whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
-    assert {m["refused"] for m in whole} == {refused}
-    assert {m["offered"] for m in whole} == {offered}
-    assert ("requests_refused" in done.caveats) is (refused > 0)
-
-
-def test_clipped_requests_are_replayed_and_the_result_says_that_they_were_clipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "t.jsonl", n=200)
-    long = '{"arrived_at_s": 3, "input_length": 5000, "output_length": 9}\n'
-    path.write_text(path.read_text() + long)
-    done = run(capsys, ToySource(CROWDED), path, "--too-long", "clip", *SHORT)
-    assert "1 of 201 requests exceed max_model_len 4096: they were clipped" in done.talk
-    assert {t["measurement"]["refused"] for t in done.trials} == {0}
-    assert "requests_clipped" in done.caveats
-
-
 def test_a_window_is_said_in_the_result(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,19 +235,6 @@ def test_the_load_is_scaled(trace: Path, capsys: pytest.CaptureFixture[str]) -> 
     light = run(capsys, ToySource(CROWDED), trace, "--load", "0.1", *SHORT)
     rates = {t["measurement"]["requests_per_s"] for t in light.trials}
     assert max(rates) < 0.2 * 14
-
-
-def test_an_slo_nothing_meets_names_the_nearest_and_what_broke(trace: Path) -> None:
-    with pytest.raises(NoFeasibleConfigError) as caught:
-        job_on(ToySource(CROWDED), arguments_for(trace, "--slo", "ttft_p50=1ms", *SHORT))
-    assert caught.value.exit_code == 3
-    assert "nearest is " in caught.value.message
-    assert "ttft_p50" in caught.value.message
-    assert "exceeds 0.001 s" in caught.value.message
-    result = json.loads((trace.parent / "run" / "result.json").read_text())
-    assert result["recommendation"] is None
-    assert {t["tier"] for t in result["trials"]} == {"2 breaks an SLO"}
-    assert not (trace.parent / "best.yaml").exists()
 
 
 def test_an_slo_is_a_bound_and_not_a_price(
@@ -312,72 +252,6 @@ def test_an_slo_is_a_bound_and_not_a_price(
     found = bound.result["recommendation"]
     assert found["max_num_seqs"] < free.result["recommendation"]["max_num_seqs"]
     assert "SLO tpot_p90" in bound.result["limited_by"]
-
-
-def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "t.jsonl", n=60)
-    with pytest.raises(TooFewSamplesError, match="needs at least 100 requests") as caught:
-        job_on(ToySource(), arguments_for(trace, "--slo", "e2e_p99=9s", *SHORT))
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("dies", "told"), [(False, "no memory for"), (True, "the toy died of its limits")]
-)
-def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_goes_on(
-    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, told: str
-) -> None:
-    source = FragileSource(fails_above=16, dies=dies)
-    done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
-    failed = [t for t in done.trials if t["tier"] == "4 failed"]
-    assert {t["max_num_seqs"] for t in failed} >= {32}
-    for trial in failed:
-        assert told in trial["cause"]
-        assert trial["value"] is None
-        assert trial["measurement"] is None
-    assert done.result["recommendation"]["max_num_seqs"] <= 16
-    assert done.result["provenance"]["engine_starts"] == 1 + len(failed)
-    assert told in done.talk
-
-
-def test_caps_that_all_fail_above_the_present_do_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three failures in a row are the fault of three caps while a lower one works."""
-    trace = write_trace(tmp_path / "t.jsonl", per_s=40)
-    source = FragileSource(fails_above=16)
-    done = run(capsys, source, trace, "--max-num-seqs", "16,32,64", "--budget", "60s")
-    assert done.result["recommendation"]["max_num_seqs"] == 16
-    assert sum(t["tier"] == "4 failed" for t in done.trials) >= 3
-
-
-def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path) -> None:
-    with pytest.raises(EngineError, match="the toy died of its limits") as caught:
-        job_on(ToySource(dies_above=0), arguments_for(trace, *SHORT))
-    assert caught.value.exit_code == 4
-    assert str(trace.parent / "run" / "engine.log") in str(caught.value.hint)
-    assert not (trace.parent / "best.yaml").exists()
-
-
-def test_a_present_configuration_that_fails_is_an_infeasible_trial_0(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = FragileSource(CROWDED, fails_above=15)
-    more = ("--window", "all", "--max-num-seqs", "4,8", "--budget", "60s")
-    done = run(capsys, source, trace, *more)
-    assert (done.trials[0]["tier"], done.trials[0]["measurement"]) == ("4 failed", None)
-    assert "no memory for 16" in done.trials[0]["cause"]
-    found = done.result["recommendation"]
-    assert (found["verdict"], found["gain_ratio"]) == ("change", None)
-
-
-def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match="refuses the key toy-refuses"):
-        job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
-    assert "trial" not in capsys.readouterr().err
-    assert not (trace.parent / "run" / "trials.jsonl").exists()
 
 
 def test_a_study_can_be_kept_elsewhere(

@@ -70,8 +70,8 @@ class FragileEngine(ToyEngine):
         raise EngineError(f"the toy has no memory for {self._cap} sequences")
 
 
-def job_on(source: ToySource, arguments: Sequence[str]) -> int:
-    """Run the main job as `tune` does, but on the toy. Raises: TunerError."""
+def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:
+    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError."""
     context = tune.make_context("tune", list(arguments))
     kept, options = with_stored(tune, arguments, context.params)
     return run_job(read_job(with_tuning(options), kept), source)

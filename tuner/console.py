@@ -250,6 +250,9 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         say(f"capacity at the SLOs: {outcome.content['capacity']['text']}")
     for caveat in outcome.caveats:
         say(f"caveat: {caveat.text}")
+    stages = outcome.content["provenance"]["stages_s"]
+    if stages:
+        say("time: " + ", ".join(f"{name} {took_s:.0f} s" for name, took_s in stages.items()))
     say(written_to)
 
 

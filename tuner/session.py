@@ -17,7 +17,7 @@ from tuner.confirm import Decision
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
 from tuner.live_search import fitting, search_live, searched
-from tuner.observation import Observation
+from tuner.observation import Observation, Phase
 from tuner.racing import Cold, cold_cost_s, confirm_cold, race
 from tuner.ranking import Ranking
 from tuner.run_state import RunState
@@ -148,6 +148,8 @@ class Session:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if run.windows != (whole(run.trace),):
             found.add(Caveat.WINDOWED)
+        if not any(Phase(r["phase"]).is_on_windows for r in run.journal.records()):
+            found.add(Caveat.SHADOW_ONLY)
         is_change = decision.verdict is confirm.Verdict.CHANGE
         if is_change and self.cold is None and not run.bench.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)

@@ -15,6 +15,7 @@ from tuner.console import RunDisplay, say, show_outcome
 from tuner.emit.vllm import render, write_atomic
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import Caveat, NoFeasibleConfigError
+from tuner.objective import Goal
 from tuner.observation import leader
 from tuner.outcome import Circumstances, Outcome, comments, make_outcome
 from tuner.plan import window_text
@@ -124,13 +125,15 @@ class Finish:
         """Write result.json; None when nothing was measured yet."""
         run, job = self._run, self._job
         records = run.journal.records()
-        if not records or not run.is_planned:
+        windows = run.windows or self._parts
+        if not decisive(records) or not windows:
             return None
+        goal = run.goal if run.is_planned else Goal(run.aim.objective, run.aim.slos, "p50")
         started = run.bench.started
         around = Circumstances(
             trace=run.trace,
-            replayed_requests=run.window_requests,
-            window=window_text(run.windows, run.trace),
+            replayed_requests=sum(len(w.of(run.trace)) for w in windows),
+            window=window_text(windows, run.trace),
             info=started.info if started else run.bench.last_info,
             present_source="configuration" if job.engine.names_limits else "vLLM's default",
             model=job.engine.model,
@@ -143,7 +146,7 @@ class Finish:
         )
         doubts = self._session.doubts(decision)
         outcome = make_outcome(
-            decision, run.space.present, run.goal, records, doubts, around, state
+            decision, run.space.present, goal, records, doubts, around, state
         )
         run.run_dir.write_json(RESULT_FILE, outcome.content)
         return outcome

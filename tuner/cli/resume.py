@@ -124,7 +124,8 @@ def _tuning_path(name: str) -> Path:
         return path
     found = bundled("profiles") / f"{name}.yaml"
     if not found.is_file():
-        known = sorted(p.stem for p in bundled("profiles").glob("*.yaml"))
+        found_there = bundled("profiles").glob("*.yaml")
+        known = sorted(p.stem for p in found_there if "." not in p.stem)
         raise UsageError(
             f"--tuning {name} is not known, expected {' or '.join(known)} or a YAML file",
             "name one of them, or a path that ends in .yaml",

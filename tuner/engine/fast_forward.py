@@ -26,10 +26,11 @@ from tuner.engine.shape import EngineShape
 
 @dataclass(slots=True)
 class _Hidden:
-    """One hidden request: when it joined, and how much of it vLLM has been told."""
+    """One hidden request: its place, when it joined, and how much of it vLLM has been told."""
 
     request: Any
     row: int
+    order: int
     joined: int
     computed: int
     told: int
@@ -57,7 +58,7 @@ class HiddenDecodes:
         self._hidden: dict[int, _Hidden] = {}
         self._ends: list[tuple[int, int, int]] = []
         self._growths: list[tuple[int, int, int]] = []
-        self._now = 0
+        self._now = self._order = 0
         self._owed = 0
         self._rows: Rows | None = None
         self.context_tokens = 0
@@ -96,16 +97,17 @@ class HiddenDecodes:
             request.max_tokens - request.num_output_tokens,
             self._max_model_len - request.num_tokens,
         )
-        self._hidden[row] = _Hidden(request, row, self._now, computed, self._now)
-        heapq.heappush(self._ends, (self._now + left, self._now, row))
+        order = self._order = self._order + 1
+        self._hidden[row] = _Hidden(request, row, order, self._now, computed, self._now)
+        heapq.heappush(self._ends, (self._now + left, order, row))
         until_full = -computed % self._core.block_size
-        heapq.heappush(self._growths, (self._now + until_full + 1, self._now, row))
+        heapq.heappush(self._growths, (self._now + until_full + 1, order, row))
         self.context_tokens += computed + 1
 
     def _living(self, entry: tuple[int, int, int]) -> _Hidden | None:
         """Return who an entry of a heap is about, unless it is gone."""
         one = self._hidden.get(entry[2])
-        return one if one is not None and one.joined == entry[1] else None
+        return one if one is not None and one.order == entry[1] else None
 
     def steps_to_next_end(self) -> int:
         """Return after how many steps the next hidden request has all its tokens."""
@@ -235,11 +237,10 @@ def steps_within(horizon_s: float, first_s: float, growth_s: float) -> int:
         return 1 << 40
     if horizon_s <= 0:
         return 1
-    if growth_s > 0:
-        half = first_s / growth_s - 0.5
-        before = math.sqrt(half * half + 2 * horizon_s / growth_s) - half
-    else:
-        before = horizon_s / first_s
+    # The root of growth/2 n^2 + (first - growth/2) n = horizon, in the form that bears a growth
+    # of nearly nothing.
+    slope_s = first_s - growth_s / 2
+    before = 2 * horizon_s / (slope_s + math.sqrt(slope_s * slope_s + 2 * growth_s * horizon_s))
     # One more begins for the last that ends before the horizon; the root is not exact.
     steps = max(1, math.ceil(before))
     while steps > 1 and _ends_s(steps - 1, first_s, growth_s) >= horizon_s:

@@ -143,8 +143,8 @@ class Step:
 
     `batch` is None when the turn completed no batch: an asynchronous engine returns before
     its first batch is done, and every engine takes a turn to tidy up after the last. With a
-    `run`, its rows' tokens are not repeated in `emitted`, which then tells only who ended with
-    them; `batch` is the first of the like batches, `kv_usage_ratio` the mean over them.
+    `run`, its rows' tokens are not repeated in `emitted`, which tells of them only who ended;
+    `batch` is the first of the like batches, `kv_usage_ratio` the mean over them.
 
     Units: duration_s in seconds over all like steps; the usages in 0 to 1.
     """

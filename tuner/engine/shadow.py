@@ -271,5 +271,7 @@ class ShadowEngine:
             preempted=len(scheduled.preempted_req_ids or ()),
         )
         step = self._timed(batch)
-        emitted = core.update(scheduled, output) + self._ended()
+        # Hidden requests come first in vLLM's list, so their blocks are given back first.
+        ended = self._ended()
+        emitted = core.update(scheduled, output) + ended
         return replace(step, emitted=emitted, run=DecodeRun(rows, 1, step.duration_s))

@@ -152,8 +152,13 @@ class SchedulerCore:
         self.finish(rows, self._status.FINISHED_LENGTH_CAPPED)
 
     def finish(self, rows: Sequence[int], status: Any) -> None:
-        """End requests with a status of vLLM's."""
-        self.scheduler.finish_requests([str(row) for row in rows], status)
+        """End requests with a status of vLLM's, in the order given.
+
+        One by one, because vLLM makes a set of several, whose order changes from process to
+        process and with it the order of free blocks.
+        """
+        for row in rows:
+            self.scheduler.finish_requests(str(row), status)
 
     def has_requests(self) -> bool:
         """Whether anything is queued, running or to be tidied up."""

@@ -1,0 +1,349 @@
+"""How true the shadow is: calibrate on three settings, foretell others, measure them live.
+
+    python tests/benchmarks/shadow_truth.py --suite cpu --traces DIR -o results.json
+    python tests/benchmarks/shadow_truth.py --suite gpu --traces DIR -o results.json
+    python tests/benchmarks/shadow_truth.py --trace prod.jsonl --window 60 --value model=NAME
+
+The suite gpu wants one CUDA device: a 7B-shaped model with random weights at the default
+start-up of vLLM, so that memory profiling, captured graphs and asynchronous scheduling are in.
+
+A scenario is a trace, a load, a window and a KV cache. Each setting is measured live --runs
+times, in turns, so that the noise of two identical live runs stands beside the shadow's error.
+Prints, for each metric, the median absolute error of the shadow and the median difference of
+two live runs, and over all settings Kendall's tau and the regret of the shadow's choice.
+With --suite, DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
+mooncake_conversation.open.jsonl.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from tuner.calibrate import Calibration, apart, error_ratio, metric_error, read_metric
+from tuner.demo import demo_engine_args
+from tuner.engine.live import LiveSource
+from tuner.engine.protocol import EngineLimits
+from tuner.formats import ReadOptions, read_trace
+from tuner.host import Host
+from tuner.metrics import Measurement, measure
+from tuner.profiles import KvStart, Profile
+from tuner.replay_plan import ReplayPlan
+from tuner.shadows import Shadows, Task
+from tuner.traces import TooLong, Trace
+from tuner.windows import busiest
+
+METRICS = (
+    "requests_per_s",
+    "tpot_p50",
+    "e2e_p50",
+    "tpot_p99",
+    "e2e_p99",
+    "ttft_p50",
+    "ttft_p99",
+)
+# TTFT below this is a step or two, of which no scheduler model says when they begin.
+TTFT_FLOOR_S = 0.05
+CALIBRATED = ("2/2048", "8/512", "64/4096")
+FORETOLD = ("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512")
+DEMO_BLOCK_BYTES = 393_216  # 128 tokens of the demo model
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is replayed on which engine."""
+
+    name: str
+    trace: str
+    window_s: float
+    load: float = 1.0
+    clip: int = 8192
+    values: dict[str, str] = field(default_factory=dict)
+    calibrated: tuple[str, ...] = CALIBRATED
+    foretold: tuple[str, ...] = FORETOLD
+
+
+GPU_CALIBRATED = ("256/8192", "8/2048", "64/1024")
+GPU_FORETOLD = ("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512")
+
+
+def gpu_suite(folder: Path) -> list[Scenario]:
+    """Return three real traces for a 7B-shaped model; the last has little KV cache."""
+    values = {
+        "model": str(Path(__file__).parents[2] / "examples" / "qwen2.5-7b-shape"),
+        "load-format": "dummy",
+        "skip-tokenizer-init": "true",
+        "max-model-len": "16384",
+    }
+    tight = {**values, "kv-cache-memory-bytes": str(4 << 30)}
+    conv = str(folder / "azure_2023_conv.open.csv")
+    code = str(folder / "azure_2023_code.open.csv")
+    moon = str(folder / "mooncake_conversation.open.jsonl")
+    fixed = (GPU_CALIBRATED, GPU_FORETOLD)
+    return [
+        Scenario("conv", conv, 60, 6.0, 16000, values, *fixed),
+        Scenario("conv, KV tight", conv, 60, 6.0, 16000, tight, *fixed),
+        Scenario("code", code, 60, 3.0, 16000, values, *fixed),
+        Scenario("mooncake", moon, 60, 1.0, 16000, values, *fixed),
+    ]
+
+
+def suite(folder: Path) -> list[Scenario]:
+    """Return three real traces, each with room in the KV cache and without."""
+    tight = {"kv-cache-memory-bytes": str(DEMO_BLOCK_BYTES * 80)}
+    conv = str(folder / "azure_2023_conv.open.csv")
+    code = str(folder / "azure_2023_code.open.csv")
+    moon = str(folder / "mooncake_conversation.open.jsonl")
+    return [
+        Scenario("conv", conv, 14, 1.0, 8192),
+        Scenario("conv, KV tight", conv, 14, 1.0, 8192, tight),
+        Scenario("code", code, 16, 0.15, 8192),
+        Scenario("code, KV tight", code, 16, 0.15, 8192, tight),
+        Scenario("mooncake", moon, 20, 0.5, 4096),
+        Scenario("mooncake, KV tight", moon, 20, 0.5, 4096, tight),
+    ]
+
+
+def limits_of(text: str) -> EngineLimits:
+    """Read `8/512`."""
+    seqs, _, tokens = text.partition("/")
+    return EngineLimits(int(seqs), int(tokens))
+
+
+def traffic(scenario: Scenario) -> Trace:
+    """Return the scenario's window."""
+    trace = read_trace(Path(scenario.trace), None, ReadOptions())
+    trace = trace.limit_lengths(scenario.clip, TooLong.CLIP).scaled(scenario.load)
+    return busiest(trace, scenario.window_s).of(trace)
+
+
+def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
+    """Measure one scenario and return everything."""
+    window = traffic(scenario)
+    known = [limits_of(text) for text in scenario.calibrated]
+    others = [limits_of(text) for text in scenario.foretold]
+    ceiling = known[0]
+    for limits in (*known, *others):
+        ceiling = ceiling.covering(limits)
+    is_demo = "model" not in scenario.values
+    values = {**(demo_engine_args() if is_demo else {}), **scenario.values}
+    print(f"\n{scenario.name}: {len(window)} requests in {window.duration_s:.0f} s", flush=True)
+    walls: dict[str, float] = {}
+    live: dict[EngineLimits, list[dict[str, Any]]] = {}
+    with Host(LiveSource(), folder / "live.log") as host:
+        began_s = time.monotonic()
+        started = host.start(values, ceiling)
+        walls["start"] = time.monotonic() - began_s
+        if started.shape is None:
+            sys.exit(f"no shadow: {started.no_shadow}")
+        host.load("window", window, 0)
+        start = KvStart(ceiling, started.info.num_blocks)
+        learnt = Calibration(started.shape, (start,), (), known[0], {})
+        began_s = time.monotonic()
+        for limits in known:
+            log = host.replay("window", limits, ReplayPlan(keep_steps=True))
+            live.setdefault(limits, []).append(measure([log]).as_json())
+            learnt = learnt.and_steps(limits, [log.kept_steps] if log.kept_steps else [])
+        walls["calibrate"] = time.monotonic() - began_s
+        began_s = time.monotonic()
+        for _ in range(runs):
+            for limits in others:
+                measured = measure([host.replay("window", limits, ReplayPlan())])
+                live.setdefault(limits, []).append(measured.as_json())
+        walls["live, each"] = (time.monotonic() - began_s) / max(1, runs * len(others))
+        info = started.info
+    began_s = time.monotonic()
+    profile = learnt.profile()
+    walls["fit"] = time.monotonic() - began_s
+    shadow = foretell(profile, ceiling, window, list(live), folder, walls)
+    profile = checked(profile, known, live, shadow)
+    result = {
+        "scenario": asdict(scenario),
+        "requests": len(window),
+        "device": info.device,
+        "vllm": info.vllm_version,
+        "num_blocks": info.num_blocks,
+        "fit": asdict(profile.fit),
+        "error_ratio": error_ratio(profile),
+        "walls_s": walls,
+        "live": {str(limits): found for limits, found in live.items()},
+        "shadow": {str(limits): found for limits, found in shadow.items()},
+        "foretold": [str(limits) for limits in others],
+    }
+    show(result)
+    return result
+
+
+def foretell(
+    profile: Profile,
+    ceiling: EngineLimits,
+    window: Trace,
+    settings: list[EngineLimits],
+    folder: Path,
+    walls: dict[str, float],
+) -> dict[EngineLimits, dict[str, Any]]:
+    """Return what the shadow says of the settings."""
+    with Shadows(profile, ceiling, 2, folder / "shadow.log", 0) as shadows:
+        shadows.use("window", window)
+        shadows.run([Task(("window",), settings[0], ReplayPlan())] * 2)
+        began_s = time.monotonic()
+        found = shadows.run([Task(("window",), s, ReplayPlan()) for s in settings])
+        walls["shadow, each"] = (time.monotonic() - began_s) / len(settings)
+    return {
+        limits: outcome.as_json()
+        for limits, outcome in zip(settings, found, strict=True)
+        if isinstance(outcome, Measurement)
+    }
+
+
+def checked(
+    profile: Profile,
+    known: list[EngineLimits],
+    live: dict[EngineLimits, list[dict[str, Any]]],
+    shadow: dict[EngineLimits, dict[str, Any]],
+) -> Profile:
+    """Return the profile with the error that the tool would state."""
+    differences = [apart(live[limits][0], shadow[limits]) for limits in known]
+    return replace(profile, metric_error_ratio=metric_error(differences))
+
+
+def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return by metric the shadow's errors, and the differences of live runs, all relative."""
+    found: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+    for name in result["foretold"]:
+        for metric in METRICS:
+            measured = [read_metric(m, metric) for m in result["live"][name]]
+            predicted = read_metric(result["shadow"][name], metric)
+            real = [value for value in measured if value]
+            if not real or not predicted:
+                continue
+            if metric.startswith("ttft") and median(real) < TTFT_FLOOR_S:
+                continue
+            off, noise = found[metric]
+            off.append(abs(predicted / median(real) - 1))
+            noise.extend(abs(a / b - 1) for a, b in combinations(real, 2))
+    return found
+
+
+def ranking(result: dict[str, Any], metric: str = "e2e_p99") -> tuple[float, float]:
+    """Return Kendall's tau of shadow and live, and the regret of the shadow's choice."""
+    names = list(result["live"])
+    live = [
+        median([read_metric(m, metric) or np.inf for m in result["live"][n]]) for n in names
+    ]
+    shadow = [read_metric(result["shadow"][n], metric) or np.inf for n in names]
+    chosen = live[int(np.argmin(shadow))]
+    return float(kendalltau(live, shadow).statistic), chosen / min(live) - 1
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one scenario."""
+    print(f"{'':>10} " + " ".join(f"{metric:>24}" for metric in METRICS))
+    for name in result["foretold"]:
+        cells = []
+        for metric in METRICS:
+            real = [read_metric(m, metric) or float("nan") for m in result["live"][name]]
+            told = read_metric(result["shadow"][name], metric) or float("nan")
+            both = " ".join(f"{value:.4g}" for value in real)
+            cells.append(f"{both} / {told:.4g} {told / median(real) - 1:+.1%}")
+        print(f"{name:>10} " + " ".join(f"{cell:>24}" for cell in cells))
+    walls = ", ".join(f"{k} {v:.2f} s" for k, v in result["walls_s"].items())
+    print(f"stated error {result['error_ratio']:.1%}; {walls}", flush=True)
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Print and return the figures over all scenarios."""
+    pooled: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+    for result in results:
+        for metric, (off, noise) in errors(result).items():
+            pooled[metric][0].extend(off)
+            pooled[metric][1].extend(noise)
+    print(f"\n{'metric':<16} {'shadow off':>11} {'worst':>8} {'live noise':>11} {'n':>4}")
+    figures: dict[str, Any] = {}
+    for metric, (off, noise) in pooled.items():
+        if off:
+            line = (median(off), max(off), median(noise) if noise else float("nan"), len(off))
+            print(
+                f"{metric:<16} {line[0]:>11.1%} {line[1]:>8.1%} {line[2]:>11.1%} {line[3]:>4}"
+            )
+            figures[metric] = dict(
+                zip(("median", "worst", "live_noise", "n"), line, strict=True)
+            )
+    for result in results:
+        tau, regret = ranking(result)
+        name = result["scenario"]["name"]
+        print(f"{name:<24} Kendall's tau {tau:.2f}, regret of the choice {regret:.1%}")
+        figures[f"ranking, {name}"] = {"kendall_tau": tau, "regret": regret}
+    return figures
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--suite", choices=["cpu", "gpu"])
+    parser.add_argument("--traces", type=Path, help="folder of the suite's traces")
+    parser.add_argument("--trace")
+    parser.add_argument("--window", type=float, default=30.0)
+    parser.add_argument("--load", type=float, default=1.0)
+    parser.add_argument("--clip", type=int, default=8192)
+    parser.add_argument("--value", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--calibrate", default=",".join(CALIBRATED))
+    parser.add_argument("--settings", default=",".join(FORETOLD))
+    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    if args.suite:
+        whole = suite(args.traces) if args.suite == "cpu" else gpu_suite(args.traces)
+        scenarios = [s for s in whole if args.only in s.name]
+    else:
+        values = dict(value.split("=", 1) for value in args.value)
+        known, others = tuple(args.calibrate.split(",")), tuple(args.settings.split(","))
+        name = Path(args.trace).stem
+        scenarios = [
+            Scenario(name, args.trace, args.window, args.load, args.clip, values, known, others)
+        ]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for scenario in scenarios:
+            results.append(run(scenario, args.runs, Path(folder)))
+            if args.output:
+                write(args.output, results, {})
+    figures = summary(results)
+    if args.output:
+        write(args.output, results, figures)
+
+
+def write(path: Path, results: list[dict[str, Any]], figures: dict[str, Any]) -> None:
+    """Keep everything with the machine's description and the command."""
+    content = {
+        "command": " ".join(sys.argv),
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "tuner": version("max-num-seqs-tuner"),
+        "figures": figures,
+        "scenarios": results,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

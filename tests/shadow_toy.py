@@ -1,0 +1,31 @@
+"""A toy that says it runs under the installed vLLM, so that its profile fits this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from toy import ToyEngine, ToySource
+
+from tuner.engine.compat import serve
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.shape import EngineShape
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledSource(ToySource):
+    """Starts toys that a shadow of the installed vLLM can stand in for."""
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> InstalledToy:
+        """Start a toy at the ceiling."""
+        self.facts(values)
+        return InstalledToy(self, ceiling)
+
+
+class InstalledToy(ToyEngine):
+    """The toy of an InstalledSource."""
+
+    def shape(self) -> EngineShape:
+        """Return the toy's shape under this vLLM and on this device."""
+        device = serve.accelerator_name() or "toy"
+        return replace(super().shape(), vllm_version=serve.vllm_version(), device=device)

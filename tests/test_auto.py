@@ -1,0 +1,269 @@
+"""The whole job with a shadow: vLLM's scheduler foretells what the toy then measures.
+
+The toy stands in for the live engine. It schedules as vLLM does and its costs are linear, so
+that its shadow is nearly exact and the answer can be known beforehand.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from job_parts import Run
+from shadow_toy import InstalledSource
+from toy_tune import job_on, write_trace
+from traffic import replay_toy
+
+from tuner.cli import tune
+from tuner.cli.replay_command import run_replay
+from tuner.engine.compat import serve
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import ShadowError, UsageError
+from tuner.formats import read_trace
+from tuner.metrics import measure
+from tuner.objective import Goal, Objective, Tier
+from tuner.profiles import read_profile, write_profile
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PRESENT = EngineLimits(4, 2048)
+SOURCE = InstalledSource(present=PRESENT)
+LADDER = ("--max-num-seqs", "4,16", "--jobs", "1")
+REQUESTS = 120
+GOAL = Goal(Objective.BALANCED, (), "p90")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command wrote to its two streams."""
+
+    out: str
+    err: str
+
+
+def told(call: Callable[[], int]) -> Said:
+    """Run something that has to succeed and return what it wrote."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert call() == 0, err.getvalue()
+    return Said(out.getvalue(), err.getvalue())
+
+
+def arguments_for(folder: Path, *more: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    trace = write_trace(folder / "t.jsonl", n=REQUESTS)
+    return [
+        *("--trace", str(trace), "--run-dir", str(folder / "run")),
+        *("-o", str(folder / "best.yaml"), *LADDER, *more),
+    ]
+
+
+def auto(folder: Path, source: InstalledSource, *more: str) -> Run:
+    said = told(lambda: job_on(source, arguments_for(folder, "--budget", "90s", *more)))
+    return Run(folder, said.err, said.out)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return one run that the tests look at."""
+    return auto(tmp_path_factory.mktemp("auto"), SOURCE)
+
+
+@pytest.fixture(scope="module")
+def profile_path(tuned: Run) -> Path:
+    """Return the profile of that run."""
+    return tuned.run_dir / "profile.yaml"
+
+
+def by_phase(run: Run, phase: str) -> list[dict[str, Any]]:
+    return [trial for trial in run.trials if trial["phase"] == phase]
+
+
+def test_it_recommends_what_the_toy_is_known_to_like(tuned: Run) -> None:
+    trace = read_trace(tuned.run_dir.parent / "t.jsonl")
+
+    def value_at(cap: int, budget: int) -> float:
+        score = GOAL.score(measure([replay_toy(trace, EngineLimits(cap, budget), SOURCE)]))
+        return score.value if score.tier is Tier.GOOD else math.inf
+
+    found = tuned.result["recommendation"]
+    assert found["verdict"] == "change"
+    caps = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 64)
+    best = min(value_at(cap, budget) for cap in caps for budget in (512, 2048))
+    winner = value_at(found["max_num_seqs"], found["max_num_batched_tokens"])
+    # The toy's best is flat above what ever runs; the race calls 2 % a tie.
+    assert winner <= best * 1.03
+    (present,) = [t for t in by_phase(tuned, "cold") if t["max_num_seqs"] == 4]
+    if present["tier"] == "0 good":
+        expected = winner / value_at(PRESENT.max_num_seqs, PRESENT.max_num_batched_tokens)
+        assert found["gain_ratio"] == pytest.approx(expected - 1, rel=1e-6)
+    else:
+        assert found["gain_ratio"] is None
+
+
+def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> None:
+    phases = list(dict.fromkeys(trial["phase"] for trial in tuned.trials))
+    assert phases == ["calibrate", "shadow", "race", "cold"]
+    for trial in tuned.trials:
+        assert trial["engine"] == ("shadow" if trial["phase"] == "shadow" else "live")
+    assert tuned.result["trials"] == tuned.trials
+    assert len(by_phase(tuned, "cold")) == 2
+    # One engine for calibration and race, one each for the winner and the present one, cold.
+    assert tuned.result["provenance"]["engine_starts"] == 3
+    assert tuned.result["method"] == "auto"
+    stages = tuned.result["provenance"]["stages_s"]
+    assert set(stages) == {"start", "calibrate", "fit", "shadow", "race", "cold"}
+    assert all(wall_s > 0 for wall_s in stages.values())
+
+
+def test_nothing_is_doubted_that_went_well(tuned: Run) -> None:
+    doubted = {"shadow_unfit", "shadow_only", "shadow_disagrees", "profile_forced"}
+    assert not tuned.caveats & (doubted | {"not_confirmed_cold", "cold_differs", "windowed"})
+    assert "ranked by the shadow" in tuned.emitted.read_text()
+    assert "confirmed on engines started cold" in tuned.emitted.read_text()
+
+
+def test_the_shadow_foretold_what_was_then_measured(tuned: Run) -> None:
+    """The same whole trace, replayed by vLLM's scheduler and by the toy."""
+    foretold = {
+        (t["max_num_seqs"], t["max_num_batched_tokens"]): t for t in by_phase(tuned, "shadow")
+    }
+    compared = 0
+    for trial in by_phase(tuned, "race"):
+        guess = foretold.get((trial["max_num_seqs"], trial["max_num_batched_tokens"]))
+        if guess is not None:
+            assert guess["measurement"]["offered"] == trial["measurement"]["offered"]
+            assert guess["value"] == pytest.approx(trial["value"], rel=0.05)
+            compared += 1
+    assert compared
+
+
+def test_a_profile_is_left_that_reads_back(tuned: Run, profile_path: Path) -> None:
+    profile = read_profile(profile_path)
+    assert profile.present_limits == PRESENT
+    assert profile.shape.vllm_version == serve.vllm_version()
+    assert profile.metric_error_ratio is not None
+    assert profile.metric_error_ratio < 0.05
+    assert str(PRESENT) in profile.calibrated_on
+    starts = {start.limits for start in profile.kv_starts}
+    found = tuned.result["recommendation"]
+    winner = EngineLimits(found["max_num_seqs"], found["max_num_batched_tokens"])
+    assert {PRESENT, winner} <= starts
+    facts = tuned.result["provenance"]["profile"]
+    assert facts["calibrated_on"] == list(profile.calibrated_on)
+
+
+def test_an_engine_without_a_shadow_is_searched_live_and_that_is_told(tmp_path: Path) -> None:
+    found = auto(tmp_path, replace(SOURCE, has_shadow=False), "--budget", "40s")
+    assert "shadow_unfit" in found.caveats
+    assert "no shadow: the shadow cannot stand in for a toy" in found.talk
+    assert {t["engine"] for t in found.trials} == {"live"}
+    assert "present" in {t["phase"] for t in found.trials}
+    assert found.result["recommendation"]["verdict"] == "change"
+    assert not (found.run_dir / "profile.yaml").exists()
+
+
+def shadow_arguments(folder: Path, profile: Path, *more: str) -> list[str]:
+    shadow = ("--method", "shadow", "--profile", str(profile), "--budget", "60s")
+    return arguments_for(folder, *shadow, *more)
+
+
+def run_shadow(arguments: list[str]) -> int:
+    """Run without a source, as `tune` does: the profile is all there is."""
+    return job_on(None, arguments)
+
+
+def test_a_profile_alone_gives_a_prediction_that_says_so(
+    tmp_path: Path, profile_path: Path, tuned: Run
+) -> None:
+    said = told(lambda: run_shadow(shadow_arguments(tmp_path, profile_path)))
+    done = Run(tmp_path, said.err, said.out)
+    assert "shadow_only" in done.caveats
+    assert "profile_forced" not in done.caveats
+    assert {t["engine"] for t in done.trials} == {"shadow"}
+    found = done.result["recommendation"]
+    assert found["verdict"] == "change"
+    emitted = yaml.safe_load(done.emitted.read_text())
+    assert emitted["max-num-seqs"] == found["max_num_seqs"]
+    assert "PREDICTED by the shadow of a profile" in done.emitted.read_text()
+    assert done.result["provenance"]["engine"]["kind"] == "shadow"
+    # What it foretells is what the run that made the profile foretold.
+    guesses = {key_of(t): t["value"] for t in by_phase(tuned, "shadow")}
+    again = {key_of(t): t["value"] for t in by_phase(done, "shadow")}
+    assert guesses.keys() & again.keys()
+    for key in guesses.keys() & again.keys():
+        assert again[key] == pytest.approx(guesses[key], rel=0.01)
+
+
+def key_of(trial: dict[str, Any]) -> tuple[int, int]:
+    return trial["max_num_seqs"], trial["max_num_batched_tokens"]
+
+
+def test_a_damaged_profile_is_refused(tmp_path: Path, profile_path: Path) -> None:
+    damaged = tmp_path / "damaged.yaml"
+    text = profile_path.read_text()
+    damaged.write_text(text.replace("num_blocks: ", "num_blocks: -"))
+    assert damaged.read_text() != text
+    with pytest.raises(UsageError, match="num_blocks") as caught:
+        run_shadow(shadow_arguments(tmp_path / "run", damaged))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "best.yaml").exists()
+
+
+def elsewhere(folder: Path, path: Path) -> Path:
+    """Write the profile as if another vLLM had been measured, and return its path."""
+    profile = read_profile(path)
+    shape = replace(profile.shape, vllm_version="0.1.0")
+    write_profile(folder / "other.yaml", replace(profile, shape=shape))
+    return folder / "other.yaml"
+
+
+def test_a_profile_of_another_vllm_is_refused(tmp_path: Path, profile_path: Path) -> None:
+    other = elsewhere(tmp_path, profile_path)
+    with pytest.raises(ShadowError, match=r"made with vLLM 0\.1\.0, here is") as caught:
+        run_shadow(shadow_arguments(tmp_path / "run", other))
+    assert caught.value.exit_code == 2
+    assert "--force-profile" in caught.value.hint
+
+
+def test_a_profile_of_another_vllm_is_used_when_forced_and_that_is_told(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    other = elsewhere(tmp_path, profile_path)
+    folder, few = tmp_path / "forced", ("--max-num-seqs", "4", "--window", "peak:2s")
+    said = told(lambda: run_shadow(shadow_arguments(folder, other, *few, "--force-profile")))
+    done = Run(folder, said.err, said.out)
+    assert {"shadow_only", "profile_forced"} <= done.caveats
+    assert done.result["provenance"]["profile"]["vllm_version"] == "0.1.0"
+
+
+def replayed(folder: Path, *more: str, source: InstalledSource | None = None) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    trace = write_trace(folder / "t.jsonl", n=REQUESTS)
+    limits = ("--max-num-seqs", "8", "--max-num-batched-tokens", "1024")
+    arguments = ["--json", "--trace", str(trace), *limits, *more]
+    context = tune.commands["replay"].make_context("replay", arguments)
+    said = told(lambda: run_replay(context.params, source))
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+def test_a_shadow_replay_answers_as_a_live_one_does(tmp_path: Path, profile_path: Path) -> None:
+    shadow = ("--engine", "shadow", "--profile", str(profile_path))
+    foretold = replayed(tmp_path / "shadow", *shadow)
+    live = replayed(tmp_path / "live", source=SOURCE)
+    assert set(foretold) == set(live)
+    assert foretold["engine"] == "shadow"
+    assert "shadow_only" in foretold["caveats"]
+    assert foretold["limits"] == live["limits"]
+    assert foretold["offered"] == live["offered"] == foretold["completed"]
+    assert foretold["e2e_s"]["p50"] == pytest.approx(live["e2e_s"]["p50"], rel=0.05)
+    assert foretold["requests_per_s"] == pytest.approx(live["requests_per_s"], rel=0.05)

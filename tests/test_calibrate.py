@@ -1,0 +1,159 @@
+"""Few settings teach a lot, and a shadow that is too wrong is not trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_parts import a_profile
+from toy import ToyCosts, ToyEngine, ToySource
+from traffic import kept, replay_toy, steady
+
+from tuner.calibrate import (
+    COMPARED,
+    LARGEST_ERROR_RATIO,
+    LEAST_ERROR_RATIO,
+    Calibration,
+    apart,
+    calibration_settings,
+    check_rank_by,
+    error_ratio,
+    metric_error,
+)
+from tuner.engine.protocol import Batch, EngineLimits
+from tuner.engine.step_model import FitError
+from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.metrics import measure
+from tuner.profiles import KvStart
+from tuner.replay_plan import ReplayPlan
+from tuner.space import TOKEN_BUDGETS, SearchSpace
+
+CEILING = EngineLimits(512, 16384)
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> SearchSpace:
+    ladder = draw(st.lists(st.integers(1, 128), min_size=1, max_size=8, unique=True))
+    budgets = draw(st.lists(st.sampled_from(TOKEN_BUDGETS), min_size=1, unique=True))
+    present = EngineLimits(draw(st.integers(1, 256)), draw(st.sampled_from(TOKEN_BUDGETS)))
+    top = max(present.max_num_seqs, 4 * max(ladder))
+    most = max(present.max_num_batched_tokens, *budgets, top)
+    ceiling = EngineLimits(top, most)
+    return SearchSpace(present, tuple(sorted(ladder)), tuple(sorted(budgets)), ceiling)
+
+
+@given(spaces())
+def test_settings_are_few_distinct_startable_and_never_the_present_ones(
+    space: SearchSpace,
+) -> None:
+    found = calibration_settings(space)
+    assert len(set(found)) == len(found) <= 3
+    assert space.present not in found
+    for limits in found:
+        assert limits.within(space.ceiling)
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs
+
+
+@given(spaces())
+def test_the_fullest_batches_are_always_seen(space: SearchSpace) -> None:
+    assert space.ceiling in (space.present, *calibration_settings(space))
+
+
+def test_settings_are_spread_over_caps_and_budgets() -> None:
+    space = SearchSpace(
+        EngineLimits(256, 2048), (1, 2, 4, 8, 16, 32), (512, 1024, 2048, 4096), CEILING
+    )
+    first, *others = calibration_settings(space)
+    assert first == CEILING
+    caps = sorted(limits.max_num_seqs for limits in others)
+    assert 1 < caps[0] <= 4 < caps[1] < 32
+    assert {limits.max_num_batched_tokens for limits in others} == {512, 4096}
+
+
+def test_a_metric_is_apart_by_what_the_shadow_says_too_much() -> None:
+    live = {"requests_per_s": 2.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 4.0}}
+    shadow = {"requests_per_s": 2.2, "tpot_s": {"p50": 0.09}, "e2e_s": {"p50": 4.0}}
+    found = apart(live, shadow)
+    assert set(found) == set(COMPARED)
+    assert found["requests_per_s"] == pytest.approx(0.1)
+    assert found["tpot_p50"] == pytest.approx(-0.1)
+    assert found["e2e_p50"] == 0.0
+
+
+def test_what_was_not_measured_is_not_compared() -> None:
+    live = {"requests_per_s": 2.0, "tpot_s": {"p50": None}, "e2e_s": {"p50": 4.0}}
+    shadow = {"requests_per_s": 0.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 5.0}}
+    assert apart(live, shadow) == {"e2e_p50": pytest.approx(0.25)}
+    assert apart({}, {}) == {}
+
+
+def test_what_is_compared_can_be_read_of_every_measurement() -> None:
+    log = replay_toy(steady(60, per_s=5.0), EngineLimits(8, 1024))
+    found = measure([log]).as_json()
+    assert apart(found, found) == dict.fromkeys(COMPARED, 0.0)
+
+
+def test_the_error_is_the_worst_metrics_middle_one_whatever_its_sign() -> None:
+    differences = [
+        {"requests_per_s": 0.01, "tpot_p50": -0.30},
+        {"requests_per_s": -0.02, "tpot_p50": 0.04},
+        {"requests_per_s": 0.90, "tpot_p50": 0.05},
+    ]
+    assert metric_error(differences) == pytest.approx(0.05)
+    assert metric_error([]) is None
+    assert metric_error([{}, {}]) is None
+
+
+def test_the_stated_error_is_that_of_the_metrics_and_else_of_the_steps() -> None:
+    assert error_ratio(a_profile(0.07)) == 0.07
+    assert error_ratio(a_profile(0.001)) == LEAST_ERROR_RATIO
+    without = replace(a_profile(), metric_error_ratio=None)
+    by_config = replace(without, fit=FitError(100, 0.5, 0.11, 0.13, 0.0))
+    assert error_ratio(by_config) == 0.13
+    assert error_ratio(replace(by_config, fit=FitError(100, 0.5, 0.11, None, 0.0))) == 0.11
+
+
+def test_a_shadow_that_is_too_wrong_ranks_nothing() -> None:
+    check_rank_by(a_profile(LARGEST_ERROR_RATIO))
+    with pytest.raises(ShadowError, match="wrong by 21% on what it was calibrated with"):
+        check_rank_by(a_profile(0.21))
+
+
+def a_calibration(source: ToySource) -> Calibration:
+    shape = ToyEngine(source, CEILING).shape()
+    starts = (KvStart(CEILING, 1000),)
+    return Calibration(shape, starts, (), EngineLimits(16, 2048), {"model": "toy"})
+
+
+def test_the_toys_costs_are_learnt_from_its_steps() -> None:
+    """The toy's costs are linear, so a fit on two settings foretells any batch."""
+    costs = ToyCosts()
+    source, calibration = ToySource(costs), a_calibration(ToySource())
+    for limits in (EngineLimits(32, 2048), EngineLimits(8, 512)):
+        plan = ReplayPlan(keep_steps=True)
+        trace = steady(300, per_s=40.0, prompt=100, output=20)
+        steps = kept(replay_toy(trace, limits, source, plan))
+        calibration = calibration.and_steps(limits, [steps])
+    profile = calibration.profile(0.01)
+    assert profile.calibrated_on == ("32/2048", "8/512")
+    assert profile.metric_error_ratio == 0.01
+    assert profile.present_limits == EngineLimits(16, 2048)
+    for decodes, tokens in ((3, 0), (16, 0), (5, 200), (0, 100)):
+        seqs = 1 if tokens else 0
+        batch = Batch(decodes, tokens, seqs, decodes * 100, tokens * 50, 0, 0)
+        expected = costs.seconds(decodes, tokens)
+        assert profile.step_model.step_s(batch) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_start_is_kept_once() -> None:
+    calibration = a_calibration(ToySource())
+    more = calibration.and_start(EngineLimits(8, 512), 1200)
+    assert more.starts == (KvStart(CEILING, 1000), KvStart(EngineLimits(8, 512), 1200))
+    assert more.and_start(EngineLimits(8, 512), 1200) == more
+
+
+def test_nothing_is_learnt_of_nothing() -> None:
+    with pytest.raises(TooFewSamplesError):
+        a_calibration(ToySource()).profile()

@@ -1,0 +1,78 @@
+"""The capacity that was planted is found, in few questions, and none that was not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.capacity import LARGEST_LOAD, LEAST_LOAD, LOAD_RATIO, Capacity, capacity
+
+# Six doublings or halvings lead from 1 to either end, and six halvings of a factor two in
+# logarithms lead below two percent.
+MOST_QUESTIONS = 1 + 6 + 6
+
+edges = st.floats(-5.99, 5.99).map(lambda power: 2.0**power)
+starts = st.floats(-3.0, 3.0).map(lambda power: 2.0**power)
+
+
+class Planted:
+    """An engine that bears loads up to an edge, and remembers which it was asked about."""
+
+    def __init__(self, edge: float) -> None:
+        self.edge = edge
+        self.asked: list[float] = []
+
+    def __call__(self, load: float) -> bool:
+        """Say whether the load is borne."""
+        self.asked.append(load)
+        return load <= self.edge
+
+
+@given(edges)
+def test_the_planted_capacity_is_found_within_two_percent(edge: float) -> None:
+    planted = Planted(edge)
+    found = capacity(planted)
+    assert found.load is not None
+    assert found.beyond is not None
+    assert found.load <= edge < found.beyond <= found.load * (1 + LOAD_RATIO)
+    assert len(planted.asked) <= MOST_QUESTIONS
+    assert len(set(planted.asked)) == len(planted.asked)
+
+
+@given(edges, starts)
+def test_where_it_starts_changes_the_questions_and_not_the_answer(
+    edge: float, start: float
+) -> None:
+    planted = Planted(edge)
+    found = capacity(planted, start)
+    assert planted.asked[0] == start
+    if found.load is not None and found.beyond is not None:
+        assert found.load <= edge < found.beyond <= found.load * (1 + LOAD_RATIO)
+    else:
+        # The ends are reached in doubles of the start: at most one double beyond them.
+        assert edge < 2 * LEAST_LOAD or edge > LARGEST_LOAD / 2
+
+
+def test_what_never_holds_has_no_capacity() -> None:
+    planted = Planted(0.0)
+    assert capacity(planted) == Capacity(None, LEAST_LOAD)
+    assert planted.asked == [2.0**-power for power in range(7)]
+
+
+def test_what_always_holds_has_no_end() -> None:
+    planted = Planted(float("inf"))
+    assert capacity(planted) == Capacity(LARGEST_LOAD, None)
+    assert planted.asked == [2.0**power for power in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (Capacity(None, LEAST_LOAD), "breaks an SLO already at 0.016 x today's load"),
+        (Capacity(LARGEST_LOAD, None), "holds beyond 64 x today's load"),
+        (Capacity(1.234, 1.25), "holds up to 1.23 x today's load"),
+    ],
+)
+def test_it_is_said_in_words(found: Capacity, told: str) -> None:
+    assert found.text == told

@@ -1,0 +1,226 @@
+"""The shadow's ranking of a space finds what replaying all of it would, with few replays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_parts import CEILING, ToyShadows, a_profile, a_run, a_space
+from toy import ToySource
+from toy_tune import CROWDED
+from traffic import a_trace, replay_toy, steady
+
+from tuner.confirm import Verdict
+from tuner.engine.protocol import EngineLimits
+from tuner.forecast import Forecast
+from tuner.metrics import Measurement, measure
+from tuner.objective import Goal, Objective, Tier
+from tuner.observation import TIE_RATIO, leader
+from tuner.ranking import Ranking
+from tuner.run_state import RunState
+from tuner.shadow_session import decide
+from tuner.space import SearchSpace
+from tuner.traces import Trace
+from tuner.windows import Window, whole
+
+PRESENT = EngineLimits(16, 2048)
+TRACE = steady(240, per_s=14.0, prompt=110, output=35)
+GOAL = Goal(Objective.BALANCED, (), "p95")
+
+
+@contextmanager
+def forecast_on(
+    folder: Path, trace: Trace, space: SearchSpace, source: ToySource, generation: int = 0
+) -> Iterator[tuple[RunState, Forecast, ToyShadows]]:
+    """Yield a forecast of a run, both on the same toy."""
+    shadows = ToyShadows(source, a_profile(), folder / "shadow.log")
+    with a_run(folder, trace, space, source) as run:
+        forecast = Forecast(trace, run.aim, shadows, generation)
+        forecast.choose_parts(space, time_s=600.0)
+        shadows.asked.clear()
+        yield run, forecast, shadows
+
+
+def bursts_of(size: int) -> Trace:
+    """Return twenty bursts of so many equal requests, each over before the next."""
+    return a_trace(np.repeat(np.arange(20) * 3.0, size), prompt=50, output=20)
+
+
+def value_at(limits: EngineLimits, source: ToySource, trace: Trace) -> float:
+    """Return what the objective makes of a replay on a fresh toy, infinite where overloaded."""
+    score = GOAL.score(measure([replay_toy(trace, limits, source)]))
+    return score.value if score.tier is Tier.GOOD else float("inf")
+
+
+def test_the_grid_is_every_cap_past_the_ladder_times_every_budget() -> None:
+    found = a_space(PRESENT, (4, 16, 48)).grid()
+    expected = {
+        EngineLimits(cap, budget) for cap in (4, 16, 48, 96) for budget in (512, 1024, 2048)
+    }
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_the_grid_holds_the_present_budget_and_stays_within_the_ceiling() -> None:
+    space = SearchSpace(EngineLimits(16, 3000), (64, 128), (64, 512), CEILING)
+    found = space.grid()
+    assert EngineLimits(64, 3000) in found
+    # A budget below the cap is no setting of vLLM: it is raised to it.
+    assert EngineLimits(128, 128) in found
+    assert all(limits.within(CEILING) for limits in found)
+
+
+def test_it_finds_the_best_of_all_with_far_fewer_replays_than_there_are_settings(
+    tmp_path: Path,
+) -> None:
+    source, space = ToySource(CROWDED), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, shadows):
+        seen = Ranking(run, forecast).rank()
+        records = run.journal.records()
+    best = leader(seen)
+    assert best is not None
+    on_grid = [value_at(limits, source, TRACE) for limits in space.grid()]
+    assert best.score.value == pytest.approx(value_at(best.limits, source, TRACE))
+    assert best.score.value <= min(on_grid) * (1 + TIE_RATIO)
+    assert len(shadows.asked) <= len(space.grid()) * 0.6
+    assert len(set(shadows.asked)) == len(shadows.asked)
+    assert PRESENT in shadows.asked
+    assert {record["engine"] for record in records} == {"shadow"}
+    assert len(records) == len(shadows.asked) == len(seen)
+
+
+def test_what_is_skipped_would_have_made_the_same_batches(tmp_path: Path) -> None:
+    """What was not replayed is at most as good as the leader says."""
+    source, space = ToySource(), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, shadows):
+        seen = Ranking(run, forecast).rank()
+    known = sorted(o.score.value for o in seen if o.score.tier is Tier.GOOD)
+    skipped = set(space.grid()) - set(shadows.asked)
+    assert skipped
+    for limits in skipped:
+        value = value_at(limits, source, TRACE)
+        assert value == float("inf") or any(v == pytest.approx(value) for v in known)
+
+
+@pytest.mark.xfail(
+    reason="ranking._between takes for neighbours only what was replayed at the best one's own "
+    "token budget: 16/2048, which stands for 16/512, is none, so 12/512 is never asked for"
+)
+def test_what_lies_between_the_best_and_its_neighbours_is_looked_at(tmp_path: Path) -> None:
+    """The toy likes a cap of 11; of the ladder 8 is best, and 16 is the next above it."""
+    source, space = ToySource(CROWDED), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, _):
+        best = leader(Ranking(run, forecast).rank())
+    values = [value_at(EngineLimits(cap, 2048), source, TRACE) for cap in range(1, 33)]
+    assert best is not None
+    # Refining stops at caps a fifth apart, on this curve 4 %; the leader may tie within 3 %.
+    assert best.score.value <= min(values) * 1.07
+
+
+def smallest_of_the_best(trace: Trace, tail: str, settings: list[EngineLimits]) -> EngineLimits:
+    """Return the smallest setting that ties with the best, by replays of them all."""
+    goal = Goal(Objective.BALANCED, (), tail)
+    values = {
+        limits: goal.score(measure([replay_toy(trace, limits)])).value for limits in settings
+    }
+    best = min(values.values())
+    return min(limits for limits, v in values.items() if v <= best * (1 + TIE_RATIO))
+
+
+def test_ties_go_to_the_smallest_limits(tmp_path: Path) -> None:
+    """Eight requests at a time: what has room for them is the same, whatever it is."""
+    trace, space = bursts_of(8), a_space(EngineLimits(1, 2048))
+    with forecast_on(tmp_path, trace, space, ToySource()) as (run, forecast, shadows):
+        best = leader(Ranking(run, forecast).rank())
+    assert best is not None
+    assert best.limits == smallest_of_the_best(trace, forecast.goal.tail, space.grid())
+    assert best.limits == EngineLimits(8, 512)
+    assert len(shadows.asked) < len(space.grid()) / 2
+
+
+@pytest.mark.xfail(
+    reason="Ranking.rank replays the largest cap first, and what makes its batches is then "
+    "never replayed: 8/512 has room for six but is not asked for, and 128/512 leads"
+)
+def test_a_smaller_cap_with_room_to_spare_goes_before_the_largest(tmp_path: Path) -> None:
+    """Six requests at a time: eight have room for them, and no larger cap is needed."""
+    trace, space = bursts_of(6), a_space(EngineLimits(1, 2048))
+    with forecast_on(tmp_path, trace, space, ToySource()) as (run, forecast, _):
+        best = leader(Ranking(run, forecast).rank())
+    assert best is not None
+    assert best.limits == smallest_of_the_best(trace, forecast.goal.tail, space.grid())
+
+
+def test_what_is_as_good_as_the_present_one_does_not_replace_it(tmp_path: Path) -> None:
+    """No cap binds at one request in two seconds, the present one of 16 as little as others."""
+    trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(PRESENT)
+    with forecast_on(tmp_path, trace, space, ToySource()) as (run, forecast, _):
+        seen = Ranking(run, forecast).rank()
+    assert decide(seen, PRESENT, 0.03).verdict is Verdict.KEEP
+
+
+def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked(tmp_path: Path) -> None:
+    source, space = ToySource(no_memory_above=16), a_space(EngineLimits(8, 2048))
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, _):
+        seen = Ranking(run, forecast).rank()
+        records = run.journal.records()
+    failed = {o.limits.max_num_seqs for o in seen if o.score.tier is Tier.FAILED}
+    assert failed
+    assert min(failed) > 16
+    causes = [r["cause"] for r in records if r["tier"] == str(Tier.FAILED)]
+    assert all("no memory for" in cause for cause in causes)
+    best = leader(seen)
+    assert best is not None
+    assert best.limits.max_num_seqs <= 16
+
+
+def test_ranking_again_with_the_same_profile_replays_nothing_anew(tmp_path: Path) -> None:
+    source, space = ToySource(CROWDED), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, shadows):
+        first = Ranking(run, forecast).rank()
+        shadows.asked.clear()
+        assert Ranking(run, forecast).rank() == first
+        assert shadows.asked == []
+
+
+def test_another_profile_foretells_everything_anew(tmp_path: Path) -> None:
+    source, space = ToySource(CROWDED), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, shadows):
+        first = Ranking(run, forecast).rank()
+        asked = list(shadows.asked)
+        later = Forecast(TRACE, run.aim, shadows, 1, forecast.parts)
+        later.load_parts()
+        shadows.asked.clear()
+        second = Ranking(run, later).rank()
+        assert shadows.asked == asked
+        assert {o.race_round for o in second} == {1}
+        assert {o.number for o in first}.isdisjoint(o.number for o in second)
+        assert Ranking(run, forecast).seen() == first
+
+
+def test_everything_is_replayed_where_time_allows(tmp_path: Path) -> None:
+    with forecast_on(tmp_path, TRACE, a_space(PRESENT), ToySource()) as (run, forecast, _):
+        assert forecast.parts == (whole(TRACE),)
+        (found,) = forecast.predict([PRESENT])
+        assert isinstance(found, Measurement)
+        assert found.offered == found.completed == len(TRACE)
+        # A question is no trial.
+        assert run.journal.observations() == []
+
+
+def test_a_window_that_was_asked_for_is_what_is_replayed(tmp_path: Path) -> None:
+    window = Window(2.0, 9.0)
+    shadows = ToyShadows(ToySource(), a_profile(), tmp_path / "shadow.log")
+    with a_run(tmp_path, TRACE, a_space(PRESENT)) as run:
+        run.aim = replace(run.aim, window=window)
+        forecast = Forecast(TRACE, run.aim, shadows, 0)
+        forecast.choose_parts(run.space, time_s=600.0)
+        assert forecast.parts == (window,)
+        assert shadows.asked == []
+        Ranking(run, forecast).rank()
+        offered = {r["measurement"]["offered"] for r in run.journal.records()}
+    assert offered == {int(((TRACE.due_s >= 2.0) & (TRACE.due_s < 9.0)).sum())}

@@ -1,0 +1,104 @@
+"""A record is read as it was written, and a decision rests on what was measured last."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tuner.engine.protocol import EngineLimits
+from tuner.objective import Score, Tier
+from tuner.observation import Phase
+from tuner.records import decisive, observation_of, race_records, ranked, record_of
+
+LIMITS = EngineLimits(8, 1024)
+GOOD = Score(Tier.GOOD, 2.0, "e2e_p99")
+MEASURED: dict[str, Any] = {
+    "running": {"mean": 3.5, "max": 7},
+    "max_step_tokens": 321,
+    "decode_step_s": {"p50": 0.012},
+}
+
+
+def a_record(
+    number: int,
+    phase: Phase,
+    race_round: int = 0,
+    limits: EngineLimits = LIMITS,
+    score: Score = GOOD,
+    measured: dict[str, Any] | None = MEASURED,
+) -> dict[str, Any]:
+    return record_of(number, limits, phase, race_round, score, measured)
+
+
+def numbers(records: list[Any]) -> list[int]:
+    return [record["number"] for record in records]
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    seen = observation_of(a_record(3, Phase.RACE, 2))
+    assert (seen.number, seen.limits, seen.phase, seen.race_round) == (3, LIMITS, Phase.RACE, 2)
+    assert seen.score == GOOD
+    assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (7, 321, 0.012)
+
+
+@pytest.mark.parametrize("tier", [Tier.CUT, Tier.FAILED])
+def test_what_has_no_value_is_written_without_one_and_read_as_the_worst(tier: Tier) -> None:
+    record = a_record(0, Phase.LADDER, score=Score(tier, math.inf, "failed"), measured=None)
+    assert record["value"] is None
+    seen = observation_of(record)
+    assert seen.score.value == math.inf
+    assert not seen.is_whole
+    assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (0, 0, None)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_only_what_was_foretold_is_of_the_shadow(phase: Phase) -> None:
+    expected = "shadow" if phase is Phase.SHADOW else "live"
+    assert a_record(0, phase)["engine"] == expected
+
+
+def test_a_decision_rests_on_the_live_windows_where_there_are_any() -> None:
+    records = [
+        a_record(0, Phase.CALIBRATE),
+        a_record(1, Phase.SHADOW),
+        a_record(2, Phase.RACE, 1),
+        a_record(3, Phase.COLD),
+        a_record(4, Phase.CAPACITY),
+        a_record(5, Phase.PRESENT),
+    ]
+    assert numbers(decisive(records)) == [2, 5]
+    assert numbers(ranked(records)) == [5]
+
+
+def test_without_live_windows_it_rests_on_what_was_foretold_last() -> None:
+    records = [
+        a_record(0, Phase.CALIBRATE),
+        a_record(1, Phase.SHADOW, 0),
+        a_record(2, Phase.SHADOW, 1),
+        a_record(3, Phase.SHADOW, 1, EngineLimits(4, 1024)),
+        a_record(4, Phase.COLD),
+    ]
+    assert numbers(decisive(records)) == numbers(ranked(records)) == [2, 3]
+    raced = [*records, a_record(5, Phase.RACE, 1)]
+    assert numbers(decisive(raced)) == [5]
+    # A race measures few settings: the whole space is still ranked by what was foretold.
+    assert numbers(ranked(raced)) == [2, 3]
+
+
+def test_without_either_there_is_nothing_to_rest_on() -> None:
+    records = [a_record(0, Phase.CALIBRATE), a_record(1, Phase.COLD)]
+    assert decisive(records) == ranked(records) == ranked([]) == []
+
+
+def test_the_races_measurements_are_found_by_round() -> None:
+    records = [
+        a_record(0, Phase.RACE, 1),
+        a_record(1, Phase.RACE, 1, EngineLimits(16, 1024)),
+        a_record(2, Phase.RACE, 2, measured={**MEASURED, "steps": 9}),
+        a_record(3, Phase.RACE, 3, measured=None),
+        a_record(4, Phase.COLD, measured={"steps": 1}),
+    ]
+    found = race_records(records, LIMITS)
+    assert found == {1: MEASURED, 2: {**MEASURED, "steps": 9}}

@@ -1,0 +1,148 @@
+"""`tune worker`: others take part in a run's forecast, join late, leave and die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from shadow_parts import a_shape
+from traffic import steady
+
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.step_model import FitError, StepModel
+from tuner.profiles import KvStart, Profile, write_profile
+
+TUNE = [sys.executable, "-m", "tuner.cli"]
+
+
+def a_profile() -> Profile:
+    """Return the profile of an engine that there is not; steps grow with the batch."""
+    return Profile(
+        shape=a_shape(prefix_caching=False),
+        kv_starts=(KvStart(EngineLimits(128, 4096), 20_000),),
+        step_model=StepModel(
+            decode_knots=(0, 24),
+            decode_slopes_s=(0.0001, 0.0006),
+            prefill_knots=(0,),
+            prefill_slopes_s=(0.00003,),
+            base_s=0.004,
+            prefill_base_s=0.0,
+            decode_context_s=1e-9,
+            prefill_context_s=0.0,
+            tidy_s=0.0,
+            captured_sizes=(),
+        ),
+        fit=FitError(1000, 0.01, 0.01, 0.01, 0.0),
+        metric_error_ratio=0.01,
+        made_at="2026-01-31T12:00:00Z",
+        calibrated_on=("8/512",),
+        present_limits=EngineLimits(4, 512),
+        serve_values={"model": "none"},
+    )
+
+
+def a_trace_file(path: Path, requests: int) -> Path:
+    """Write traffic that keeps a few dozen requests running."""
+    trace = steady(requests, per_s=40.0, prompt=200, output=80, seed=3)
+    rows = zip(trace.due_s, trace.prompt_tokens, trace.output_tokens, strict=True)
+    lines = [
+        json.dumps({"arrived_at_s": float(t), "input_length": int(p), "output_length": int(o)})
+        for t, p, o in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run_command(folder: Path, run_dir: Path, url: str) -> list[str]:
+    """Return the run that asks for shadows, with one of its own."""
+    return [
+        *(*TUNE, "--method", "shadow", "--force-profile", "--jobs", "1", "--storage", url),
+        *("--max-num-seqs", "2,8,24"),
+        *("--profile", str(folder / "profile.yaml"), "--trace", str(folder / "prod.jsonl")),
+        *("--run-dir", str(run_dir), "-o", str(folder / f"{run_dir.name}.yaml")),
+    ]
+
+
+def worker(run_dir: Path, url: str) -> subprocess.Popen[str]:
+    command = [*TUNE, "worker", "--storage", url, "--run", str(run_dir), "--jobs", "1"]
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def wait_for(path: Path, main: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert main.poll() is None, main.stderr.read() if main.stderr else ""
+        time.sleep(0.05)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_workers_that_join_and_die_neither_lose_nor_double_a_setting(
+    tmp_path: Path, server: str
+) -> None:
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    a_trace_file(tmp_path / "prod.jsonl", 4_000)
+    url = f"postgresql+psycopg://{server}/postgres"
+    run_dir = tmp_path / "shared"
+    main = subprocess.Popen(
+        run_command(tmp_path, run_dir, url), stderr=subprocess.PIPE, text=True
+    )
+    wait_for(run_dir / "run.json", main)
+    doomed, steadfast = worker(run_dir, url), worker(run_dir, url)
+    # It dies with a claim in its hands as soon as it has shown its log, thus begun to work.
+    while not list(run_dir.glob(f"worker-*-{doomed.pid}.log")) and main.poll() is None:
+        time.sleep(0.05)
+    doomed.send_signal(signal.SIGKILL)
+    _, said = main.communicate(timeout=240)
+    _, heard = steadfast.communicate(timeout=60)
+    doomed.communicate()
+    assert main.returncode == 0, said
+    assert steadfast.returncode == 0, heard
+    assert "the run is over" in heard
+    trials = [json.loads(x) for x in (run_dir / "trials.jsonl").read_text().splitlines()]
+    settings = Counter((t["max_num_seqs"], t["max_num_batched_tokens"]) for t in trials)
+    assert set(settings.values()) == {1}
+    alone = tmp_path / "alone"
+    done = subprocess.run(
+        run_command(tmp_path, alone, f"sqlite:///{tmp_path / 'alone.db'}"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads((d / "result.json").read_text()) for d in (run_dir, alone)]
+    assert answers[0]["recommendation"] == answers[1]["recommendation"]
+    lone = [json.loads(x) for x in (alone / "trials.jsonl").read_text().splitlines()]
+    assert set(settings) == {(t["max_num_seqs"], t["max_num_batched_tokens"]) for t in lone}
+    values = {(t["max_num_seqs"], t["max_num_batched_tokens"]): t["value"] for t in lone}
+    for trial in trials:
+        of = (trial["max_num_seqs"], trial["max_num_batched_tokens"])
+        assert trial["value"] == pytest.approx(values[of], rel=1e-9)
+
+
+@pytest.mark.engine
+def test_a_worker_refuses_another_trace_and_a_folder_without_a_run(tmp_path: Path) -> None:
+    def said(*more: str) -> str:
+        done = subprocess.run(
+            [*TUNE, "worker", "--storage", f"sqlite:///{tmp_path / 's.db'}", *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "run.json cannot be read" in said("--run", str(tmp_path))
+    trace = a_trace_file(tmp_path / "prod.jsonl", 60)
+    stored = {"arguments": ["--trace", str(trace)], "trace_sha256": "0" * 64, "study": "x"}
+    (tmp_path / "run.json").write_text(json.dumps(stored))
+    assert "not the trace that the run was begun with" in said("--run", str(tmp_path))

@@ -1,0 +1,5 @@
+"""`python -m tuner.cli`: the command without its script."""
+
+from tuner.cli import main
+
+main()
