@@ -106,10 +106,6 @@ def test_what_is_skipped_would_have_made_the_same_batches(tmp_path: Path) -> Non
         assert value == float("inf") or any(v == pytest.approx(value) for v in known)
 
 
-@pytest.mark.xfail(
-    reason="ranking._between takes for neighbours only what was replayed at the best one's own "
-    "token budget: 16/2048, which stands for 16/512, is none, so 12/512 is never asked for"
-)
 def test_what_lies_between_the_best_and_its_neighbours_is_looked_at(tmp_path: Path) -> None:
     """The toy likes a cap of 11; of the ladder 8 is best, and 16 is the next above it."""
     source, space = ToySource(CROWDED), a_space(PRESENT)
@@ -142,10 +138,6 @@ def test_ties_go_to_the_smallest_limits(tmp_path: Path) -> None:
     assert len(shadows.asked) < len(space.grid()) / 2
 
 
-@pytest.mark.xfail(
-    reason="Ranking.rank replays the largest cap first, and what makes its batches is then "
-    "never replayed: 8/512 has room for six but is not asked for, and 128/512 leads"
-)
 def test_a_smaller_cap_with_room_to_spare_goes_before_the_largest(tmp_path: Path) -> None:
     """Six requests at a time: eight have room for them, and no larger cap is needed."""
     trace, space = bursts_of(6), a_space(EngineLimits(1, 2048))

@@ -110,10 +110,6 @@ def test_a_limit_that_is_no_number_is_refused(profile: Profile) -> None:
         ShadowSource(profile).facts({"max-num-seqs": "many"})
 
 
-@pytest.mark.xfail(
-    reason="ShadowSource.unlike compares a secret with the redacted one of the profile: it "
-    "differs always, and the refusal prints it"
-)
 def test_a_secret_is_neither_compared_nor_told(profile: Profile) -> None:
     kept = replace(profile, serve_values={"model": "toy", "my-token": REDACTED})
     unlike = ShadowSource(kept).unlike({"model": "toy", "my-token": "sk-secret"})

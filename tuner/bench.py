@@ -54,6 +54,11 @@ class Bench:
         if self.started is not None:
             self._host.load(name, trace, self._seed)
 
+    def restart_with(self, values: Mapping[str, object]) -> None:
+        """Let the next replay start an engine with other values, in the same process."""
+        self._values = values
+        self.started = None
+
     def trace(self, name: str) -> Trace:
         """Return what is replayed under a name."""
         return self._traces[name]

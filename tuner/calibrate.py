@@ -91,9 +91,12 @@ class Calibration:
 
 
 def error_ratio(profile: Profile) -> float:
-    """Return how wrong the shadow of a profile is said to be, never below the live noise."""
+    """Return how wrong the shadow of a profile is said to be, never below the live noise.
+
+    The worse of two: on the replays that it was fitted to, and on a configuration left out.
+    """
     fit_error = profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
-    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or fit_error)
+    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error)
 
 
 def check_rank_by(profile: Profile) -> None:

@@ -103,17 +103,13 @@ def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | No
     """
     if decision.verdict is Verdict.KEEP or run.bench.restarts_per_config:
         return decision, None
-    if run.left_s < cold_cost_s(run):
+    known = [_known_cold(run, s) for s in (decision.winner, run.space.present)]
+    if None in known and run.left_s < cold_cost_s(run):
         run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
     began_s = time.monotonic()
-    scores = []
-    for limits in (decision.winner, run.space.present):
-        cut = CutRule(max_wall_s=max(30.0, run.left_s))
-        record: dict[str, Any] = run.trial(limits, Phase.COLD, cut, is_cold=True)
-        scores.append(observation_of(record).score)
+    ours, theirs = (_cold_score(run, s) for s in (decision.winner, run.space.present))
     run.walls_s["cold"] = time.monotonic() - began_s
-    ours, theirs = scores
     comparable = ours.metric == theirs.metric and theirs.value > 0 and ours.tier is theirs.tier
     cold = Cold(ours, theirs, ours.value / theirs.value if comparable else None)
     if ours.clearly_worse_than(theirs, 0.0) or (
@@ -125,3 +121,18 @@ def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | No
     if cold.ratio and gain and abs(cold.ratio / gain - 1) > COLD_DIFFERS_RATIO:
         run.caveats.add(Caveat.COLD_DIFFERS)
     return decision, cold
+
+
+def _known_cold(run: RunState, limits: EngineLimits) -> Score | None:
+    """Return what a cold engine showed before this run was resumed."""
+    seen = [o for o in run.journal.observations() if o.phase is Phase.COLD]
+    return next((o.score for o in seen if o.limits == limits and o.is_whole), None)
+
+
+def _cold_score(run: RunState, limits: EngineLimits) -> Score:
+    """Measure on an engine started with the limits, unless that was done."""
+    known = _known_cold(run, limits)
+    if known is not None:
+        return known
+    cut = CutRule(max_wall_s=max(30.0, run.left_s))
+    return observation_of(run.trial(limits, Phase.COLD, cut, is_cold=True)).score

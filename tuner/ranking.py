@@ -20,6 +20,9 @@ from tuner.space import SearchSpace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
+# Settings that are asked about before what they say of others is looked at: ours, or as many as
+# run beside each other.
+LEAST_AT_ONCE = 4
 # Neighbours closer than this share of the cap are not told apart: as in `search`.
 REFINE_RATIO = 0.2
 
@@ -42,16 +45,16 @@ class Ranking:
         if self.forecast.aim.objective is Objective.CAPACITY:
             # At another load for each, so that none can be told from another.
             return self._foretell(list(dict.fromkeys([space.present, *settings])))
-        least = min(g.max_num_batched_tokens for g in settings)
-        seen = self._foretell([space.present, _largest(settings, least)])
+        seen = self._foretell([space.present])
+        at_once = max(LEAST_AT_ONCE, self.forecast.shadows.jobs)
         while True:
-            wanted = [g for g in settings if not search.same_schedule(seen, g)]
             lowest: dict[int, EngineLimits] = {}
-            for limits in sorted(wanted):
-                lowest.setdefault(limits.max_num_seqs, limits)
+            for limits in sorted(settings):
+                if not search.same_schedule(seen, limits):
+                    lowest.setdefault(limits.max_num_seqs, limits)
             if not lowest:
                 break
-            seen = self._foretell(list(lowest.values()))
+            seen = self._foretell(list(lowest.values())[:at_once])
         for _ in range(REFINEMENTS):
             between = [b for b in _between(seen, space) if not search.same_schedule(seen, b)]
             if not between:
@@ -93,26 +96,17 @@ class Ranking:
         ]
 
 
-def _largest(settings: Sequence[EngineLimits], budget: int) -> EngineLimits:
-    """Return the setting with the largest cap, at the budget or the least above it."""
-    cap = max(g.max_num_seqs for g in settings)
-    return min(
-        g for g in settings if g.max_num_seqs == cap and g.max_num_batched_tokens >= budget
-    )
-
-
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
     """Return the settings halfway between the best and its neighbours that are not known."""
     best = leader(seen)
     if best is None:
         return []
     budget, cap = best.limits.max_num_batched_tokens, best.limits.max_num_seqs
+    # A setting that makes the same batches as one that was replayed is as good as known.
     caps = sorted(
-        {
-            o.limits.max_num_seqs
-            for o in seen
-            if o.limits == space.at(o.limits.max_num_seqs, budget)
-        }
+        other
+        for other in {o.limits.max_num_seqs for o in seen}
+        if search.same_schedule(seen, space.at(other, budget))
     )
     at = caps.index(cap) if cap in caps else -1
     around = [caps[i] for i in (at - 1, at + 1) if at >= 0 and 0 <= i < len(caps)]

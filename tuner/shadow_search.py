@@ -67,6 +67,7 @@ class ShadowSearch:
     _calibration: Calibration | None = None
     _live: dict[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
     _rate: float | None = None
+    _shadows: Shadows | None = None
 
     def finalists(self, started: Started) -> list[EngineLimits] | None:
         """Return who races, or None where the shadow is unfit and the live search must do it.
@@ -145,11 +146,10 @@ class ShadowSearch:
             raise ShadowError("nothing was calibrated")
         run, began_s = self.run, time.monotonic()
         profile = self._calibration.profile()
-        with self.make_shadows(profile) as shadows:
-            trace = run.bench.trace(CALIBRATION)
-            shadows.use(CALIBRATION, trace)
-            tasks = [Task((CALIBRATION,), limits, run.aim.plan) for limits in self._live]
-            foretold = shadows.run(tasks)
+        shadows = self._speaking_for(profile)
+        shadows.use(CALIBRATION, run.bench.trace(CALIBRATION))
+        tasks = [Task((CALIBRATION,), limits, run.aim.plan) for limits in self._live]
+        foretold = shadows.run(tasks)
         pairs = zip(self._live.values(), foretold, strict=True)
         differences = [apart(m, f.as_json()) for m, f in pairs if isinstance(f, Measurement)]
         profile = replace(profile, metric_error_ratio=metric_error(differences))
@@ -160,6 +160,13 @@ class ShadowSearch:
         )
         return profile
 
+    def _speaking_for(self, profile: Profile) -> Shadows:
+        """Return the run's shadows with this profile; starting them takes an import of vLLM."""
+        if self._shadows is None:
+            self._shadows = self.make_shadows(profile)
+        self._shadows.speak_for(profile)
+        return self._shadows
+
     def _write(self, profile: Profile) -> None:
         write_profile(self.run.run_dir.path / PROFILE_FILE, profile)
 
@@ -167,8 +174,7 @@ class ShadowSearch:
         """Let the shadow rank the whole space and return who lies within its error."""
         run, began_s = self.run, time.monotonic()
         parts = () if self.forecast is None else self.forecast.parts
-        self.close()
-        shadows = self.make_shadows(profile)
+        shadows = self._speaking_for(profile)
         self.forecast = Forecast(run.trace, run.aim, shadows, generation, parts)
         self.forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
         run.on_parts(self.forecast.parts, generation)
@@ -234,5 +240,6 @@ class ShadowSearch:
 
     def close(self) -> None:
         """End the shadows' processes."""
-        if self.forecast is not None:
-            self.forecast.shadows.close()
+        if self._shadows is not None:
+            self._shadows.close()
+            self._shadows = None

@@ -14,6 +14,7 @@ from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.errors import ShadowError, UsageError
 from tuner.profiles import Profile, check_fits
+from tuner.redact import REDACTED, redacted
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
@@ -28,6 +29,10 @@ _FREE_KEYS = frozenset(
         *("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "hf-token", "download-dir"),
     }
 )
+
+
+# Where the values of a start hold a profile in place of the source's own: not vLLM's, ours.
+NEWER = "tuner-profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,15 @@ class ShadowSource:
 
     def unlike(self, values: Mapping[str, object]) -> list[str]:
         """Return where a configuration departs from the profile's, a sentence each."""
-        here = {hyphenated(k): v for k, v in values.items() if hyphenated(k) not in _FREE_KEYS}
-        kept = {hyphenated(k): v for k, v in self.profile.serve_values.items()}
+        here, kept = _telling(values), _telling(self.profile.serve_values)
+        if "model" not in here:
+            # A few keys and no whole configuration: what is not named is the profile's.
+            kept = {key: value for key, value in kept.items() if key in here}
         return [
-            f"the profile was made with {key}: {kept.get(key, 'not set')}, here it is {value}"
-            for key, value in here.items()
-            if str(kept.get(key)) != str(value)
+            f"the profile was made with {key}: {kept.get(key, 'not set')}, "
+            f"here it is {here.get(key, 'not set')}"
+            for key in sorted(here.keys() | kept.keys())
+            if str(kept.get(key)) != str(here.get(key))
         ]
 
     def _present(self, values: Mapping[str, object]) -> EngineLimits:
@@ -83,13 +91,13 @@ class ShadowSource:
         except ValueError as wrong:
             raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
 
-    def start(
-        self,
-        values: Mapping[str, object],  # noqa: ARG002 - a profile holds its own
-        ceiling: EngineLimits,
-    ) -> ShadowEngine:
-        """Start a shadow at the ceiling, with the blocks an engine had that started so."""
-        profile = self.profile
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ShadowEngine:
+        """Start a shadow at the ceiling, with the blocks an engine had that started so.
+
+        Under NEWER the values may hold a profile that was learnt since.
+        """
+        newer = values.get(NEWER)
+        profile = newer if isinstance(newer, Profile) else self.profile
         serve.prepare_environment()
         return ShadowEngine(
             profile.shape,
@@ -98,3 +106,9 @@ class ShadowSource:
             profile.step_model,
             fast=self.is_fast,
         )
+
+
+def _telling(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that decide what a profile says; secrets never do."""
+    shown = {hyphenated(key): value for key, value in redacted(values).items()}
+    return {k: v for k, v in shown.items() if k not in _FREE_KEYS and v != REDACTED}

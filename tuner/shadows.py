@@ -20,7 +20,7 @@ from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.profiles import Profile
 from tuner.replay_plan import ReplayPlan
-from tuner.shadow_source import ShadowSource
+from tuner.shadow_source import NEWER, ShadowSource
 from tuner.slo import Slo
 from tuner.traces import Trace
 
@@ -66,6 +66,7 @@ class Shadows:
         self._idle: list[Bench] = []
         self._hosts: list[Host] = []
         self._traces: dict[str, Trace] = {}
+        self._newer: dict[str, object] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Self:
@@ -85,13 +86,27 @@ class Shadows:
         for bench in self._idle:
             bench.use(name, trace)
 
+    def speak_for(self, profile: Profile) -> None:
+        """Let the same processes replay with another profile; nothing may be running."""
+        if profile.step_model != self.profile.step_model:
+            self._newer = {NEWER: profile}
+            for bench in self._idle:
+                bench.restart_with(self._newer)
+        self.profile = profile
+
+    def adopt(self, bench: Bench) -> None:
+        """Let a shadow that somebody else has started take tasks too; it is closed by them."""
+        for name, trace in self._traces.items():
+            bench.use(name, trace)
+        self._idle.append(bench)
+
     def _bench(self) -> Bench:
         """Return a process that has nothing to do, a new one where none is idle."""
         if self._idle:
             return self._idle.pop()
         host = Host(self._source, self._log_path)
         self._hosts.append(host)
-        bench = Bench(host, {}, self._ceiling, self._seed)
+        bench = Bench(host, self._newer, self._ceiling, self._seed)
         for name, trace in self._traces.items():
             bench.use(name, trace)
         return bench

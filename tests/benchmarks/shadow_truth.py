@@ -74,6 +74,7 @@ class Scenario:
     window_s: float
     load: float = 1.0
     clip: int = 8192
+    shrink: int = 1
     values: dict[str, str] = field(default_factory=dict)
     calibrated: tuple[str, ...] = CALIBRATED
     foretold: tuple[str, ...] = FORETOLD
@@ -97,26 +98,30 @@ def gpu_suite(folder: Path) -> list[Scenario]:
     moon = str(folder / "mooncake_conversation.open.jsonl")
     fixed = (GPU_CALIBRATED, GPU_FORETOLD)
     return [
-        Scenario("conv", conv, 60, 6.0, 16000, values, *fixed),
-        Scenario("conv, KV tight", conv, 60, 6.0, 16000, tight, *fixed),
-        Scenario("code", code, 60, 3.0, 16000, values, *fixed),
-        Scenario("mooncake", moon, 60, 1.0, 16000, values, *fixed),
+        Scenario("conv", conv, 60, 6.0, 16000, 1, values, *fixed),
+        Scenario("conv, KV tight", conv, 60, 6.0, 16000, 1, tight, *fixed),
+        Scenario("code", code, 60, 3.0, 16000, 1, values, *fixed),
+        Scenario("mooncake", moon, 60, 1.0, 16000, 1, values, *fixed),
     ]
 
 
 def suite(folder: Path) -> list[Scenario]:
-    """Return three real traces, each with room in the KV cache and without."""
-    tight = {"kv-cache-memory-bytes": str(DEMO_BLOCK_BYTES * 80)}
+    """Return three real traces scaled to the demo model, with room in the KV cache and without.
+
+    All lengths are a quarter of the recorded ones, hash blocks with them.
+    """
+    roomy = {"max-model-len": "4096"}
+    tight = {**roomy, "kv-cache-memory-bytes": str(DEMO_BLOCK_BYTES * 36)}
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
     moon = str(folder / "mooncake_conversation.open.jsonl")
     return [
-        Scenario("conv", conv, 14, 1.0, 8192),
-        Scenario("conv, KV tight", conv, 14, 1.0, 8192, tight),
-        Scenario("code", code, 16, 0.15, 8192),
-        Scenario("code, KV tight", code, 16, 0.15, 8192, tight),
-        Scenario("mooncake", moon, 20, 0.5, 4096),
-        Scenario("mooncake, KV tight", moon, 20, 0.5, 4096, tight),
+        Scenario("conv", conv, 8, 4.0, 8192, 4, roomy),
+        Scenario("conv, KV tight", conv, 8, 4.0, 8192, 4, tight),
+        Scenario("code", code, 10, 0.4, 8192, 4, roomy),
+        Scenario("code, KV tight", code, 10, 0.4, 8192, 4, tight),
+        Scenario("mooncake", moon, 12, 2.0, 8192, 4, roomy),
+        Scenario("mooncake, KV tight", moon, 12, 2.0, 8192, 4, tight),
     ]
 
 
@@ -130,7 +135,20 @@ def traffic(scenario: Scenario) -> Trace:
     """Return the scenario's window."""
     trace = read_trace(Path(scenario.trace), None, ReadOptions())
     trace = trace.limit_lengths(scenario.clip, TooLong.CLIP).scaled(scenario.load)
+    trace = shrunk(trace, scenario.shrink)
     return busiest(trace, scenario.window_s).of(trace)
+
+
+def shrunk(trace: Trace, times: int) -> Trace:
+    """Return the trace with lengths, and hash blocks, so many times as short."""
+    hashes = trace.hashes
+    return Trace(
+        due_s=trace.due_s,
+        prompt_tokens=-(-trace.prompt_tokens // times),
+        output_tokens=-(-trace.output_tokens // times),
+        hashes=hashes and replace(hashes, block_size=hashes.block_size // times),
+        source=trace.source,
+    )
 
 
 def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
@@ -159,12 +177,15 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
         for limits in known:
             log = host.replay("window", limits, ReplayPlan(keep_steps=True))
             live.setdefault(limits, []).append(measure([log]).as_json())
+            print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
             learnt = learnt.and_steps(limits, [log.kept_steps] if log.kept_steps else [])
         walls["calibrate"] = time.monotonic() - began_s
         began_s = time.monotonic()
         for _ in range(runs):
             for limits in others:
-                measured = measure([host.replay("window", limits, ReplayPlan())])
+                log = host.replay("window", limits, ReplayPlan())
+                measured = measure([log])
+                print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
                 live.setdefault(limits, []).append(measured.as_json())
         walls["live, each"] = (time.monotonic() - began_s) / max(1, runs * len(others))
         info = started.info
@@ -319,7 +340,9 @@ def main() -> None:
         known, others = tuple(args.calibrate.split(",")), tuple(args.settings.split(","))
         name = Path(args.trace).stem
         scenarios = [
-            Scenario(name, args.trace, args.window, args.load, args.clip, values, known, others)
+            Scenario(
+                name, args.trace, args.window, args.load, args.clip, 1, values, known, others
+            )
         ]
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -118,6 +118,7 @@ def _rows(
     bench = Bench(host, {}, space.ceiling, options["seed"])
     rows: list[Row] = []
     with _shadows(options, profile, space.ceiling, run_dir) as shadows:
+        shadows.adopt(bench)
         for generation, load in enumerate(options["loads"]):
             aim = _aim(options, trace, load)
             run = RunState(trace, space, aim, bench, journal, run_dir, Silence())

@@ -81,7 +81,9 @@ def _session(job: Job, run: RunState) -> AnySession:
         return Shadows(profile, ceiling, job.jobs, log, seed, is_forced=job.is_forced)
 
     if job.method is Method.SHADOW and job.profile is not None:
-        return ShadowSession(run, make_shadows(job.profile), is_forced=job.is_forced)
+        shadows = make_shadows(job.profile)
+        shadows.adopt(run.bench)
+        return ShadowSession(run, shadows, is_forced=job.is_forced)
     if job.method is Method.LIVE:
         return Session(run)
     return Session(run, ShadowSearch(run, make_shadows, redacted(job.engine.values)))
