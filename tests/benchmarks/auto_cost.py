@@ -87,7 +87,7 @@ def main() -> None:
         )
     if args.output:
         content = {
-            "command": " ".join(sys.argv),
+            "command": " ".join(Path(word).name for word in sys.argv),
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "restart_each_s": each_s,
             "restarts": args.restarts,

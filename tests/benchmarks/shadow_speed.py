@@ -169,7 +169,7 @@ def main() -> None:
     print(f"spent, by cProfile: {profiled['spent']}")
     if args.output:
         content = {
-            "command": " ".join(sys.argv),
+            "command": " ".join(Path(word).name for word in sys.argv),
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{os.cpu_count()} cores, {platform.machine()}, one used",
             "spent": profiled["spent"],

@@ -195,7 +195,7 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     shadow = foretell(profile, ceiling, window, list(live), folder, walls)
     profile = checked(profile, known, live, shadow)
     result = {
-        "scenario": asdict(scenario),
+        "scenario": {**asdict(scenario), "trace": Path(scenario.trace).name},
         "requests": len(window),
         "device": info.device,
         "vllm": info.vllm_version,
@@ -358,7 +358,7 @@ def main() -> None:
 def write(path: Path, results: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     """Keep everything with the machine's description and the command."""
     content = {
-        "command": " ".join(sys.argv),
+        "command": " ".join(Path(word).name for word in sys.argv),
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "tuner": version("max-num-seqs-tuner"),
