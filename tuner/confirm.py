@@ -61,6 +61,11 @@ class Decision:
     rounds: int
     why: str
 
+    @property
+    def shown(self) -> EngineLimits:
+        """Whose gain is told: the one to change to, or the best there was to keep from."""
+        return self.winner if self.verdict is Verdict.CHANGE else self.best
+
 
 def _by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, Score]:
     return {run.round: run.score for run in runs if run.limits == limits}

@@ -124,13 +124,19 @@ class RunDisplay:
     def _so_far(self) -> str:
         """Name the best so far and what a single replay says it gains."""
         seen = [o for o, _ in self._seen]
+        seen = [o for o in seen if o.phase.is_on_windows] or [
+            o for o in seen if o.phase is Phase.SHADOW
+        ]
         best = leader(seen)
         if best is None:
-            return "nothing works so far"
-        present = seen[0].score
+            return "nothing works so far" if seen else "nothing to compare yet"
+        # Every run begins with the present configuration.
+        present = next((o for o in seen if o.limits == self._seen[0][0].limits), None)
         gain = ""
-        if present.metric == best.score.metric and seen[0].limits != best.limits:
-            gain = f" ({best.score.value / present.value - 1:+.0%}, one replay)"
+        comparable = present is not None and present.score.metric == best.score.metric
+        if present is not None and comparable and present.limits != best.limits:
+            one = "replay" if best.phase.is_on_windows else "shadow"
+            gain = f" ({best.score.value / present.score.value - 1:+.0%}, one {one})"
         return f"best so far {best.limits}{gain}"
 
     def _refresh(self) -> None:
@@ -235,10 +241,10 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         say(f"keep what you have: {_words(decision.winner)} ({decision.why})")
     else:
         say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
-    if decision.best != outcome.present:
+    if decision.shown != outcome.present:
         against = "the present configuration"
         how = f"{decision.rounds} rounds in turns" if decision.rounds else "not raced"
-        say(f"{_words(decision.best)} against {against}, {how}:")
+        say(f"{_words(decision.shown)} against {against}, {how}:")
         for row in outcome.rows:
             say(f"  {row.text}")
     ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]

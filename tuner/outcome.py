@@ -71,7 +71,7 @@ def make_outcome(
     state: str,
 ) -> Outcome:
     """Return everything there is to say about a run."""
-    rows = tuple(evidence.rows(records, decision.best, present, goal.tail))
+    rows = tuple(evidence.rows(records, decision.shown, present, goal.tail))
     limited = evidence.limited_by(records, decision.winner, goal.slos, goal.tail)
     best = leader([observation_of(r) for r in decisive(records)])
     feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
@@ -195,6 +195,6 @@ def _how(content: Mapping[str, Any], decision: Decision) -> str:
         made = (content["provenance"]["profile"] or {}).get("made_at", "")[:10]
         return f"PREDICTED by the shadow of a profile of {made}, not measured"
     foretold = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
-    first = f"{len(foretold)} settings ranked by the shadow, " if foretold else ""
+    first = f"{len(foretold)} settings replayed in the shadow, " if foretold else ""
     cold = ", confirmed on engines started cold" if content["confirmed_cold"] else ""
     return f"{first}measured live, {decision.rounds} rounds in turns{cold}"
