@@ -127,7 +127,7 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
 def test_nothing_is_doubted_that_went_well(tuned: Run) -> None:
     doubted = {"shadow_unfit", "shadow_only", "shadow_disagrees", "profile_forced"}
     assert not tuned.caveats & (doubted | {"not_confirmed_cold", "cold_differs", "windowed"})
-    assert "ranked by the shadow" in tuned.emitted.read_text()
+    assert "replayed in the shadow" in tuned.emitted.read_text()
     assert "confirmed on engines started cold" in tuned.emitted.read_text()
 
 

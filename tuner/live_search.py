@@ -6,7 +6,9 @@ into its time, and `search` is asked for one configuration after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from tuner import confirm, search
 from tuner.bench import Failure
@@ -19,6 +21,7 @@ from tuner.plan import (
     SEARCH_SHARE,
     choose_windows,
 )
+from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
 from tuner.windows import busiest
@@ -70,8 +73,12 @@ def plan_windows(run: RunState, rate: float | None = None, replays: int | None =
     run.use_windows()
 
 
-def search_live(run: RunState) -> list[EngineLimits]:
+def search_live(
+    run: RunState, on_log: Callable[[EngineLimits, ReplayLog], None] | None = None
+) -> list[EngineLimits]:
     """Measure what the search proposes until it is done or its time is over; return who races.
+
+    on_log hears of every replay's log with all its steps.
 
     Raises: EngineError, TooFewSamplesError, UsageError.
     """
@@ -84,7 +91,8 @@ def search_live(run: RunState) -> list[EngineLimits]:
             run.caveats.add(Caveat.BUDGET_SPENT)
             run.listener.note("the search's share of the budget is spent, racing now")
             break
-        run.trial(proposal.limits, proposal.phase, _cut(run, proposal.phase))
+        hears = None if on_log is None else partial(on_log, proposal.limits)
+        run.trial(proposal.limits, proposal.phase, _cut(run, proposal.phase), on_log=hears)
     return fitting(run, search.finalists(searched(run), run.space))
 
 

@@ -6,7 +6,7 @@ hear of everything through a Listener.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -15,11 +15,13 @@ from tuner import confirm, search
 from tuner.carried import Carried, carried, confirmed_live
 from tuner.confirm import Decision
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import Caveat
+from tuner.errors import Caveat, ShadowError
+from tuner.host import Started
 from tuner.live_search import fitting, search_live, searched
 from tuner.observation import Observation, Phase
 from tuner.racing import Cold, cold_cost_s, confirm_cold, race
 from tuner.ranking import Ranking
+from tuner.replay import ReplayLog
 from tuner.run_state import RunState
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import profile_facts
@@ -56,10 +58,11 @@ class AnySession(Protocol):
 
 @dataclass(slots=True)
 class Session:
-    """A run with a live engine; `shadow` is None where the live search does it all."""
+    """A run with a live engine; with `is_live` the shadow ranks nothing and only learns."""
 
     run_state: RunState
     shadow: ShadowSearch | None = None
+    is_live: bool = False
     cold: Cold | None = None
     carried: Carried | None = None
 
@@ -76,10 +79,13 @@ class Session:
             f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
         )
         run.walls_s["start"] = started.start_s + started.warm_up_s
-        field = self.shadow.finalists(started) if self.shadow is not None else None
+        ranks = self.shadow is not None and not self.is_live
+        field = self.shadow.finalists(started) if self.shadow is not None and ranks else None
         if field is None:
-            field = search_live(run)
+            field = search_live(run, self._learner(started))
             decision = race(run, field, self._reserve_s())
+            if self.shadow is not None:
+                self.shadow.keep_profile()
         else:
             decision = self._race_with_shadow(field)
         decision, self.cold = confirm_cold(run, decision)
@@ -92,6 +98,17 @@ class Session:
             self.carried = confirmed_live(run, decision.winner, self.carried)
         run.journal.set_state("done")
         return decision
+
+    def _learner(self, started: Started) -> Callable[[EngineLimits, ReplayLog], None] | None:
+        """Return who hears of the live search's steps, None where there can be no shadow."""
+        if self.shadow is None:
+            return None
+        try:
+            self.shadow.begin_learning(started)
+        except ShadowError as reason:
+            self.run_state.listener.note(f"no profile is kept: {reason.message}")
+            return None
+        return self.shadow.learn
 
     def _reserve_s(self) -> float:
         """Return the time to keep for the cold engines, where the budget can bear it."""

@@ -95,15 +95,7 @@ class ShadowSearch:
     def _calibrate(self, started: Started) -> None:
         """Replay a few settings live and keep every step."""
         run, began_s = self.run, time.monotonic()
-        if started.shape is None:
-            raise ShadowError(started.no_shadow)
-        self._calibration = Calibration(
-            shape=started.shape,
-            starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
-            steps=(),
-            present=run.space.present,
-            serve_values=self.serve_values,
-        )
+        self.begin_learning(started)
         self._rate = pilot_rate(run)
         settings = [run.space.present, *calibration_settings(run.space)]
         each_s = CALIBRATION_SHARE * run.aim.budget.total_s / len(settings)
@@ -127,6 +119,28 @@ class ShadowSearch:
             if record["measurement"] and not record["measurement"]["cut_reason"]:
                 self._live[limits] = record["measurement"]
         run.walls_s["calibrate"] = time.monotonic() - began_s
+
+    def begin_learning(self, started: Started) -> None:
+        """Note what engine it is whose steps will be heard of. Raises: ShadowError."""
+        if started.shape is None:
+            raise ShadowError(started.no_shadow)
+        self._calibration = Calibration(
+            shape=started.shape,
+            starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
+            steps=(),
+            present=self.run.space.present,
+            serve_values=self.serve_values,
+        )
+
+    def keep_profile(self) -> None:
+        """Write what a live search has taught, unless one is there or it was too little."""
+        path = self.run.run_dir.path / PROFILE_FILE
+        if self._calibration is None or path.exists():
+            return
+        try:
+            write_profile(path, self._calibration.profile())
+        except TooFewSamplesError as reason:
+            self.run.listener.note(f"no profile is kept: {reason.message}")
 
     def learn(self, limits: EngineLimits, log: ReplayLog) -> None:
         """Take in the steps of a live replay."""

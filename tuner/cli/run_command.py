@@ -84,9 +84,8 @@ def _session(job: Job, run: RunState) -> AnySession:
         shadows = make_shadows(job.profile)
         shadows.adopt(run.bench)
         return ShadowSession(run, shadows, is_forced=job.is_forced)
-    if job.method is Method.LIVE:
-        return Session(run)
-    return Session(run, ShadowSearch(run, make_shadows, redacted(job.engine.values)))
+    shadow = ShadowSearch(run, make_shadows, redacted(job.engine.values))
+    return Session(run, shadow, is_live=job.method is Method.LIVE)
 
 
 def _run_state(
