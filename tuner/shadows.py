@@ -16,6 +16,7 @@ from typing import Self
 
 from tuner.bench import Bench, Failure
 from tuner.engine.protocol import EngineLimits
+from tuner.errors import EngineError, ShadowError
 from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.profiles import Profile
@@ -133,7 +134,7 @@ class Shadows:
                 return
             for future in wait(running, _POLL_S, FIRST_COMPLETED).done:
                 task, bench = running.pop(future)
-                outcome = future.result()
+                outcome = _result(future)
                 self._idle.append(bench)
                 yield task, outcome
 
@@ -157,6 +158,19 @@ class Shadows:
         self._hosts.clear()
         self._idle.clear()
         self._pool = None
+
+
+def _result(future: Future[Measurement | Failure]) -> Measurement | Failure:
+    """Return what came out; a shadow that cannot be started makes the profile unfit, not more.
+
+    Raises: ShadowError, UsageError.
+    """
+    try:
+        return future.result()
+    except EngineError as error:
+        raise ShadowError(
+            f"a shadow could not be started: {error.message}", error.hint
+        ) from error
 
 
 def _measure(bench: Bench, task: Task) -> Measurement | Failure:
