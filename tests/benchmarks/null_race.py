@@ -1,0 +1,99 @@
+"""How often the race tells two identical configurations apart, with the noise of a real engine.
+
+    python tests/benchmarks/null_race.py [--races 20] [--window 1] [-o FILE]
+
+One engine with the demo model replays one window of traces/translation.jsonl. Every race has
+two entries of the same limits under two names and runs until the race's own rule ends it; a
+race that separates the two is an error. Prints the errors and the spread of single replays.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tuner import confirm
+from tuner.confirm import RaceRun
+from tuner.demo import demo_engine_args
+from tuner.engine.live import LiveSource
+from tuner.engine.protocol import EngineLimits
+from tuner.formats import ReadOptions, read_trace
+from tuner.host import Host
+from tuner.metrics import measure
+from tuner.objective import Objective, parse_goal
+from tuner.replay_plan import ReplayPlan
+from tuner.windows import busiest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS = EngineLimits(16, 2048)
+# What the race calls the same limits the second time.
+TWIN = EngineLimits(17, 2048)
+
+
+def race(host: Host, requests: int) -> dict[str, Any]:
+    """Run one race of the two names and return its outcome."""
+    goal = parse_goal(Objective.LATENCY, (), requests)
+    runs: list[RaceRun] = []
+    while (following := confirm.next_run(runs, [LIMITS, TWIN], LIMITS)) is not None:
+        number, name = following
+        measured = measure([host.replay("window", LIMITS, ReplayPlan())])
+        runs.append(RaceRun(name, number, goal.score(measured)))
+    return {
+        "separated": confirm.compare(runs, LIMITS, TWIN) != 0,
+        "rounds": max(run.round for run in runs),
+        "values_s": [run.score.value for run in runs],
+    }
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--races", type=int, default=20)
+    parser.add_argument("--window", type=float, default=1.0)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    whole = read_trace(ROOT / "traces" / "translation.jsonl", None, ReadOptions())
+    window = busiest(whole, args.window).of(whole)
+    races = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Host(LiveSource(), Path(folder) / "live.log") as host,
+    ):
+        started = host.start(demo_engine_args(), TWIN)
+        host.load("window", window, 0)
+        for number in range(args.races):
+            races.append(race(host, len(window)))
+            print(f"{number}: {races[-1]}", file=sys.stderr, flush=True)
+    wrong = sum(found["separated"] for found in races)
+    values = [value for found in races for value in found["values_s"]]
+    middle = median(values)
+    off = median(abs(value / middle - 1) for value in values)
+    print(
+        f"{len(window)} requests, {len(races)} races of two identical configurations: "
+        f"{len(races) - wrong} ties, {wrong} told apart; rounds "
+        f"{dict(Counter(found['rounds'] for found in races))}; a replay's value is "
+        f"{off:.1%} off the median of all (median of {len(values)}, "
+        f"{min(values) / middle - 1:+.0%} to {max(values) / middle - 1:+.0%})"
+    )
+    if args.output:
+        content = {
+            "command": " ".join(Path(word).name for word in sys.argv),
+            "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": started.info.device,
+            "vllm": started.info.vllm_version,
+            "races": races,
+        }
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
