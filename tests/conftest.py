@@ -13,6 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's business; pytest's own limit ends one that hangs.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 

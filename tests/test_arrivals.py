@@ -17,7 +17,7 @@ def test_open_arrivals_go_when_the_recording_says_whatever_is_in_flight() -> Non
     heard = []
     while (due_s := arrivals.next_due_s(0.0, 99)) is not None:
         heard.append(due_s)
-        arrivals.pop()
+        arrivals.pop(0.0)
     assert heard == [1.0, 1.0, 4.0]
 
 
@@ -27,7 +27,7 @@ def test_closed_arrivals_wait_for_room() -> None:
     assert arrivals.next_due_s(5.0, 1) == 5.0
     assert arrivals.next_due_s(5.0, 2) is None
     for _ in range(3):
-        arrivals.pop()
+        arrivals.pop(0.0)
     assert arrivals.next_due_s(9.0, 0) is None
 
 

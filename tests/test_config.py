@@ -180,7 +180,7 @@ def test_no_secret_survives_redaction_wherever_it_stands() -> None:
     assert "s3cret" not in shown_argument("api_key=s3cret")
 
 
-def vllm_parser() -> Any:  # noqa: ANN401 - vLLM's parser has no types of its own
+def vllm_parser() -> Any:
     """Return the parser of vLLM's API server, which has moved once."""
     flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     for place in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):

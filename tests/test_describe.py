@@ -15,7 +15,8 @@ from tuner.describe import describe
 from tuner.errors import Caveat
 from tuner.formats import read_trace
 from tuner.hashes import Floats, HashIds
-from tuner.traces import ReadNotes, Trace
+from tuner.read_notes import ReadNotes
+from tuner.traces import Trace
 
 PUBLIC = (
     "azure_2023_code.open.csv",

@@ -149,7 +149,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         write_atomic(tmp_path / "none" / "best.yaml", "", secret=False)
 
 
-def vllm_serve_parser() -> Any:  # noqa: ANN401 - vLLM's parser has no types of its own
+def vllm_serve_parser() -> Any:
     """Return a parser as `vllm serve` makes it: sub-command first, its options below it."""
     flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")

@@ -132,7 +132,7 @@ def server(tuned: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
                 os.killpg(process.pid, 9)
 
 
-def asked(port: int, method: str, path: str, body: dict[str, object] | None = None) -> Any:  # noqa: ANN401 - JSON
+def asked(port: int, method: str, path: str, body: dict[str, object] | None = None) -> Any:
     """Return the answer of the server, None while it does not listen."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:

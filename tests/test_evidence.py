@@ -22,7 +22,7 @@ def a_record(
     p99_s: float,
     phase: Phase = Phase.LADDER,
     round_: int = 0,
-    **measured: Any,  # noqa: ANN401 - whatever a measurement holds
+    **measured: Any,
 ) -> dict[str, Any]:
     content = {
         "e2e_s": {"p50": p99_s / 2, "p99": p99_s},

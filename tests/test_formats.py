@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tuner.errors import TraceError, TunerError, UsageError
 from tuner.formats import ReadOptions, format_names, read_trace
-from tuner.formats.native import write_native
+from tuner.formats.sinks import write_trace
 from tuner.traces import ZeroOutput
 
 GOOD = '{"timestamp": 1, "input_length": 5, "output_length": 7}'
@@ -58,7 +58,7 @@ def test_native_reads_both_clocks_and_all_optional_fields(tmp_path: Path) -> Non
     assert trace.hashes.block_size == 16
     assert trace.e2e_s is not None
     assert trace.e2e_s[0] == 0.25
-    write_native(trace, tmp_path / "again.jsonl")
+    write_trace(trace, tmp_path / "again.jsonl")
     again = read_trace(tmp_path / "again.jsonl")
     assert [again.request(i) for i in (0, 1)] == [trace.request(i) for i in (0, 1)]
     assert again.e2e_s is not None
@@ -91,7 +91,7 @@ def test_line_ends_and_a_missing_last_one_make_no_difference(
 ) -> None:
     csv = end.join([HEADER, ROW, "2023-11-16 18:15:47,1,2"]) + last
     trace = read_trace(written(tmp_path, csv, "a.csv"))
-    assert trace.format == "azure2023"
+    assert trace.format == "azure"
     assert trace.due_s.tolist() == [0.0, 0.31941]
     jsonl = end.join([GOOD, with_(timestamp="2")]) + last
     assert read_trace(written(tmp_path, jsonl)).due_s.tolist() == [0.0, 0.001]
@@ -141,13 +141,19 @@ def test_empty_requests_follow_their_policy_and_are_counted(tmp_path: Path) -> N
     csv = written(tmp_path, f"{HEADER}\n{ROW}\n2023-11-16 18:15:46,3,0", "a.csv")
     assert len(read_trace(csv)) == 1
     assert "a.csv line 3: GeneratedTokens must be at least 1" in message(csv, options=REFUSE)
-    assert "all 1 requests are empty" in message(written(tmp_path, with_(output_length="0")))
+    assert "none of the 1 requests can be replayed" in message(
+        written(tmp_path, with_(output_length="0"))
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
     st.lists(
-        st.tuples(st.floats(0, 1e6), st.integers(1, 10_000_000), st.integers(1, 10_000_000)),
+        st.tuples(
+            st.floats(0, 1e6).map(lambda t: round(t, 3)),
+            st.integers(1, 10_000_000),
+            st.integers(1, 10_000_000),
+        ),
         min_size=1,
         max_size=20,
     )
@@ -159,9 +165,9 @@ def test_what_is_written_natively_is_read_back(
         with_(timestamp=repr(t), input_length=str(p), output_length=str(o)) for t, p, o in rows
     )
     trace = read_trace(written(tmp_path, text))
-    write_native(trace, tmp_path / "again.jsonl")
+    write_trace(trace, tmp_path / "again.jsonl")
     again = read_trace(tmp_path / "again.jsonl")
-    assert again.due_s.tolist() == trace.due_s.tolist()
+    assert again.due_s.tolist() == pytest.approx(trace.due_s.tolist(), abs=1e-8)
     assert again.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
     assert again.output_tokens.tolist() == trace.output_tokens.tolist()
 
@@ -264,7 +270,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
             "TIMESTAMP must look like 2023-11-16 18:17:03.9799600, got",
         ),
         ("9999-11-16 18:15:46,3,4", "TIMESTAMP must look like"),
-        ("2024-05-10 00:00:00.009930+00:00,3,4", "TIMESTAMP must look like"),
+        ("2024-05-10 00:00:00.009930+25:00,3,4", "TIMESTAMP must look like"),
         ("2023-11-16 18:15:46,3", "must have 3 fields, got 2"),
         ("2023-11-16 18:15:46,3,4,5", "must have 3 fields, got 4"),
         ("2023-11-16 18:15:46,\0,4", "ContextTokens must be a whole number of tokens"),
@@ -295,16 +301,17 @@ def test_what_is_no_trace_file_at_all_is_said_plainly(tmp_path: Path) -> None:
     assert "cannot be read: File name too long" in message(tmp_path / ("x" * 300))
     assert message(written(tmp_path, "")) == "prod.jsonl is empty"
     assert "is in no format we know" in message(written(tmp_path, "\n \n"))
-    assert "is compressed" in message(written(tmp_path, b"\x1f\x8b\x08rest"))
+    assert "cannot be unpacked" in message(written(tmp_path, b"\x1f\x8b\x08rest"))
+    assert "is a zip archive" in message(written(tmp_path, b"PK\x03\x04rest"))
     unknown = message(written(tmp_path, "hello,world\n1,2\n"))
-    assert '(azure2023, mooncake, native): it starts with "hello,world' in unknown
+    assert "mooncake" in unknown
+    assert 'it starts with "hello,world' in unknown
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     with pytest.raises(TraceError) as caught:
         read_trace(written(tmp_path, pointer))
     assert caught.value.hint == "run: git lfs pull"
-    with pytest.raises(UsageError, match="must be one of azure2023, mooncake, native"):
-        read_trace(written(tmp_path, GOOD), format="weka")
-    assert set(format_names()) == {"native", "mooncake", "azure2023"}
+    with pytest.raises(UsageError, match=r"must be one of .*mooncake.*native"):
+        read_trace(written(tmp_path, GOOD), format="mooncakes")
 
 
 heads = st.sampled_from([b"", GOOD.encode() + b"\n", HEADER.encode() + b"\n", b"\xef\xbb\xbf{"])

@@ -226,7 +226,7 @@ def test_a_secret_is_not_written(tmp_path: Path) -> None:
 def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:
     """Return a damage that sets what stands under the keys."""
 
-    def damage(data: Any) -> None:  # noqa: ANN401 - what YAML gave
+    def damage(data: Any) -> None:
         for key in keys[:-1]:
             data = data[key]
         data[keys[-1]] = value

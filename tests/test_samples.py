@@ -10,7 +10,7 @@ import pytest
 
 from tuner.describe import describe
 from tuner.formats import read_trace
-from tuner.samples import SAMPLES, chat, main, shared_prefix, translation, write_native
+from tuner.samples import SAMPLES, chat, main, shared_prefix, translation, write_trace
 from tuner.traces import Trace
 
 FOLDER = Path(__file__).resolve().parent.parent / "traces"
@@ -30,7 +30,7 @@ def test_a_sample_reads_back_as_it_was_made(
     make: Callable[[int], Trace], tmp_path: Path
 ) -> None:
     made = make(7)
-    write_native(made, tmp_path / "sample.jsonl")
+    write_trace(made, tmp_path / "sample.jsonl")
     read = read_trace(tmp_path / "sample.jsonl")
     assert read.due_s.tolist() == made.due_s.tolist()
     assert [read.request(i) for i in range(50)] == [made.request(i) for i in range(50)]

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.concurrency import in_flight_steps
 from tuner.errors import TraceError, UsageError
 from tuner.hashes import HashIds
-from tuner.traces import ReadNotes, TooLong, Trace, TraceRequest, in_flight_steps
+from tuner.read_notes import ReadNotes
+from tuner.traces import TooLong, Trace, TraceRequest
 
 
 def a_trace(

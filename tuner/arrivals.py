@@ -1,19 +1,24 @@
 """When requests go, and what time it is: the two things a replay keeps time with.
 
-Open arrivals follow the recording; closed ones hold a number in flight. The loop that asks
-them, and what happens to the requests, is in `replay`.
+Open arrivals follow the recording; causal ones too, but for turns that wait for an answer;
+closed ones hold a number in flight. The loop that asks them, and what happens to the requests,
+is in `replay`.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.errors import TraceError
 from tuner.traces import LoadModel, Trace
+from tuner.turns import Turns
 
 
 class ClockKind(StrEnum):
@@ -21,6 +26,13 @@ class ClockKind(StrEnum):
 
     VIRTUAL = "virtual"
     WALL = "wall"
+
+
+class Sessions(StrEnum):
+    """Whether a session's next turn waits for the answer or goes when it was recorded."""
+
+    CAUSAL = "causal"
+    RECORDED = "recorded"
 
 
 class ReplayClock:
@@ -64,9 +76,48 @@ class OpenArrivals:
         """Return the recorded instant."""
         return self._due_s[self._next] if self._next < len(self._due_s) else None
 
-    def pop(self) -> None:
-        """Move on to the next request."""
+    def pop(self, now_s: float) -> tuple[int, float]:  # noqa: ARG002 - as next_due_s
+        """Return the next request's row, when it was due, and move on."""
         self._next += 1
+        return self._next - 1, self._due_s[self._next - 1]
+
+    def ended(self, row: int, now_s: float) -> None:
+        """Take note that a request is over; open arrivals do not mind."""
+
+
+class CausalArrivals:
+    """Sessions start when the trace says; a next turn goes when the answer before it is read.
+
+    A turn whose predecessor was refused, timed out or aborted goes just the same: its user
+    tries again.
+    """
+
+    def __init__(self, due_s: NDArray[np.float64], turns: Turns) -> None:
+        roots = np.flatnonzero(turns.after < 0)
+        # Ascending in time and then in row, hence already a heap.
+        self._ready = [(float(due_s[row]), int(row)) for row in roots]
+        self._pauses_s = turns.pause_s.tolist()
+        self._followers: dict[int, list[int]] = {}
+        for row in np.flatnonzero(turns.after >= 0).tolist():
+            self._followers.setdefault(int(turns.after[row]), []).append(row)
+
+    def next_due_s(
+        self,
+        now_s: float,  # noqa: ARG002 - the loop asks every kind of arrivals alike
+        in_flight: int,  # noqa: ARG002 - as now_s
+    ) -> float | None:
+        """Return when the next request known by now is due."""
+        return self._ready[0][0] if self._ready else None
+
+    def pop(self, now_s: float) -> tuple[int, float]:  # noqa: ARG002 - as next_due_s
+        """Return the next request's row, when it was due, and move on."""
+        due_s, row = heappop(self._ready)
+        return row, due_s
+
+    def ended(self, row: int, now_s: float) -> None:
+        """Let those that waited for this request follow, each after its pause."""
+        for follower in self._followers.pop(row, ()):
+            heappush(self._ready, (now_s + self._pauses_s[follower], follower))
 
 
 class ClosedArrivals:
@@ -74,6 +125,7 @@ class ClosedArrivals:
 
     def __init__(self, times_s: list[float], targets: list[int], n: int) -> None:
         self._times_s, self._targets, self._left = times_s, targets, n
+        self._next = 0
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
         """Return now if there is room, else when the target next rises, else None."""
@@ -88,19 +140,100 @@ class ClosedArrivals:
         # Past the recording's end the last request still has to go: one at a time.
         return now_s if in_flight == 0 else None
 
-    def pop(self) -> None:
-        """Move on to the next request."""
+    def pop(self, now_s: float) -> tuple[int, float]:
+        """Return the next request's row, due now, and move on."""
         self._left -= 1
+        self._next += 1
+        return self._next - 1, now_s
+
+    def ended(self, row: int, now_s: float) -> None:
+        """Take note that a request is over; the loop tells how many are in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatches:
+    """Batches that are filled, sent together and waited for, as servers did before vLLM.
+
+    A batch goes when `size` requests wait, or the first of them has waited for `wait_s`; the
+    next one goes when the slowest answer of the last has ended.
+
+    Raises: ValueError if size is below 1 or wait_s negative.
+    """
+
+    size: int
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.wait_s < float("inf"):
+            raise ValueError(f"batches must be of 1 or more and wait 0 s or longer, got {self}")
+
+
+class BatchArrivals:
+    """Requests are due when the trace says, and go batch by batch."""
+
+    def __init__(self, due_s: NDArray[np.float64], batches: StaticBatches) -> None:
+        self._due_s: list[float] = due_s.tolist()
+        self._batches = batches
+        self._next = 0
+        self._going = 0
+
+    def next_due_s(self, now_s: float, in_flight: int) -> float | None:
+        """Return when the next batch is complete; None while one is being answered."""
+        left = len(self._due_s) - self._next
+        if not left:
+            return None
+        if self._going:
+            return now_s
+        if in_flight:
+            return None
+        first_s = self._due_s[self._next]
+        is_short = left < self._batches.size
+        full_s = float("inf") if is_short else self._due_s[self._next + self._batches.size - 1]
+        return min(full_s, first_s + self._batches.wait_s)
+
+    def pop(self, now_s: float) -> tuple[int, float]:
+        """Return the next request of the batch, and when it was due."""
+        if not self._going:
+            arrived = bisect_right(self._due_s, now_s, lo=self._next) - self._next
+            self._going = max(1, min(arrived, self._batches.size))
+        self._going -= 1
+        self._next += 1
+        return self._next - 1, self._due_s[self._next - 1]
+
+    def ended(self, row: int, now_s: float) -> None:
+        """Take note that a request is over; the loop tells how many are in flight."""
+
+
+def check_arrivals(trace: Trace, load_model: LoadModel) -> None:
+    """Refuse to replay in an open loop what records no arrivals. Raises: TraceError."""
+    if load_model is LoadModel.OPEN and trace.concurrency is not None:
+        raise TraceError(
+            f"{trace.source} records requests in flight, not arrivals",
+            "replay it with --load-model closed",
+        )
+
+
+Arrivals = OpenArrivals | CausalArrivals | ClosedArrivals | BatchArrivals
 
 
 def arrivals_of(
-    trace: Trace, load_model: LoadModel, concurrency: int | None
-) -> OpenArrivals | ClosedArrivals:
+    trace: Trace,
+    load_model: LoadModel,
+    concurrency: int | None,
+    sessions: Sessions = Sessions.CAUSAL,
+    batches: StaticBatches | None = None,
+) -> Arrivals:
     """Choose how the trace's requests arrive; no concurrency means the recorded one.
 
-    Raises: TraceError when a closed loop asks for a concurrency that was not recorded.
+    Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
+        open one for arrivals that were not.
     """
+    check_arrivals(trace, load_model)
     if load_model is LoadModel.OPEN:
+        if batches is not None:
+            return BatchArrivals(trace.due_s, batches)
+        if trace.turns is not None and sessions is Sessions.CAUSAL:
+            return CausalArrivals(trace.due_s, trace.turns)
         return OpenArrivals(trace.due_s)
     if concurrency is not None:
         return ClosedArrivals([0.0], [concurrency], len(trace))

@@ -161,8 +161,8 @@ class RunDisplay:
         return table
 
 
-class ReplayDisplay:
-    """Shows on a terminal how far a single replay is."""
+class ProgressLine:
+    """One line on a terminal that says how far something is; nothing elsewhere."""
 
     def __init__(self) -> None:
         console = talk()
@@ -183,12 +183,20 @@ class ReplayDisplay:
         if self._is_live:
             self._live.stop()
 
+    def show(self, text: str) -> None:
+        """Show a text in place of the last one."""
+        if self._is_live:
+            self._live.update(text, refresh=True)
+
+
+class ReplayDisplay(ProgressLine):
+    """Shows on a terminal how far a single replay is."""
+
     def progress(self, progress: Progress) -> bool:
         """Show it and let the replay go on."""
-        if self._is_live:
-            share = f"{progress.ended} of {progress.offered} requests"
-            now = f"{share}, {progress.clock_s:.1f} s on the replay's clock"
-            self._live.update(f"{now}, {progress.wall_s:.0f} s real", refresh=True)
+        share = f"{progress.ended} of {progress.offered} requests"
+        now = f"{share}, {progress.clock_s:.1f} s on the replay's clock"
+        self.show(f"{now}, {progress.wall_s:.0f} s real")
         return True
 
 

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from tuner.concurrency import Concurrency, InFlightShares, in_flight_shares
 from tuner.doubts import TraceWarning, doubts
 from tuner.hashes import Floats, Ints
-from tuner.traces import Trace, in_flight_steps
+from tuner.traces import Trace
 
 SECONDS_PER_OUTPUT_TOKEN = 0.020
 """Ours: 20 ms, a common decode pace of a loaded server, at which public traces are compared."""
@@ -188,36 +189,46 @@ def _peak_count(due_s: Floats, window_s: float) -> int:
 
 
 def _in_flight(trace: Trace, seconds_per_output_token: float) -> InFlight:
-    lives_s: Floats = trace.output_tokens * np.float64(seconds_per_output_token)
     recorded_ratio = 0.0
-    if trace.e2e_s is not None:
-        is_recorded = ~np.isnan(trace.e2e_s)
-        lives_s = np.where(is_recorded, trace.e2e_s, lives_s)
-        recorded_ratio = float(is_recorded.mean())
-    times_s, counts = in_flight_steps(trace.due_s, lives_s)
-    mean, p50, p90, p99 = _time_weighted(times_s, counts, float(trace.due_s[-1]))
+    if trace.concurrency is not None:
+        shares, recorded_ratio = _recorded_shares(trace.concurrency), 1.0
+    else:
+        lives_s: Floats = trace.output_tokens * np.float64(seconds_per_output_token)
+        if trace.e2e_s is not None:
+            is_recorded = ~np.isnan(trace.e2e_s)
+            lives_s = np.where(is_recorded, trace.e2e_s, lives_s)
+            recorded_ratio = float(is_recorded.mean())
+        shares = in_flight_shares(trace.due_s, lives_s)
+    mean, p50, p90, p99 = _time_weighted(shares.spent_s)
     return InFlight(
         mean=mean,
         p50=p50,
         p90=p90,
         p99=p99,
-        peak=int(counts.max()),
+        peak=shares.peak,
         recorded_ratio=recorded_ratio,
         seconds_per_output_token=seconds_per_output_token,
     )
 
 
+def _recorded_shares(recorded: Concurrency) -> InFlightShares:
+    """Return what a recording of requests in flight says itself, up to its last reading."""
+    spent_s: Floats = np.bincount(
+        recorded.in_flight[:-1], weights=np.diff(recorded.times_s)
+    ).astype(np.float64)
+    return InFlightShares(spent_s, int(recorded.in_flight.max()))
+
+
 def _time_weighted(
-    times_s: Floats, counts: Ints, end_s: float
+    spent_s: Floats,
 ) -> tuple[float | None, float | None, float | None, float | None]:
-    """Return mean, p50, p90 and p99 of a step function up to end_s; None without a duration."""
-    spent_s = np.diff(np.minimum(times_s, end_s))
-    if not spent_s.any():
+    """Return mean, p50, p90 and p99 of a level by the time spent at each; None without time."""
+    total_s = float(spent_s.sum())
+    if total_s <= 0:
         return None, None, None, None
-    by_level = np.bincount(counts[:-1], weights=spent_s)
-    within = np.cumsum(by_level) / by_level.sum()
+    within = np.cumsum(spent_s) / total_s
     p50, p90, p99 = (float(np.searchsorted(within, q)) for q in (0.5, 0.9, 0.99))
-    return float(np.average(counts[:-1], weights=spent_s)), p50, p90, p99
+    return float(np.arange(spent_s.size) @ spent_s / total_s), p50, p90, p99
 
 
 def _or_unknown(value: float | None, form: str) -> str:

@@ -12,25 +12,11 @@ import numpy as np
 
 from tuner.errors import Caveat
 from tuner.hashes import Floats, Ints
+from tuner.spreading import MANY_ROWS, clock_tick_s, tied_ratio
 from tuner.traces import Trace
-
-_MANY_ROWS = 50
-"""Ours: below it, equal lengths and shared instants happen by chance or by hand."""
 
 _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
-
-_TICK_S = 0.010
-"""Ours: a coarser clock delays a request by more than a decode step; a finer one does not."""
-
-_TIED_RATIO = 0.1
-"""Ours: one request in ten shares its instant with another."""
-
-_ON_TICK_RATIO = 0.95
-"""Ours: leaves room for late rows; gaps of a free clock are near a multiple 4 % of the time."""
-
-_TICK_TOLERANCE = 0.02
-"""Ours: Mooncake's 3 s clock strays by 3 ms, a twentieth of this."""
 
 _SILENCE_S = 30.0
 _SILENCE_GAPS = 20.0
@@ -55,6 +41,9 @@ def doubts(
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
     found = [
+        _sampled_warning(trace),
+        _closed_warning(trace),
+        *(TraceWarning("remark", remark) for remark in trace.notes.remarks),
         _order_warning(trace),
         _clock_warning(trace.due_s),
         _uniform_warning(trace),
@@ -63,6 +52,26 @@ def doubts(
         _demand_warning(peak_in_flight, largest_cap),
     ]
     return tuple(warning for warning in found if warning is not None)
+
+
+def _sampled_warning(trace: Trace) -> TraceWarning | None:
+    if not trace.notes.sampled_from:
+        return None
+    return TraceWarning(
+        Caveat.SAMPLED_TRACE,
+        f"sampled from {trace.notes.sampled_from}, not recorded: bursts within its windows and "
+        "which prompt came with which answer are drawn at random",
+    )
+
+
+def _closed_warning(trace: Trace) -> TraceWarning | None:
+    if trace.concurrency is None:
+        return None
+    return TraceWarning(
+        Caveat.CLOSED_LOOP,
+        "a recording of requests in flight, not of arrivals: it is replayed in a closed loop, "
+        "whose latencies never compare with an open one",
+    )
 
 
 def _order_warning(trace: Trace) -> TraceWarning | None:
@@ -75,24 +84,13 @@ def _order_warning(trace: Trace) -> TraceWarning | None:
 
 
 def _clock_warning(due_s: Floats) -> TraceWarning | None:
-    """Find a clock with coarse ticks: many shared instants, and gaps that are whole ticks."""
-    gaps = np.diff(due_s)
-    steps = gaps[gaps > 0]
-    tied_ratio = 1 - (steps.size + 1) / len(due_s)
-    if len(due_s) < _MANY_ROWS or tied_ratio < _TIED_RATIO or steps.size < 2:
+    tick_s = clock_tick_s(due_s)
+    if tick_s is None:
         return None
-    tick_s = float(np.quantile(steps, 0.05))
-    if tick_s < _TICK_S:
-        return None
-    ticks = steps / tick_s
-    on_tick = np.abs(ticks - np.round(ticks)) <= _TICK_TOLERANCE
-    if on_tick.mean() < _ON_TICK_RATIO:
-        return None
-    tick_s = float(np.median(steps[np.round(ticks) == 1]))
     return TraceWarning(
         Caveat.QUANTISED_CLOCK,
-        f"the clock ticks every {tick_s:.3g} s and {tied_ratio:.0%} of the requests share an "
-        "instant: these bursts may be the clock's, not the users'",
+        f"the clock ticks every {tick_s:.3g} s and {tied_ratio(due_s):.0%} of the requests "
+        "share an instant: these bursts may be the clock's, not the users'; --spread undoes it",
     )
 
 
@@ -109,7 +107,7 @@ def _uniform_warning(trace: Trace) -> TraceWarning | None:
 
 
 def _is_uniform(tokens: Ints) -> bool:
-    if tokens.size < _MANY_ROWS:
+    if tokens.size < MANY_ROWS:
         return False
     low, high = np.quantile(tokens, (0.1, 0.9))
     return bool(high <= _UNIFORM_SPREAD * low)

@@ -85,6 +85,7 @@ class Caveat(StrEnum):
     UNIFORM_TRACE = "uniform_trace"
     QUANTISED_CLOCK = "quantised_clock"
     LOW_DEMAND = "low_demand"
+    SAMPLED_TRACE = "sampled_trace"
     REQUESTS_REFUSED = "requests_refused"
     REQUESTS_CLIPPED = "requests_clipped"
     CUT_SHORT = "cut_short"
@@ -118,6 +119,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.UNIFORM_TRACE: "lengths are nearly all equal; uniform data misleads",
     Caveat.QUANTISED_CLOCK: "the trace's clock is quantised; its bursts may be false",
     Caveat.LOW_DEMAND: "the trace never fills the larger caps, so they cannot be told apart",
+    Caveat.SAMPLED_TRACE: "the trace was sampled from aggregates, not recorded",
     Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
     Caveat.REQUESTS_CLIPPED: "requests longer than the engine's max_model_len were clipped",
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",

@@ -79,9 +79,11 @@ class _Replay:
         self._record = TimelineRecorder(trace.due_s)
         predicted = engine.info.kind == "shadow"
         self._steps = StepLog(keep=plan.keep_steps, predicted=predicted)
-        self._arrivals = arrivals_of(trace, plan.load_model, plan.concurrency)
+        self._arrivals = arrivals_of(
+            trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
+        )
         self._clock = ReplayClock(plan.clock)
-        self._row = 0
+        self._sent = 0
         self._ended = 0
         self._first_due_s: float | None = None
         self._in_flight: dict[int, float] = {}
@@ -143,11 +145,11 @@ class _Replay:
         """Hand over every request that is due by now."""
         while True:
             now_s = self._clock.now_s
-            due_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
-            if due_s is None or due_s > now_s:
+            next_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
+            if next_s is None or next_s > now_s:
                 return
-            row, self._row = self._row, self._row + 1
-            self._arrivals.pop()
+            row, due_s = self._arrivals.pop(now_s)
+            self._sent += 1
             self._record.due(row, due_s)
             if self._first_due_s is None:
                 self._first_due_s = due_s
@@ -192,6 +194,7 @@ class _Replay:
         self._in_flight.pop(row, None)
         self._record.ended(row, outcome)
         self._ended += 1
+        self._arrivals.ended(row, self._clock.now_s)
 
     def _time_out(self) -> None:
         """Drop requests whose client would have gone; the oldest are due first."""
@@ -241,7 +244,7 @@ class _Replay:
             self._late.add(row)
 
     def _progress(self, wall_s: float) -> Progress:
-        return Progress(self._row, self._ended, len(self._trace), self._clock.now_s, wall_s)
+        return Progress(self._sent, self._ended, len(self._trace), self._clock.now_s, wall_s)
 
     def _clear(self) -> None:
         """Leave the engine idle; what was in flight stays aborted."""

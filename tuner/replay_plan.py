@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tuner.arrivals import ClockKind
+from tuner.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.errors import UsageError
 from tuner.traces import LoadModel
 
@@ -34,7 +34,8 @@ class ReplayPlan:
     `concurrency` is the number in flight that a closed loop holds; None takes the one that
     the trace recorded. `timeout_s` is the patience of a client, None for no end of it. With
     `keep_steps` the log holds every step, to fit a step-time model to. `load` is a multiple of
-    the trace's arrival rate.
+    the trace's arrival rate. `sessions` says whether the turns of a session wait for answers;
+    with `batches` requests go in static batches, in an open loop only.
 
     Raises: UsageError if the parts contradict each other.
     """
@@ -46,6 +47,8 @@ class ReplayPlan:
     cut: CutRule = CutRule()
     keep_steps: bool = False
     load: float = 1.0
+    sessions: Sessions = Sessions.CAUSAL
+    batches: StaticBatches | None = None
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -55,5 +58,7 @@ class ReplayPlan:
             )
         if self.concurrency is not None and self.concurrency < 1:
             raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.batches is not None and self.load_model is LoadModel.CLOSED:
+            raise UsageError("static batches gather arrivals and need --load-model open")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")

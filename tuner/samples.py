@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tuner.formats.native import write_native
+from tuner.formats.sinks import write_trace
 from tuner.hashes import Floats, HashIds, Ints
-from tuner.traces import ReadNotes, Trace
+from tuner.read_notes import ReadNotes
+from tuner.traces import Trace
 
-__all__ = ["SAMPLES", "chat", "shared_prefix", "translation", "write_native", "write_samples"]
+__all__ = ["SAMPLES", "chat", "shared_prefix", "translation", "write_samples", "write_trace"]
 
 _CLOCK_DECIMALS = 4
 """Ours: a tenth of a millisecond, finer than any step of an engine."""
@@ -108,7 +109,7 @@ def write_samples(folder: Path, seed: int = 0) -> list[Path]:
     paths = []
     for name, make in SAMPLES.items():
         path = folder / f"{name}.jsonl"
-        write_native(make(seed), path)
+        write_trace(make(seed), path)
         paths.append(path)
     return paths
 

@@ -84,7 +84,7 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """The timelines of a replay as columns, one row per offered request, in due order.
+    """The timelines of a replay as columns, one row per offered request in the trace's order.
 
     Shapes: every column is [n] but gap_s, which counts the gaps between tokens of all.
     Units: seconds on the replay's clock; nan where a request never got that far.

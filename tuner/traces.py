@@ -8,16 +8,17 @@ lengths into token ids of `prompts`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from tuner.concurrency import Concurrency, in_flight_steps
 from tuner.errors import TraceError, UsageError
 from tuner.hashes import Bools, Floats, HashIds, Ints
+from tuner.read_notes import ReadNotes
+from tuner.turns import Turns
 
 
 class LoadModel(StrEnum):
@@ -69,34 +70,26 @@ class TraceRequest:
             raise ValueError(f"output_tokens must be at least 1, got {self.output_tokens}")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadNotes:
-    """What reading did: rows read, rows sorted, rows dropped or clipped by reason."""
+class ClockOrigin(StrEnum):
+    """What the zero of a recording's clock means when several recordings come together.
 
-    rows: int = 0
-    moved: int = 0
-    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    WALL is the calendar; SHARED one clock of a whole data set; OWN that each starts its own.
+    """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
-        object.__setattr__(self, "clipped", MappingProxyType(dict(self.clipped)))
-
-    def __reduce__(self) -> tuple[type[ReadNotes], tuple[object, ...]]:
-        """Travel between processes, which a mapping proxy cannot."""
-        return ReadNotes, (self.rows, self.moved, dict(self.dropped), dict(self.clipped))
-
-    def with_dropped(self, reason: str, count: int) -> ReadNotes:
-        """Return the notes with `count` more rows dropped for `reason`."""
-        return replace(self, dropped=_add(self.dropped, reason, count))
-
-    def with_clipped(self, reason: str, count: int) -> ReadNotes:
-        """Return the notes with `count` more rows clipped for `reason`."""
-        return replace(self, clipped=_add(self.clipped, reason, count))
+    WALL = "wall"
+    SHARED = "shared"
+    OWN = "own"
 
 
-def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
-    return {**counts, reason: counts.get(reason, 0) + count} if count else counts
+_PER_ROW = (
+    "prompt_tokens",
+    "output_tokens",
+    "hashes",
+    "e2e_s",
+    "ttft_s",
+    "turns",
+    "request_ids",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,10 +97,14 @@ class Trace:
     """Recorded traffic in columns, in due order, with the identity of the file it came from.
 
     Columns because public traces reach 27 million rows. They are read-only: every method that
-    changes something returns a new Trace.
+    changes something returns a new Trace. `turns` says who waits for whose answer, where the
+    recording tells; `concurrency` is set for a recording of requests in flight in place of
+    arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
+    showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
+    block if their `hash_scope` is the same, which is empty for ids of a whole data set.
 
-    Shapes: due_s, prompt_tokens, output_tokens and e2e_s are [n], n >= 1; due_s ascends.
-    Units: seconds from the start of the trace; e2e_s is nan where it was not recorded.
+    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s are [n], n >= 1; due_s ascends.
+    Units: seconds from the start of the trace; e2e_s and ttft_s are nan where not recorded.
     Raises: TraceError if n is 0 or the hash ids do not fit the prompts; ValueError if the
         columns differ in length or are out of range.
     """
@@ -122,12 +119,18 @@ class Trace:
     format: str = "native"
     sha256: str = ""
     notes: ReadNotes = field(default_factory=ReadNotes)
+    ttft_s: Floats | None = None
+    turns: Turns | None = None
+    concurrency: Concurrency | None = None
+    origin: ClockOrigin = ClockOrigin.OWN
+    zero_s: float = 0.0
+    hash_scope: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.due_s)
         if not n:
             raise TraceError(f"{self.source}: no requests are left", "choose a wider window")
-        for name in ("prompt_tokens", "output_tokens", "hashes", "e2e_s", "request_ids"):
+        for name in _PER_ROW:
             column = getattr(self, name)
             if column is not None and len(column) != n:
                 raise ValueError(f"{name} must have {n} rows, got {len(column)}")
@@ -139,8 +142,8 @@ class Trace:
             raise ValueError("every request must have at least 1 prompt and 1 output token")
         if self.hashes is not None:
             self.hashes.check_fits(self.prompt_tokens, self.source)
-        for column in (self.due_s, self.prompt_tokens, self.output_tokens, self.e2e_s):
-            if column is not None:
+        for name in ("due_s", "prompt_tokens", "output_tokens", "e2e_s", "ttft_s"):
+            if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
 
     def __len__(self) -> int:
@@ -163,7 +166,10 @@ class Trace:
         )
 
     def slice_rows(self, indices: npt.ArrayLike) -> Trace:
-        """Return the given rows (ascending indices or a mask), their due times unchanged."""
+        """Return the given rows (ascending indices or a mask), their due times unchanged.
+
+        A turn whose predecessor is left out comes at its recorded time.
+        """
         rows = np.asarray(indices)
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
         return replace(
@@ -173,6 +179,8 @@ class Trace:
             output_tokens=self.output_tokens[rows],
             hashes=self.hashes.take(rows) if self.hashes is not None else None,
             e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
+            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
+            turns=self.turns.take(rows) if self.turns is not None else None,
             request_ids=_pick(self.request_ids, rows),
         )
 
@@ -191,25 +199,43 @@ class Trace:
                 "choose a window that holds requests",
             )
         part = self.slice_rows(np.arange(low, high))
-        return replace(part, due_s=part.due_s - start_s)
+        flow = self.concurrency and self.concurrency.between(start_s, end_s)
+        zero_s = self.zero_s + start_s
+        return replace(part, due_s=part.due_s - start_s, concurrency=flow, zero_s=zero_s)
+
+    def shifted(self) -> Trace:
+        """Return the trace with its first request due at 0; its own clock is kept in zero_s."""
+        first_s = float(self.due_s[0])
+        flow = self.concurrency and self.concurrency.between(first_s, math.inf)
+        zero_s = self.zero_s + first_s
+        return replace(self, due_s=self.due_s - first_s, zero_s=zero_s, concurrency=flow)
 
     def scaled(self, load: float) -> Trace:
         """Return the trace at `load` times its arrival rate; recorded latencies stay.
+
+        Sessions come so much denser, the pauses within them stay: more users, not faster ones.
+        A recorded number in flight is multiplied.
 
         Raises: UsageError if load is not above 0.
         """
         if not (math.isfinite(load) and load > 0):
             raise UsageError(f"load must be a number above 0, got {load}", "1 is as recorded")
+        if self.concurrency is not None:
+            return replace(self, concurrency=self.concurrency.scaled(load))
         return replace(self, due_s=self.due_s / load)
 
     def recorded_concurrency(self) -> tuple[Floats, Ints]:
         """Return when the recorded number of requests in flight changed, and to what.
 
-        Rows whose e2e_s is missing are left out.
+        A recording of that number itself comes first; else it follows from the latencies, and
+        rows whose e2e_s is missing are left out.
 
-        Shapes: both [m], times ascending and distinct; the last count is 0.
+        Shapes: both [m], times ascending and distinct; the last count is 0 where it
+            follows from latencies.
         Raises: TraceError if the trace recorded no latency at all.
         """
+        if self.concurrency is not None:
+            return self.concurrency.times_s, self.concurrency.in_flight
         known = None if self.e2e_s is None else ~np.isnan(self.e2e_s)
         if self.e2e_s is None or known is None or not known.any():
             raise TraceError(
@@ -259,20 +285,3 @@ def _cover(hashes: HashIds, prompt_tokens: Ints) -> HashIds:
 
 def _pick(values: tuple[str, ...] | None, rows: Ints) -> tuple[str, ...] | None:
     return None if values is None else tuple(values[i] for i in rows.tolist())
-
-
-def in_flight_steps(due_s: Floats, e2e_s: Floats) -> tuple[Floats, Ints]:
-    """Return the step function of requests in flight: times, and the count from each time on.
-
-    Shapes: inputs are [n], due_s ascending; outputs are [m], times distinct, last count 0.
-
-    >>> times, counts = in_flight_steps(np.array([0.0, 1.0]), np.array([3.0, 1.0]))
-    >>> times.tolist(), counts.tolist()
-    ([0.0, 1.0, 2.0, 3.0], [1, 2, 1, 0])
-    """
-    events = np.concatenate([due_s, np.sort(due_s + e2e_s)])
-    order = np.argsort(events, kind="stable")
-    level = np.cumsum(np.where(order < len(due_s), 1, -1))
-    times = events[order]
-    is_last = np.append(times[1:] > times[:-1], True)
-    return times[is_last], level[is_last].astype(np.int64)

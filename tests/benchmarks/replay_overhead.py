@@ -32,7 +32,7 @@ VOCAB_SIZE = 1000
 """Tokens are taken from the first of the demo model's, on both sides."""
 
 
-def a_trace(requests: int) -> Any:  # noqa: ANN401 - tuner is imported in the child alone
+def a_trace(requests: int) -> Any:
     """Return requests with the lengths of a translation service, all due at 0."""
     from tuner.traces import Trace
 
@@ -101,7 +101,7 @@ def vllms(requests: int) -> float:
     return took_s
 
 
-def check(answered: int, trace: Any) -> None:  # noqa: ANN401 - as a_trace
+def check(answered: int, trace: Any) -> None:
     """Refuse a run that did not do the whole work."""
     asked = int(trace.output_tokens.sum())
     if answered != asked:

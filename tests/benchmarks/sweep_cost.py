@@ -35,7 +35,7 @@ QUICK_CONFIGURATIONS = [(8, 2048), (16, 2048), (32, 2048)]
 SEED = 0
 
 
-def window(length_s: float) -> Any:  # noqa: ANN401 - tuner is imported late
+def window(length_s: float) -> Any:
     """Return the busiest stretch of the sample trace."""
     from tuner.demo import bundled
     from tuner.formats import read_trace

@@ -20,6 +20,8 @@ from tuner.cli.options import (
     shadow_options,
     traffic_options,
 )
+from tuner.cli.proof_commands import compare
+from tuner.cli.trace_commands import trace
 from tuner.errors import TunerError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
@@ -191,7 +193,12 @@ def plan(**options: Any) -> int:
 @tune.command("worker", context_settings=_CONTEXT)
 @click.option("--storage", metavar="URL", help="Optuna storage of the run.", required=True)
 @click.option("--run", "run_dir", metavar="DIR", help="Run directory.", required=True)
-@click.option("--trace", metavar="FILE", help="Where the run's trace lies on this machine.")
+@click.option(
+    "--trace",
+    multiple=True,
+    metavar="FILE",
+    help="Where the run's trace lies on this machine; repeatable.",
+)
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
 def worker(**options: Any) -> int:
     """Help a run on another machine with its shadow replays.
@@ -204,6 +211,10 @@ def worker(**options: Any) -> int:
     from tuner.cli.worker_command import run_worker
 
     return run_worker(tune, options)
+
+
+for _command in (trace, compare):
+    tune.add_command(_command)
 
 
 @tune.command("doctor", context_settings=_CONTEXT)

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.arrivals import ClockKind
+from tuner.arrivals import ClockKind, Sessions, check_arrivals
+from tuner.cli.trace_options import read_named
 from tuner.config import parse_engine_args, read_config
 from tuner.demo import demo_engine_args
 from tuner.describe import describe
 from tuner.errors import Caveat, TraceError, UsageError
-from tuner.formats import ReadOptions, read_trace
 from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay_plan import ReplayPlan
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tuner.traces import LoadModel, TooLong, Trace, ZeroOutput
+from tuner.traces import LoadModel, TooLong, Trace
 
 DEMO_NOTE = (
     "no --model and no --config: measuring the bundled demo model, a small Qwen2-shaped one "
@@ -56,11 +56,9 @@ class EngineChoice:
 
 def read_traffic(options: Mapping[str, Any], largest_cap: int) -> Traffic:
     """Read, scale and describe the trace. Raises: TraceError, UsageError."""
-    path = options["trace"]
-    if not path:
+    if not options["trace"]:
         raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
-    read = ReadOptions(zero_output=ZeroOutput(options["zero_output"]))
-    trace = read_trace(Path(path), options["trace_format"], read)
+    trace = read_named(options["trace"], options)
     if options["load"] != 1:
         trace = trace.scaled(options["load"])
     if options["window"]:
@@ -130,13 +128,16 @@ def _check_model(values: Mapping[str, object]) -> None:
 
 def replay_plan(options: Mapping[str, Any], trace: Trace) -> ReplayPlan:
     """Return how the trace is replayed. Raises: UsageError, TraceError."""
-    load_model = LoadModel(options["load_model"])
+    usual = LoadModel.OPEN if trace.concurrency is None else LoadModel.CLOSED
+    load_model = LoadModel(options["load_model"] or usual)
     plan = ReplayPlan(
         load_model=load_model,
         concurrency=options["concurrency"],
         clock=ClockKind(options["clock"]),
         timeout_s=options["request_timeout"],
+        sessions=Sessions(options["sessions"]),
     )
+    check_arrivals(trace, load_model)
     if load_model is LoadModel.CLOSED and plan.concurrency is None:
         trace.recorded_concurrency()
     return plan

@@ -98,11 +98,82 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
-_TRAFFIC_OPTIONS = (
-    click.option("--trace", metavar="FILE", help="Recorded traffic to replay."),
+_READING_OPTIONS = (
     click.option(
         "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
     ),
+    click.option(
+        "--only-model", metavar="NAME", help="Only the requests of this model; default: all."
+    ),
+    click.option(
+        "--time-unit",
+        type=click.Choice(["s", "ms", "us", "ns"]),
+        help="Unit of arrivals that are plain numbers; default: the format's.",
+    ),
+    click.option(
+        "--hash-block-size",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Tokens that one of the hash ids stands for; default: the format's.",
+    ),
+    click.option(
+        "--spread",
+        is_flag=True,
+        help="Spread arrivals evenly within the ticks of a coarse clock, with --seed.",
+    ),
+    click.option(
+        "--sessions-over",
+        type=DURATION,
+        metavar="TIME",
+        help="Start sessions without a common clock at random within this time; default: "
+        "their median length.",
+    ),
+    click.option(
+        "--sample",
+        type=DURATION,
+        metavar="TIME",
+        help="Length of what is sampled from aggregates; default: all of it.",
+    ),
+    click.option(
+        "--zero-output",
+        type=click.Choice(["drop", "one", "refuse"]),
+        default="drop",
+        show_default=True,
+        help="What becomes of recorded requests without output tokens.",
+    ),
+    click.option(
+        "--skip-invalid", is_flag=True, help="Count and skip wrong rows, up to --max-invalid."
+    ),
+    click.option(
+        "--max-invalid",
+        type=click.FloatRange(0, 100),
+        metavar="PERCENT",
+        help="Share of wrong rows that is borne  [default: 5]",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Seed of everything that is drawn at random: prompts, samples, spreading.",
+    ),
+)
+
+
+def reading_options(command: Command) -> Command:
+    """Add the options that say how recorded traffic is read."""
+    return _stacked(*_READING_OPTIONS)(command)
+
+
+_TRAFFIC_OPTIONS = (
+    click.option(
+        "--trace",
+        multiple=True,
+        metavar="FILE",
+        help="Recorded traffic to replay: a file, a folder, or - for standard input; "
+        "repeatable.",
+    ),
+    *_READING_OPTIONS,
     click.option(
         "--window",
         type=WINDOW,
@@ -121,15 +192,22 @@ _TRAFFIC_OPTIONS = (
     click.option(
         "--load-model",
         type=click.Choice(["open", "closed"]),
-        default="open",
-        show_default=True,
-        help="open: requests go when due; closed: a number is kept in flight.",
+        help="open: requests go when due [default]; closed: a number is kept in flight "
+        "[default for a recording of that number].",
     ),
     click.option(
         "--concurrency",
         type=int,
         metavar="N",
         help="Requests that a closed loop keeps in flight; default: as recorded.",
+    ),
+    click.option(
+        "--sessions",
+        type=click.Choice(["causal", "recorded"]),
+        default="causal",
+        show_default=True,
+        help="causal: a session's next turn waits for the answer; recorded: it goes when it "
+        "was recorded.",
     ),
     click.option(
         "--clock",
@@ -150,20 +228,6 @@ _TRAFFIC_OPTIONS = (
         default="refuse",
         show_default=True,
         help="What becomes of requests above max_model_len.",
-    ),
-    click.option(
-        "--zero-output",
-        type=click.Choice(["drop", "one", "refuse"]),
-        default="drop",
-        show_default=True,
-        help="What becomes of recorded requests without output tokens.",
-    ),
-    click.option(
-        "--seed",
-        type=int,
-        default=0,
-        show_default=True,
-        help="Seed of the synthetic prompts.",
     ),
 )
 

@@ -45,7 +45,10 @@ def with_stored(
         option = name if name.startswith("--") else f"--engine-arg {name}"
         raise UsageError(f"{name} is a secret and was not kept", f"give it again: {option}=…")
     _refuse_changes(arguments, {a.partition("=")[0] for a in missing})
-    merged = [*_drop_redacted(stored), *arguments]
+    kept = _drop_redacted(stored)
+    if "--trace" in given:
+        kept = _without_traces(kept)
+    merged = [*kept, *arguments]
     context = command.make_context("tune", list(merged))
     return _without_secrets(merged), dict(context.params)
 
@@ -66,6 +69,17 @@ def _refuse_changes(arguments: Sequence[str], secrets: set[str]) -> None:
                 f"--engine-arg {name} cannot change when a run is resumed", "start a new run"
             )
         before = argument
+
+
+def _without_traces(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without --trace, which is repeatable: new files replace the old."""
+    kept: list[str] = []
+    for argument in arguments:
+        if kept and kept[-1] == "--trace":
+            kept.pop()
+        elif not argument.startswith("--trace="):
+            kept.append(argument)
+    return kept
 
 
 def _drop_redacted(arguments: Sequence[str]) -> list[str]:

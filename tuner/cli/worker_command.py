@@ -53,7 +53,7 @@ def run_worker(command: click.Command, options: Mapping[str, Any]) -> int:
     trace = read_traffic(asked, largest_cap).trace
     if trace.sha256 != stored["trace_sha256"]:
         raise TraceError(
-            f"{asked['trace']} is not the trace that the run was begun with",
+            f"{' '.join(asked['trace'])} is not the trace that the run was begun with",
             "name its place on this machine with --trace",
         )
     journal = Journal(options["storage"], str(stored["study"]), join=True)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tuner.formats.columns import Columns, ReadOptions, TraceFormat
-from tuner.formats.registry import format_names, read_trace
+from tuner.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
+from tuner.formats.registry import format_names, read_trace, read_traces
 
-__all__ = ["Columns", "ReadOptions", "TraceFormat", "format_names", "read_trace"]
+__all__ = [
+    "Columns",
+    "Labels",
+    "ReadOptions",
+    "TimeUnit",
+    "TraceFormat",
+    "format_names",
+    "read_trace",
+    "read_traces",
+]

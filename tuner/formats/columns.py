@@ -6,26 +6,80 @@ treatment of empty requests are the same for all formats and live in `assemble`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from tuner.errors import TraceError
-from tuner.hashes import Floats, HashIds, Ints
-from tuner.traces import ZeroOutput
+from tuner.concurrency import Concurrency
+from tuner.errors import TraceError, UsageError
+from tuner.hashes import Bools, Floats, HashIds, Ints
+from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.turns import Turns
 
 MAX_TOKENS = 10_000_000
 """Ours: ten times the longest context served today; above it a unit or a column is wrong."""
 
 
+class TimeUnit(StrEnum):
+    """The unit of a clock that is a plain number."""
+
+    SECONDS = "s"
+    MILLISECONDS = "ms"
+    MICROSECONDS = "us"
+    NANOSECONDS = "ns"
+
+    @property
+    def ticks_per_s(self) -> float:
+        """How many of them make a second."""
+        return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[self.value]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the user decided about rows that can be read in more than one way."""
+    """What the user decided about rows that can be read in more than one way.
+
+    `time_unit` and `hash_block_size` override what a format says of numbers that carry no
+    unit. With `skip_invalid` wrong rows are counted and left out, up to `max_invalid_ratio`
+    of all. `seed` is for formats that are sampled from aggregates, `sample_s` how many seconds
+    of them are wanted (None for all).
+
+    Units: max_invalid_ratio is a share, 0 to 1.
+    """
 
     zero_output: ZeroOutput = ZeroOutput.DROP
+    only_model: str | None = None
+    time_unit: TimeUnit | None = None
+    hash_block_size: int | None = None
+    skip_invalid: bool = False
+    max_invalid_ratio: float = 0.05
+    seed: int = 0
+    sample_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """A name for each row, spelt once: most traces have few models and many rows.
+
+    Shapes: codes is [n], indices into names; -1 where a row has none.
+    """
+
+    codes: Ints
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[str | None]) -> Labels:
+        """Return the labels of values given one by one; None or empty is no name.
+
+        >>> Labels.of(["a", None, "a"]).codes.tolist()
+        [0, -1, 0]
+        """
+        places: dict[str, int] = {}
+        codes = [places.setdefault(v, len(places)) if v else -1 for v in values]
+        return cls(np.array(codes, dtype=np.int64), tuple(places))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +87,14 @@ class Columns:
     """The rows of one file in file order, lengths of 0 included.
 
     Arrivals stay in the file's own ticks, so that integer clocks are subtracted exactly.
+    `turns.after` names rows of these columns. Hash ids mean the same in all files of one
+    `hash_scope`; with `local_hashes` in this file alone. `failed` marks requests that the
+    recording says went wrong; they are counted and left out. `skipped` counts wrong rows by
+    what was wrong. `remarks` are sentences about what the file cannot say, and `sampled_from`
+    is set where the rows were drawn from aggregates.
 
     Shapes: every column is [n].
-    Units: arrived in ticks from any origin; e2e_s in seconds, nan where missing.
+    Units: arrived in ticks from any origin; e2e_s and ttft_s in seconds, nan where missing.
     """
 
     arrived: npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -45,14 +104,45 @@ class Columns:
     hashes: HashIds | None = None
     e2e_s: Floats | None = None
     request_ids: tuple[str, ...] | None = None
+    ttft_s: Floats | None = None
+    models: Labels | None = None
+    failed: Bools | None = None
+    turns: Turns | None = None
+    concurrency: Concurrency | None = None
+    origin: ClockOrigin = ClockOrigin.OWN
+    local_hashes: bool = False
+    hash_scope: str = ""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    sampled_from: str = ""
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Columns:
+        """Return the given rows, in the given order."""
+        names = self.request_ids
+        models = self.models and Labels(self.models.codes[rows], self.models.names)
+        return replace(
+            self,
+            arrived=self.arrived[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            hashes=self.hashes.take(rows) if self.hashes is not None else None,
+            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
+            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
+            models=models,
+            failed=self.failed[rows] if self.failed is not None else None,
+            turns=self.turns.take(rows) if self.turns is not None else None,
+            request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
     """One format: its name, how to know it by its first bytes, and its reader.
 
-    `matches` sees the first 64 KiB and must not raise. `read` raises TraceError for anything
-    wrong in the file, with the line.
+    `matches` sees the first 64 KiB and must not raise. `read` gets a plain local file
+    (compressed ones and standard input are spooled before), and raises TraceError for anything
+    wrong in it, with the line. A package of a third party offers one under the entry point
+    group `tuner.trace_formats`.
     """
 
     name: str
@@ -63,6 +153,15 @@ class TraceFormat:
 def line_error(path: Path, line: int, reason: str, hint: str = "") -> TraceError:
     """Return the error for one wrong line, in the form every reader uses."""
     return TraceError(f"{path} line {line}: {reason}", hint)
+
+
+def no_time_unit(path: Path, options: ReadOptions) -> None:
+    """Refuse --time-unit for a clock that carries its unit. Raises: UsageError."""
+    if options.time_unit is not None:
+        raise UsageError(
+            f"{path} has a clock with its own unit, --time-unit does not apply to it",
+            "leave --time-unit out",
+        )
 
 
 def tokens_fault(name: str, value: object, *, zero_is_fault: bool) -> str | None:

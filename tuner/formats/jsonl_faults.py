@@ -9,12 +9,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
 
-from tuner.formats.columns import line_error, shown, tokens_fault
+from tuner.formats.columns import shown, tokens_fault
+from tuner.formats.skipping import Skipped
 from tuner.hashes import MISFIT_HINT, counts_fit, misfit_reason
 
 MAX_CLOCK = 1e16
@@ -24,62 +24,70 @@ CLOCK_HINT = "timestamp is in milliseconds, arrived_at_s in seconds; all lines u
 ZERO_HINT = (
     "drop empty requests at recording, or pass --zero-output drop to count and drop them"
 )
-CHAT_ID_HINT = "if the timestamps are seconds, name the key arrived_at_s and drop chat_id"
+CHAT_ID_HINT = "pass --trace-format bailian if the timestamps are seconds, as in those files"
 WHOLE_HINT = (
     "Mooncake's timestamps are whole milliseconds: pass --trace-format native if yours have "
-    "fractions, or name the key arrived_at_s if they are seconds"
+    "fractions, or --trace-format bailian or timed-trace if they are seconds"
 )
+_JSON_HINT = "give one JSON object per line, in UTF-8"
+
+Fault = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What the first line and the options settle for the whole file."""
+    """What the format, the first line and the options settle for the whole file.
+
+    `clock` is the key of the arrival. With `has_chats` chat_id and parent_chat_id tell the
+    turns of a conversation; elsewhere a chat_id marks a clock in seconds, and is refused.
+    """
 
     clock: str
+    ticks_per_s: float
     block_size: int
     zero_is_fault: bool
-    whole_ticks: bool
-
-    @property
-    def ticks_per_s(self) -> float:
-        """Ticks of the file's clock in one second."""
-        return 1000.0 if self.clock == "timestamp" else 1.0
+    whole_ticks: bool = False
+    has_chats: bool = False
 
 
-def raise_first_fault(path: Path, first_line: int, block: bytes, dialect: Dialect) -> None:
-    """Raise TraceError for the first wrong line of a block; return if all are right."""
-    for number, line in enumerate(block.split(b"\n"), start=first_line):
-        if line.strip():
-            row = parse_line(path, number, line)
-            for reason, hint in _faults(row, dialect):
-                raise line_error(path, number, reason, hint)
+def sift(first_line: int, block: bytes, dialect: Dialect, skipped: Skipped) -> bytes:
+    """Return the right lines of a block; the wrong ones are an error, or counted.
 
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, object]:
-    """Return one line as a JSON object.
-
-    Raises: TraceError if it is anything else.
+    Raises: TraceError for the first wrong line, unless wrong lines are skipped.
     """
-    hint = "give one JSON object per line, in UTF-8"
+    kept = []
+    for number, line in enumerate(block.split(b"\n"), start=first_line):
+        if not line.strip():
+            continue
+        row = parse_line(line)
+        fault = row if isinstance(row, tuple) else next(_faults(row, dialect), None)
+        if fault is None:
+            kept.append(line)
+        else:
+            skipped.add(number, *fault)
+    return b"\n".join(kept)
+
+
+def parse_line(line: bytes) -> dict[str, object] | Fault:
+    """Return one line as a JSON object, or (reason, hint) if it is anything else."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as cause:
-        reason = f"is not UTF-8: byte {cause.start + 1} is 0x{line[cause.start]:02x}"
-        raise line_error(path, number, reason, hint) from cause
+        return f"is not UTF-8: byte {cause.start + 1} is 0x{line[cause.start]:02x}", _JSON_HINT
     except json.JSONDecodeError as cause:
         start = shown(line[:40].decode("utf-8", "replace"))
-        reason = f"is not JSON: {cause.msg} at character {cause.pos + 1}, starts with {start}"
-        raise line_error(path, number, reason, hint) from cause
-    except RecursionError as cause:
-        raise line_error(path, number, "is nested too deep", hint) from cause
-    except ValueError as cause:  # Python reads no integer of more than 4,300 digits.
-        raise line_error(path, number, "holds a number that is too long", hint) from cause
+        where = f"{cause.msg} at character {cause.pos + 1}"
+        return f"is not JSON: {where}, starts with {start}", _JSON_HINT
+    except RecursionError:
+        return "is nested too deep", _JSON_HINT
+    except ValueError:  # Python reads no integer of more than 4,300 digits.
+        return "holds a number that is too long", _JSON_HINT
     if not isinstance(row, dict):
-        raise line_error(path, number, f"must be a JSON object, got {shown(row)}", hint)
+        return f"must be a JSON object, got {shown(row)}", _JSON_HINT
     return row
 
 
-def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[str, str]]:
+def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     """Yield (reason, hint) of each fault of one row."""
     yield from _clock_faults(row, dialect)
     for name in ("input_length", "output_length"):
@@ -89,16 +97,30 @@ def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[str, str
             is_zero = row[name] == 0 and not isinstance(row[name], bool)
             yield fault, ZERO_HINT if is_zero else ""
     yield from _hash_faults(row, dialect)
-    e2e_s = row.get("e2e_s")
-    if e2e_s is not None and not (_is_number(e2e_s) and e2e_s >= 0):
-        yield f"e2e_s must be a number of seconds, at least 0, got {shown(e2e_s)}", ""
-    request_id = row.get("request_id")
-    if isinstance(request_id, bool) or not isinstance(request_id, str | int | None):
-        yield f"request_id must be text or a whole number, got {shown(request_id)}", ""
+    for name in ("e2e_s", "ttft_s", "pause_s"):
+        value = row.get(name)
+        if value is not None and not (_is_number(value) and value >= 0):
+            yield f"{name} must be a number of seconds, at least 0, got {shown(value)}", ""
+    after = row.get("after")
+    if after is not None and (not _is_id(after) or after < 0):
+        yield f"after must be the number of an earlier row, from 0, got {shown(after)}", ""
+    yield from _text_faults(row, dialect)
 
 
-def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[str, str]]:
-    if row.get("chat_id") is not None:
+def _text_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    names = (
+        ("request_id", "chat_id", "parent_chat_id") if dialect.has_chats else ("request_id",)
+    )
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | None):
+            yield f"{name} must be text or a whole number, got {shown(value)}", ""
+    if not isinstance(row.get("model"), str | None):
+        yield f"model must be text, got {shown(row['model'])}", ""
+
+
+def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    if row.get("chat_id") is not None and not dialect.has_chats:
         yield "has a chat_id, as Bailian/Qwen files do, whose clock is in seconds", CHAT_ID_HINT
     other = "timestamp" if dialect.clock == "arrived_at_s" else "arrived_at_s"
     if row.get("timestamp") is not None and row.get("arrived_at_s") is not None:
@@ -118,7 +140,7 @@ def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[st
         yield f"timestamp must be whole milliseconds, got {shown(value)}", WHOLE_HINT
 
 
-def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[str, str]]:
+def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     size = row.get("block_size")
     if size is not None and (isinstance(size, bool) or size != dialect.block_size):
         yield (
@@ -138,7 +160,7 @@ def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[tuple[str
             yield misfit_reason(len(ids), prompt, dialect.block_size), MISFIT_HINT
 
 
-def _is_id(value: object) -> bool:
+def _is_id(value: object) -> TypeGuard[int]:
     if isinstance(value, bool) or not isinstance(value, int):
         return False
     return -(1 << 63) <= value < 1 << 63

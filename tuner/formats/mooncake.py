@@ -5,12 +5,20 @@ Source: kvcache-ai/Mooncake, FAST25-release/traces.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tuner.formats.columns import Columns, ReadOptions, TraceFormat
 from tuner.formats.jsonl import read_json_lines
+from tuner.formats.jsonl_faults import Dialect
+from tuner.formats.jsonl_header import Header
+from tuner.formats.native import settle
 
-_NATIVE_ONLY = (b'"arrived_at_s"', b'"block_size"', b'"e2e_s"', b'"request_id"', b'"chat_id"')
+_NATIVE_ONLY = (
+    *(b'"arrived_at_s"', b'"block_size"', b'"e2e_s"', b'"request_id"', b'"chat_id"'),
+    b'"trace_header"',
+)
 
 
 def matches(head: bytes) -> bool:
@@ -26,7 +34,11 @@ def matches(head: bytes) -> bool:
 
 def read(path: Path, options: ReadOptions) -> Columns:
     """Return the columns; a timestamp with a fraction is refused, as its unit is in doubt."""
-    return read_json_lines(path, options, whole_ticks=True)
+    return read_json_lines(path, options, partial(_whole, options))
+
+
+def _whole(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
+    return replace(settle(options, row, header), whole_ticks=options.time_unit is None)
 
 
 MOONCAKE = TraceFormat(name="mooncake", matches=matches, read=read)

@@ -1,36 +1,85 @@
 """The formats that can be read, and the one way in for all of them.
 
 A new format is a module with one `TraceFormat` and its line in `FORMATS`, before the formats
-that would also accept its first bytes. Compressed files and standard input fit in front of
-`_checked_head`, by spooling to a file; third-party formats fit behind `FORMATS`.
+that would also accept its first bytes. A package of a third party offers its own under the
+entry point group `tuner.trace_formats`; those are asked first.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from tuner.errors import TraceError, UsageError
 from tuner.formats.assemble import assemble
-from tuner.formats.azure import AZURE_2023
+from tuner.formats.azure import AZURE
+from tuner.formats.bailian import BAILIAN
+from tuner.formats.burstgpt import BURSTGPT
 from tuner.formats.columns import ReadOptions, TraceFormat, shown
+from tuner.formats.concurrency_csv import CONCURRENCY
+from tuner.formats.flat_spans import FLAT_SPANS
+from tuner.formats.lengths_only import LENGTHS_ONLY
 from tuner.formats.mooncake import MOONCAKE
 from tuner.formats.native import NATIVE
+from tuner.formats.otlp import OTLP
+from tuner.formats.servegen import SERVEGEN
+from tuner.formats.sources import Source, expand, plain_file
+from tuner.formats.splitwise import SPLITWISE
+from tuner.formats.timed_trace import TIMED_TRACE
+from tuner.formats.vidur import VIDUR
+from tuner.formats.weka import WEKA
+from tuner.merging import have_one_clock, merge
+from tuner.spreading import spread
 from tuner.traces import Trace
 
-FORMATS: tuple[TraceFormat, ...] = (AZURE_2023, MOONCAKE, NATIVE)
+FORMATS: tuple[TraceFormat, ...] = (
+    *(AZURE, BURSTGPT, VIDUR, SPLITWISE, SERVEGEN, CONCURRENCY),
+    *(WEKA, OTLP, FLAT_SPANS),
+    *(BAILIAN, LENGTHS_ONLY, MOONCAKE, TIMED_TRACE, NATIVE),
+)
 """In the order of detection; native takes every JSON object, so it stands last."""
 
-HEAD_BYTES = 1 << 16
-"""Ours: the first line of a request of a million tokens in blocks of 128 fits."""
+ENTRY_POINTS = "tuner.trace_formats"
 
-_LFS_POINTER = b"version https://git-lfs"
-_COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+
+@cache
+def all_formats() -> tuple[TraceFormat, ...]:
+    """Return the formats of third parties, then our own.
+
+    Raises: UsageError if an installed package offers something that is no format.
+    """
+    offered = []
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        try:
+            found = point.load()
+        except Exception as cause:  # any package's code may run here
+            origin = f"trace format {point.name} of {_package(point.dist)}"
+            raise UsageError(
+                f"{origin} cannot be loaded: {cause}",
+                "update or remove that package",
+            ) from cause
+        if not isinstance(found, TraceFormat):
+            raise UsageError(
+                f"trace format {point.name} of {_package(point.dist)} is not a TraceFormat",
+                "update or remove that package",
+            )
+        offered.append(found)
+    return (*offered, *FORMATS)
+
+
+def _package(dist: object) -> str:
+    return str(getattr(dist, "name", "an installed package"))
 
 
 def format_names() -> tuple[str, ...]:
     """Return the names that --trace-format takes, in the order of detection."""
-    return tuple(known.name for known in FORMATS)
+    return tuple(known.name for known in all_formats())
 
 
 def read_trace(
@@ -40,46 +89,76 @@ def read_trace(
 ) -> Trace:
     """Return the trace in a file, in the given format or in the one its first bytes show.
 
+    The file may be packed with gzip or zstd; - is standard input.
+
     Raises: TraceError if the file or a line of it is wrong; UsageError for an unknown name.
     """
-    path = Path(path)
     options = options if options is not None else ReadOptions()
-    try:
-        head = _checked_head(path)
-        chosen = _named(format) if format is not None else _detected(path, head)
-        columns = chosen.read(path, options)
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as cause:
-        reason = f"{path} cannot be read: {cause.strerror or 'the system refused'}"
-        raise TraceError(reason, "check the path and its rights") from cause
-    return assemble(
-        columns, options.zero_output, source=path.name, format_name=chosen.name, sha256=sha256
+    chosen = _named(format) if format is not None else None
+    with plain_file(Path(path)) as source:
+        reader = chosen if chosen is not None else _detected(source)
+        try:
+            columns = reader.read(source.path, options)
+        except TraceError as wrong:
+            # What was unpacked or piped is known to the user by another name.
+            told = wrong.message.replace(str(source.path), str(path))
+            raise TraceError(told, wrong.hint) from wrong
+        return assemble(
+            columns,
+            options,
+            source=source.name,
+            format_name=reader.name,
+            sha256=source.sha256,
+        )
+
+
+def read_traces(
+    paths: Sequence[Path | str],
+    format: str | None = None,  # noqa: A002 as in read_trace
+    options: ReadOptions | None = None,
+    *,
+    spread_seed: int | None = None,
+    sessions_over_s: float | None = None,
+) -> Trace:
+    """Return the trace in all files and folders together; see `merging` for their clocks.
+
+    With `spread_seed` a quantised clock is spread. Recordings of single sessions, whose clocks
+    say nothing about each other, start evenly at random over `sessions_over_s`, or where that
+    is None over the median length of a session.
+
+    Raises: TraceError if a file or a line of it is wrong, or they do not fit together;
+        UsageError for an unknown name.
+    """
+    options = options if options is not None else ReadOptions()
+    traces = [read_trace(path, format, options) for path in expand(paths)]
+    if len(traces) > 1 and not have_one_clock(traces) and _are_sessions(traces):
+        trace = _overlapped(traces, sessions_over_s, options.seed)
+    else:
+        trace = merge(traces)
+        if len(traces) > 1 and not have_one_clock(traces):
+            told = f"{len(traces)} recordings with clocks of their own begin together"
+            trace = replace(trace, notes=trace.notes.with_remark(told))
+    return trace if spread_seed is None else spread(trace, spread_seed)
+
+
+def _are_sessions(traces: Sequence[Trace]) -> bool:
+    """Say whether each trace is one session: after its first request each waits for another."""
+    return all(len(t) == 1 or t.turns is not None for t in traces)
+
+
+def _overlapped(traces: Sequence[Trace], over_s: float | None, seed: int) -> Trace:
+    length_s = over_s if over_s is not None else median(trace.duration_s for trace in traces)
+    starts_s = np.random.default_rng(seed).uniform(0.0, length_s, len(traces)).tolist()
+    trace = merge(traces, starts_s)
+    told = (
+        f"{len(traces)} sessions without a common clock start at random within "
+        f"{length_s:,.0f} s, seed {seed}: how they overlap is chosen, not recorded"
     )
-
-
-def _checked_head(path: Path) -> bytes:
-    """Return the first bytes of a file that can hold a trace."""
-    if not path.exists():
-        raise TraceError(f"{path}: no such file", "give the path of a recorded trace")
-    if path.is_dir():
-        raise TraceError(f"{path} is a directory, expected a file", "give one of its files")
-    if not path.is_file():
-        raise TraceError(f"{path} is not a regular file", "save the trace to a file first")
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    if not head:
-        raise TraceError(f"{path} is empty", "record some traffic first")
-    if head.startswith(_LFS_POINTER):
-        raise TraceError(f"{path} is a Git-LFS pointer, not the data", "run: git lfs pull")
-    for magic, tool in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise TraceError(f"{path} is compressed", f"unpack it first: {tool} {path.name}")
-    return head
+    return replace(trace, notes=trace.notes.with_remark(told))
 
 
 def _named(name: str) -> TraceFormat:
-    for known in FORMATS:
+    for known in all_formats():
         if known.name == name:
             return known
     raise UsageError(
@@ -87,12 +166,13 @@ def _named(name: str) -> TraceFormat:
     )
 
 
-def _detected(path: Path, head: bytes) -> TraceFormat:
-    for known in FORMATS:
-        if known.matches(head):
+def _detected(source: Source) -> TraceFormat:
+    for known in all_formats():
+        if known.matches(source.head):
             return known
-    start = shown(head[:40].decode("utf-8", "replace"))
+    start = shown(source.head[:40].decode("utf-8", "replace"))
     raise TraceError(
-        f"{path} is in no format we know ({', '.join(format_names())}): it starts with {start}",
+        f"{source.name} is in no format we know ({', '.join(format_names())}): it starts "
+        f"with {start}",
         "convert it to JSON Lines with arrived_at_s, input_length and output_length",
     )

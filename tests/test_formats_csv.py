@@ -1,0 +1,407 @@
+"""What the readers of BurstGPT, vidur, Splitwise-sim and of mere lengths accept and refuse."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tuner.errors import TraceError, TunerError
+from tuner.formats.assemble import assemble
+from tuner.formats.azure import AZURE
+from tuner.formats.burstgpt import BURSTGPT, turns_of_sessions
+from tuner.formats.columns import Labels, ReadOptions, TimeUnit, TraceFormat
+from tuner.formats.lengths_only import LENGTHS_ONLY
+from tuner.formats.servegen import SERVEGEN
+from tuner.formats.splitwise import SPLITWISE
+from tuner.formats.vidur import VIDUR
+from tuner.traces import ClockOrigin, Trace, ZeroOutput
+
+BURST_6 = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+BURST_8 = BURST_6.replace("Timestamp,", "Timestamp,Session ID,Elapsed time,")
+VIDUR_HEAD = "arrived_at,num_prefill_tokens,num_decode_tokens"
+SPLIT_HEAD = (
+    "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size"
+)
+GOOD = {
+    BURSTGPT: (BURST_6, "5,ChatGPT,472,18,490,Conversation log"),
+    VIDUR: (VIDUR_HEAD, "4.3,396,109"),
+    SPLITWISE: (SPLIT_HEAD, "0,2,0,1,1,4096,32"),
+}
+FORMATS = (AZURE, BURSTGPT, VIDUR, SPLITWISE, SERVEGEN, LENGTHS_ONLY)
+
+
+def written(folder: Path, data: str | bytes, name: str = "t.csv") -> Path:
+    path = folder / name
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def traced(path: Path, known: TraceFormat, options: ReadOptions | None = None) -> Trace:
+    options = options or ReadOptions()
+    columns = known.read(path, options)
+    return assemble(columns, options, source=path.name, format_name=known.name, sha256="")
+
+
+def message(path: Path, known: TraceFormat, options: ReadOptions | None = None) -> str:
+    """Return what reading says about a wrong file."""
+    with pytest.raises(TraceError) as caught:
+        traced(path, known, options)
+    return caught.value.message.replace(str(path), path.name)
+
+
+def public(shared_traces: Path, name: str) -> tuple[Path, dict[str, dict[str, float]]]:
+    """Return one of the public files and what its manifest says of it."""
+    files = json.loads((shared_traces / "MANIFEST.json").read_text())["files"]
+    return shared_traces / name, next(each for each in files if each["file"] == name)
+
+
+# --- BurstGPT -------------------------------------------------------------------------
+
+
+def test_burstgpt_columns_are_found_by_name_wherever_they_stand(tmp_path: Path) -> None:
+    rows = "12,GPT-4,50,7,57,API log\n10,ChatGPT,472,18,490,Conversation log\n"
+    trace = traced(written(tmp_path, f"{BURST_6}\n{rows}"), BURSTGPT)
+    assert trace.due_s.tolist() == [0.0, 2.0]
+    assert trace.prompt_tokens.tolist() == [472, 50]
+    assert trace.zero_s == 10
+    assert trace.origin is ClockOrigin.SHARED
+    moved = (
+        "Log Type,Elapsed time, Response tokens ,Request tokens,Timestamp,Session ID,Model\r\n"
+    )
+    other = traced(written(tmp_path, moved + "API log,1.5,7,50,12,,GPT-4\r\n"), BURSTGPT)
+    assert other.request(0).prompt_tokens == 50
+    assert other.request(0).output_tokens == 7
+    assert other.e2e_s is not None
+    assert other.e2e_s.tolist() == [1.5]
+    assert other.turns is None
+
+
+def test_burstgpt_failures_are_left_out_and_counted_whatever_the_policy(tmp_path: Path) -> None:
+    rows = "1,ChatGPT,5,0,5,API log\n2,ChatGPT,6,7,13,API log\n3,ChatGPT,0,7,7,API log\n"
+    path = written(tmp_path, f"{BURST_6}\n{rows}")
+    for policy in (ZeroOutput.DROP, ZeroOutput.ONE):
+        trace = traced(path, BURSTGPT, ReadOptions(zero_output=policy))
+        assert trace.prompt_tokens.tolist() == [6]
+        assert dict(trace.notes.dropped) == {"failed request": 1, "prompt of 0 tokens": 1}
+    said = message(path, BURSTGPT, ReadOptions(zero_output=ZeroOutput.REFUSE))
+    assert said == "t.csv line 2: Response tokens must be at least 1, got 0"
+
+
+def test_one_model_of_a_burstgpt_file_can_be_picked(tmp_path: Path) -> None:
+    rows = "1,ChatGPT,5,1,6,API log\n2,GPT-4,6,1,7,API log\n3,ChatGPT,7,1,8,API log\n"
+    path = written(tmp_path, f"{BURST_6}\n{rows}")
+    mixed = traced(path, BURSTGPT)
+    assert "the file mixes 2 models (" in mixed.notes.remarks[0]
+    alone = traced(path, BURSTGPT, ReadOptions(only_model="ChatGPT"))
+    assert alone.prompt_tokens.tolist() == [5, 7]
+    assert dict(alone.notes.dropped) == {"not of model ChatGPT": 1}
+
+
+def test_a_turn_waits_for_the_answer_before_it_and_not_for_a_failed_one(tmp_path: Path) -> None:
+    rows = [
+        "10,7,4.0,m,1,1,2,Conversation log",
+        "11,8,,m,2,1,3,Conversation log",
+        "12,,1.0,m,3,1,4,API log",
+        "15,7,2.0,m,4,0,4,Conversation log",
+        "20,7,3.0,m,5,1,6,Conversation log",
+        "21,8,1.0,m,6,1,7,Conversation log",
+        "22,7,1.0,m,7,1,8,Conversation log",
+    ]
+    trace = traced(written(tmp_path, "\n".join([BURST_8, *rows])), BURSTGPT)
+    assert trace.prompt_tokens.tolist() == [1, 2, 3, 5, 6, 7]
+    assert trace.turns is not None
+    assert trace.turns.after.tolist() == [-1, -1, -1, 0, 1, 3]
+    # 20 - (10 + 4); 21 - 11, where the answer's end is not known; 22 comes before 20 + 3.
+    assert trace.turns.pause_s.tolist() == [0.0, 0.0, 0.0, 6.0, 10.0, 0.0]
+    (told,) = trace.notes.remarks
+    assert told.startswith("the answers that 1 turns wait for have no recorded end")
+
+
+def test_an_elapsed_time_below_zero_is_not_a_latency(tmp_path: Path) -> None:
+    rows = "1,,-2,m,5,1,6,API log\n2,,3,m,6,1,7,API log\n"
+    trace = traced(written(tmp_path, f"{BURST_8}\n{rows}"), BURSTGPT)
+    assert trace.e2e_s is not None
+    assert np.isnan(trace.e2e_s).tolist() == [True, False]
+    assert "an Elapsed time below 0 is taken as not recorded, in 1 rows" in trace.notes.remarks
+
+
+rows_of_sessions = st.lists(
+    st.tuples(st.integers(-1, 3), st.booleans(), st.integers(0, 5)), min_size=1, max_size=30
+)
+
+
+@given(rows_of_sessions)
+def test_every_session_is_one_chain_in_order_of_arrival(
+    rows: list[tuple[int, bool, int]],
+) -> None:
+    sessions = Labels(np.array([code for code, _, _ in rows]), ("a", "b", "c", "d"))
+    is_turn = np.array([turn for _, turn, _ in rows])
+    arrived_s = np.array([float(at) for _, _, at in rows])
+    found = turns_of_sessions(sessions, is_turn, arrived_s, np.full(len(rows), np.nan))
+    expected = [-1] * len(rows)
+    last: dict[int, int] = {}
+    for row in sorted(range(len(rows)), key=lambda row: rows[row][2]):
+        code, turn, _ = rows[row]
+        if code >= 0 and turn:
+            expected[row] = last.get(code, -1)
+            last[code] = row
+    assert (found.after.tolist() if found else [-1] * len(rows)) == expected
+
+
+def test_the_clock_of_a_format_without_unit_can_be_overridden(tmp_path: Path) -> None:
+    millis = ReadOptions(time_unit=TimeUnit.MILLISECONDS)
+    for known, rows in (
+        (BURSTGPT, "1000,m,5,1,6,API log\n3000,m,5,1,6,API log"),
+        (VIDUR, "1000.0,5,1\n3000.0,5,1"),
+        (SPLITWISE, "0,2,0,1000,1,5,1\n1,2,0,3000,1,5,1"),
+    ):
+        path = written(tmp_path, f"{GOOD[known][0]}\n{rows}")
+        assert traced(path, known).duration_s == 2000
+        assert traced(path, known, millis).duration_s == 2
+
+
+# --- vidur and Splitwise-sim ----------------------------------------------------------
+
+
+def test_vidur_keeps_every_digit_and_reads_counts_written_as_floats(tmp_path: Path) -> None:
+    rows = "0.0,374.0,44\n5.8926549999999995,396,109.0\n"
+    trace = traced(written(tmp_path, f"{VIDUR_HEAD}\n{rows}"), VIDUR)
+    assert trace.due_s.tolist() == [0.0, 5.8926549999999995]
+    assert trace.prompt_tokens.tolist() == [374, 396]
+    assert trace.output_tokens.tolist() == [44, 109]
+    assert trace.origin is ClockOrigin.SHARED
+    half = written(tmp_path, f"{VIDUR_HEAD}\n1,374.5,44\n")
+    assert message(half, VIDUR).startswith("t.csv line 2: num_prefill_tokens must be a whole")
+
+
+def test_a_splitwise_batch_is_as_many_sequences_and_ids_are_kept(tmp_path: Path) -> None:
+    rows = "b,2,0,3,2,2048,8\na,2,0,1,1,4096,32\n"
+    trace = traced(written(tmp_path, f"{SPLIT_HEAD}\n{rows}"), SPLITWISE)
+    assert trace.request_ids == ("a", "b", "b")
+    assert trace.due_s.tolist() == [0.0, 2.0, 2.0]
+    assert trace.prompt_tokens.tolist() == [4096, 2048, 2048]
+    assert trace.notes.remarks == (
+        "1 rows are batches: each of their 2 sequences is replayed as a request of its own",
+    )
+
+
+@pytest.mark.parametrize("size", ["0", "1.5", "-1", "1025"])
+def test_a_splitwise_batch_that_cannot_be_is_named_or_skipped(
+    tmp_path: Path, size: str
+) -> None:
+    rows = ["0,2,0,1,1,4096,32", f"1,2,0,2,{size},4096,32", "2,2,0,3,1,7,8"]
+    path = written(tmp_path, "\n".join([SPLIT_HEAD, *rows]))
+    reason = "batch_size must be a whole number from 1 to 1,024"
+    assert message(path, SPLITWISE).startswith(f"t.csv request 2: {reason}, got ")
+    lenient = ReadOptions(skip_invalid=True, max_invalid_ratio=0.5)
+    trace = traced(path, SPLITWISE, lenient)
+    assert trace.request_ids == ("0", "2")
+    assert dict(trace.notes.dropped) == {f"invalid: {reason}": 1}
+    strict = ReadOptions(skip_invalid=True, max_invalid_ratio=0.1)
+    assert message(path, SPLITWISE, strict).startswith(f"t.csv request 2: {reason}")
+
+
+# --- what is wrong --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("known", "row", "reason"),
+    [
+        (BURSTGPT, "x,m,5,1,6,API log", 'Timestamp must be a number, got "x"'),
+        (BURSTGPT, "nan,m,5,1,6,API log", 'Timestamp must be a number, got "nan"'),
+        (BURSTGPT, "1,m,-5,1,6,API log", "Request tokens must be at least 0, got -5"),
+        (BURSTGPT, "1,m,5,,6,API log", "Response tokens must be a whole number of tokens"),
+        (BURSTGPT, "1,m,5", "must have 6 fields, got 3"),
+        (VIDUR, "1e17,5,1", 'arrived_at must be a number, got "1e17"'),
+        (VIDUR, "1,99999999,1", "num_prefill_tokens must be at most 10,000,000 tokens"),
+        (VIDUR, "1,5", "must have 3 fields, got 2"),
+        (VIDUR, "1,\0,5", "num_prefill_tokens must be a whole number of tokens"),
+        (SPLITWISE, "0,2,0,,1,5,1", 'arrival_timestamp must be a number, got ""'),
+        (SPLITWISE, "0,2,0,1,x,5,1", 'batch_size must be a number, got "x"'),
+        (SPLITWISE, "0,2,0,1,1,5,1.5", "token_size must be a whole number of tokens"),
+    ],
+)
+def test_a_wrong_row_is_named_with_what_was_expected_and_can_be_skipped(
+    tmp_path: Path, known: TraceFormat, row: str, reason: str
+) -> None:
+    header, good = GOOD[known]
+    path = written(tmp_path, f"{header}\r\n{good}\r\n\r\n{row}\r\n{good}")
+    assert message(path, known).startswith(f"t.csv line 4: {reason}")
+    lenient = ReadOptions(skip_invalid=True, max_invalid_ratio=0.5)
+    trace = traced(path, known, lenient)
+    assert (len(trace), trace.notes.rows) == (2, 3)
+    assert [why.startswith("invalid: ") for why in trace.notes.dropped] == [True]
+    assert "1 of 3 rows are invalid, more than 5%" in message(
+        path, known, ReadOptions(skip_invalid=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "header", "wanted"),
+    [
+        (BURSTGPT, "Timestamp,Request tokens", "Response tokens"),
+        (VIDUR, "num_prefill_tokens,num_decode_tokens", "arrived_at"),
+        (VIDUR, "arrived_at,num_prefill_tokens", "num_decode_tokens"),
+        (SPLITWISE, "arrival_timestamp,token_size", "prompt_size"),
+        (SPLITWISE, "arrival_timestamp,token_size,prompt_size,prompt_size", "prompt_size"),
+    ],
+)
+def test_a_missing_or_doubled_column_is_named(
+    tmp_path: Path, known: TraceFormat, header: str, wanted: str
+) -> None:
+    path = written(tmp_path, f"{header}\n" + ",".join("1" for _ in header.split(",")))
+    assert message(path, known).startswith(f"t.csv line 1: must have one column {wanted}, got")
+
+
+@pytest.mark.parametrize(
+    ("head", "lack"),
+    [
+        ("num_prefill_tokens,num_decode_tokens\n5,1\n", "no arrival times (column arrived_at)"),
+        (
+            '{"request_id": 0, "type": "text", "input_length": 5, "hash_ids": [0]}\n',
+            "no timestamp and no output_length",
+        ),
+        (
+            '{\n "request_id": 0,\n "type": "a",\n "input_length": 5,\n "output_length": 7\n}',
+            "no timestamp",
+        ),
+        (
+            '{\n "0": {\n  "input_tokens": "{}"',
+            "no arrival rates: these stand in the -trace.csv",
+        ),
+    ],
+)
+def test_lengths_without_arrivals_are_refused_by_what_they_lack(
+    tmp_path: Path, head: str, lack: str
+) -> None:
+    assert [known.name for known in FORMATS if known.matches(head.encode())] == ["lengths-only"]
+    said = message(written(tmp_path, head), LENGTHS_ONLY)
+    assert said.startswith(f"t.csv has {lack}")
+
+
+def test_what_has_arrivals_is_not_taken_for_mere_lengths(tmp_path: Path) -> None:
+    timed = b'{"request_id": 0, "type": "text", "input_length": 5, "timestamp": 3}'
+    assert not LENGTHS_ONLY.matches(timed)
+    assert not LENGTHS_ONLY.matches(b"")
+    said = message(written(tmp_path, timed), LENGTHS_ONLY)
+    assert said == "t.csv is none of the files of lengths that we know"
+
+
+# --- public files ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("format_samples/burstgpt_1.first3.csv", BURSTGPT),
+        ("format_samples/splitwise_sim_test_trace.csv", SPLITWISE),
+        ("format_samples/servegen_offline_trace_a.rows0-45.jsonl", LENGTHS_ONLY),
+        ("format_samples/servegen_offline_trace_d.readme2.jsonl", LENGTHS_ONLY),
+        ("format_samples/azure_2025_multimodal.first5.csv", AZURE),
+        ("format_samples/qwen_thinking_blksz_16.first1.jsonl", None),
+        ("vidur_splitwise_conv.open.csv", VIDUR),
+        ("servegen/language_m-large/chunk-57-trace.csv", SERVEGEN),
+        ("servegen/language_m-large/chunk-57-dataset.json", LENGTHS_ONLY),
+        ("synthetic/burstgpt_format/v1.2_8col_with_fails.csv", BURSTGPT),
+        ("mooncake_conversation.open.jsonl", None),
+        ("agentic_weka/trace_0028.json", None),
+    ],
+)
+def test_each_public_file_is_known_by_one_format(
+    shared_traces: Path, name: str, known: TraceFormat | None
+) -> None:
+    head = (shared_traces / name).read_bytes()[: 1 << 16]
+    assert [each for each in FORMATS if each.matches(head)] == ([known] if known else [])
+
+
+@pytest.mark.parametrize("name", ["v1_6col_with_fails.csv", "v1.2_8col_with_fails.csv"])
+def test_burstgpt_files_hold_what_their_manifest_says(shared_traces: Path, name: str) -> None:
+    path, says = public(shared_traces, f"synthetic/burstgpt_format/{name}")
+    trace, expected = traced(path, BURSTGPT), says["expected"]
+    assert trace.notes.rows == expected["rows"]
+    assert trace.notes.dropped["failed request"] == expected["failures_zero_response"]
+    assert trace.zero_s >= float(expected["first_timestamp"])
+    assert (trace.e2e_s is not None) == name.startswith("v1.2")
+    if trace.turns is not None:
+        sessions = Counter(
+            line.split(",")[1]
+            for line in path.read_text().splitlines()[1:]
+            if ",0," not in line
+        )
+        del sessions[""]
+        assert trace.turns.waiting == sum(sessions.values()) - len(sessions)
+
+
+def test_vidur_and_splitwise_files_hold_what_their_manifest_says(shared_traces: Path) -> None:
+    path, says = public(shared_traces, "vidur_splitwise_conv.open.csv")
+    trace, stats = traced(path, VIDUR), says["stats"]
+    assert len(trace) == stats["rows"]
+    assert int(trace.prompt_tokens.sum()) == stats["sum_prompt"]
+    assert int(trace.output_tokens.sum()) == stats["sum_output"]
+    assert round(trace.duration_s, 2) == 1199.75
+    toy = traced(shared_traces / "format_samples/splitwise_sim_test_trace.csv", SPLITWISE)
+    assert toy.request_ids == ("0", "1", "2")
+    assert toy.due_s.tolist() == [0.0, 2.0, 3.0]
+    assert toy.prompt_tokens.tolist() == [4096, 2048, 2048]
+    assert toy.output_tokens.tolist() == [32, 8, 16]
+
+
+# --- anything at all ------------------------------------------------------------------
+
+
+pieces = st.sampled_from(
+    [
+        *(f"{part}\n" for pair in GOOD.values() for part in pair),
+        *("\0", "9" * 400, "x" * 10_000, "\r\n", ",", '"', "nan", "1e400", "-", "é", "\n"),
+        BURST_8,
+    ]
+)
+bodies = st.one_of(
+    st.binary(max_size=200),
+    st.lists(pieces, max_size=8).map("".join).map(str.encode),
+    st.lists(pieces, max_size=8).map("".join).map(lambda text: text.encode() + b"\xff\xfe,1\n"),
+)
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+)
+@given(
+    st.sampled_from([*GOOD, LENGTHS_ONLY]),
+    bodies,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(ZeroOutput),
+)
+def test_any_bytes_give_a_trace_or_an_error_of_ours(
+    tmp_path: Path,
+    known: TraceFormat,
+    body: bytes,
+    has_head: bool,
+    lenient: bool,
+    zero_output: ZeroOutput,
+) -> None:
+    head = "\n".join(GOOD[known]).encode() + b"\n" if has_head and known in GOOD else b""
+    options = ReadOptions(
+        zero_output=zero_output,
+        skip_invalid=lenient,
+        max_invalid_ratio=1.0 if lenient else 0.05,
+    )
+    for each in FORMATS:
+        each.matches(head + body)
+    said = None
+    try:
+        trace = traced(written(tmp_path, head + body), known, options)
+    except TunerError as error:
+        said = error
+    if said is None:
+        assert len(trace) >= 1
+    else:
+        assert said.exit_code == 2
+        assert said.message.isprintable()

@@ -1,0 +1,239 @@
+"""Spans of any exporter as requests: which of them are requests, how long, how fast.
+
+vLLM's own spans are named llm_request; those of clients and gateways are known by the
+attributes of the semantic conventions for generative AI. Everything else in a file is counted.
+
+Source: vLLM vllm/tracing/utils.py, SpanAttributes, and output_processor.py, do_tracing;
+    OpenTelemetry semantic conventions for generative AI, spans.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tuner.errors import TraceError
+from tuner.formats.columns import Columns, Labels, ReadOptions, tokens_fault
+from tuner.formats.json_document import SkippedParts, seconds_fault
+from tuner.formats.jsonl_faults import ZERO_HINT, Fault
+from tuner.formats.otlp_values import KEY_BYTES, NO_KEY
+from tuner.hashes import Bools
+from tuner.traces import ClockOrigin, ZeroOutput
+
+REQUEST_SPAN = "llm_request"
+PROMPT = ("gen_ai.usage.prompt_tokens", "gen_ai.usage.input_tokens")
+OUTPUT = ("gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens")
+E2E = ("gen_ai.latency.e2e",)
+TTFT = ("gen_ai.latency.time_to_first_token", "gen_ai.response.time_to_first_chunk")
+MODEL = ("gen_ai.response.model", "gen_ai.request.model")
+REQUEST_ID = ("gen_ai.request.id", "gen_ai.response.id")
+OPERATION = "gen_ai.operation.name"
+ERROR_TYPE = "error.type"
+WANTED = frozenset(
+    (*PROMPT, *OUTPUT, *E2E, *TTFT, *MODEL, *REQUEST_ID, OPERATION, ERROR_TYPE),
+)
+
+_GENERATION = frozenset({"chat", "generate_content", "text_completion"})
+# They sum up or surround requests that have spans of their own, or generate nothing.
+_NO_GENERATION = frozenset(
+    {
+        "create_agent",
+        "embeddings",
+        "execute_tool",
+        "invoke_agent",
+        "invoke_workflow",
+        "retrieval",
+    }
+)
+_COUNTS_HINT = (
+    "export gen_ai.usage.input_tokens and gen_ai.usage.output_tokens with each request, as "
+    "vLLM does with --otlp-traces-endpoint"
+)
+
+
+class SpanFrame(NamedTuple):
+    """What a request's span says outside its attributes; is_engines marks vLLM's own.
+
+    Shapes: trace_key is 16 bytes.
+    Units: nanoseconds since 1970.
+    """
+
+    start_ns: int
+    end_ns: int
+    trace_key: bytes
+    is_engines: bool
+    is_error: bool
+
+
+class SpanTable:
+    """The requests among the spans of one file so far; a few dozen bytes for each."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
+        self._arrived, self._prompt, self._output = array("q"), array("q"), array("q")
+        self._e2e_s, self._ttft_s = array("d"), array("d")
+        self._failed, self._is_engines = bytearray(), bytearray()
+        self._keys = bytearray()
+        self._ids: list[str] = []
+        self._models: list[str] = []
+        self._names: dict[str, str] = {}
+        self._others = self._uncounted = 0
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def takes(self, name: object, attributes: Mapping[str, object], *, is_error: bool) -> bool:
+        """Say whether a span is a request to keep; one that is not is counted by its kind."""
+        operation = attributes.get(OPERATION)
+        known = operation if isinstance(operation, str) else ""
+        if name == REQUEST_SPAN:
+            return True
+        if known not in _NO_GENERATION:
+            if any(key in attributes for key in (*PROMPT, *OUTPUT)):
+                return True
+            if known in _GENERATION:
+                self._uncounted += not is_error
+                return is_error
+        self._others += 1
+        return False
+
+    def add(self, attributes: Mapping[str, object], frame: SpanFrame) -> Fault | None:
+        """Add a request; a wrong one is left out, and what is wrong with it returned.
+
+        A request that failed need not have token counts. A span without a length says nothing
+        of how long the answer took.
+        """
+        prompt, output = _first(attributes, PROMPT), _first(attributes, OUTPUT)
+        has_error = attributes.get(ERROR_TYPE) is not None
+        failed = frame.is_error or (output is None and has_error)
+        e2e_s, ttft_s = _first(attributes, E2E), _first(attributes, TTFT)
+        if e2e_s is None and frame.end_ns != frame.start_ns:
+            e2e_s = (frame.end_ns - frame.start_ns) / 1e9
+        fault = _times_fault(e2e_s, ttft_s)
+        if fault is None and not failed:
+            fault = self._tokens_fault(attributes, PROMPT)
+            fault = fault or self._tokens_fault(attributes, OUTPUT)
+        if fault is not None:
+            return fault
+        self._arrived.append(frame.start_ns)
+        self._prompt.append(_count(prompt))
+        self._output.append(_count(output))
+        self._e2e_s.append(_number(e2e_s))
+        self._ttft_s.append(_number(ttft_s))
+        self._failed.append(failed)
+        self._is_engines.append(frame.is_engines)
+        self._keys += frame.trace_key
+        self._ids.append(_text(attributes, REQUEST_ID))
+        model = _text(attributes, MODEL)
+        self._models.append(self._names.setdefault(model, model))
+        return None
+
+    def _tokens_fault(
+        self, attributes: Mapping[str, object], names: tuple[str, ...]
+    ) -> Fault | None:
+        name = next((name for name in names if attributes.get(name) is not None), None)
+        if name is None:
+            return f"lacks {' or '.join(names)}", _COUNTS_HINT
+        value = attributes[name]
+        fault = tokens_fault(name, value, zero_is_fault=self._zero_is_fault)
+        return (fault, ZERO_HINT if value == 0 else "") if fault is not None else None
+
+    def columns(self, path: Path, skipped: SkippedParts) -> Columns:
+        """Return all requests in file order, each once.
+
+        Raises: TraceError if there is none, or none with token counts.
+        """
+        failed = np.frombuffer(self._failed, dtype=np.bool_)
+        if not len(self) + len(skipped) or (self._uncounted and failed.all()):
+            raise TraceError(f"{path} {self._why_empty()}", _COUNTS_HINT)
+        skipped.check(len(self) + len(skipped))
+        e2e_s, ttft_s = np.array(self._e2e_s), np.array(self._ttft_s)
+        models = Labels.of(self._models)
+        columns = Columns(
+            arrived=np.array(self._arrived, dtype=np.int64),
+            ticks_per_s=1e9,
+            prompt_tokens=np.array(self._prompt, dtype=np.int64),
+            output_tokens=np.array(self._output, dtype=np.int64),
+            e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+            request_ids=tuple(self._ids) if any(self._ids) else None,
+            ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+            models=models if models.names else None,
+            failed=failed.copy(),
+            origin=ClockOrigin.WALL,
+            skipped=skipped.by_reason,
+        )
+        return self._each_once(columns)
+
+    def _why_empty(self) -> str:
+        lacks = f"{PROMPT[0]} or {PROMPT[1]}"
+        if self._uncounted:
+            return (
+                f"has no token counts: none of its {self._uncounted:,} generations has {lacks}"
+            )
+        named = f"is named {REQUEST_SPAN} or has {lacks}"
+        return f"holds no request: none of its {self._others:,} spans {named}"
+
+    def _each_once(self, columns: Columns) -> Columns:
+        """Leave out gateway spans of requests that vLLM traced too; tell what was left out."""
+        is_engines = np.frombuffer(self._is_engines, dtype=np.bool_)
+        keys = np.frombuffer(self._keys, dtype=f"S{KEY_BYTES}")
+        is_double: Bools = np.zeros(len(self), dtype=np.bool_)
+        if is_engines.any() and not is_engines.all():
+            is_double = (
+                ~is_engines & (keys != NO_KEY.rstrip(b"\0")) & np.isin(keys, keys[is_engines])
+            )
+        remarks = self._remarks(int(is_double.sum()))
+        if is_double.any():
+            columns = columns.take(np.flatnonzero(~is_double))
+        return replace(columns, remarks=remarks)
+
+    def _remarks(self, doubles: int) -> tuple[str, ...]:
+        told = (
+            (self._others, "spans that are no requests: {:,}"),
+            (
+                self._uncounted,
+                "generations left out, as they have no token counts (gen_ai.usage.*): {:,}",
+            ),
+            (
+                doubles,
+                "gateway spans left out: {:,}, of requests that vLLM's own "
+                f"{REQUEST_SPAN} spans tell",
+            ),
+        )
+        return tuple(text.format(count) for count, text in told if count)
+
+
+def _first(attributes: Mapping[str, object], names: tuple[str, ...]) -> object:
+    """Return the first of several spellings that has a value."""
+    for name in names:
+        if (value := attributes.get(name)) is not None:
+            return value
+    return None
+
+
+def _times_fault(e2e_s: object, ttft_s: object) -> Fault | None:
+    for name, value in ((f"{E2E[0]} (or end less start)", e2e_s), (TTFT[0], ttft_s)):
+        if value is not None and (fault := seconds_fault(name, value)):
+            return fault, ""
+    return None
+
+
+def _count(value: object) -> int:
+    """Return a count; what a failed request has instead is 0."""
+    is_fine = tokens_fault("", value, zero_is_fault=False) is None
+    return value if is_fine and isinstance(value, int) else 0
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _text(attributes: Mapping[str, object], names: tuple[str, ...]) -> str:
+    found = _first(attributes, names)
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,219 @@
+"""Recorded agent sessions: one JSON object per file, hash ids, and sub-agents in nested lists.
+
+Other tools call the format "weka". Its times are seconds from the start of the session, and
+its hash ids stand for blocks of the file's own block_size, in published files only within it.
+
+Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md and traces/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tuner.errors import TraceError
+from tuner.formats.columns import (
+    Columns,
+    Labels,
+    ReadOptions,
+    TraceFormat,
+    no_time_unit,
+    shown,
+    tokens_fault,
+)
+from tuner.formats.json_document import (
+    BYTE_ORDER_MARK,
+    MAX_SECONDS,
+    SkippedParts,
+    read_object,
+    seconds_fault,
+)
+from tuner.formats.jsonl_faults import ZERO_HINT, Fault
+from tuner.formats.weka_sessions import Item, Layout, Request, SubAgent, lay_out
+from tuner.hashes import MISFIT_HINT, HashIds, Ints, misfit_reason, offsets_of
+from tuner.traces import ClockOrigin, ZeroOutput
+
+MAX_DEPTH = 32
+"""Ours: published sub-agents start no others; deeper nesting is no session."""
+
+_MARKS = (b'"hash_id_scope"', b'"block_size"', b'"tool_tokens"')
+_LOCAL_SCOPES = {"local": True, "global": False}
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the file starts like one object that holds a session's requests."""
+    is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
+    return is_object and b'"requests"' in head and any(mark in head for mark in _MARKS)
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns, sub-agents' requests included.
+
+    Raises: TraceError that names the first wrong request by its number in the file.
+    """
+    no_time_unit(path, options)
+    return _Reader(path, options, read_object(path)).read()
+
+
+class _Reader:
+    """One session being read; requests are numbered from 1, with those of sub-agents."""
+
+    def __init__(self, path: Path, options: ReadOptions, session: dict[str, object]) -> None:
+        self._path, self._session = path, session
+        self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
+        self._block_size = self._checked_block_size(options)
+        self._skipped = SkippedParts(path, options)
+        self._requests = self._agents = 0
+
+    def read(self) -> Columns:
+        """Return the columns."""
+        scope = self._session.get("hash_id_scope", "local")
+        if not isinstance(scope, str) or scope not in _LOCAL_SCOPES:
+            reason = f'hash_id_scope must be "local" or "global", got {shown(scope)}'
+            raise TraceError(f"{self._path}: {reason}", "convert it with --trace-format native")
+        items = self._items(self._session.get("requests"), 0)
+        self._skipped.check(self._requests)
+        if not self._requests:
+            raise TraceError(f"{self._path} holds no request", "record some traffic first")
+        return self._columns(lay_out(items), is_local=_LOCAL_SCOPES[scope])
+
+    def _columns(self, layout: Layout, *, is_local: bool) -> Columns:
+        requests = layout.requests
+        e2e_s = np.array([request.api_s for request in requests], dtype=np.float64)
+        ttft_s = np.array([request.ttft_s for request in requests], dtype=np.float64)
+        models = Labels.of(request.model for request in requests)
+        return Columns(
+            arrived=layout.start_s,
+            ticks_per_s=1.0,
+            prompt_tokens=np.array([r.prompt_tokens for r in requests], dtype=np.int64),
+            output_tokens=np.array([r.output_tokens for r in requests], dtype=np.int64),
+            hashes=self._hashes([request.ids for request in requests]),
+            e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+            ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+            models=models if models.names else None,
+            turns=layout.turns,
+            origin=ClockOrigin.OWN,
+            local_hashes=is_local,
+            skipped=self._skipped.by_reason,
+            remarks=layout.remarks,
+        )
+
+    def _hashes(self, rows: list[Ints | None]) -> HashIds | None:
+        known = [ids for ids in rows if ids is not None]
+        if not known:
+            return None
+        counts = np.array([0 if ids is None else len(ids) for ids in rows], dtype=np.int64)
+        return HashIds(offsets_of(counts), np.concatenate(known), self._block_size)
+
+    def _checked_block_size(self, options: ReadOptions) -> int:
+        size = options.hash_block_size or self._session.get("block_size")
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 31:
+            reason = f"block_size must be a whole number above 0, got {shown(size)}"
+            hint = "pass --hash-block-size with the one that the ids were recorded with"
+            raise TraceError(f"{self._path}: {reason}", hint)
+        return size
+
+    def _items(self, rows: object, depth: int) -> tuple[Item, ...]:
+        """Return the right ones of a list; t must not fall within it."""
+        if not isinstance(rows, list):
+            reason = f"requests must be a list, got {shown(rows)}"
+            raise TraceError(f"{self._path}: {reason}", "give one session per file")
+        if depth > MAX_DEPTH:
+            reason = f"sub-agents must be nested at most {MAX_DEPTH} deep"
+            raise TraceError(f"{self._path}: {reason}", "give the session as it was published")
+        found: list[Item] = []
+        reached_s = 0.0
+        for row in rows:
+            if isinstance(row, dict) and row.get("type") == "subagent":
+                item: Item | None = self._agent(row, depth)
+            else:
+                item = self._request(row, reached_s)
+                reached_s = reached_s if item is None else item.t_s
+            if item is not None:
+                found.append(item)
+        return tuple(found)
+
+    def _agent(self, row: dict[str, object], depth: int) -> SubAgent | None:
+        self._agents += 1
+        t, duration_ms = row.get("t"), row.get("duration_ms")
+        fault = seconds_fault("t", t) if "t" in row else "lacks t"
+        if fault is None and duration_ms is not None and not _is_duration_ms(duration_ms):
+            got = shown(duration_ms)
+            fault = f"duration_ms must be a number of milliseconds, at least 0, got {got}"
+        if fault is not None:
+            self._skipped.add_at(f"sub-agent {self._agents}", fault)
+            return None
+        items = self._items(row.get("requests", []), depth + 1)
+        return SubAgent(_number(t), _number(duration_ms) / 1000, items)
+
+    def _request(self, row: object, reached_s: float) -> Request | None:
+        self._requests += 1
+        place = f"request {self._requests}"
+        if not isinstance(row, dict):
+            self._skipped.add_at(place, f"must be a JSON object, got {shown(row)}")
+            return None
+        fault = next(self._faults(row, reached_s), None)
+        if fault is not None:
+            self._skipped.add_at(place, *fault)
+            return None
+        ids = row.get("hash_ids")
+        return Request(
+            t_s=_number(row["t"]),
+            prompt_tokens=row["in"],
+            output_tokens=row["out"],
+            ids=None if ids is None else np.array(ids, dtype=np.int64),
+            api_s=_number(row.get("api_time")),
+            ttft_s=_number(row.get("ttft")),
+            think_s=_number(row.get("think_time")),
+            model=row.get("model"),
+        )
+
+    def _faults(self, row: dict[str, Any], reached_s: float) -> Iterator[Fault]:
+        """Yield (reason, hint) of each fault of one request; only the first is sure."""
+        yield from ((f"lacks {name}", "") for name in ("t", "in", "out") if name not in row)
+        for name in ("t", "api_time", "ttft", "think_time"):
+            if (row.get(name) is not None or name == "t") and (
+                fault := seconds_fault(name, row[name])
+            ):
+                yield fault, ""
+        if row["t"] < reached_s:
+            before = f"{reached_s:g}, that of the request before it"
+            yield f"t must not be less than {before}, got {shown(row['t'])}", ""
+        for name in ("in", "out"):
+            if fault := tokens_fault(name, row[name], zero_is_fault=self._zero_is_fault):
+                yield fault, ZERO_HINT if row[name] == 0 else ""
+        if not isinstance(row.get("model"), str | None):
+            yield f"model must be text, got {shown(row['model'])}", ""
+        if row.get("hash_ids") is not None:
+            yield from self._hash_faults(row["hash_ids"], row["in"])
+
+    def _hash_faults(self, ids: object, prompt: int) -> Iterator[Fault]:
+        is_list = isinstance(ids, list) and all(type(one) is int for one in ids)
+        if not isinstance(ids, list) or not is_list or not _fit_64_bits(ids):
+            yield f"hash_ids must be a list of 64-bit whole numbers, got {shown(ids)}", ""
+            return
+        extra = len(ids) - prompt // self._block_size
+        if extra != 0 and not (extra == 1 and prompt % self._block_size):
+            yield misfit_reason(len(ids), prompt, self._block_size), MISFIT_HINT
+
+
+def _fit_64_bits(ids: list[int]) -> bool:
+    return not ids or (min(ids) >= -(1 << 63) and max(ids) < 1 << 63)
+
+
+def _number(value: object) -> float:
+    """Return a checked number; a missing one is nan."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _is_duration_ms(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= MAX_SECONDS * 1000
+
+
+WEKA = TraceFormat(name="weka", matches=matches, read=read)

@@ -1,0 +1,11 @@
+"""Traces from what a Prometheus kept of a vLLM server, when nobody recorded its requests.
+
+`server` asks, `engines` and `facts` know vLLM's metrics, `counters` tells what happened between
+scrapes, and `sampled` draws requests that agree with it and says how in `remarks`.
+"""
+
+from __future__ import annotations
+
+from tuner.prometheus.sampled import trace_from_prometheus
+
+__all__ = ["trace_from_prometheus"]
