@@ -103,12 +103,13 @@ def test_one_model_of_a_burstgpt_file_can_be_picked(tmp_path: Path) -> None:
     assert dict(alone.notes.dropped) == {"not of model ChatGPT": 1}
 
 
-def test_a_turn_waits_for_the_answer_before_it_and_not_for_a_failed_one(tmp_path: Path) -> None:
+def test_a_turn_waits_for_the_answer_before_it_that_is_replayed(tmp_path: Path) -> None:
     rows = [
         "10,7,4.0,m,1,1,2,Conversation log",
         "11,8,,m,2,1,3,Conversation log",
         "12,,1.0,m,3,1,4,API log",
         "15,7,2.0,m,4,0,4,Conversation log",
+        "16,7,2.0,m,0,9,9,Conversation log",
         "20,7,3.0,m,5,1,6,Conversation log",
         "21,8,1.0,m,6,1,7,Conversation log",
         "22,7,1.0,m,7,1,8,Conversation log",
@@ -164,6 +165,10 @@ def test_the_clock_of_a_format_without_unit_can_be_overridden(tmp_path: Path) ->
         path = written(tmp_path, f"{GOOD[known][0]}\n{rows}")
         assert traced(path, known).duration_s == 2000
         assert traced(path, known, millis).duration_s == 2
+    turns = "1000,7,0.5,m,5,1,6,Conversation log\n3000,7,0.5,m,5,1,6,Conversation log"
+    found = traced(written(tmp_path, f"{BURST_8}\n{turns}"), BURSTGPT, millis).turns
+    assert found is not None
+    assert found.pause_s.tolist() == [0.0, 1.5]
 
 
 # --- vidur and Splitwise-sim ----------------------------------------------------------

@@ -299,6 +299,7 @@ def test_pretty_and_marked_documents_are_read_too(tmp_path: Path) -> None:
     text = "\ufeff" + json.dumps(session(asked(0), asked(3)), indent=2).replace("\n", "\r\n")
     path = written(tmp_path, text)
     assert WEKA.matches(path.read_bytes())
+    assert not WEKA.matches(b'{"requests": 3, "block_size": 64}')
     assert read(path).due_s.tolist() == [0.0, 3.0]
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_parts import Page, need_prometheus, prometheus, read, refused, with_history
+from prometheus_parts import (
+    Page,
+    backfill,
+    need_prometheus,
+    prometheus,
+    read,
+    refused,
+    with_history,
+)
 from prometheus_past import (
     END_S,
     GAP_S,
@@ -210,3 +218,24 @@ def test_a_page_that_counts_up_and_begins_anew_is_followed(tmp_path: Path) -> No
     assert trace.prompt_tokens.mean() == pytest.approx(40, abs=0.5)
     assert trace.output_tokens.mean() == pytest.approx(7, abs=0.5)
     assert "the counters began anew 1 times" in told(trace)
+
+
+def test_what_is_asked_of_a_full_server_is_told_from_what_it_finishes(
+    tmp_path: Path, shared_traces: Path
+) -> None:
+    need_prometheus()
+    folder = shared_traces / "synthetic" / "vllm_0.33.0_metrics"
+    lines = [
+        f"{line} {START_S + 30 * at}"
+        for at, page in enumerate(("t030", "t045", "t180"))
+        for line in (folder / f"saturated_{page}.prom.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    backfill(tmp_path, lines)
+    with prometheus(tmp_path) as full:
+        trace = read(full, "Qwen/Qwen3-8B")
+    finished, in_flight = 453 - 50, (16 + 316) - 9
+    assert len(trace) == finished + in_flight
+    assert trace.prompt_tokens.mean() == pytest.approx((419820 - 34433) / finished, rel=0.01)
+    assert trace.output_tokens.mean() == pytest.approx((118180 - 5251) / finished, rel=0.01)
+    assert "18% of the prompt tokens hit" in told(trace)

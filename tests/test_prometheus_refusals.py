@@ -81,6 +81,9 @@ def test_a_server_that_is_not_there_is_told_soon() -> None:
         f"Prometheus at 127.0.0.1:{port} cannot be reached: Connection refused"
     )
     assert time.monotonic() - began_s < 5
+    usual_port = refused("http://me:secret@127.0.0.1")
+    assert "127.0.0.1 " in usual_port.message
+    assert "secret" not in usual_port.message
 
 
 def test_a_path_without_an_api_and_a_page_of_another_kind_are_told_apart(url: str) -> None:

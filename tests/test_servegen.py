@@ -109,6 +109,21 @@ def test_every_window_holds_as_many_requests_as_its_rate_says(
     assert len(found.prompt_tokens) == len(found.output_tokens) == n
 
 
+def test_gaps_too_small_for_a_double_still_give_arrivals_in_the_window() -> None:
+    window = Window(0.0, 10.0, 0.3, Gaps.GAMMA, shape=1e-5, scale_s=1e5)
+    found = draw(window, Lengths(ONE, ONE), np.random.default_rng(0))
+    assert counts_within(found.arrived_s, 0.0, 10.0) == 3
+
+
+def test_equal_windows_are_drawn_apart_and_a_hole_between_them_is_idle(tmp_path: Path) -> None:
+    rows = "".join(f"{start},1,1,Gamma,1,1\n" for start in (0, 600, 1200, 3000))
+    found = drawn(client(tmp_path, rows))
+    first, second = (found.arrived[start : start + 600] for start in (0, 600))
+    assert not np.allclose(first, second - 600, atol=1)
+    assert len(found.arrived) == 2400
+    assert counts_within(found.arrived, 1800, 3000) == 0
+
+
 def test_a_fraction_of_a_request_is_drawn_as_often_as_it_is_due() -> None:
     window = Window(0.0, 10.0, 0.03)
     rng = np.random.default_rng(0)
@@ -212,6 +227,9 @@ def test_lengths_of_zero_tokens_follow_their_policy_and_are_counted(tmp_path: Pa
         "chunk-7-dataset.json: input_tokens in force at second 0 must be at least 1, got 0 "
         "with a probability of 0.1"
     )
+    dataset = {"0": {"input_tokens": "{0: 0.0, 8: 1.0}", "output_tokens": "{2: 1.0}"}}
+    fine = drawn(client(tmp_path, GAMMA, dataset), zero_output=ZeroOutput.REFUSE)
+    assert fine.prompt_tokens.min() == 8
 
 
 def test_of_a_multimodal_client_the_text_is_drawn_and_the_rest_is_said(tmp_path: Path) -> None:
@@ -319,6 +337,7 @@ def test_a_wrong_window_is_named_and_can_be_skipped(
     found = drawn(path, skip_invalid=True, max_invalid_ratio=0.5)
     assert sum(found.skipped.values()) == 1
     assert len(found.arrived) > 1000
+    (tmp_path / "chunk-7-dataset.json").unlink()
     said = message(path, skip_invalid=True)
     assert "1 of 3 rows are invalid, more than 5%; the first is line 3" in said
 

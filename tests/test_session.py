@@ -171,7 +171,8 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
     assert set(finished.result) == {
         *("schema", "state", "method", "objective", "tail", "slos", "recommendation"),
         *("baseline", "evidence", "limited_by", "confirmed_cold", "capacity", "caveats"),
-        *("provenance", "trials"),
+        *("provenance", "serve_values", "trace_description", "live_against_shadow"),
+        "trials",
     }
     assert finished.result["state"] == "complete"
     assert finished.result["baseline"]["max_num_seqs"] == 16

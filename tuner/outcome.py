@@ -28,7 +28,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Where and on what a run was made; without secrets."""
+    """Where and on what a run was made; without secrets.
+
+    `compared` holds what was measured live and foretold of the same requests.
+    """
 
     trace: Trace
     replayed_requests: int
@@ -44,6 +47,11 @@ class Circumstances:
     cold: Mapping[str, Any] | None = None
     capacity: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
+    serve_values: Mapping[str, object] = field(default_factory=dict)
+    description: Mapping[str, object] | None = None
+    compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,12 @@ def make_outcome(
         "capacity": around.capacity,
         "caveats": [{"id": str(c), "text": c.text} for c in caveats],
         "provenance": _provenance(around),
+        "serve_values": dict(around.serve_values),
+        "trace_description": around.description,
+        "live_against_shadow": [
+            {**_limits(limits), "metric": metric, "live": live, "shadow": shadow}
+            for (limits, metric), (live, shadow) in around.compared.items()
+        ],
         "trials": list(records),
     }
     kv = evidence.kv_text(records, decision.winner)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tuner import confirm
@@ -22,6 +21,7 @@ from tuner.records import observation_of
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
+from tuner.timeline_record import TimelineRecord, timeline_record
 
 # A cold engine's gain that is this far from the race's is told: ours, as much as two single
 # replays may differ by.
@@ -58,7 +58,8 @@ def race(
 ) -> Decision:
     """Replay the finalists in turns until they are separated or the time is over.
 
-    `reserved_s` is left for what comes after. on_log hears of the logs of the first round.
+    `reserved_s` is left for what comes after. on_log hears of the logs of the first round, of
+    which the timelines are kept.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
@@ -73,14 +74,30 @@ def race(
             run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
             return confirm.decide(runs, field, run.space.present)
         race_round, limits = following
-        hears = on_log is not None and race_round == 1
-        run.trial(
-            limits,
-            Phase.RACE,
-            CutRule(max_wall_s=max(30.0, run.left_s)),
-            race_round,
-            partial(on_log, limits) if hears and on_log is not None else None,
-        )
+        cut = CutRule(max_wall_s=max(30.0, run.left_s))
+        if race_round == 1:
+            _first_round(run, limits, cut, on_log)
+        else:
+            run.trial(limits, Phase.RACE, cut, race_round)
+
+
+def _first_round(
+    run: RunState,
+    limits: EngineLimits,
+    cut: CutRule,
+    on_log: Callable[[EngineLimits, ReplayLog], None] | None,
+) -> None:
+    """Replay a finalist and keep what it looked like over time."""
+    windows: list[TimelineRecord] = []
+
+    def heard(log: ReplayLog) -> None:
+        windows.append(timeline_record(log))
+        if on_log is not None:
+            on_log(limits, log)
+
+    run.trial(limits, Phase.RACE, cut, 1, heard)
+    if windows:
+        run.keep_timelines(limits, "live", windows)
 
 
 def _is_beyond(number: int, last: int | None) -> bool:

@@ -25,6 +25,7 @@ from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.rundir import RunDir
 from tuner.space import SearchSpace
+from tuner.timeline_record import TIMELINES_FILE, TimelineRecord, with_replay
 from tuner.traces import Trace
 from tuner.windows import Window
 
@@ -209,6 +210,16 @@ class RunState:
             self.run_dir.write_lines("trials.jsonl", self.journal.records())
             self.listener.trial_ended(observation_of(record), record, self.left_s)
         return record
+
+    def keep_timelines(
+        self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
+    ) -> None:
+        """Put on disk what a replay looked like over time, window by window."""
+        held = None
+        if (self.run_dir.path / TIMELINES_FILE).exists():
+            held = self.run_dir.read_json(TIMELINES_FILE)
+        content = with_replay(held, limits, engine, windows)
+        self.run_dir.write_json(TIMELINES_FILE, content)
 
     def _should_live(self, limits: EngineLimits) -> bool:
         """Whether a failure here speaks against the engine, not against these limits."""

@@ -73,9 +73,13 @@ class LengthShape:
 
         Shapes: [n].
         """
-        places = (rng.permutation(n) + rng.random()) / max(n, 1)
+        order = rng.permutation(n)
         upto = np.cumsum(self.shares)
-        which = np.minimum(np.searchsorted(upto, places, side="right"), len(upto) - 1)
+        # One offset for all decides the ranges, so that each has its share; within them every
+        # length has its own, so that they do not lean to one side together.
+        comb = (order + rng.random()) / max(n, 1)
+        which = np.minimum(np.searchsorted(upto, comb, side="right"), len(upto) - 1)
+        places = (order + rng.random(n)) / max(n, 1)
         below = (upto - self.shares)[which]
         within = np.clip((places - below) / self.shares[which], 0.0, 1.0)
         low, high, power = self.lows[which], self.highs[which], self.powers[which]

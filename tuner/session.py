@@ -144,6 +144,7 @@ class Session:
             "cold": None if cold is None else cold.as_json(),
             "capacity": None if self.carried is None else self.carried.as_json(),
             "profile": None if forecast is None else profile_facts(forecast.shadows),
+            "compared": {} if shadow is None else shadow.compared,
         }
 
     def doubts(self, decision: Decision) -> list[Caveat]:

@@ -7,7 +7,7 @@ error) is told, and the live search takes over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -22,6 +22,7 @@ from tuner.calibrate import (
     check_rank_by,
     error_ratio,
     metric_error,
+    read_metric,
 )
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
@@ -66,6 +67,8 @@ class ShadowSearch:
     forecast: Forecast | None = None
     _calibration: Calibration | None = None
     _live: dict[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
+    compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
+    """What was measured live and foretold of the same requests, by setting and metric."""
     _rate: float | None = None
     _shadows: Shadows | None = None
 
@@ -229,11 +232,10 @@ class ShadowSearch:
             live = race_records(run.journal.records(), limits)
             if not isinstance(outcome, Measurement) or not live:
                 continue
-            differences = [apart(m, outcome.as_json()) for m in live.values()]
-            for metric in COMPARED:
-                off = median(d[metric] for d in differences if metric in d)
-                if abs(off) > allowed:
-                    said.append(f"{metric} at {limits} by {off:+.0%}")
+            for metric, measured, predicted in _pairs(list(live.values()), outcome.as_json()):
+                self.compared[limits, metric] = measured, predicted
+                if abs(predicted / measured - 1) > allowed:
+                    said.append(f"{metric} at {limits} by {predicted / measured - 1:+.0%}")
         return ", ".join(said)
 
     def recalibrate(self) -> list[EngineLimits] | None:
@@ -257,3 +259,14 @@ class ShadowSearch:
         if self._shadows is not None:
             self._shadows.close()
             self._shadows = None
+
+
+def _pairs(
+    live: Sequence[Mapping[str, Any]], shadow: Mapping[str, Any]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each compared metric with its measured middle and what was foretold."""
+    for metric in COMPARED:
+        measured = [value for m in live if (value := read_metric(m, metric))]
+        predicted = read_metric(shadow, metric)
+        if measured and predicted:
+            yield metric, median(measured), predicted

@@ -6,7 +6,7 @@ The answer is a prediction and says so. With an engine at hand, `session` measur
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner import search
@@ -22,6 +22,7 @@ from tuner.ranking import Ranking
 from tuner.run_state import RunState
 from tuner.shadows import Shadows
 from tuner.stats import Estimate
+from tuner.timeline_record import TimelineRecord, timeline_record
 from tuner.windows import whole
 
 # The share of the budget that the forecast may take: ours, the rest is for capacities.
@@ -61,8 +62,24 @@ class ShadowSession:
         decision = decide(seen, run.space.present, error_ratio(self.shadows.profile))
         if run.aim.slos:
             self.carried = carried(run, forecast, decision)
+        for limits in dict.fromkeys([decision.shown, run.space.present]):
+            self._keep_timelines(limits)
         run.journal.set_state("done")
         return decision
+
+    def _keep_timelines(self, limits: EngineLimits) -> None:
+        """Replay once more for what it looks like over time."""
+        run, windows = self.run_state, list[TimelineRecord]()
+        plan = replace(run.aim.plan, keep_steps=True)
+        run.bench.measure(
+            run.names,
+            limits,
+            plan,
+            run.aim.slos,
+            on_log=lambda log: windows.append(timeline_record(log)),
+        )
+        if windows:
+            run.keep_timelines(limits, "shadow", windows)
 
     def close(self) -> None:
         """End the shadows' processes."""

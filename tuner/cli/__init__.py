@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tuner.cli.emit_command import emit
 from tuner.cli.options import (
     DURATION,
     LADDER,
@@ -20,8 +21,9 @@ from tuner.cli.options import (
     shadow_options,
     traffic_options,
 )
-from tuner.cli.proof_commands import compare
+from tuner.cli.proof_commands import compare, report, verify
 from tuner.cli.trace_commands import trace
+from tuner.emit.names import Format
 from tuner.errors import TunerError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
@@ -82,6 +84,14 @@ _EPILOG = (
     help="Real time the whole run may take, for example 45m  [default: 30m]",
 )
 @click.option("-o", "--output", metavar="FILE", help="Where the YAML goes; default: stdout.")
+@click.option(
+    "--format",
+    "emit_format",
+    type=click.Choice([str(name) for name in Format]),
+    default=str(Format.VLLM),
+    show_default=True,
+    help="What is written; tune emit writes the others later, or into your file.",
+)
 @click.option("--run-dir", metavar="DIR", help="Where evidence is kept; default: runs/<time>.")
 @click.option("--resume", metavar="DIR", help="Go on with the run kept in this directory.")
 @click.option(
@@ -213,7 +223,7 @@ def worker(**options: Any) -> int:
     return run_worker(tune, options)
 
 
-for _command in (trace, compare):
+for _command in (trace, emit, report, verify, compare):
     tune.add_command(_command)
 
 

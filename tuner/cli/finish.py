@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tuner import confirm
+from tuner.cli.emit_command import holds_secrets
 from tuner.cli.job import Job
+from tuner.cli.report_command import write_report
 from tuner.confirm import Decision, Verdict
 from tuner.console import RunDisplay, say, show_outcome
-from tuner.emit.vllm import render, write_atomic
+from tuner.describe import describe
+from tuner.emit.names import Format
+from tuner.emit.registry import emit
+from tuner.emit.sources import recommendation_of
+from tuner.emit.target import Names
+from tuner.emit.whole_file import write_atomic
 from tuner.engine.protocol import EngineFacts, EngineLimits
-from tuner.errors import Caveat, NoFeasibleConfigError
+from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.objective import Goal
 from tuner.observation import leader
-from tuner.outcome import Circumstances, Outcome, comments, make_outcome
+from tuner.outcome import Circumstances, Outcome, make_outcome
 from tuner.plan import window_text
 from tuner.records import decisive, observation_of
-from tuner.redact import has_secrets
+from tuner.redact import redacted
+from tuner.report.page import REPORT_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
 from tuner.session import AnySession
 from tuner.windows import Window
@@ -142,6 +149,8 @@ class Finish:
             wall_s=time.monotonic() - self._began_s,
             method=str(job.method),
             walls_s=run.walls_s,
+            serve_values=redacted(job.engine.values),
+            description=describe(run.trace).as_json(),
             **self._session.findings(),
         )
         doubts = self._session.doubts(decision)
@@ -149,6 +158,7 @@ class Finish:
             decision, run.space.present, goal, records, doubts, around, state
         )
         run.run_dir.write_json(RESULT_FILE, outcome.content)
+        self._report()
         return outcome
 
     def _nothing_feasible(self) -> NoFeasibleConfigError:
@@ -170,25 +180,24 @@ class Finish:
         )
 
     def _emit(self, outcome: Outcome) -> None:
-        """Write the YAML to -o or standard output."""
-        output, limits = self._job.options["output"], outcome.decision.winner
-        name = Path(output).name if output else "best.yaml"
-        values = self._job.engine.values
-        text = _yaml(values, limits, outcome, name, self._run.run_dir.path)
+        """Write what was asked for to -o or standard output."""
+        options, values = self._job.options, self._job.engine.values
+        output, path = options["output"], self._run.run_dir.path
+        chosen = Format(options["emit_format"])
+        kept = f"evidence in {path}, to look at: {path / REPORT_FILE}"
+        rec = recommendation_of(outcome.content, values, path)
+        text = emit(chosen, rec, Names(Path(output).name if output else ""))
         if output:
-            write_atomic(Path(output), text, secret=has_secrets(values))
-            show_outcome(outcome, f"written to {output}; evidence in {self._run.run_dir.path}")
+            write_atomic(Path(output), text, secret=holds_secrets(chosen, rec))
+            show_outcome(outcome, f"written to {output}; {kept}")
         else:
             sys.stdout.write(text)
-            show_outcome(outcome, f"evidence in {self._run.run_dir.path}")
+            show_outcome(outcome, kept)
 
-
-def _yaml(
-    values: Mapping[str, object],
-    limits: EngineLimits,
-    outcome: Outcome,
-    name: str,
-    run_dir: Path,
-) -> str:
-    above = comments(outcome, name, str(run_dir))
-    return render(values, limits.max_num_seqs, limits.max_num_batched_tokens, above)
+    def _report(self) -> None:
+        """Write the run's page; without it the run is no less good."""
+        path = self._run.run_dir.path
+        try:
+            write_report(path, path / REPORT_FILE)
+        except UsageError as error:
+            say(f"no report: {error.message}")

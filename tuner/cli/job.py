@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.cli.emit_command import check_ending
 from tuner.cli.inputs import (
     EngineChoice,
     Traffic,
@@ -15,6 +16,7 @@ from tuner.cli.inputs import (
     read_traffic,
 )
 from tuner.cli.inputs import replay_plan as plan_of
+from tuner.emit.names import Format
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
@@ -72,6 +74,7 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
         raise UsageError(
             f"-o {options['output']}: its folder does not exist", "make it, or name another"
         )
+    _check_format(options, method)
     run_path = Path(options["resume"] or options["run_dir"] or new_run_path(Path("runs")))
     return Job(
         options,
@@ -85,6 +88,17 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
         profile,
         options["jobs"] or default_jobs(),
     )
+
+
+def _check_format(options: Mapping[str, Any], method: Method) -> None:
+    """Refuse now what could not be written in the end. Raises: UsageError."""
+    chosen = Format(options["emit_format"])
+    check_ending(chosen, options["output"])
+    if chosen is Format.VLLM_EXACT and method is Method.SHADOW:
+        raise UsageError(
+            "--format vllm-exact repeats a measured point, and --method shadow measures none",
+            "leave --format out",
+        )
 
 
 def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:

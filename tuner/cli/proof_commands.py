@@ -1,4 +1,4 @@
-"""`tune compare`: the answer put to the test."""
+"""`tune report`, `tune verify` and `tune compare`: the answer shown and put to the test."""
 
 from __future__ import annotations
 
@@ -8,11 +8,63 @@ import click
 
 from tuner.cli.options import (
     DURATION,
+    SLO,
     engine_options,
+    shadow_options,
     traffic_options,
 )
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+
+
+@click.command("report", context_settings=_CONTEXT)
+@click.argument("run_dir", metavar="RUN")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Where the page goes; default: into the run."
+)
+def report(**options: Any) -> int:
+    """Write a run as one page that needs nothing else.
+
+    \b
+        tune report runs/2026-11-20T14-03-00 -o report.html
+
+    Every run writes its own when it ends; a run that still goes on can be looked at too.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    from tuner.cli.report_command import run_report
+
+    return run_report(options)
+
+
+@click.command("verify", context_settings=_CONTEXT)
+@traffic_options
+@engine_options
+@click.option("--url", metavar="URL", help="A server that runs; default: start one.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Port to start it on; default: free."
+)
+@click.option(
+    "--predict",
+    type=click.Choice(["live", "shadow", "none"]),
+    default="live",
+    show_default=True,
+    help="What the server is compared with: a replay inside an engine's process, the shadow "
+    "of --profile, or nothing.",
+)
+@shadow_options
+@click.option("--slo", type=SLO, multiple=True, metavar="SLO", help="As in `tune`; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(**options: Any) -> int:
+    """Try a configuration on the real API server, over HTTP and in real time.
+
+    \b
+        tune verify --config best.yaml --trace prod.jsonl --window peak:60s
+
+    Starts `vllm serve --config`, replays the trace with streaming, and prints what was measured
+    beside what was predicted. The server is stopped again. Exit code 3 if an --slo breaks.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    from tuner.cli.verify_command import run_verify
+
+    return run_verify(options)
 
 
 @click.command("compare", context_settings=_CONTEXT)

@@ -1,31 +1,29 @@
 """Write a recommendation as the file that `vllm serve --config` takes.
 
 Answers how the user's values and the two tuned limits become YAML that vLLM reads as they were
-meant, and how the file gets onto the disk whole. What to recommend, and which evidence there
-is, is decided above.
+meant. What to recommend, and which evidence there is, is decided above.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-import yaml
-
+from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
+from tuner.emit.target import Names
+from tuner.emit.whole_file import write_atomic
+from tuner.emit.yaml_text import yaml_text
 from tuner.errors import UsageError
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
 
-LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
-"""Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
-
-Source: SchedulerConfig in vLLM's vllm/config/scheduler.py.
-"""
+__all__ = [
+    "LIVE_LIMIT_KEYS",
+    "Evidence",
+    "render",
+    "render_exact",
+    "render_plain",
+    "write_atomic",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +57,6 @@ class Evidence:
         )
 
 
-class _PlainDumper(yaml.SafeDumper):
-    """PyYAML's safe dumper without anchors: people edit the file."""
-
-    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - PyYAML's own signature
-        """Write a value out in full wherever it stands."""
-        return True
-
-
 def render(
     values: Mapping[str, object],
     max_num_seqs: int,
@@ -95,67 +85,81 @@ def render(
             f"{max_num_seqs} and {max_num_batched_tokens}"
         )
     spelled = {hyphenated(key): value for key, value in values.items()}
-    dropped = [
-        f"left out {key}: {spelled[key]}, which would cap the tuned limits"
-        for key in LIVE_LIMIT_KEYS
-        if key in spelled
-    ]
     spelled |= {MAX_NUM_SEQS: max_num_seqs, MAX_NUM_BATCHED_TOKENS: max_num_batched_tokens}
     kept = {key: value for key, value in spelled.items() if key not in LIVE_LIMIT_KEYS}
-    body = yaml.dump(
-        _as_vllm_reads(kept),
-        Dumper=_PlainDumper,
-        sort_keys=False,
-        default_flow_style=False,
-        width=10_000,
-    )
-    return _commented([*comments, *dropped]) + body
+    return yaml_text(_as_vllm_reads(kept), [*comments, *dropped(values)])
 
 
-def write_atomic(path: Path, text: str, *, secret: bool) -> None:
-    """Write the file whole or not at all: what stood there before survives a full disk.
+def render_plain(rec: Recommendation, names: Names) -> str:
+    """Return the file with the two classic limits, which every vLLM reads."""
+    seqs, tokens = rec.limits.max_num_seqs, rec.limits.max_num_batched_tokens
+    return render(rec.values, seqs, tokens, rec.whole_lines(_command(names.file)))
 
-    With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
-    target that is no regular file, as /dev/stdout, is written to as it is.
 
-    Raises: UsageError if the file cannot be written.
+def render_exact(rec: Recommendation, names: Names) -> str:
+    """Return the file with the four limits that repeat the measured point.
+
+    The engine that was measured had buffers, captured graphs and a KV cache for larger limits
+    than it was tuned to; a start at the tuned limits themselves sizes them anew.
+
+    Raises: UsageError if nobody kept at which limits the engine was started, or nothing was
+        measured.
+    Source: SchedulerConfig in vLLM's vllm/config/scheduler.py, 0.32 and later.
     """
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            target = path.resolve()
-            _replace(target, text, mode=0o600 if secret else _usual_mode(target))
-    except OSError as error:
+    start = exact_start(rec)
+    four = exact_limits(rec, start)
+    settings = {key: value for key, value in rec.settings.items() if key not in four}
+    above = [
+        *rec.whole_lines(_command(names.file)),
+        "the measured point exactly: buffers of the engine's start, admission and step budget "
+        f"{EXACT}",
+        *dropped(rec.values),
+    ]
+    return yaml_text(_as_vllm_reads({**settings, **four}), above)
+
+
+def _command(file_name: str) -> str:
+    return f"vllm serve --config {file_name}"
+
+
+def exact_limits(rec: Recommendation, start: tuple[int, int]) -> dict[str, int]:
+    """Return the four limits by key, given those that the engine was started with."""
+    limits = rec.limits
+    return {
+        MAX_NUM_SEQS: max(start[0], limits.max_num_seqs),
+        MAX_NUM_BATCHED_TOKENS: max(start[1], limits.max_num_batched_tokens),
+        LIVE_LIMIT_KEYS[0]: limits.max_num_seqs,
+        LIVE_LIMIT_KEYS[1]: limits.max_num_batched_tokens,
+    }
+
+
+def exact_start(rec: Recommendation) -> tuple[int, int]:
+    """Return the limits that the measured engine was started with. Raises: UsageError."""
+    hint = "leave --format vllm-exact out: --format vllm holds the two limits that were tuned"
+    version = rec.facts.get("vllm-version", "")
+    if rec.facts.get("method") == "shadow":
         raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}",
-            hint="name another file after -o, or free space there",
-        ) from error
+            "vllm-exact repeats a measured point, and this one was predicted", hint
+        )
+    if rec.started_at is None:
+        raise UsageError(
+            "vllm-exact needs the limits that the engine was started with, which the source "
+            "does not hold",
+            "name the run directory in place of the YAML file",
+        )
+    if version and _release(version) < (0, 32):
+        raise UsageError(f"vllm-exact needs vLLM 0.32 or later, the run had {version}", hint)
+    return rec.started_at.max_num_seqs, rec.started_at.max_num_batched_tokens
 
 
-def _replace(target: Path, text: str, mode: int) -> None:
-    """Put a finished copy in the target's place, within its folder so that a rename does it."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as copy:
-            copy.write(text)
-            copy.flush()
-            os.fchmod(copy.fileno(), mode)
-            os.fsync(copy.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, (0, 0) where it has none.
 
-
-def _usual_mode(target: Path) -> int:
-    """Return the mode the file has, or the one a new file gets."""
-    if target.exists():
-        return stat.S_IMODE(target.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+    >>> _release("0.32.0+cpu"), _release("unknown")
+    ((0, 32), (0, 0))
+    """
+    numbers = [int(part) for part in version.partition("+")[0].split(".")[:2] if part.isdigit()]
+    return tuple(numbers) if len(numbers) == 2 else (0, 0)
 
 
 def _as_vllm_reads(values: Mapping[str, object]) -> dict[str, object]:
@@ -169,10 +173,3 @@ def _as_vllm_reads(values: Mapping[str, object]) -> dict[str, object]:
         elif (flag := negated(key)) is not None:
             shown[flag] = True
     return shown
-
-
-def _commented(lines: Sequence[str]) -> str:
-    """Return the lines as comments; a character YAML cannot hold becomes a question mark."""
-    single = [part for line in lines for part in (line.splitlines() or [""])]
-    shown = ["".join(c if c.isprintable() else "?" for c in line) for line in single]
-    return "".join(f"# {line}".rstrip() + "\n" for line in shown)

@@ -9,6 +9,7 @@ Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md and traces/.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tuner.traces import ClockOrigin, ZeroOutput
 MAX_DEPTH = 32
 """Ours: published sub-agents start no others; deeper nesting is no session."""
 
+_REQUESTS = re.compile(rb'"requests"\s*:\s*\[')
 _MARKS = (b'"hash_id_scope"', b'"block_size"', b'"tool_tokens"')
 _LOCAL_SCOPES = {"local": True, "global": False}
 
@@ -47,7 +49,8 @@ _LOCAL_SCOPES = {"local": True, "global": False}
 def matches(head: bytes) -> bool:
     """Say whether the file starts like one object that holds a session's requests."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
-    return is_object and b'"requests"' in head and any(mark in head for mark in _MARKS)
+    has_requests = _REQUESTS.search(head) is not None
+    return is_object and has_requests and any(mark in head for mark in _MARKS)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:

@@ -115,8 +115,8 @@ def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Itera
         )
     if len(windows) > 1:
         yield (
-            f"{len(windows)} engines are added up: one of them gets its share by "
-            f"tune trace thin --replicas {len(windows)}, or by --engine"
+            f"{len(windows)} engines are added up: tune trace thin --replicas {len(windows)} "
+            "gives one of them its share"
         )
 
 

@@ -1,0 +1,227 @@
+"""What recording costs a real API server: requests per second and time to first token.
+
+Two servers run on the same machine, one with the recorder's two doors open and one without the
+recorder. They get the same load in turns, so that the machine's drift falls on both; which of
+the two goes first changes from pair to pair. Servers are started anew a few times, since two
+processes of one program are not equally fast. `--null` records on neither side: what it shows
+is the noise that the real figures stand in.
+
+Under load a small machine's time to first token is mostly queueing, and scatters far more than
+the recorder could add. So it is also taken from single requests that go to the two servers in
+turns, one at a time; and the API server's own processor time per request is counted, which
+bounds what can be added to any latency.
+
+    python tests/benchmarks/recorder_overhead.py [--starts 3] [--pairs 6] [--probes 200]
+                                                 [--null] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+import aiohttp
+from scipy.stats import ttest_1samp
+
+from tuner.recorder.settings import FILE
+from tuner.stats import CONFIDENCE, paired_ratio, quantile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recorder_server import MIDDLEWARE, serving, wanted
+
+IN_FLIGHT = 16
+PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 512, 256, 32
+"""Four blocks of the CPU's cache, two of them shared by all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one server did with the load; cpu_s is the API server's processor time."""
+
+    requests_per_s: float
+    ttft_p50_s: float
+    cpu_per_request_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: its port, and its process of the HTTP side."""
+
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """Where completions are asked for."""
+        return f"http://127.0.0.1:{self.port}/v1/completions"
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all threads so far."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(one.read_text().split()[0]) for one in tasks) * 1e-9
+
+
+async def answer(session: aiohttp.ClientSession, url: str, number: int) -> float:
+    """Stream one completion to its end and return the seconds to its first token."""
+    prompt = [7] * SHARED_TOKENS
+    prompt += [3 + (number * 31 + i) % 4000 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
+    began_s, first_s = time.perf_counter(), None
+    async with session.post(url, json=wanted(prompt, OUTPUT_TOKENS, stream=True)) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if first_s is None and line.startswith(b"data: "):
+                first_s = time.perf_counter()
+    if first_s is None:
+        raise SystemExit("a response held no token")
+    return first_s - began_s
+
+
+async def turn(server: Server, numbers: Sequence[int]) -> Turn:
+    """Put the load on one server, with a fixed number of requests in flight."""
+    left, ttft_s = list(numbers), list[float]()
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while left:
+            ttft_s.append(await answer(session, server.url, left.pop()))
+
+    began_s, cpu_s = time.perf_counter(), server.cpu_s()
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(client(session) for _ in range(IN_FLIGHT)))
+    took_s, n = time.perf_counter() - began_s, len(numbers)
+    return Turn(n / took_s, median(ttft_s), (server.cpu_s() - cpu_s) / n)
+
+
+async def probed(servers: Sequence[Server], numbers: Iterable[int]) -> list[float]:
+    """Return how much later the first server's first token came, request by request."""
+    later_s: list[float] = []
+    async with aiohttp.ClientSession() as session:
+        for number in numbers:
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            ttft_s = {at: await answer(session, servers[at].url, number) for at in order}
+            later_s.append(ttft_s[0] - ttft_s[1])
+    return later_s
+
+
+def started(stack: ExitStack, doors: Sequence[str], environment: dict[str, str]) -> Server:
+    """Start a server that ends with the stack."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-overhead-")))
+    port = stack.enter_context(serving(folder, *doors, environment=environment))
+    server = Server(port, int((folder / "server.pid").read_text()))
+    asyncio.run(turn(server, range(2 * IN_FLIGHT)))
+    return server
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured, pair by pair: (recorded, plain)."""
+
+    turns: list[tuple[Turn, Turn]] = field(default_factory=list)
+    later_s: list[float] = field(default_factory=list)
+
+    def add(self, options: argparse.Namespace, start: int) -> None:
+        """Start both servers and measure them in turns."""
+        off = {"VLLM_PLUGINS": "none"}
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            prod = folder / "prod.jsonl"
+            doors = () if options.null else MIDDLEWARE
+            recorded = started(stack, doors, off if options.null else {FILE: str(prod)})
+            servers = (recorded, started(stack, (), off))
+            first = 10_000 * (start + 1)
+            self.later_s += asyncio.run(probed(servers, range(first, first + options.probes)))
+            for pair in range(options.pairs):
+                first += 1000
+                numbers = range(first, first + options.requests)
+                order = (0, 1) if pair % 2 == 0 else (1, 0)
+                turns = {at: asyncio.run(turn(servers[at], numbers)) for at in order}
+                self.turns.append((turns[0], turns[1]))
+                sys.stderr.write(f"start {start + 1}, pair {pair + 1}: {self.turns[-1]}\n")
+            if not options.null:
+                check(prod, options)
+
+
+def check(prod: Path, options: argparse.Namespace) -> None:
+    """Refuse figures of a recorder that did not record."""
+    time.sleep(1.0)
+    rows = prod.read_text().count("\n") - 1
+    expected = options.probes + options.pairs * options.requests + 2 * IN_FLIGHT
+    if rows != expected:
+        raise SystemExit(f"{rows} requests were recorded, {expected} were sent")
+
+
+Interval = tuple[float, float, float]
+"""A value, and the low and high end of its interval."""
+
+
+def mean_of(differences: Sequence[float]) -> Interval:
+    """Return the mean of paired differences with Student's interval."""
+    interval = ttest_1samp(differences, 0.0).confidence_interval(CONFIDENCE)
+    return fmean(differences), float(interval.low), float(interval.high)
+
+
+def shown(found: Interval, scale: float, unit: str) -> str:
+    """Return a value with its interval."""
+    value, low, high = (scale * one for one in found)
+    return f"{value:+.3f}{unit} ({CONFIDENCE:.0%} interval {low:+.3f} … {high:+.3f})"
+
+
+def main(options: argparse.Namespace) -> None:
+    """Run all starts, print a table and write the figures."""
+    found = Found()
+    for start in range(options.starts):
+        found.add(options, start)
+    rate = paired_ratio(
+        [a.requests_per_s for a, _ in found.turns], [b.requests_per_s for _, b in found.turns]
+    )
+    alone = quantile(found.later_s, 0.5)
+    figures: dict[str, Interval] = {
+        "requests_lost_ratio": (1 - rate.value, 1 - (rate.high or 0), 1 - (rate.low or 0)),
+        "ttft_p50_later_under_load_s": mean_of(
+            [a.ttft_p50_s - b.ttft_p50_s for a, b in found.turns]
+        ),
+        "ttft_p50_later_alone_s": (alone.value, alone.low or 0.0, alone.high or 0.0),
+        "cpu_more_per_request_s": mean_of(
+            [a.cpu_per_request_s - b.cpu_per_request_s for a, b in found.turns]
+        ),
+    }
+    plain = [b for _, b in found.turns]
+    what = "neither records" if options.null else "with the recorder against without"
+    sys.stdout.write(
+        f"{platform.machine()}, {os.cpu_count()} cores, {what}; {options.requests} requests a "
+        f"turn, {IN_FLIGHT} in flight; {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output "
+        f"tokens, streamed; without: {median(p.requests_per_s for p in plain):.2f} requests/s, "
+        f"TTFT p50 {1e3 * median(p.ttft_p50_s for p in plain):.1f} ms under load, "
+        f"{1e3 * median(p.cpu_per_request_s for p in plain):.2f} ms of CPU a request\n"
+        "| | n | |\n|---|---|---|\n"
+    )
+    for name, interval in figures.items():
+        scale, unit = (100, " %") if name.endswith("ratio") else (1e3, " ms")
+        n = len(found.later_s) if "alone" in name else len(found.turns)
+        sys.stdout.write(f"| {name} | {n} | {shown(interval, scale, unit)} |\n")
+    if options.json:
+        each = [[asdict(a), asdict(b)] for a, b in found.turns]
+        content = {**vars(options), **figures, "turns": each, "later_s": found.later_s}
+        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="what recording costs a real API server")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--probes", type=int, default=200)
+    parser.add_argument("--null", action="store_true", help="record on neither side")
+    parser.add_argument("--json")
+    main(parser.parse_args())

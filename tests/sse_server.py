@@ -1,0 +1,87 @@
+"""An HTTP server with known delays, as an oracle for the client that replays over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+
+@dataclass(slots=True)
+class SseServer:
+    """Answers /v1/completions after first_s, then a token every gap_s.
+
+    Prompts that start with the token `fails_on` are answered with HTTP 500, those that start
+    with `cuts_on` break off after one token.
+    """
+
+    first_s: float = 0.05
+    gap_s: float = 0.01
+    fails_on: int = -1
+    cuts_on: int = -1
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    _loop: asyncio.AbstractEventLoop | None = None
+    _thread: threading.Thread | None = None
+    _ready: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._loop is not None
+        assert self._thread is not None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "toy"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked.append(body)
+        if body["prompt"][0] == self.fails_on:
+            return web.Response(status=500, text="out of order")
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await asyncio.sleep(self.first_s)
+        for n in range(body["max_tokens"]):
+            if n:
+                await asyncio.sleep(self.gap_s)
+            event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": n + 1}}
+            await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if body["prompt"][0] == self.cuts_on:
+                break
+        await answer.write(b"data: [DONE]\n\n")
+        return answer

@@ -1,0 +1,196 @@
+"""A real vLLM server under a known load, seen through a real Prometheus, becomes that load."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import yaml
+from prometheus_parts import (
+    answers,
+    free_port,
+    last_scrape_s,
+    need_prometheus,
+    prometheus,
+    wait_for,
+)
+
+from tuner.demo import demo_engine_args
+from tuner.prometheus import trace_from_prometheus
+from tuner.traces import Trace
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PATIENCE_S = 180.0
+HELD, HOLD_S = 6, 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request: when it went, in Unix seconds, and how long prompt and answer were."""
+
+    at_s: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the server was asked, the URL of the Prometheus that saw it, and when."""
+
+    url: str
+    open_loop: list[Sent]
+    closed_loop: list[Sent]
+    closed_from_s: float
+    end_s: float
+
+
+def ask(port: int, prompt: int, output: int) -> Sent:
+    """Send one request of exact lengths and wait for its answer."""
+    at_s = time.time()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        body = {"model": "demo", "prompt": [7] * prompt, "max_tokens": output}
+        text = json.dumps(body | {"ignore_eos": True, "temperature": 0})
+        connection.request(
+            "POST", "/v1/completions", text, {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        usage = json.loads(response.read())["usage"]
+    finally:
+        connection.close()
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, output)
+    return Sent(at_s, prompt, output)
+
+
+def send_open(port: int, rng: np.random.Generator) -> list[Sent]:
+    """Send 150 requests at 10/s, whatever the server does."""
+    gaps_s = rng.exponential(0.1, 150).tolist()
+    prompts, outputs = rng.integers(3, 400, 150).tolist(), rng.integers(1, 60, 150).tolist()
+    with ThreadPoolExecutor(64) as pool:
+        waiting = []
+        for gap_s, prompt, output in zip(gaps_s, prompts, outputs, strict=True):
+            time.sleep(gap_s)
+            waiting.append(pool.submit(ask, port, prompt, output))
+        return [one.result() for one in waiting]
+
+
+def send_closed(port: int) -> list[Sent]:
+    """Keep six requests in flight for a while."""
+    end_s = time.monotonic() + HOLD_S
+    sent: list[Sent] = []
+    lock = threading.Lock()
+
+    def keep_asking() -> None:
+        while time.monotonic() < end_s:
+            one = ask(port, 50, 100)
+            with lock:
+                sent.append(one)
+
+    with ThreadPoolExecutor(HELD) as pool:
+        for worker in [pool.submit(keep_asking) for _ in range(HELD)]:
+            worker.result()
+    return sent
+
+
+def wait_for_scrape(url: str) -> None:
+    """Wait until Prometheus has read what the server shows by now."""
+    now_s = time.time()
+    wait_for(lambda: last_scrape_s(url, "vllm:request_prompt_tokens_count") > now_s)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """Serve the demo model, scrape it each second, and put the load on it."""
+    need_prometheus()
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    values = {**demo_engine_args(), "served-model-name": "demo", "max-num-seqs": 16}
+    (folder / "serve.yaml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--config", "serve.yaml", "--host", "127.0.0.1", "--port", str(port)]
+    log = folder / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            wait_for(lambda: answers(port, "/health"), log.read_text, PATIENCE_S)
+            with prometheus(folder, scrapes=[port]) as url:
+                # Counting begins with the first scrape.
+                wait_for_scrape(url)
+                sent = send_open(port, np.random.default_rng(5))
+                wait_for_scrape(url)
+                closed_from_s = time.time()
+                held = send_closed(port)
+                wait_for_scrape(url)
+                yield Load(url, sent, held, closed_from_s, time.time())
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+
+
+def traced(load: Load, *, concurrency: bool = False) -> Trace:
+    return trace_from_prometheus(
+        load.url, since_s=180, step_s=1, until_s=load.end_s + 1, concurrency=concurrency
+    )
+
+
+def cumulative_error(trace: Trace, sent: Sequence[Sent]) -> float:
+    """Return by how many requests the two counts ever differ, a second's slack given."""
+    true_s = np.sort([one.at_s for one in sent])
+    drawn_s = trace.due_s + trace.zero_s
+    at_s = np.arange(true_s[0], true_s[-1], 0.5)
+    drawn = np.searchsorted(drawn_s, at_s)
+    early, late = np.searchsorted(true_s, at_s - 1.5), np.searchsorted(true_s, at_s + 1.5)
+    return float(np.maximum(early - drawn, drawn - late).max())
+
+
+def test_every_request_that_was_sent_is_in_the_trace_at_its_time(load: Load) -> None:
+    trace = traced(load)
+    sent = load.open_loop + load.closed_loop
+    assert len(trace) == len(sent)
+    assert cumulative_error(trace, sent) <= 1
+
+
+def test_lengths_have_the_means_that_were_sent(load: Load) -> None:
+    trace = traced(load)
+    sent = load.open_loop + load.closed_loop
+    assert trace.prompt_tokens.mean() == pytest.approx(
+        np.mean([one.prompt for one in sent]), rel=0.01
+    )
+    assert trace.output_tokens.mean() == pytest.approx(
+        np.mean([one.output for one in sent]), rel=0.01
+    )
+
+
+def test_requests_held_in_flight_are_seen_in_flight(load: Load) -> None:
+    trace = traced(load, concurrency=True)
+    flow = trace.concurrency
+    assert flow is not None
+    start_s = load.closed_from_s + 2 - trace.zero_s
+    held = flow.between(start_s, start_s + HOLD_S - 4)
+    spent_s = np.diff(np.append(held.times_s, HOLD_S - 4))
+    # A scrape may fall between an answer and the next request of the same client.
+    assert spent_s[np.abs(held.in_flight - HELD) <= 2].sum() >= 0.8 * spent_s.sum()
+    assert flow.in_flight.max() <= len(load.open_loop)
+    assert trace.notes.sampled_from.startswith("Prometheus at 127.0.0.1:")
+
+
+def test_the_servers_own_numbers_are_told(load: Load) -> None:
+    told = " / ".join(traced(load).notes.remarks)
+    assert "which prompts share a prefix is in no counter" in told
+    assert "the server's own" in told
+    assert "KV cache was at most" in told

@@ -1,0 +1,134 @@
+"""A replay over HTTP sends when due, stamps what comes, and hides neither lag nor failures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sse_server import SseServer
+from traffic import a_trace
+
+from tuner.errors import EngineError, ReplayError
+from tuner.prompts import TokenPrompt
+from tuner.replay_plan import ReplayPlan
+from tuner.slo import parse_slo
+from tuner.timeline import Outcome
+from tuner.traces import LoadModel, Trace
+from tuner.turns import Turns
+from tuner.verify import http_replay
+from tuner.verify.http_replay import Endpoint, HttpRun, replay_http, served_model
+from tuner.verify.outcome import verification
+from tuner.verify.scrape import Scraper, read_gauges
+
+
+def prompts(trace: Trace) -> Any:
+    """Prompts that begin with their row's number."""
+    return SimpleNamespace(
+        prompt=lambda row: TokenPrompt([row] * int(trace.prompt_tokens[row]))
+    )
+
+
+def replayed(server: SseServer, trace: Trace, plan: ReplayPlan | None = None) -> HttpRun:
+    endpoint = Endpoint(server.url, "toy")
+    return replay_http(endpoint, trace, prompts(trace), plan or ReplayPlan(), lambda: None)
+
+
+def test_latencies_are_the_servers_and_count_from_the_due_time() -> None:
+    trace = a_trace([0, 0.1, 0.2], prompt=[3, 4, 5], output=[1, 5, 10])
+    with SseServer(first_s=0.05, gap_s=0.02) as server:
+        line = replayed(server, trace).timelines
+    assert line.outcome.tolist() == [Outcome.COMPLETED] * 3
+    assert line.ttft_s == pytest.approx([0.05] * 3, abs=0.04)
+    assert line.e2e_s == pytest.approx([0.05, 0.05 + 4 * 0.02, 0.05 + 9 * 0.02], abs=0.08)
+    assert line.sent_s == pytest.approx(trace.due_s, abs=0.04)
+    asked = sorted(server.asked, key=lambda body: len(body["prompt"]))
+    assert [len(body["prompt"]) for body in asked] == [3, 4, 5]
+    assert [body["max_tokens"] for body in asked] == [1, 5, 10]
+    assert all(body["ignore_eos"] for body in asked)
+
+
+def test_a_next_turn_waits_for_the_answer_over_http_too() -> None:
+    trace = replace(
+        a_trace([0, 0.01], output=5), turns=Turns(np.array([-1, 0]), np.array([0.0, 0.1]))
+    )
+    with SseServer() as server:
+        line = replayed(server, trace).timelines
+    assert line.due_s[1] == pytest.approx(line.last_s[0] + 0.1, abs=0.02)
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    trace = a_trace([0] * 6, output=3)
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=2)
+    with SseServer() as server:
+        line = replayed(server, trace, plan).timelines
+    starts, ends = np.sort(line.sent_s), np.sort(line.last_s)
+    in_flight = [int((starts <= at).sum() - (ends < at).sum()) for at in starts]
+    assert max(in_flight) == 2
+
+
+def test_failures_are_counted_with_what_the_server_said() -> None:
+    trace = a_trace([0, 0, 0], output=5)
+    with SseServer(fails_on=1, cuts_on=2) as server:
+        run = replayed(server, trace)
+    assert run.timelines.outcome.tolist() == [
+        Outcome.COMPLETED,
+        Outcome.ABORTED,
+        Outcome.ABORTED,
+    ]
+    said = " ".join(run.errors)
+    assert "HTTP 500: out of order" in said
+    assert "1 for 5" in said
+
+
+def test_a_client_that_falls_behind_voids_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_replay, "LAG_BUDGET_S", -1.0)
+    with SseServer() as server, pytest.raises(ReplayError, match="send lag"):
+        replayed(server, a_trace([0]))
+
+
+def test_a_server_that_dies_ends_the_replay() -> None:
+    def dead() -> None:
+        raise EngineError("the server ended with code 1")
+
+    trace = a_trace([0, 60])
+    with SseServer() as server, pytest.raises(EngineError, match="ended with code 1"):
+        replay_http(Endpoint(server.url, "toy"), trace, prompts(trace), ReplayPlan(), dead)
+
+
+def test_what_is_no_vllm_server_is_said_to_be_none() -> None:
+    with SseServer() as server:
+        assert served_model(server.url, {}) == "toy"
+    with pytest.raises(EngineError, match="does not answer as a vLLM API server"):
+        served_model("http://127.0.0.1:9", {})
+
+
+@pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
+def test_gauges_of_several_engines_are_put_together(name: str) -> None:
+    page = (
+        f"# HELP vllm:{name} x\n# TYPE vllm:{name} gauge\n"
+        f'vllm:{name}{{engine="0",model_name="m"}} 0.2\n'
+        f'vllm:{name}{{engine="1",model_name="m"}} 0.4\n'
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
+    )
+    found = read_gauges(page)
+    assert found["gpu_cache_usage_perc"] == pytest.approx(0.3)
+    assert found["running"] == 7
+
+
+def test_the_table_says_what_the_front_end_adds_and_which_slo_breaks() -> None:
+    trace = a_trace([i * 0.01 for i in range(30)], output=5)
+    with SseServer() as server:
+        run = replayed(server, trace)
+    slow = parse_slo("ttft_p50=1ms")
+    found = verification(run, Scraper("http://127.0.0.1:9"), None, [slow], 3.0)
+    assert found.measured.completed == 30
+    assert found.broken == (found.broken[0],)
+    assert "ttft_p50" in found.broken[0]
+    assert "exceeds 0.001 s" in found.broken[0]
+    same = verification(run, Scraper(""), found.measured, [], None)
+    assert set(same.as_json()["added"].values()) <= {0.0, None}
+    assert any("requests/s" in line for line in same.lines())

@@ -1,0 +1,135 @@
+"""What a run or a profile keeps of what it was tuned for, as a later check needs it.
+
+Answers which configuration, objective, SLOs and traffic new traffic is held against. Comparing
+is left to `check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.objective import Objective
+from tuner.profiles import Profile, read_profile
+from tuner.rundir import RESULT_FILE
+from tuner.sketch_file import TRAFFIC_FILE, read_sketch
+from tuner.slo import Slo, parse_slo
+from tuner.traffic_sketch import TrafficSketch
+
+PROFILE_FILE = "profile.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A profile and what was decided with it.
+
+    `present` is what the run recommends, or what the profile was made with. `sketch` is None
+    where nothing was kept of the traffic; `told` then says which it was, `sha256` identifies
+    its file; both are empty where not even that is known.
+    """
+
+    profile: Profile
+    present: EngineLimits
+    objective: Objective
+    slos: tuple[Slo, ...]
+    sketch: TrafficSketch | None
+    told: str = ""
+    sha256: str = ""
+
+    def check_has_traffic(self, path: Path) -> TrafficSketch:
+        """Return the sketch. Raises: UsageError if none was kept, with what to name instead."""
+        if self.sketch is not None:
+            return self.sketch
+        of_it = f"; the run was tuned for {self.told}" if self.told else ""
+        raise UsageError(
+            f"{path} keeps nothing of the traffic that it was tuned for: {TRAFFIC_FILE} is "
+            f"missing beside {PROFILE_FILE}{of_it}",
+            f"name that traffic with --baseline-trace, or keep {TRAFFIC_FILE} of the run",
+        )
+
+
+class _Limits(msgspec.Struct):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class _Trace(msgspec.Struct):
+    source: str
+    sha256: str
+    requests: int
+
+
+class _Provenance(msgspec.Struct):
+    trace: _Trace
+
+
+class _Result(msgspec.Struct):
+    objective: Objective
+    slos: list[str]
+    recommendation: _Limits | None
+    baseline: _Limits
+    provenance: _Provenance
+
+
+def read_baseline(path: Path, profile_path: Path | None = None) -> Baseline:
+    """Return what a run directory or a profile's file keeps.
+
+    `profile_path` is in place of the run's own profile.
+
+    Raises: UsageError if it is neither, or a file of it is missing or damaged.
+    """
+    if path.is_dir():
+        return _of_run(path, profile_path)
+    if not path.exists():
+        raise UsageError(
+            f"--baseline {path} does not exist", "name a run directory or a profile.yaml"
+        )
+    profile = read_profile(profile_path or path)
+    sketch = _sketch_in(path.parent)
+    return Baseline(profile, profile.present_limits, Objective.BALANCED, (), sketch)
+
+
+def _of_run(path: Path, profile_path: Path | None) -> Baseline:
+    result = _result(path / RESULT_FILE)
+    kept = profile_path or path / PROFILE_FILE
+    if not kept.exists():
+        raise UsageError(
+            f"{path} keeps no {PROFILE_FILE}: its engine cannot be replayed",
+            "name a profile of that engine with --profile, from a run with a shadow",
+        )
+    limits = result.recommendation or result.baseline
+    trace = result.provenance.trace
+    return Baseline(
+        profile=read_profile(kept),
+        present=limits.limits,
+        objective=result.objective,
+        slos=tuple(parse_slo(text) for text in result.slos),
+        sketch=_sketch_in(path),
+        told=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
+        sha256=trace.sha256,
+    )
+
+
+def _result(path: Path) -> _Result:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Result)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}",
+            "name the directory of a run that came to a result, or a profile.yaml",
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is damaged: {error}", "name another run") from error
+
+
+def _sketch_in(folder: Path) -> TrafficSketch | None:
+    path = folder / TRAFFIC_FILE
+    return read_sketch(path) if path.exists() else None

@@ -1,0 +1,148 @@
+"""What `tune check` does, once its options are read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tuner.aim import Aim
+from tuner.baseline import Baseline, read_baseline
+from tuner.check import Checked, check, without_replay
+from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
+from tuner.cli.trace_jobs import _headers
+from tuner.cli.trace_options import read_named
+from tuner.console import say
+from tuner.drift import Drift, compare
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.host import Host
+from tuner.objective import Objective
+from tuner.plan import DEFAULT_LADDER, Budget, search_space
+from tuner.retune import retuning, shadow_host
+from tuner.rundir import RunDir
+from tuner.shadows import default_jobs
+from tuner.traces import Trace
+from tuner.traffic_sketch import TrafficSketch, sketch_of
+
+# How a sampled trace says that its server was not asked all the time: see `prometheus.remarks`.
+_GAP_WORDS = ("there is no data for", "there is data for")
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The present traffic, and within which time its arrivals were drawn at random."""
+
+    trace: Trace
+    sketch: TrafficSketch
+    partial: str
+
+
+def run_check(options: Mapping[str, Any]) -> int:
+    """Check, print, and return the exit code. Raises: TunerError."""
+    if not options["baseline"]:
+        raise UsageError(
+            "--baseline is missing", "name a run directory, or the profile.yaml of one"
+        )
+    path = Path(options["baseline"])
+    own = Path(options["profile"]) if options["profile"] else None
+    baseline = read_baseline(path, own)
+    before = _sketch_before(baseline, path, options)
+    traffic = _present(options, is_closed=before.is_closed)
+    drift = Drift((), (), traffic.partial)
+    if not traffic.partial:
+        drift = compare(before, traffic.sketch, options["seed"])
+    found = without_replay(drift, None if options["config"] else baseline.present)
+    if found is None:
+        profile, is_forced = baseline.profile, options["force_profile"]
+        with shadow_host(profile, is_forced=is_forced) as (host, run_dir):
+            found = _replayed(host, run_dir, options, baseline, traffic.trace, drift)
+    if options["as_json"]:
+        encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        sys.stdout.write("\n".join(found.lines()) + "\n")
+    return found.exit_code
+
+
+def _sketch_before(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
+    """Return the sketch of what was tuned for: the named trace's, or the one that was kept."""
+    if not options["baseline_trace"]:
+        return baseline.check_has_traffic(path)
+    trace = read_named(options["baseline_trace"], options)
+    if baseline.sha256 and trace.sha256 != baseline.sha256:
+        say(f"--baseline-trace is another file than the run's: it had {baseline.told}")
+    return sketch_of(trace)
+
+
+def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
+    """Return the present traffic. Raises: TraceError, UsageError."""
+    if bool(options["trace"]) == bool(options["prometheus"]):
+        raise UsageError(
+            "name the present traffic with either --trace or --prometheus",
+            "for example --trace today.jsonl, or --prometheus http://prometheus:9090",
+        )
+    if options["trace"]:
+        trace, drawn_s = read_named(options["trace"], options), None
+    else:
+        from tuner.prometheus import trace_from_prometheus
+
+        trace = trace_from_prometheus(
+            options["prometheus"],
+            options["since"],
+            options["step"],
+            model=options["only_model"],
+            seed=options["seed"],
+            concurrency=is_closed,
+            headers=_headers(options["headers"]),
+            verify=not options["no_verify"],
+        )
+        drawn_s = options["step"]
+        for remark in trace.notes.remarks:
+            say(remark)
+    if options["load"] != 1:
+        trace = trace.scaled(options["load"])
+    gaps = [r for r in trace.notes.remarks if r.startswith(_GAP_WORDS)]
+    partial = f"the present traffic is known in part only: {'; '.join(gaps)}" if gaps else ""
+    return _Traffic(trace, sketch_of(trace, drawn_s), partial)
+
+
+def _replayed(
+    host: Host,
+    run_dir: RunDir,
+    options: Mapping[str, Any],
+    baseline: Baseline,
+    read: Trace,
+    drift: Drift,
+) -> Checked:
+    """Replay the present traffic and decide. Raises: TunerError."""
+    given = {**options, "engine_args": (), "model": None}
+    facts = host.facts(profiled_engine(given, baseline.profile).values)
+    present: EngineLimits = facts.present_limits if options["config"] else baseline.present
+    trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
+    if told:
+        say(told)
+    ladder = options["max_num_seqs"] or DEFAULT_LADDER
+    space = search_space(facts, trace, ladder, present)
+    aim = Aim(
+        Objective(options["objective"]) if options["objective"] else baseline.objective,
+        tuple(options["slo"]) or baseline.slos,
+        replay_plan(options, trace),
+        Budget(options["budget"]),
+        options["window"].resolve(trace) if options["window"] else None,
+    )
+    say(f"traffic has shifted: replaying it at {present} and {len(space.grid())} others")
+    with retuning(
+        host,
+        run_dir,
+        baseline.profile,
+        space,
+        jobs=options["jobs"] or default_jobs(),
+        seed=options["seed"],
+        is_forced=options["force_profile"],
+    ) as retune:
+        return check(drift, trace, retune, aim)

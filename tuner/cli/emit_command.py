@@ -1,0 +1,139 @@
+"""`tune emit`: write a run's recommendation as what a deployment takes, or into its file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tuner.emit.names import Format, PatchKind
+from tuner.errors import UsageError
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+
+
+@click.command("emit", context_settings=_CONTEXT)
+@click.argument("source", metavar="RUN_OR_YAML")
+@click.option(
+    "--format",
+    "chosen",
+    type=click.Choice([str(name) for name in Format]),
+    default=str(Format.VLLM),
+    show_default=True,
+    help="What to write. vllm-exact: four limits that repeat the measured point; args: a "
+    "command line.",
+)
+@click.option("-o", "--output", metavar="FILE", help="Where it goes; default: stdout.")
+@click.option(
+    "--patch",
+    type=click.Choice([str(kind) for kind in PatchKind]),
+    is_flag=False,
+    flag_value=str(PatchKind.OBJECT),
+    help="Only what changes of an object that exists, for kubectl patch, or as a Kustomize "
+    "component; default: the whole object.",
+)
+@click.option(
+    "--merge",
+    metavar="FILE",
+    help="Set both limits in this file of yours and show the difference; with -o, leave it and "
+    "write the result there; default: a file of its own.",
+)
+@click.option(
+    "--name", metavar="NAME", help="Name of the object or service; default: the model's."
+)
+@click.option(
+    "--container",
+    metavar="NAME",
+    help="Container that runs vLLM; default: vllm, or the only one.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Model as it is named where it is served; default: as tuned.",
+)
+def emit(**options: Any) -> int:
+    """Write a recommendation as the file that a deployment takes.
+
+    \b
+        tune emit runs/2026-11-20T14-03-00 --format kubernetes -o deployment.yaml
+
+    Takes a run directory, or a YAML file that tune wrote, whose comments are the evidence then.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    return run_emit(options)
+
+
+def run_emit(options: Mapping[str, Any]) -> int:
+    """Write the file, the patch or the change. Raises: UsageError."""
+    from tuner.emit.registry import emit as whole
+    from tuner.emit.registry import emit_patch
+    from tuner.emit.sources import read_source
+    from tuner.emit.target import Names
+
+    if options["patch"] and options["merge"]:
+        raise UsageError("--patch and --merge exclude each other", "leave one of them out")
+    chosen, output = Format(options["chosen"]), options["output"]
+    check_ending(chosen, output)
+    rec = read_source(Path(options["source"]))
+    if options["model"]:
+        rec = rec.with_model(options["model"])
+    file = Path(output).name if output else ""
+    names = Names(file, options["name"] or "", options["container"] or "")
+    if options["merge"]:
+        return _merge(options, chosen, rec, names)
+    if options["patch"]:
+        text = emit_patch(chosen, rec, names, PatchKind(options["patch"]))
+    else:
+        text = whole(chosen, rec, names)
+    _put(output, text, secret=holds_secrets(chosen, rec))
+    return 0
+
+
+def check_ending(chosen: Format, output: str | None) -> None:
+    """Refuse a file name that vLLM would refuse. Raises: UsageError."""
+    if chosen in (Format.VLLM, Format.VLLM_EXACT) and output:
+        suffix = Path(output).suffix
+        if suffix not in {".yaml", ".yml"} and not output.startswith("/dev/"):
+            raise UsageError(
+                f"-o {output} must end in .yaml or .yml, got {suffix or 'no extension'}",
+                "vLLM itself refuses a configuration under another name",
+            )
+
+
+def holds_secrets(chosen: Format, rec: Any) -> bool:
+    """Whether the file of a format holds the secrets of what is recommended."""
+    from tuner.redact import has_secrets
+
+    return chosen in (Format.VLLM, Format.VLLM_EXACT) and has_secrets(rec.values)
+
+
+def _put(output: str | None, text: str, *, secret: bool) -> None:
+    from tuner.emit.whole_file import write_atomic
+
+    if output:
+        write_atomic(Path(output), text, secret=secret)
+    else:
+        sys.stdout.write(text)
+
+
+def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
+    """Show the difference and put the file in its place, or nothing if there is none."""
+    from tuner.console import say
+    from tuner.emit.registry import merge_into
+    from tuner.emit.whole_file import write_atomic
+
+    path = Path(options["merge"])
+    merged = merge_into(path, chosen, rec, names)
+    for line in merged.told:
+        say(f"note: {line}")
+    if merged.diff:
+        say(merged.diff.rstrip("\n"))
+    else:
+        say(f"{path} has these values already")
+    if options["output"]:
+        write_atomic(Path(options["output"]), merged.after, secret=merged.has_secrets)
+    elif merged.after != merged.before:
+        write_atomic(path, merged.after, secret=False)
+    return 0

@@ -1,0 +1,83 @@
+"""Docker Compose: one service, with the evidence as its labels.
+
+Source: vLLM docs, deployment/docker.md; the Compose specification.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tuner.emit import container
+from tuner.emit.edits import edit_container, label, no_place
+from tuner.emit.flags import without_expansion
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.target import Names
+from tuner.emit.yaml_text import yaml_text
+
+_PATH = "services.NAME.command"
+
+
+def write(rec: Recommendation, names: Names) -> str:
+    """Return a Compose file with one service. The image's entrypoint is `vllm serve`."""
+    port = container.port(rec)
+    service: dict[str, Any] = {
+        "image": container.image(rec),
+        "command": [*without_expansion([container.model_path(rec)]), *container.words(rec)],
+        "ports": [f"{port}:{port}"],
+        "ipc": "host",
+        "volumes": [
+            "~/.cache/huggingface:/root/.cache/huggingface",
+            "~/.cache/vllm:/root/.cache/vllm",
+        ],
+        "labels": _labels(rec),
+    }
+    if rec.is_folder:
+        folder = rec.model if rec.model.startswith((".", "/", "~")) else f"./{rec.model}"
+        mount = without_expansion([f"{folder}:{container.model_path(rec)}:ro"])
+        service["volumes"].extend(mount)
+    if container.gpus(rec):
+        device = {"driver": "nvidia", "count": container.gpus(rec), "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    command = f"docker compose -f {names.file} up"
+    body = {"services": {names.workload or "vllm": service}}
+    return yaml_text(body, rec.lines(command, container.address_notes(rec)))
+
+
+def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
+    """Set both limits in the command of the service that runs vLLM."""
+    services = documents[0].get("services") if documents and _is_map(documents[0]) else None
+    if not _is_map(services) or not services:
+        raise no_place(_PATH, "no services")
+    holder = services[_chosen(services, names.workload)]
+    if "command" not in holder and "entrypoint" not in holder:
+        raise no_place(_PATH, "a service without a command")
+    edit_container(holder, rec.limits, _PATH, ("command", "entrypoint"))
+    label(holder, _labels(rec))
+    return []
+
+
+def _labels(rec: Recommendation) -> dict[str, str]:
+    """Return the provenance; Compose reads a dollar in it as the start of a variable."""
+    return {key: without_expansion([text])[0] for key, text in rec.annotations().items()}
+
+
+def _chosen(services: dict[str, Any], wanted: str) -> str:
+    """Return the name of the service that runs vLLM."""
+    if wanted and wanted not in services:
+        raise no_place(f"services.{wanted}", f"services {', '.join(services)}")
+    if wanted:
+        return wanted
+    running = [
+        name
+        for name, service in services.items()
+        if _is_map(service)
+        and "vllm" in f"{name} {service.get('image')} {service.get('command')}"
+    ]
+    if len(running) != 1:
+        got = f"{len(running)} services that run vLLM among {', '.join(services)}"
+        raise no_place(_PATH, got, "name the one to change with --name")
+    return running[0]
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, dict)

@@ -1,0 +1,124 @@
+"""The container that a recommendation runs in: image, model path, port, devices, arguments.
+
+What Docker Compose and the Kubernetes objects have in common. The objects themselves are made
+in their own modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tuner.emit.flags import flags, without_expansion
+from tuner.emit.recommendation import Recommendation
+
+DEFAULT_PORT: Final = 8000
+"""Source: vLLM vllm/entrypoints/openai/cli_args.py, --port."""
+
+MODELS_DIR: Final = "/models"
+"""Where a model that is a folder is mounted: ours."""
+
+# A large model may take minutes to load and compile: ours, 30 minutes.
+_START_PROBES = 180
+_PROBE_PERIOD_S = 10
+
+
+def image(rec: Recommendation) -> str:
+    """Return vLLM's own image of the version that was measured.
+
+    Source: vLLM docs, deployment/docker.md and getting_started/installation/cpu.md.
+    """
+    repository, tag = image_parts(rec)
+    return f"{repository}:{tag}"
+
+
+def image_parts(rec: Recommendation) -> tuple[str, str]:
+    """Return the image's repository and tag."""
+    version = rec.facts.get("vllm-version", "").split("+")[0]
+    repository = "vllm/vllm-openai-cpu" if is_cpu(rec) else "vllm/vllm-openai"
+    return repository, f"v{version}" if version else "latest"
+
+
+def is_cpu(rec: Recommendation) -> bool:
+    """Return whether the measured engine ran without an accelerator."""
+    return rec.facts.get("device", "").startswith("CPU")
+
+
+def gpus(rec: Recommendation) -> int:
+    """Return how many devices one replica takes: a product of vLLM's parallelisms."""
+    if is_cpu(rec):
+        return 0
+    kinds = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+    count = 1
+    for kind in kinds:
+        count *= max(rec.number(kind, 1), 1)
+    return count
+
+
+def port(rec: Recommendation) -> int:
+    """Return the port that the server listens on."""
+    return rec.number("port", DEFAULT_PORT)
+
+
+def model_path(rec: Recommendation) -> str:
+    """Return what the model is called inside of the container."""
+    return f"{MODELS_DIR}/{rec.name}" if rec.is_folder else rec.model
+
+
+def claim(rec: Recommendation) -> str:
+    """Return the name of the volume claim that is to hold a model's folder."""
+    return f"{rec.name}-model"
+
+
+def words(rec: Recommendation, *but: str) -> list[str]:
+    """Return the arguments after the model; inside a container every address is right."""
+    return without_expansion(flags(rec.flags_but("host", *but)))
+
+
+def notes(rec: Recommendation) -> list[str]:
+    """Return what a pod leaves out of the settings, and what it needs."""
+    if not rec.is_folder:
+        return address_notes(rec)
+    told = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
+    return [*address_notes(rec), f"the model is a folder: {told}"]
+
+
+def address_notes(rec: Recommendation) -> list[str]:
+    """Return what a container leaves out of the settings."""
+    if "host" not in rec.shared:
+        return []
+    return ["left out host: a container is reached on all of its addresses"]
+
+
+def container(rec: Recommendation, name: str) -> dict[str, Any]:
+    """Return the container of a pod."""
+    made: dict[str, Any] = {
+        "name": name,
+        "image": image(rec),
+        "command": ["vllm", "serve", *without_expansion([model_path(rec)])],
+        "args": words(rec),
+        "ports": [{"name": "http", "containerPort": port(rec)}],
+        "startupProbe": {**_probe(), "failureThreshold": _START_PROBES},
+        "readinessProbe": _probe(),
+    }
+    if gpus(rec):
+        made["resources"] = {"limits": {"nvidia.com/gpu": str(gpus(rec))}}
+    made["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108 - the pod's
+    if rec.is_folder:
+        mount = {"name": "model", "mountPath": MODELS_DIR, "readOnly": True}
+        made["volumeMounts"].append(mount)
+    return made
+
+
+def volumes(rec: Recommendation) -> list[dict[str, Any]]:
+    """Return the pod's volumes; tensor parallelism passes its messages through /dev/shm."""
+    made: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
+    ]
+    if rec.is_folder:
+        held = {"claimName": claim(rec), "readOnly": True}
+        made.append({"name": "model", "persistentVolumeClaim": held})
+    return made
+
+
+def _probe() -> dict[str, Any]:
+    return {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_PERIOD_S}

@@ -1,0 +1,261 @@
+"""Set both limits where a user's file says how vLLM is started, and touch nothing else.
+
+Works on YAML documents as mappings and lists, whatever library read them; `merge` reads and
+writes the file. Each target says where its documents keep the arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import Any, Final
+
+from tuner.emit.recommendation import LIVE_LIMIT_KEYS
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
+
+_STARTS_VLLM: Final = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\.[\w.]+")
+# The model after `vllm serve`, perhaps on the next line; a backslash alone continues the line.
+_MODEL_WORD: Final = re.compile(r"(?:\s|\\\n)+(?![-\\])\S+")
+_SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
+
+
+def no_place(expected: str, got: str, hint: str = "") -> UsageError:
+    """Return the error of a file that has no place for the limits."""
+    return UsageError(
+        f"has no place for the limits: expected {expected}, got {got}",
+        hint or "check --format, or write a file of its own with -o",
+    )
+
+
+def limit_flags(limits: EngineLimits) -> dict[str, int]:
+    """Return both limits by vLLM's keys."""
+    return {
+        MAX_NUM_SEQS: limits.max_num_seqs,
+        MAX_NUM_BATCHED_TOKENS: limits.max_num_batched_tokens,
+    }
+
+
+def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> dict[str, Any]:
+    """Return the one document of the kinds, by name where one is given, that runs vLLM.
+
+    Raises: UsageError if there is none, or several to choose from.
+    """
+    maps = [d for d in documents if isinstance(d, dict)]
+    fit = [d for d in maps if d.get("kind") in kinds and name in ("", _name_of(d))]
+    if len(fit) > 1:
+        fit = [d for d in fit if "vllm" in str(d).lower()] or fit
+    if len(fit) == 1:
+        return fit[0]
+    wanted = " or ".join(kinds) + (f" named {name}" if name else "")
+    if not fit:
+        kept = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
+        raise no_place(f"kind: {wanted}", kept or "no object of Kubernetes")
+    names = ", ".join(map(_name_of, fit))
+    raise no_place(f"one {wanted}", f"{len(fit)}: {names}", "choose one with --name")
+
+
+def _name_of(document: Mapping[str, Any]) -> str:
+    metadata = document.get("metadata")
+    return str(metadata.get("name", "")) if isinstance(metadata, dict) else ""
+
+
+def descend(node: Any, path: Sequence[str], shown: str) -> Any:  # noqa: ANN401 - any YAML
+    """Return what lies under a path of keys. Raises: UsageError, naming the path shown."""
+    for key in path:
+        if not isinstance(node, dict) or key not in node:
+            raise no_place(shown, f"no {key}")
+        node = node[key]
+    return node
+
+
+def find_container(
+    found: Mapping[str, Any], path: Sequence[str], shown: str, name: str
+) -> dict[str, Any]:
+    """Return the container that runs vLLM among those under the path. Raises: UsageError."""
+    listed = descend(found, (*path, "containers"), shown)
+    held = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    fit = [c for c in held if name in ("", c.get("name"))]
+    if len(fit) > 1:
+        fit = [c for c in fit if c.get("name") == "vllm"] or [
+            c for c in fit if "vllm" in str(c).lower()
+        ]
+    if len(fit) == 1:
+        return fit[0]
+    wanted = f"one named {name}" if name else "one that runs vLLM"
+    names = ", ".join(str(c.get("name")) for c in held) or "none"
+    raise no_place(f"{shown}, {wanted}", names, "choose the container with --container")
+
+
+def edit_container(
+    holder: dict[str, Any],
+    limits: EngineLimits,
+    shown: str,
+    keys: tuple[str, ...] = ("args", "command"),
+) -> None:
+    """Set both limits in the arguments of a container, listed or in a shell's line.
+
+    Raises: UsageError if it has no arguments, or a shell's script that does not start vLLM.
+    """
+    lines = list(_lines(holder, keys))
+    for parent, place in lines:
+        parent[place] = like(parent[place], edit_line(parent[place], limits))
+    if lines:
+        return
+    lists = [holder[key] for key in keys if isinstance(holder.get(key), list)]
+    if not lists:
+        raise no_place(f"{shown}.{keys[0]} or .{keys[1]}", "neither")
+    if any(_is_shell(words) for words in lists):
+        raise no_place(f"a line with `vllm serve` under {shown}", "a script without one")
+    for key, value in limit_flags(limits).items():
+        # Every occurrence, because vLLM takes the last one.
+        if True not in [set_flag(words, key, value) for words in lists]:
+            add_flag(lists[0], key, value)
+    for key in LIVE_LIMIT_KEYS:
+        for words in lists:
+            drop_flag(words, key)
+
+
+def _lines(holder: dict[str, Any], keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield where a whole command line stands as one text: its parent and its place there."""
+    for key in keys:
+        value = holder.get(key)
+        if isinstance(value, str):
+            yield holder, key
+        elif isinstance(value, list):
+            for place, word in enumerate(value):
+                if isinstance(word, str) and _STARTS_VLLM.search(word) and " " in word.strip():
+                    yield value, place
+
+
+def _is_shell(words: Sequence[Any]) -> bool:
+    texts = [str(word) for word in words]
+    return "-c" in texts and texts[0].rpartition("/")[2] in _SHELLS
+
+
+def edit_line(line: str, limits: EngineLimits) -> str:
+    """Return a command line with both limits set, and without what would cap them.
+
+    >>> edit_line("vllm serve m --max_num_seqs 256 && echo", EngineLimits(8, 512))
+    'vllm serve m --max-num-batched-tokens=512 --max_num_seqs 8 && echo'
+    """
+    for key, value in limit_flags(limits).items():
+        flag = _flag_pattern(key)
+        if flag.search(line):
+            line = flag.sub(rf"\g<flag>{value}", line)
+        else:
+            place = _after_model(line)
+            line = f"{line[:place]} --{key}={value}{line[place:]}"
+    for key in LIVE_LIMIT_KEYS:
+        line = re.sub(r"[ \t]*" + _flag_pattern(key).pattern, "", line)
+    return line
+
+
+def _flag_pattern(key: str) -> re.Pattern[str]:
+    """Return a pattern for a flag, in either spelling, with the value that follows it."""
+    name = key.replace("-", "[-_]")
+    return re.compile(
+        rf"(?P<flag>--{name}(?:=|(?:\s|\\\n)+))(?:\"[^\"]*\"|'[^']*'|[^\s\"'\\]+)"
+    )
+
+
+def _after_model(line: str) -> int:
+    """Return where a flag can be put in: after the model, or where the line ends."""
+    start = _STARTS_VLLM.search(line)
+    if start is None:
+        return len(line.rstrip())
+    model = _MODEL_WORD.match(line, start.end()) if "serve" in start.group() else None
+    return model.end() if model else start.end()
+
+
+def set_flag(words: list[Any], key: str, value: int) -> bool:
+    """Give a flag that stands among the words its value, in the form it has there."""
+    was_there = False
+    for place, word in enumerate(words):
+        flag, equals, _ = str(word).partition("=")
+        if not flag.startswith("--") or hyphenated(flag[2:]) != key:
+            continue
+        was_there = True
+        if equals:
+            words[place] = like(word, f"{flag}={value}")
+        elif place + 1 < len(words):
+            words[place + 1] = like(words[place + 1], str(value))
+        else:
+            words.append(like(word, str(value)))
+    return was_there
+
+
+def add_flag(words: list[Any], key: str, value: int) -> None:
+    """Put a flag behind the words, in one word or two as the others are."""
+    texts = ["=" if "=" in str(word) else str(word) for word in words]
+    is_split = any(
+        flag.startswith("--") and not value.startswith(("-", "="))
+        for flag, value in pairwise(texts)
+    )
+    pattern = next((word for word in reversed(words) if isinstance(word, str)), "")
+    if is_split:
+        words.extend([like(pattern, f"--{key}"), like(pattern, str(value))])
+    else:
+        words.append(like(pattern, f"--{key}={value}"))
+
+
+def drop_flag(words: list[Any], key: str) -> None:
+    """Take a flag and its value out of the words."""
+    for place in range(len(words) - 1, -1, -1):
+        flag, equals, _ = str(words[place]).partition("=")
+        if flag.startswith("--") and hyphenated(flag[2:]) == key:
+            del words[place : place + (1 if equals else 2)]
+
+
+def like(old: object, text: str) -> object:
+    """Return a text in the kind of quotes, or the block, that an old one stands in."""
+    if not isinstance(old, str):
+        return int(text) if isinstance(old, int) and text.isdigit() else text
+    made = type(old)(text)
+    if comment := getattr(old, "comment", None):
+        setattr(made, "comment", comment)  # noqa: B010 - an attribute of ruamel.yaml's blocks
+    if folds := getattr(old, "fold_pos", None):
+        setattr(made, "fold_pos", _moved(folds, old, text))  # noqa: B010 - as above
+    return made
+
+
+def _moved(folds: Sequence[int], old: str, text: str) -> list[int]:
+    """Return where a folded block is folded after a change: at the blanks that it still has."""
+    kept = SequenceMatcher(None, old, text, autojunk=False).get_matching_blocks()
+    return [
+        block.b + fold - block.a
+        for fold in folds
+        for block in kept
+        if block.a <= fold < block.a + block.size
+    ]
+
+
+def annotate(found: dict[str, Any], annotations: Mapping[str, str]) -> None:
+    """Put the provenance among the annotations of an object."""
+    if annotations:
+        merge_map(found.setdefault("metadata", {}), "annotations", annotations)
+
+
+def merge_map(holder: dict[str, Any], key: str, values: Mapping[str, str]) -> None:
+    """Set the values in the mapping under a key, which is made where there is none."""
+    if isinstance(holder.get(key), dict):
+        holder[key].update(values)
+    elif values:
+        holder[key] = dict(values)
+
+
+def label(holder: dict[str, Any], labels: Mapping[str, str]) -> None:
+    """Put the provenance among the labels of a Compose service, a mapping or a list."""
+    listed = holder.get("labels")
+    if not isinstance(listed, list):
+        merge_map(holder, "labels", labels)
+        return
+    for key, text in labels.items():
+        places = [i for i, word in enumerate(listed) if str(word).partition("=")[0] == key]
+        if places:
+            listed[places[0]] = like(listed[places[0]], f"{key}={text}")
+        else:
+            listed.append(f"{key}={text}")

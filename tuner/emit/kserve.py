@@ -1,0 +1,172 @@
+"""KServe: an InferenceService of its Hugging Face runtime, and an LLMInferenceService.
+
+The runtime ignores flags that it does not know, so vLLM's are written with hyphens, as vLLM's
+own parser takes them, and the runtime's own with underscores.
+
+Source: kserve/kserve, python/huggingfaceserver/huggingfaceserver/__main__.py;
+    config/llmisvcconfig/config-llm-template.yaml and docs/samples/llmisvc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tuner.emit import container
+from tuner.emit.edits import (
+    annotate,
+    descend,
+    edit_container,
+    edit_line,
+    find_container,
+    find_object,
+    like,
+    no_place,
+)
+from tuner.emit.flags import flags, without_expansion
+from tuner.emit.llm_d import uri
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.target import Names
+from tuner.emit.yaml_text import yaml_text
+from tuner.spelling import human_integer
+
+_OWN_FLAGS: Final = {
+    "max-model-len": "max_model_len",
+    "revision": "model_revision",
+    "tokenizer-revision": "tokenizer_revision",
+    "trust-remote-code": "trust_remote_code",
+}
+"""Flags of the runtime itself, which it hands on to vLLM."""
+
+_NUMBERS = ("max_model_len",)
+_ARGS_PATH = "spec.predictor.model.args"
+_LLM_PATH = "spec.template.containers[]"
+_LLM_CONTAINER = "main"
+_ENV: Final = "VLLM_ADDITIONAL_ARGS"
+"""What the template's shell line appends to `vllm serve`."""
+
+
+def _resources(rec: Recommendation, memory: str) -> dict[str, Any]:
+    """Return room for one replica; without it KServe grants one core and 2 GiB."""
+    room = {"cpu": "6", "memory": memory}
+    if container.gpus(rec):
+        room["nvidia.com/gpu"] = str(container.gpus(rec))
+    return {"limits": room, "requests": dict(room)}
+
+
+def write(rec: Recommendation, names: Names) -> str:
+    """Return an InferenceService."""
+    name = names.workload or rec.name
+    served = rec.served_names[0] if "served-model-name" in rec.settings else name
+    shared = rec.flags_but("host", "port", "served-model-name")
+    own = {_OWN_FLAGS[key]: shared.pop(key) for key in _OWN_FLAGS if key in shared}
+    model: dict[str, Any] = {"modelFormat": {"name": "huggingface"}}
+    if rec.is_folder:
+        model["storageUri"] = uri(rec)
+    else:
+        own = {"model_id": rec.model, **own}
+    first = _own_flags({"model_name": served, **own})
+    model["args"] = without_expansion([*first, *flags(shared)])
+    model["resources"] = _resources(rec, "24Gi")
+    body = {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": {"name": name, "annotations": rec.annotations()},
+        "spec": {"predictor": {"model": model}},
+    }
+    notes = [*container.notes(rec), "resources are examples: fit them to your nodes"]
+    return yaml_text(body, rec.lines(f"kubectl apply -f {names.file}", notes))
+
+
+def _own_flags(own: Mapping[str, object]) -> list[str]:
+    """Return the runtime's own flags, whose numbers it reads as plain ones and not as 8K."""
+    made = []
+    for key, value in own.items():
+        number = human_integer(value) if isinstance(value, str) and key in _NUMBERS else value
+        if number is True:
+            made.append(f"--{key}")
+        elif number is not False:
+            made.append(f"--{key}={value if number is None else number}")
+    return made
+
+
+def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
+    """Set both limits in the arguments of an InferenceService's model."""
+    found = find_object(documents, ("InferenceService",), names.workload)
+    predictor = descend(found, ("spec", "predictor"), _ARGS_PATH)
+    if isinstance(predictor, dict) and "containers" in predictor:
+        shown = "spec.predictor.containers[]"
+        holder = find_container(predictor, (), shown, names.container)
+    else:
+        holder, shown = descend(predictor, ("model",), _ARGS_PATH), "spec.predictor.model"
+        if not isinstance(holder, dict):
+            raise no_place(_ARGS_PATH, "no mapping")
+        holder.setdefault("args", [])
+    edit_container(holder, rec.limits, shown)
+    annotate(found, rec.annotations())
+    return []
+
+
+def write_llm(rec: Recommendation, names: Names) -> str:
+    """Return an LLMInferenceService whose template gets our flags through its variable."""
+    line, split = _one_line(rec)
+    held: dict[str, Any] = {
+        "name": _LLM_CONTAINER,
+        "env": [{"name": _ENV, "value": line}],
+        "resources": _resources(rec, "32Gi"),
+    }
+    if container.is_cpu(rec):
+        # The template's image is for GPUs, and vLLM's own runs as root.
+        own = {"image": container.image(rec), "securityContext": {"runAsNonRoot": False}}
+        held = {"name": _LLM_CONTAINER, **own, **held}
+    body = {
+        "apiVersion": "serving.kserve.io/v1alpha2",
+        "kind": "LLMInferenceService",
+        "metadata": {"name": names.workload or rec.name, "annotations": rec.annotations()},
+        "spec": {
+            "model": {"uri": uri(rec), "name": rec.served_names[0]},
+            "replicas": 1,
+            "router": {"route": {}, "gateway": {}, "scheduler": {}},
+            "template": {"containers": [held]},
+        },
+    }
+    notes = [*container.notes(rec), *split, "resources are examples: fit them to your nodes"]
+    return yaml_text(body, rec.lines(f"kubectl apply -f {names.file}", notes))
+
+
+def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
+    """Return the flags in one line, and what cannot stand there.
+
+    A shell splits the line at blanks.
+    """
+    kept: list[str] = []
+    told: list[str] = []
+    for key, value in rec.flags_but("host", "port", "served-model-name").items():
+        words = flags({key: value})
+        if any(word.split() != [word] for word in words):
+            told.append(
+                f"left out {key}: its value has blanks, at which KServe splits the line"
+            )
+        else:
+            kept.extend(words)
+    return " ".join(without_expansion(kept)), told
+
+
+def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
+    """Set both limits in the variable that the template appends, or in arguments of its own."""
+    found = find_object(documents, ("LLMInferenceService",), names.workload)
+    where = ("spec", "template")
+    holder = find_container(found, where, _LLM_PATH, names.container or _LLM_CONTAINER)
+    if "args" in holder or "command" in holder:
+        edit_container(holder, rec.limits, _LLM_PATH)
+    else:
+        variables = holder.setdefault("env", [])
+        own = [v for v in variables if isinstance(v, dict) and v.get("name") == _ENV]
+        if own and not isinstance(own[0].get("value"), str):
+            raise no_place(f"a value of {_ENV} in {_LLM_PATH}.env", "a reference")
+        if own:
+            own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.limits))
+        else:
+            variables.append({"name": _ENV, "value": edit_line("", rec.limits).strip()})
+    annotate(found, rec.annotations())
+    return []

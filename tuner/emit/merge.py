@@ -1,0 +1,241 @@
+"""Change both limits in a YAML file of the user's, and leave all else as it stands there.
+
+Comments, order, quotes and indentation survive: the file is read and written by a library that
+keeps them, and where it would still write a line anew that nobody changed, the user's line
+stays. Where the limits belong in the file is left to the target. Owns ruamel.yaml.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from tuner.emit.hiding import hidden
+from tuner.errors import UsageError
+
+# How people indent a sequence below its key: (indent of its items, offset of the hyphen), and
+# both again for mappings that are indented by four. The first that gives the file back is it.
+_INDENTS: Final = ((2, 2, 0), (2, 4, 2), (2, 3, 1), (4, 4, 0), (4, 4, 2), (4, 6, 4), (4, 2, 0))
+_COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
+# Longer than any line of a command: the library would fold it otherwise. Ours.
+_WIDTH: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A file before and after the change, and what has to be said about it."""
+
+    name: str
+    before: str
+    after: str
+    told: tuple[str, ...] = ()
+
+    @property
+    def diff(self) -> str:
+        """The change as a unified diff; a secret beside it is hidden."""
+        lines = difflib.unified_diff(
+            hidden(_lines(self.before)), hidden(_lines(self.after)), self.name, self.name, n=2
+        )
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether a line of the file names a secret."""
+        return hidden(_lines(self.after)) != _lines(self.after)
+
+
+def merge(path: Path, edit: Callable[[list[Any]], list[str]]) -> Merged:
+    """Return the file as it would be after the edit of its documents; nothing is written.
+
+    Raises: UsageError if it cannot be read, is not YAML, or has no place for our keys.
+    """
+    before = _read(path)
+    ends = "\r\n" if "\r\n" in before else "\n"
+    text = before.replace("\r\n", "\n")
+    yaml, documents = _loaded(path, text)
+    plain = _dumped(yaml, documents)
+    try:
+        told = edit(documents)
+    except UsageError as error:
+        raise UsageError(f"{path} {error.message}", error.hint) from error
+    wanted = _dumped(yaml, documents)
+    after = _kept(text, plain, wanted)
+    if _values(after) != _values(wanted):
+        after = wanted
+    if not _comments(text) <= _comments(after):
+        raise UsageError(
+            f"{path} cannot be changed without losing a comment of yours: expected one setting "
+            "a line",
+            "set both limits there by hand, or write its flow mappings as blocks",
+        )
+    return Merged(str(path), before, after.replace("\n", ends), tuple(told))
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+def _read(path: Path) -> str:
+    hint = "name the YAML file that is to be changed after --merge"
+    try:
+        with path.open(encoding="utf-8", newline="") as handle:
+            return handle.read()
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist", hint) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not YAML: it is no text in UTF-8", hint) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
+
+
+def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
+    """Return the documents, and the writer that gives the file back best.
+
+    Raises: UsageError if the text is not YAML.
+    """
+    best: tuple[int, YAML, list[Any]] | None = None
+    for indents in _INDENTS:
+        yaml = _library(text, indents)
+        try:
+            documents = list(yaml.load_all(text))
+            dumped = _dumped(yaml, documents)
+        except (YAMLError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"{path} is not YAML: {_reason(error)}",
+                "a template is no YAML before it is filled in; name a file that is",
+            ) from None
+        changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
+        if best is None or changed < best[0]:
+            best = (changed, yaml, documents)
+        if not changed:
+            break
+    if best is None:  # there is always a first way to indent
+        raise UsageError(f"{path} is not YAML")
+    return best[1], best[2]
+
+
+def _library(text: str, indents: tuple[int, int, int]) -> YAML:
+    yaml = YAML()
+    mapping, sequence, offset = indents
+    yaml.indent(mapping=mapping, sequence=sequence, offset=offset)
+    yaml.width = _WIDTH
+    yaml.preserve_quotes = True
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # takes a bool
+    first = next((s for s in map(str.strip, text.split("\n")) if s and s[0] != "#"), "")
+    has_marker = first == "---" or first.startswith("--- ")
+    yaml.explicit_start = has_marker
+    return yaml
+
+
+def _dumped(yaml: YAML, documents: Sequence[Any]) -> str:
+    out = io.StringIO()
+    yaml.dump_all(documents, out)
+    return out.getvalue()
+
+
+def _values(text: str) -> list[Any]:
+    """Return what a text says as YAML, or nothing where it is none."""
+    try:
+        return list(YAML().load_all(text))
+    except YAMLError:
+        return []
+
+
+def _comments(text: str) -> Counter[str]:
+    """Return all comments, and what looks like one within a text: a hash behind a blank."""
+    return Counter(found.rstrip() for found in _COMMENT.findall(text))
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason with its line, without the file's text: a secret may stand in it."""
+    mark = getattr(error, "problem_mark", None)
+    place = f" in line {mark.line + 1}" if mark is not None else ""
+    problem = str(getattr(error, "problem", "") or "it cannot be read").split("\n")[0]
+    if problem.startswith("found duplicate key"):
+        problem = "a key stands there twice"
+    return f"{problem}{place}"
+
+
+def _kept(text: str, plain: str, wanted: str) -> str:
+    """Return the user's text with the lines exchanged in which `wanted` differs from `plain`.
+
+    `plain` is the text as the library writes it unchanged: what it wrote otherwise there, in
+    indentation, blanks or breaks of a line, the user keeps around what is ours.
+    """
+    ours, theirs, new = _lines(plain), _lines(text), _lines(wanted)
+    place = _places(ours, theirs)
+    made: list[str] = []
+    done = 0
+    for i1, i2, j1, j2 in _hunks(ours, new, place):
+        start, end = _span(i1, i2, place, theirs)
+        moved = [_moved(line, ours[:i2], theirs, place) for line in new[j1:j2]]
+        made.extend([*theirs[done:start], *moved])
+        done = max(start, end)
+    return "".join([*made, *theirs[done:]])
+
+
+def _places(ours: list[str], theirs: list[str]) -> dict[int, int]:
+    """Return where each line stands in the other text, alike but for its blanks."""
+    a, b = ([" ".join(line.split()) for line in lines] for lines in (ours, theirs))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    return {block.a + i: block.b + i for block in blocks for i in range(block.size)}
+
+
+def _hunks(
+    ours: list[str], new: list[str], place: dict[int, int]
+) -> list[tuple[int, int, int, int]]:
+    """Return what differs, widened to lines that stand in the user's text as well."""
+    hunks: list[tuple[int, int, int, int]] = []
+    matcher = difflib.SequenceMatcher(None, ours, new, autojunk=False)
+    for kind, i1, i2, j1, j2 in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        first, last = i1, i2
+        while first > 0 and not (first in place and first < i2) and first - 1 not in place:
+            first -= 1
+        while first < last < len(ours) and last - 1 not in place and last not in place:
+            last += 1
+        wide = (first, last, j1 - (i1 - first), j2 + (last - i2))
+        if hunks and wide[0] < hunks[-1][1]:
+            before = hunks.pop()
+            wide = (before[0], wide[1], before[2], wide[3])
+        hunks.append(wide)
+    return hunks
+
+
+def _span(i1: int, i2: int, place: dict[int, int], theirs: list[str]) -> tuple[int, int]:
+    """Return which of the user's lines a hunk replaces: none of their comments behind it."""
+    behind = place.get(i1 - 1, -1) + 1
+    if i1 == i2:
+        return behind, behind
+    start = place.get(i1, behind)
+    if i2 - 1 in place:
+        return start, place[i2 - 1] + 1
+    end = place.get(i2, len(theirs))
+    while end > start and theirs[end - 1].strip()[:1] in {"", "#"}:
+        end -= 1
+    return start, end
+
+
+def _moved(line: str, above: list[str], theirs: list[str], place: dict[int, int]) -> str:
+    """Return a new line with the indentation that the user gives its neighbours."""
+    depth = _depth(line)
+    known = [i for i in range(len(above)) if i in place and above[i].strip()]
+    alike = [i for i in known if _depth(above[i]) == depth] or known
+    if not alike or not line.strip():
+        return line
+    shift = _depth(theirs[place[alike[-1]]]) - _depth(above[alike[-1]])
+    return " " * max(depth + shift, 0) + line.lstrip(" ")
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))

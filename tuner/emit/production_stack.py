@@ -1,0 +1,194 @@
+"""vLLM production-stack: values of its Helm chart, and a patch of its operator's VLLMRuntime.
+
+The chart accepts keys that it does not know and does nothing with them; max_num_batched_tokens
+has no key and goes through `extraArgs`. Chart and operator both turn prefix caching off where
+nobody says otherwise, so it is always said.
+
+Source: vllm-project/production-stack, helm/templates/deployment-vllm-multi.yaml and
+    helm/values.schema.json; operator/config/crd/bases.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tuner.emit import container
+from tuner.emit.edits import (
+    add_flag,
+    annotate,
+    descend,
+    drop_flag,
+    find_object,
+    merge_map,
+    no_place,
+    set_flag,
+)
+from tuner.emit.flags import flags, without_expansion
+from tuner.emit.recommendation import LIVE_LIMIT_KEYS, Recommendation
+from tuner.emit.target import Names
+from tuner.emit.yaml_text import yaml_text
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
+
+_SWITCHES: Final = {
+    "enableChunkedPrefill": "enable-chunked-prefill",
+    "enablePrefixCaching": "enable-prefix-caching",
+}
+# Helm reads numbers as floats and writes those from a million on with an exponent.
+_HELM_EXACT_BELOW = 1_000_000
+_MODEL_PATH = "servingEngineSpec.modelSpec[].vllmConfig"
+_RUNTIME = ("VLLMRuntime",)
+
+
+def _int(rec: Recommendation, key: str) -> int | None:
+    """Return a whole number as the schemas want it, or None where vLLM has to read it."""
+    value = rec.settings.get(key)
+    number = human_integer(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    return number if 0 < number < _HELM_EXACT_BELOW else None
+
+
+def _known(rec: Recommendation) -> dict[str, Any]:
+    """Return the settings that both forms have a key of their own for."""
+    lengths = {
+        "maxModelLen": _int(rec, "max-model-len"),
+        "tensorParallelSize": _int(rec, "tensor-parallel-size"),
+    }
+    made: dict[str, Any] = {key: number for key, number in lengths.items() if number}
+    if isinstance(rec.settings.get("dtype"), str):
+        made["dtype"] = rec.settings["dtype"]
+    if "gpu-memory-utilization" in rec.settings:
+        made["gpuMemoryUtilization"] = rec.settings["gpu-memory-utilization"]
+    for key, switch in _SWITCHES.items():
+        made[key] = rec.is_on(switch, default=True)
+    return made
+
+
+def _extra(rec: Recommendation, known: dict[str, Any]) -> list[str]:
+    """Return the flags of everything that has no key."""
+    spelled = {
+        "maxModelLen": "max-model-len",
+        "tensorParallelSize": "tensor-parallel-size",
+        "dtype": "dtype",
+        "gpuMemoryUtilization": "gpu-memory-utilization",
+        **_SWITCHES,
+    }
+    said = [spelled[key] for key in known]
+    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *said)))
+
+
+def write(rec: Recommendation, names: Names) -> str:
+    """Return values for the chart, with one entry of modelSpec."""
+    known = _known(rec)
+    repository, tag = container.image_parts(rec)
+    model = {
+        "name": names.workload or rec.name,
+        "annotations": rec.annotations(),
+        "repository": repository,
+        "tag": tag,
+        "modelURL": f"/data/{rec.name}" if rec.is_folder else rec.model,
+        "replicaCount": 1,
+        "requestCPU": 6,
+        "requestMemory": "32Gi",
+        "requestGPU": container.gpus(rec),
+        "vllmConfig": {
+            "maxNumSeqs": rec.limits.max_num_seqs,
+            **known,
+            "extraArgs": _extra(rec, known),
+        },
+    }
+    if rec.is_folder:
+        model["pvcStorage"] = "50Gi"
+    notes = ["requests of CPU and memory are examples: fit them to your nodes"]
+    if rec.is_folder:
+        notes.append(f"the model is a folder: put {rec.model} into the chart's volume, /data")
+    command = f"helm upgrade --install vllm vllm/vllm-stack -f {names.file}"
+    body = {"servingEngineSpec": {"runtimeClassName": "", "modelSpec": [model]}}
+    return yaml_text(body, rec.lines(command, notes))
+
+
+def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
+    """Set maxNumSeqs, and the token budget among extraArgs, of one modelSpec."""
+    root = documents[0] if documents else None
+    listed = descend(root, ("servingEngineSpec", "modelSpec"), _MODEL_PATH)
+    models = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
+    fit = [m for m in models if names.workload in ("", m.get("name"))]
+    if len(fit) != 1:
+        got = ", ".join(str(m.get("name")) for m in models) or "none"
+        raise no_place("one entry of servingEngineSpec.modelSpec", got, "choose it with --name")
+    config = fit[0].get("vllmConfig")
+    if not isinstance(config, dict) or not config:
+        raise no_place(_MODEL_PATH, "no vllmConfig")
+    config["maxNumSeqs"] = rec.limits.max_num_seqs
+    _edit_extra(config, rec)
+    merge_map(fit[0], "annotations", rec.annotations())
+    return _switched_off(config, rec)
+
+
+def patch(rec: Recommendation, names: Names) -> dict[str, Any]:
+    """Return a merge patch of a VLLMRuntime.
+
+    Its model keeps name and place. A merge patch replaces extraArgs whole, so they are said in
+    full: those of the configuration that was measured.
+    """
+    known = _known(rec)
+    of_model: dict[str, Any] = {
+        key: known.pop(key) for key in ("maxModelLen", "dtype") if key in known
+    }
+    if "gpuMemoryUtilization" in known:
+        known["gpuMemoryUtilization"] = str(known["gpuMemoryUtilization"])
+    return {
+        "apiVersion": "production-stack.vllm.ai/v1alpha1",
+        "kind": _RUNTIME[0],
+        "metadata": {"name": names.workload or rec.name, "annotations": rec.annotations()},
+        "spec": {
+            "model": {"maxNumSeqs": rec.limits.max_num_seqs, **of_model},
+            # Where v1 is absent, the operator asks for the engine that vLLM no longer has.
+            "vllmConfig": {
+                "v1": True,
+                **known,
+                "extraArgs": _extra(rec, {**known, **of_model}),
+            },
+        },
+    }
+
+
+def write_runtime(rec: Recommendation, names: Names) -> str:
+    """Return the patch: the object itself needs an image and resources that we do not know."""
+    made = patch(rec, names)
+    name = made["metadata"]["name"]
+    command = f"kubectl patch vllmruntime {name} --type merge --patch-file {names.file}"
+    return yaml_text(made, rec.lines(command))
+
+
+def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
+    """Set both limits in a VLLMRuntime: the cap beside the model, the budget in extraArgs."""
+    found = find_object(documents, _RUNTIME, names.workload)
+    model = descend(found, ("spec", "model"), "spec.model")
+    config = descend(found, ("spec", "vllmConfig"), "spec.vllmConfig")
+    if not isinstance(model, dict) or not isinstance(config, dict):
+        raise no_place("spec.model and spec.vllmConfig", "no mappings there")
+    model["maxNumSeqs"] = rec.limits.max_num_seqs
+    _edit_extra(config, rec)
+    annotate(found, rec.annotations())
+    return _switched_off(config, rec)
+
+
+def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
+    """Set the limits among the extra arguments, which come last and so win."""
+    words = config.get("extraArgs")
+    if not isinstance(words, list):
+        words = config["extraArgs"] = []
+    set_flag(words, MAX_NUM_SEQS, rec.limits.max_num_seqs)
+    if not set_flag(words, MAX_NUM_BATCHED_TOKENS, rec.limits.max_num_batched_tokens):
+        add_flag(words, MAX_NUM_BATCHED_TOKENS, rec.limits.max_num_batched_tokens)
+    for key in LIVE_LIMIT_KEYS:
+        drop_flag(words, key)
+
+
+def _switched_off(config: dict[str, Any], rec: Recommendation) -> list[str]:
+    """Say that prefix caching is off there by omission, and was on when it was measured."""
+    key = "enablePrefixCaching"
+    if key in config or not rec.is_on(_SWITCHES[key], default=True):
+        return []
+    return [f"{key} is not set there, which turns it off; it was on when this was measured"]

@@ -1,0 +1,174 @@
+"""What is deployed: the user's configuration with the tuned limits, and where they come from.
+
+Answers which settings a file may hold and how it is named and commented. How a target spells
+them is left to that target's module, and where a recommendation is read from to `sources`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from tuner.engine.protocol import EngineLimits
+from tuner.redact import REDACTED, has_secrets
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, twin
+
+LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
+"""Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
+
+Source: SchedulerConfig in vLLM's vllm/config/scheduler.py.
+"""
+
+CAPPED: Final = "which would cap the tuned limits"
+"""How the remark on a key ends that is left out because it would undo the tuning."""
+
+EXACT: Final = "as tuned; needs vLLM 0.32 or later"
+"""How the remark on the four limits ends that repeat a measured point."""
+
+FACT_PREFIX: Final = "max-num-seqs-tuner/"
+"""What provenance is filed under where a target has annotations or labels."""
+
+_ENV_NAMES: Final = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
+"""Where vLLM and the hub's client look for a secret that no flag gives.
+
+Source: vLLM vllm/envs.py; huggingface_hub, constants of the environment.
+"""
+
+# Kubernetes bounds a label at 63 characters; charts append words of their own: ours.
+_LONGEST_NAME = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A configuration to deploy, with the evidence that stands beside it.
+
+    `values` are the user's own, in vLLM's spelling. `facts` are provenance by name, for
+    annotations; `comments` the same and more in sentences. `started_at` are the limits of the
+    engine that was measured, None where nobody kept them.
+    """
+
+    values: Mapping[str, object]
+    limits: EngineLimits
+    comments: tuple[str, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    started_at: EngineLimits | None = None
+    lost: tuple[str, ...] = ()
+    """Keys whose secret was not kept and has to be given again."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The whole configuration: the user's keys in their order, the tuned limits set."""
+        spelled = {hyphenated(key): value for key, value in self.values.items()}
+        spelled |= {
+            MAX_NUM_SEQS: self.limits.max_num_seqs,
+            MAX_NUM_BATCHED_TOKENS: self.limits.max_num_batched_tokens,
+        }
+        return {key: value for key, value in spelled.items() if key not in LIVE_LIMIT_KEYS}
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """The settings that a file may hold which many people read: no secrets."""
+        return {key: v for key, v in self.settings.items() if not has_secrets({key: v})}
+
+    def flags_but(self, *keys: str) -> dict[str, object]:
+        """Return the shared settings without the model and the keys that a target sets itself.
+
+        A switch goes in both of its spellings.
+        """
+        gone = {"model", *keys, *(twin(key) for key in keys)}
+        return {key: value for key, value in self.shared.items() if key not in gone}
+
+    def is_on(self, switch: str, *, default: bool) -> bool:
+        """Return whether a switch is on, under either of its two names."""
+        settings = self.settings
+        if switch in settings:
+            return settings[switch] is not False
+        return default if twin(switch) not in settings else settings[twin(switch)] is False
+
+    def number(self, key: str, default: int) -> int:
+        """Return a whole number among the settings, the default where there is none."""
+        value = self.settings.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    @property
+    def model(self) -> str:
+        """The model's name on a hub, or its folder."""
+        return str(self.values["model"])
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the model is a folder of the machine that was tuned on."""
+        return self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+
+    @property
+    def name(self) -> str:
+        """A name for Kubernetes objects, made from the model's.
+
+        >>> limits = EngineLimits(8, 2048)
+        >>> Recommendation({"model": "Qwen/Qwen2.5-7B-Instruct"}, limits).name
+        'qwen2-5-7b-instruct'
+        """
+        last = self.model.rstrip("/").rpartition("/")[2].lower()
+        label = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:_LONGEST_NAME].strip("-")
+        if not label:
+            return "vllm"
+        return label if label[0].isalpha() else f"m-{label}"
+
+    @property
+    def served_names(self) -> list[str]:
+        """Names that clients ask for the model by: those that are set, or the model's own."""
+        own = self.name if self.is_folder else self.model
+        named = self.settings.get("served-model-name") or own
+        return [str(name) for name in named] if isinstance(named, list) else [str(named)]
+
+    def annotations(self) -> dict[str, str]:
+        """Return the provenance as annotations under a prefix of our own."""
+        return {FACT_PREFIX + name: text for name, text in self.facts.items()}
+
+    def lines(self, command: str, notes: Iterable[str] = ()) -> list[str]:
+        """Return the comments of a file: the command that takes it, evidence, what is left out.
+
+        Secrets are named there, because such a file is shared and kept in repositories.
+        """
+        secrets = [key for key in self.settings if key not in self.shared]
+        kept_back = [_kept_back(key) for key in dict.fromkeys([*secrets, *self.lost])]
+        return [command, *self.comments, *dropped(self.values), *notes, *kept_back]
+
+    def whole_lines(self, command: str) -> list[str]:
+        """Return the comments of a file that holds the secrets that were kept."""
+        return [command, *self.comments, *map(_kept_back, self.lost)]
+
+    def with_model(self, model: str) -> Recommendation:
+        """Return the same for another name of the model: the one it has where it is served."""
+        return replace(self, values={**self.values, "model": model})
+
+
+def dropped(values: Mapping[str, object]) -> list[str]:
+    """Return a sentence for each key that would cap the tuned limits from below.
+
+    >>> dropped({"max_num_active_seqs": 4})
+    ['left out max-num-active-seqs: 4, which would cap the tuned limits']
+    """
+    spelled = {hyphenated(key): value for key, value in values.items()}
+    return [
+        f"left out {key}: {spelled[key]}, {CAPPED}" for key in LIVE_LIMIT_KEYS if key in spelled
+    ]
+
+
+def without_lost(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return the values of a run directory and the keys whose secret it does not hold.
+
+    >>> without_lost({"model": "m", "api-key": "<redacted>"})
+    ({'model': 'm'}, ('api-key',))
+    """
+    lost = tuple(key for key, value in values.items() if REDACTED in json.dumps(value))
+    return {key: value for key, value in values.items() if key not in lost}, lost
+
+
+def _kept_back(key: str) -> str:
+    name = _ENV_NAMES.get(key)
+    how = f"set {name} in the environment" if name else "add it where the file is used"
+    return f"left out {key}, which is a secret: {how}"

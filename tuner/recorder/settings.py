@@ -1,0 +1,72 @@
+"""What the environment says about recording: into which file, how large, with which key."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tuner.errors import UsageError
+from tuner.spelling import RECORD_FILE
+
+FILE: Final = RECORD_FILE
+"""Recording is off without it."""
+
+MAX_BYTES: Final = "TUNE_RECORD_MAX_BYTES"
+"""Optional: the size at which a file is closed and the next one begun."""
+
+KEY: Final = "TUNE_RECORD_KEY_OF_THIS_RUN"
+"""Written by `share_key` for the processes of one server; not meant for users."""
+
+LEAST_MAX_BYTES: Final = 4096
+"""Ours: below it a file would hold little but its own header."""
+
+KEY_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSettings:
+    """Where to record, when to begin the next file (None: never), and the key of the hashes."""
+
+    path: Path
+    max_bytes: int | None = None
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> RecordSettings | None:
+        """Return the settings, or None where nothing is to be recorded.
+
+        Raises: UsageError if TUNE_RECORD_MAX_BYTES is no size.
+
+        >>> RecordSettings.from_environment({}) is None
+        True
+        """
+        if not environment.get(FILE):
+            return None
+        path = Path(environment[FILE]).absolute()
+        size = environment.get(MAX_BYTES)
+        if size and not (size.isdecimal() and int(size) >= LEAST_MAX_BYTES):
+            raise UsageError(
+                f"{MAX_BYTES} must be a size in bytes, at least {LEAST_MAX_BYTES}, got {size}",
+                f"for files of 1 GB set {MAX_BYTES}=1000000000",
+            )
+        max_bytes = int(size) if size else None
+        try:
+            key = bytes.fromhex(environment.get(KEY, ""))
+        except ValueError:
+            key = b""
+        return cls(path, max_bytes, key) if len(key) == KEY_BYTES else cls(path, max_bytes)
+
+
+def share_key() -> None:
+    """Hand the processes that this one will start a common random key.
+
+    vLLM calls it as a plugin before it starts several API servers. Turns of one conversation
+    reach any of them, and only hashes under one key show what the turns have in common. An
+    environment variable reaches all of them and no disk.
+    """
+    if os.environ.get(FILE) and not os.environ.get(KEY):
+        os.environ[KEY] = secrets.token_hex(KEY_BYTES)

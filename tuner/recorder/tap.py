@@ -1,0 +1,209 @@
+"""Listening where the API server asks its engine: the tokens of a prompt, exactly as they run.
+
+The middleware alone sees JSON, before chat templates and tokenizer. But it runs in the process
+that calls the engine's public `generate(prompt, sampling_params, request_id)`, and finds the
+engine in the application's state. So the very tokens are hashed, in the engine's own blocks,
+whatever the API in front of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol, cast
+
+from tuner.recorder.messages import Asked, Left, Unfinished
+from tuner.recorder.recorder import Recorder
+
+TOKENS_ONLY: Final = "token"
+"""Source: vLLM inputs/engine.py, TokensInput.type."""
+
+_numbers = count()
+
+
+class _Cache(Protocol):
+    block_size: int | None
+
+
+class _Model(Protocol):
+    served_model_name: str | list[str] | None
+
+
+class Config(Protocol):
+    """Source: vLLM config/vllm.py, VllmConfig."""
+
+    cache_config: _Cache
+    model_config: _Model
+
+
+class _Sampling(Protocol):
+    n: int
+
+
+class _Adapter(Protocol):
+    lora_name: str
+
+
+class _Stats(Protocol):
+    arrival_time: float
+    first_token_latency: float
+    num_generation_tokens: int
+
+
+class _State(Protocol):
+    prompt_len: int
+    num_cached_tokens: int
+    is_prefilling: bool
+    stats: _Stats | None
+
+
+class _Outputs(Protocol):
+    external_req_ids: Mapping[str, Sequence[str]]
+    request_states: Mapping[str, _State]
+
+
+class EngineClient(Protocol):
+    """What is used of an engine client.
+
+    Source: vLLM engine/protocol.py, EngineClient; output_processor, of which requests that
+        were given up are read, v1/engine/async_llm.py, AsyncLLM.
+    """
+
+    generate: Callable[..., object]
+    vllm_config: Config
+    output_processor: _Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt that an HTTP request brought to the engine, and for how many answers."""
+
+    request_id: str
+    number: int
+    answers: int
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request, and what was asked of the engine on its behalf."""
+
+    asks: list[Ask] = field(default_factory=list)
+
+
+current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)
+"""The exchange that the running task serves; tasks started for it inherit it."""
+
+
+class ListeningGenerate:
+    """An engine's `generate` that tells the recorder what it is asked, and changes nothing."""
+
+    def __init__(
+        self, generate: Callable[..., object], recorder: Recorder, block_size: int
+    ) -> None:
+        self._generate = generate
+        self._recorder = recorder
+        self._block_size = block_size
+
+    def __call__(
+        self,
+        prompt: object,
+        sampling_params: _Sampling,
+        request_id: str,
+        *more: object,
+        **keywords: object,
+    ) -> object:
+        """Tell, and return what the engine returns."""
+        if self._recorder.is_on:
+            with self._recorder.harmless():
+                adapter = cast("_Adapter | None", keywords.get("lora_request"))
+                self._tell(prompt, sampling_params.n, request_id, adapter)
+        return self._generate(prompt, sampling_params, request_id, *more, **keywords)
+
+    def _tell(
+        self, prompt: object, answers: int, request_id: str, adapter: _Adapter | None
+    ) -> None:
+        ask = Ask(request_id, next(_numbers), answers)
+        tokens, salt = _plain_tokens(prompt), _salt(prompt, adapter)
+        self._recorder.offer(
+            Asked(request_id, ask.number, tokens, self._block_size, salt, answers)
+        )
+        exchange = current_exchange.get()
+        if exchange is not None:
+            exchange.asks.append(ask)
+
+
+def listen(client: EngineClient, recorder: Recorder) -> bool:
+    """Have the recorder told of all that an engine is asked; say whether that can be."""
+    try:
+        size = client.vllm_config.cache_config.block_size
+        if isinstance(client.generate, ListeningGenerate):
+            return True
+        if size is None:
+            return False
+        client.generate = ListeningGenerate(client.generate, recorder, size)
+        recorder.source.model = served_model(client.vllm_config)
+    except AttributeError:
+        return False
+    recorder.source.block_size = size
+    recorder.source.sees_unfinished = _shows_unfinished(client)
+    return True
+
+
+def served_model(config: Config) -> str | None:
+    """Return the name that clients ask for; of several the first."""
+    name = config.model_config.served_model_name
+    if isinstance(name, list):
+        return name[0] if name else None
+    return name
+
+
+def left_behind(client: EngineClient, ask: Ask) -> Left:
+    """Return how far the engine is with what it was asked, now that nobody waits for it.
+
+    Where the same id stands for requests of other clients too, it is not told.
+    """
+    outputs = client.output_processor
+    names = list(outputs.external_req_ids.get(ask.request_id, ()))
+    unfinished: list[Unfinished] = []
+    if len(names) <= ask.answers:
+        states = [outputs.request_states[name] for name in names]
+        unfinished = [_unfinished(one, one.stats) for one in states if one.stats is not None]
+    return Left(ask.request_id, ask.number, time.time(), unfinished)
+
+
+def _unfinished(state: _State, stats: _Stats) -> Unfinished:
+    return Unfinished(
+        arrived_at_s=stats.arrival_time,
+        input_length=state.prompt_len,
+        output_length=stats.num_generation_tokens,
+        cached_tokens=state.num_cached_tokens,
+        ttft_s=None if state.is_prefilling else stats.first_token_latency,
+    )
+
+
+def _shows_unfinished(client: EngineClient) -> bool:
+    try:
+        outputs = client.output_processor
+        found = (outputs.external_req_ids, outputs.request_states)
+    except AttributeError:
+        return False
+    return all(isinstance(one, Mapping) for one in found)
+
+
+def _plain_tokens(prompt: object) -> Sequence[int] | None:
+    """Return the tokens of a prompt that consists of nothing else."""
+    if not isinstance(prompt, dict) or prompt.get("type", TOKENS_ONLY) != TOKENS_ONLY:
+        return None
+    token_ids = prompt.get("prompt_token_ids")
+    is_plain = isinstance(token_ids, list) and "multi_modal_data" not in prompt
+    return token_ids if is_plain else None
+
+
+def _salt(prompt: object, adapter: _Adapter | None) -> str:
+    """Return what keeps the engine from sharing equal blocks: adapter and cache salt."""
+    name = adapter.lora_name if adapter is not None else ""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    return f"{name}\0{salt or ''}" if name or salt else ""

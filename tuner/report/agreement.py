@@ -1,0 +1,177 @@
+"""Live against shadow: how far predictions lie from what was measured.
+
+Only the same requests compare. Where the run kept such pairs they are shown; otherwise what the
+shadow foretold of its own stretches stands beside the race, and the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from tuner.calibrate import COMPARED
+from tuner.engine.protocol import EngineLimits
+from tuner.report.looks import BETTER, CHOSEN, INK, LIVE, axis, layout
+from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.points import live_points, shadow_points
+from tuner.report.run_files import Compared, RunFiles, shadow_error
+from tuner.report.words import change, counted, listed, metric_name, percent, quantity
+
+TITLE = "Live against shadow"
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
+_COLOURS = (LIVE, CHOSEN, BETTER, INK)
+
+
+def agreement(run: RunFiles) -> Section:
+    """Return the comparison of predictions with measurements."""
+    kept = run.result.live_against_shadow
+    is_same = bool(kept) or run.foretold_same_requests
+    pairs = kept or _pairs(run)
+    if not pairs:
+        return Section("agreement", TITLE, (_nothing(run),))
+    said = [_told(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
+    plot, table = _plot(pairs, shadow_error(run.result)), _table(pairs)
+    return Section("agreement", TITLE, tuple(said), plots=(plot,), tables=(table,))
+
+
+def _nothing(run: RunFiles) -> str:
+    if run.result.method == "shadow":
+        wrong = shadow_error(run.result)
+        known = (
+            f" On what it was calibrated with it was wrong by {percent(wrong)}."
+            if wrong
+            else ""
+        )
+        return f"Nothing was measured in this run: the shadow of a profile spoke alone.{known}"
+    if shadow_points(run.result):
+        return "No configuration was both predicted and measured."
+    return "No shadow spoke in this run: every number was measured."
+
+
+def _unlike() -> str:
+    return (
+        "The shadow replayed other stretches of the trace than the race did, so these "
+        "differences hold both its error and the difference of the traffic."
+    )
+
+
+def _pairs(run: RunFiles) -> list[Compared]:
+    """Return the metrics of what was both predicted and measured."""
+    foretold = {p.limits: p for p in shadow_points(run.result)}
+    made = []
+    for point in live_points(run.result):
+        other = foretold.get(point.limits)
+        for metric in COMPARED if other is not None else ():
+            live, shadow = point.value(metric), other.value(metric) if other else None
+            if live and shadow:
+                seqs, tokens = point.limits.max_num_seqs, point.limits.max_num_batched_tokens
+                made.append(Compared(seqs, tokens, metric, live, shadow))
+    return made
+
+
+def _off(pair: Compared) -> float:
+    return pair.shadow / pair.live - 1
+
+
+def _told(pairs: Sequence[Compared], wrong: float | None) -> str:
+    by_metric: dict[str, list[float]] = {}
+    for pair in pairs:
+        by_metric.setdefault(pair.metric, []).append(abs(_off(pair)))
+    said = [
+        f"{metric_name(metric)} by {percent(median(offs))}"
+        for metric, offs in by_metric.items()
+    ]
+    pairs_of = len({pair.limits for pair in pairs})
+    text = (
+        f"At {counted(pairs_of, 'configuration')} the shadow was off, in the middle, in "
+        f"{listed(said)}."
+    )
+    return (
+        text
+        if wrong is None
+        else f"{text} It had said that it may be wrong by {percent(wrong)}."
+    )
+
+
+def _plot(pairs: Sequence[Compared], wrong: float | None) -> Plot:
+    settings = sorted({pair.limits for pair in pairs})
+    metrics = list(dict.fromkeys(pair.metric for pair in pairs))
+    traces = [
+        _marks([p for p in pairs if p.metric == metric], metric, settings, i)
+        for i, metric in enumerate(metrics)
+    ]
+    shapes = [_across(0.0, "solid")]
+    if wrong is not None:
+        shapes += [_across(100 * wrong, "dot"), _across(-100 * wrong, "dot")]
+    names = [str(limits) for limits in settings]
+    # A tenth of room, so that no mark and no line stands on the edge.
+    reach = 110 * max(wrong or 0.0, *(abs(_off(pair)) for pair in pairs))
+    return Plot(
+        "agreement-plot",
+        "Predicted against measured, difference in percent",
+        _worst(pairs),
+        traces,
+        layout(
+            xaxis=axis(
+                "max_num_seqs/max_num_batched_tokens",
+                tickvals=list(range(len(names))),
+                ticktext=names,
+                range=[-0.5, len(names) - 0.5],
+            ),
+            yaxis=axis("predicted / measured, %", ticksuffix="%", range=[-reach, reach]),
+            shapes=shapes,
+        ),
+        height_px=360,
+    )
+
+
+def _marks(
+    pairs: Sequence[Compared], metric: str, settings: Sequence[EngineLimits], at: int
+) -> dict[str, Any]:
+    # Metrics of one configuration stand beside each other, or they would hide one another.
+    shift = 0.12 * (at - 1)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": metric_name(metric),
+        "x": [settings.index(pair.limits) + shift for pair in pairs],
+        "y": [100 * _off(pair) for pair in pairs],
+        "customdata": [[str(pair.limits)] for pair in pairs],
+        "hovertemplate": "%{customdata[0]}: %{y:+.1f}%",
+        "marker": {
+            "size": 10,
+            "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+            "color": _COLOURS[at % len(_COLOURS)],
+        },
+    }
+
+
+def _across(y: float, dash: str) -> dict[str, Any]:
+    line = {"color": INK, "width": 1, "dash": dash}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line}
+
+
+def _worst(pairs: Sequence[Compared]) -> str:
+    worst = max(pairs, key=lambda pair: abs(_off(pair)))
+    predicted, measured = (quantity(worst.metric, v) for v in (worst.shadow, worst.live))
+    return (
+        f"Furthest off: {metric_name(worst.metric)} at {worst.limits}, predicted {predicted}, "
+        f"measured {measured} ({change(_off(worst))}). Dotted lines: the error that the shadow "
+        "had stated."
+    )
+
+
+def _table(pairs: Sequence[Compared]) -> Table:
+    rows = tuple(
+        (
+            Cell(f"{pair.limits}"),
+            Cell(metric_name(pair.metric)),
+            number(pair.live, quantity(pair.metric, pair.live)),
+            number(pair.shadow, quantity(pair.metric, pair.shadow)),
+            number(_off(pair), change(_off(pair))),
+        )
+        for pair in sorted(pairs, key=lambda pair: pair.limits)
+    )
+    heads = ("seqs/tokens", "metric", "measured", "predicted", "difference")
+    return Table("agreement-table", "Measured and predicted values", heads, rows)

@@ -1,0 +1,171 @@
+"""What the answer gains over the present configuration, metric by metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.confirm import EQUAL_RATIO
+from tuner.report.answer import CONFIDENCE
+from tuner.report.looks import BETTER, INK, WORSE, axis, layout
+from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.run_files import EvidenceRow, RunFiles, shadow_error
+from tuner.report.words import (
+    NOTHING,
+    change,
+    counted,
+    interval,
+    is_rate,
+    limits_words,
+    listed,
+    metric_name,
+    quantity,
+    score,
+    sentence,
+)
+
+_COLOURS = {"better": BETTER, "worse": WORSE}
+
+
+def gain(run: RunFiles) -> Section:
+    """Return the comparison with the present configuration."""
+    title = "Gain over the present configuration"
+    rows = run.result.evidence
+    if run.shown == run.present or not rows:
+        return Section("gain", title, (_nothing(run),))
+    said = [
+        f"{limits_words(run.shown)} beside the present {limits_words(run.present)}. "
+        f"{_how(rows)}",
+        *_cold(run),
+    ]
+    meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
+    table = _table(rows, meanings, f"Present and {run.shown_as} values")
+    return Section("gain", title, tuple(said), plots=(_plot(rows, meanings),), tables=(table,))
+
+
+def _nothing(run: RunFiles) -> str:
+    if run.shown == run.present:
+        return "Nothing that was tried is better than the present configuration."
+    return "The two were not replayed on the same requests, so no gain can be told."
+
+
+def _how(rows: Sequence[EvidenceRow]) -> str:
+    rounds = max(row.rounds for row in rows)
+    if rounds == 0:
+        return "Both were predicted by the shadow."
+    told = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
+    times = counted(rounds, "round")
+    return f"Both were replayed in turns on the same requests, {times}{told}."
+
+
+def _change(row: EvidenceRow) -> float:
+    """Return the paired change, or the plain one where there is none."""
+    if row.change_ratio is not None:
+        return row.change_ratio
+    return row.after / row.before - 1
+
+
+def _meaning(row: EvidenceRow, wrong: float) -> str:
+    """Say whether a change is for the better, and whether it is one that matters.
+
+    `wrong` is by how much a prediction may be off; measured changes have their intervals.
+    """
+    moved = _change(row)
+    if row.rounds == 0:
+        if abs(moved) <= wrong:
+            return "within the shadow's error"
+    elif row.change_interval is None:
+        return "too few rounds to tell"
+    else:
+        low, high = row.change_interval
+        if low is None or high is None:
+            return "within noise"
+        if low > -EQUAL_RATIO and high < EQUAL_RATIO:
+            return "equal"
+        if low <= 0 <= high:
+            return "within noise"
+    return "better" if (moved > 0) == is_rate(row.metric) else "worse"
+
+
+def _table(rows: Sequence[EvidenceRow], meanings: Sequence[str], caption: str) -> Table:
+    made = []
+    for row, meaning in zip(rows, meanings, strict=True):
+        bounds = row.change_interval
+        shown = (
+            Cell(metric_name(row.metric)),
+            number(row.before, quantity(row.metric, row.before)),
+            number(row.after, quantity(row.metric, row.after)),
+            number(_change(row), change(_change(row))),
+            Cell(interval(bounds) if bounds else NOTHING, mark="number"),
+            number(row.rounds, f"{row.rounds}" if row.rounds else "predicted"),
+            Cell(meaning),
+        )
+        made.append(shown)
+    heads = ("metric", "present", "then", "change", "interval", "rounds", "meaning")
+    return Table("gain-table", caption, heads, tuple(made))
+
+
+def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
+    shown = rows[::-1]
+    names = [metric_name(row.metric) for row in shown]
+    moved = [100 * _change(row) for row in shown]
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": moved,
+        "y": names,
+        "marker": {
+            "size": 10,
+            "color": [_COLOURS.get(meaning, INK) for meaning in meanings[::-1]],
+        },
+        "error_x": _bars(shown, moved),
+        "hovertemplate": "%{y}: %{x:+.1f}%<extra></extra>",
+        "showlegend": False,
+    }
+    zero = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper"}
+    return Plot(
+        "gain-plot",
+        "Change of each metric in percent, with its interval",
+        sentence(f"against the present configuration: {_told(rows, meanings)}"),
+        [trace],
+        layout(
+            xaxis=axis("change, %", ticksuffix="%"),
+            yaxis={"automargin": True},
+            shapes=[{**zero, "line": {"color": INK, "width": 1, "dash": "dot"}}],
+        ),
+        height_px=90 + 34 * len(rows),
+    )
+
+
+def _told(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
+    """Say every change; what they all mean is said once."""
+    changes = [f"{metric_name(row.metric)} {change(_change(row))}" for row in rows]
+    if len(set(meanings)) == 1:
+        return f"{listed(changes)}; all of them {meanings[0]}"
+    return listed([f"{c} ({m})" for c, m in zip(changes, meanings, strict=True)])
+
+
+def _bars(rows: Sequence[EvidenceRow], moved: Sequence[float]) -> dict[str, Any]:
+    """Return error bars; an interval without an end shows none."""
+    up, down = [], []
+    for row, centre in zip(rows, moved, strict=True):
+        low, high = row.change_interval or (None, None)
+        is_closed = low is not None and high is not None
+        up.append(100 * high - centre if is_closed and high is not None else 0)
+        down.append(centre - 100 * low if is_closed and low is not None else 0)
+    bars = {"array": up, "arrayminus": down, "symmetric": False, "thickness": 1.5, "width": 4}
+    return {"type": "data", **bars, "color": INK}
+
+
+def _cold(run: RunFiles) -> list[str]:
+    """Say what engines showed that were started as they would be deployed."""
+    cold = run.result.confirmed_cold
+    if cold is None:
+        return []
+    metric = str(cold.get("metric", ""))
+    values = [cold.get("winner"), cold.get("present")]
+    ours, theirs = (score(metric, v) if isinstance(v, int | float) else NOTHING for v in values)
+    return [
+        f"On engines started cold with these values, as they would be deployed, "
+        f"{metric_name(metric)} was {ours}, with the present ones {theirs}."
+    ]

@@ -1,0 +1,128 @@
+"""The two limits as a map: what each pair was worth.
+
+A table and not a drawing, so that every value can be read, by whatever means the reader reads.
+Only one kind of replay stands on it: the one that ranked the space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+
+from tuner import search
+from tuner.engine.protocol import EngineLimits
+from tuner.objective import Tier
+from tuner.observation import TIE_RATIO, Observation, leader
+from tuner.records import observation_of, ranked
+from tuner.report.parts import Cell, Section, Table
+from tuner.report.run_files import RunFiles
+from tuner.report.words import NOTHING, counted, metric_name, score, sentence
+
+SAME = "="
+
+
+def knobs(run: RunFiles) -> Section:
+    """Return the map."""
+    title = "The two knobs as a map"
+    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
+    if not seen:
+        return Section("knobs", title, ("Nothing was replayed that ranks the space.",))
+    return Section("knobs", title, _says(run, seen), tables=(_map(run, seen),))
+
+
+def _says(run: RunFiles, seen: list[Observation]) -> tuple[str, ...]:
+    best = leader(seen)
+    is_live = all(r["engine"] == "live" for r in ranked(run.result.trials))
+    how = "measured" if is_live else "predicted"
+    said = [
+        f"{counted(len({o.limits for o in seen}), 'pair')} of limits, {how}, one replay each"
+    ]
+    if best is not None:
+        metric, value = best.score.metric, score(best.score.metric, best.score.value)
+        said.append(
+            f"the best is {best.limits} with {metric_name(metric)} {value} (of those within "
+            f"{TIE_RATIO:.0%} of each other the smallest); the stronger the colour, the better"
+        )
+    said.append(
+        f"{SAME} is a pair that makes the same batches as one with smaller limits, because a "
+        f"limit never bound there; {NOTHING} was not tried"
+    )
+    return tuple(sentence(text) for text in said)
+
+
+def _map(run: RunFiles, seen: list[Observation]) -> Table:
+    caps = sorted({o.limits.max_num_seqs for o in seen})
+    budgets = sorted({o.limits.max_num_batched_tokens for o in seen}, reverse=True)
+    values = _by_limits(seen)
+    heats = _heats(values)
+    rows = []
+    for budget in budgets:
+        cells = (_cell(run, seen, values, heats, cap, budget) for cap in caps)
+        rows.append((Cell(f"{budget:,}", budget), *cells))
+    heads = ("max_num_batched_tokens", *(f"{cap}" for cap in caps))
+    caption = "Rows: max_num_batched_tokens. Columns: max_num_seqs."
+    return Table("knobs-map", caption, heads, tuple(rows), kind="map")
+
+
+def _by_limits(seen: list[Observation]) -> dict[EngineLimits, Observation]:
+    """Return each pair's middle observation."""
+    grouped: dict[EngineLimits, list[Observation]] = {}
+    for o in seen:
+        grouped.setdefault(o.limits, []).append(o)
+    return {
+        limits: sorted(mine, key=lambda o: o.score.order)[len(mine) // 2]
+        for limits, mine in grouped.items()
+    }
+
+
+def _heats(values: Mapping[EngineLimits, Observation]) -> dict[EngineLimits, float]:
+    """Return how near to the best each pair of the best tier is: 1 the best, 0 the worst.
+
+    By ratio, and halved at the middle one, so that one hopeless pair does not make all others
+    look alike.
+    """
+    if not values:
+        return {}
+    top = min(o.score.tier for o in values.values())
+    logs = {
+        limits: math.log(o.score.value)
+        for limits, o in values.items()
+        if o.score.tier is top and 0 < o.score.value < math.inf
+    }
+    least = min(logs.values(), default=0.0)
+    usual = median(logs.values()) - least if logs else 0.0
+    scale = usual or max(logs.values(), default=0.0) - least
+    return {
+        limits: 1.0 if scale <= 0 else 2 ** -((value - least) / scale)
+        for limits, value in logs.items()
+    }
+
+
+def _cell(
+    run: RunFiles,
+    seen: list[Observation],
+    values: Mapping[EngineLimits, Observation],
+    heats: Mapping[EngineLimits, float],
+    cap: int,
+    budget: int,
+) -> Cell:
+    if budget < cap:
+        return Cell("", mark="void")
+    limits = EngineLimits(cap, budget)
+    found = values.get(limits)
+    marks = _marks(run, limits)
+    if found is None:
+        return Cell(f"{SAME if search.same_schedule(seen, limits) else NOTHING}{marks}")
+    text = score(found.score.metric, found.score.value) if found.is_whole else ""
+    tier = "" if found.score.tier is Tier.GOOD else str(found.score.tier)[2:]
+    said = ", ".join(part for part in (text, tier) if part)
+    mark = "marked" if marks else "failed" if not found.is_whole else ""
+    return Cell(f"{said}{marks}", found.score.value, mark, heats.get(limits))
+
+
+def _marks(run: RunFiles, limits: EngineLimits) -> str:
+    """Return what the pair is, beside its value."""
+    if limits == run.present:
+        return " (present)"
+    return f" ({run.shown_as})" if limits == run.shown else ""

@@ -1,0 +1,183 @@
+"""A replay over time beside another: arrivals, running, waiting, KV use, preemptions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.engine.protocol import EngineLimits
+from tuner.report.looks import BETTER, INK, LEGEND, LIVE, SHADOW, WORSE, axis, layout, stacked
+from tuner.report.parts import Plot, Section
+from tuner.report.run_files import RunFiles, SavedReplay, SavedTimeline
+from tuner.report.words import counted, limits_words, percent, plain
+
+TITLE = "The replay over time"
+_PANELS = ("arrivals/s", "requests", "KV cache used", "preemptions")
+# Bins of what is counted: ours, wide enough to hold several arrivals of a usual trace.
+_COUNT_BINS = 100
+# How far after a window the next begins, as a multiple of its length: ours.
+_GAP = 1.05
+
+
+def over_time(run: RunFiles) -> Section:
+    """Return the timelines of the present configuration and of the one that is recommended."""
+    wanted = [("present", run.present)]
+    if run.shown != run.present:
+        wanted.insert(0, (run.shown_as, run.shown))
+    found = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
+    if not found:
+        return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
+    tops = _tops([replay for _, replay in found])
+    plots = tuple(_plot(name, replay, tops) for name, replay in found)
+    said = [
+        "Running and waiting requests are means over each bin; KV use is the largest in it. "
+        "Both pictures have the same scales."
+    ]
+    if run.shown == run.present:
+        said.append("The present configuration is the best there was, so it stands alone.")
+    missing = [name for name, limits in wanted if _replay(run, limits) is None]
+    said.extend(f"No timeline of the {name} configuration was kept." for name in missing)
+    if any(replay.engine == "shadow" for _, replay in found):
+        said.append("These replays were predicted, not measured.")
+    if any(len(replay.windows) > 1 for _, replay in found):
+        said.append("The windows of the trace stand one after the other, with a gap between.")
+    return Section("over-time", TITLE, tuple(said), plots=plots)
+
+
+def _replay(run: RunFiles, limits: EngineLimits) -> SavedReplay | None:
+    """Return the configuration's replay, a live one where there is one."""
+    mine = [r for r in run.timelines if r.limits == limits and _is_drawable(r)]
+    return min(mine, key=lambda r: r.engine != "live", default=None)
+
+
+def _is_drawable(replay: SavedReplay) -> bool:
+    """Whether every series of every window has the same bins, and there are some."""
+    return bool(replay.windows) and all(
+        len(w.arrivals) > 0
+        and w.bin_s > 0
+        and {len(w.running), len(w.waiting), len(w.kv_peak_ratio), len(w.preemptions)}
+        == {len(w.arrivals)}
+        for w in replay.windows
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """One line of a panel: its values window by window, in bins of the given widths."""
+
+    name: str
+    panel: int
+    colour: str
+    dash: str
+    parts: tuple[tuple[float, ...], ...]
+    widths_s: tuple[float, ...]
+
+
+def _series(windows: Sequence[SavedTimeline]) -> list[_Series]:
+    """Return what is drawn; what is counted stands in coarser bins than levels."""
+    times = [math.ceil(len(w.arrivals) / _COUNT_BINS) for w in windows]
+    fine = tuple(w.bin_s for w in windows)
+    wide = tuple(k * w.bin_s for k, w in zip(times, windows, strict=True))
+    arrivals = [_sums(w.arrivals, k) for k, w in zip(times, windows, strict=True)]
+    per_s = tuple(tuple(n / s for n in sums) for sums, s in zip(arrivals, wide, strict=True))
+    preempted = tuple(_sums(w.preemptions, k) for k, w in zip(times, windows, strict=True))
+    levels = (
+        ("running", 1, LIVE, "solid", tuple(tuple(w.running) for w in windows)),
+        ("waiting", 1, SHADOW, "dot", tuple(tuple(w.waiting) for w in windows)),
+        ("KV cache used", 2, BETTER, "solid", tuple(tuple(w.kv_peak_ratio) for w in windows)),
+    )
+    return [
+        _Series("arrivals/s", 0, INK, "solid", per_s, wide),
+        *(_Series(*level, fine) for level in levels),
+        _Series("preemptions", 3, WORSE, "solid", preempted, wide),
+    ]
+
+
+def _sums(counts: Sequence[float], times: int) -> tuple[float, ...]:
+    return tuple(sum(counts[i : i + times]) for i in range(0, len(counts), times))
+
+
+def _tops(replays: Sequence[SavedReplay]) -> tuple[float, ...]:
+    """Return how high each panel must reach, so that all replays share their scales."""
+    drawn = [line for replay in replays for line in _series(replay.windows)]
+    return tuple(
+        max(
+            (v for line in drawn if line.panel == panel for part in line.parts for v in part),
+            default=0.0,
+        )
+        for panel in range(len(_PANELS))
+    )
+
+
+def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
+    spans_s = [w.bin_s * len(w.arrivals) for w in replay.windows]
+    traces = [_line(line, spans_s) for line in _series(replay.windows)]
+    domains = stacked(len(_PANELS))
+    axes: dict[str, Any] = {}
+    for i, domain in enumerate(domains):
+        # A level that is zero throughout still wants an axis of some height.
+        top = 1.05 * tops[i] or 1.0
+        form = ".0%" if _PANELS[i] == "KV cache used" and tops[i] >= 0.1 else None
+        made = axis(_PANELS[i], range=[0, top], domain=list(domain), tickformat=form, nticks=4)
+        axes[f"yaxis{'' if i == 0 else i + 1}"] = made
+    limits = replay.limits
+    how = "predicted" if replay.engine == "shadow" else "measured"
+    return Plot(
+        f"over-time-{name.split(maxsplit=1)[0]}",
+        f"{name.capitalize()}: {limits_words(limits)} ({how})",
+        _told(replay),
+        traces,
+        layout(
+            xaxis=axis(
+                "seconds of the replay",
+                anchor="y4",
+                range=[0, _GAP * sum(spans_s[:-1]) + spans_s[-1]],
+            ),
+            legend={**LEGEND, "y": domains[1][1]},
+            **axes,
+        ),
+        height_px=620,
+    )
+
+
+def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
+    """Return a line with a hole between one window and the next."""
+    times: list[float | None] = []
+    values: list[float | None] = []
+    offset_s = 0.0
+    for part, width_s, span_s in zip(line.parts, line.widths_s, spans_s, strict=True):
+        hole = [None] if times else []
+        times += [*hole, *(round(offset_s + i * width_s, 6) for i in range(len(part)))]
+        values += [*hole, *part]
+        offset_s += _GAP * span_s
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": line.name,
+        "x": times,
+        "y": values,
+        "yaxis": "y" if line.panel == 0 else f"y{line.panel + 1}",
+        "line": {"color": line.colour, "width": 1.5, "dash": line.dash, "shape": "hv"},
+        "hovertemplate": f"%{{y:.3g}} {line.name} at %{{x:.4g}} s<extra></extra>",
+        "connectgaps": False,
+        "showlegend": line.panel == 1,
+    }
+
+
+def _told(replay: SavedReplay) -> str:
+    windows = replay.windows
+    arrivals = round(sum(sum(w.arrivals) for w in windows))
+    total_s = sum(w.bin_s * len(w.arrivals) for w in windows)
+    peak_per_s = max(rate for part in _series(windows)[0].parts for rate in part)
+    running = [level for w in windows for level in w.running]
+    waiting = [level for w in windows for level in w.waiting]
+    fullest = max(level for w in windows for level in w.kv_peak_ratio)
+    preempted = round(sum(sum(w.preemptions) for w in windows))
+    return (
+        f"{counted(arrivals, 'request')} in {plain(total_s)} s, at most {plain(peak_per_s)}/s. "
+        f"Up to {plain(max(running))} ran and up to {plain(max(waiting))} waited (means of a "
+        f"bin); the KV cache was {percent(fullest)} full at most; "
+        f"{counted(preempted, 'preemption') if preempted else 'no preemption'}."
+    )

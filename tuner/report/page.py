@@ -1,0 +1,83 @@
+"""The page itself: sections in their order, put into one file that needs nothing else.
+
+The template escapes all text. Scripts are named to the browser by their hashes, and it is told
+to load nothing at all, so that a page that was tampered with shows less and reaches nobody.
+
+Source: Content Security Policy Level 3, W3C, hash sources.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from tuner.report.agreement import agreement
+from tuner.report.answer import answer, headline
+from tuner.report.gain import gain
+from tuner.report.knobs import knobs
+from tuner.report.origin import caveats, provenance
+from tuner.report.over_time import over_time
+from tuner.report.parts import Section
+from tuner.report.run_files import RunFiles, read_run
+from tuner.report.sweep import sweep
+from tuner.report.trace_facts import trace_facts
+from tuner.report.tradeoff import tradeoff
+from tuner.report.trials import trials
+
+REPORT_FILE = "report.html"
+_SECTIONS = (
+    *(gain, tradeoff, knobs, sweep, over_time, agreement, trace_facts, trials),
+    *(caveats, provenance),
+)
+
+
+def sections_of(run: RunFiles) -> list[Section]:
+    """Return the sections in the page's order, the answer first."""
+    return [answer(run), *(make(run) for make in _SECTIONS)]
+
+
+def report_of(path: Path) -> str:
+    """Return the page of a run directory as the text of one HTML file.
+
+    Raises: UsageError if the directory holds no result, or a damaged one.
+    """
+    run = read_run(path)
+    sections = sections_of(run)
+    library, script = _with_plain_ends(get_plotlyjs()), _template_text("page.js")
+    environment = Environment(
+        loader=PackageLoader("tuner.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        run=run,
+        headline=headline(run),
+        sections=sections,
+        specs=[plot.spec for section in sections for plot in section.plots],
+        style=_template_text("style.css"),
+        library=library,
+        script=script,
+        script_hashes=[_hash(library), _hash(script)],
+    )
+
+
+def _template_text(name: str) -> str:
+    return (files("tuner.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _with_plain_ends(library: str) -> str:
+    """Return the library with the line ends that a browser hashes."""
+    return library.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _hash(script: str) -> str:
+    """Return a script's hash as a content security policy writes it."""
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,0 +1,106 @@
+"""One point for each configuration: what its replays say together.
+
+Live and foretold replays are kept apart, so that no prediction is shown as a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tuner.calibrate import read_metric
+from tuner.engine.protocol import EngineLimits
+from tuner.observation import Phase
+from tuner.report.run_files import Result, Trial, live_trials, shadow_trials
+
+# Where a level stands in a recorded measurement, and by which of its statistics.
+_LEVELS = {
+    "gpu_cache_usage_perc": "max",
+    "queue_depth": "mean",
+    "running": "max",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A configuration with the measurements of its whole replays, at least one."""
+
+    limits: EngineLimits
+    is_live: bool
+    measurements: tuple[Mapping[str, Any], ...]
+
+    def value(self, metric: str) -> float | None:
+        """Return the middle of the replays, None where nothing was measured."""
+        found = [value_of(m, metric) for m in self.measurements]
+        known = [value for value in found if value is not None]
+        return median(known) if known else None
+
+    def needed(self, metric: str) -> float:
+        """Return the middle of the replays. Raises: KeyError where nothing was measured."""
+        value = self.value(metric)
+        if value is None:
+            raise KeyError(metric)
+        return value
+
+    @property
+    def how(self) -> str:
+        """Say whether it was measured, and how often."""
+        n = len(self.measurements)
+        if not self.is_live:
+            return "predicted"
+        return "measured once" if n == 1 else f"measured {n} times, the middle is shown"
+
+
+def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric or the telling statistic of a level; None where nothing was measured."""
+    if metric not in _LEVELS:
+        return read_metric(measurement, metric)
+    level = measurement.get(metric)
+    found = level.get(_LEVELS[metric]) if isinstance(level, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def live_points(result: Result) -> list[Point]:
+    """Return what was measured live on the run's windows, by limits."""
+    return _points(live_trials(result), is_live=True)
+
+
+def shadow_points(result: Result) -> list[Point]:
+    """Return what was foretold, by limits."""
+    return _points(shadow_trials(result), is_live=False)
+
+
+def ranked_points(result: Result) -> list[Point]:
+    """Return the points of the one kind that ranked the whole space."""
+    searched_live = any(Phase(t["phase"]).is_search for t in result.trials)
+    return live_points(result) if searched_live else shadow_points(result)
+
+
+def _points(trials: Sequence[Trial], *, is_live: bool) -> list[Point]:
+    by_limits: dict[EngineLimits, list[Mapping[str, Any]]] = {}
+    for trial in trials:
+        limits = EngineLimits(trial["max_num_seqs"], trial["max_num_batched_tokens"])
+        by_limits.setdefault(limits, []).append(trial["measurement"] or {})
+    return [
+        Point(limits, is_live, tuple(measured))
+        for limits, measured in sorted(by_limits.items())
+    ]
+
+
+def with_values(points: Sequence[Point], *metrics: str) -> list[Point]:
+    """Return the points at which all the metrics were measured."""
+    return [p for p in points if all(p.value(metric) is not None for metric in metrics)]
+
+
+def frontier(points: Sequence[Point], latency: str, rate: str) -> list[Point]:
+    """Return the points that no other beats in both latency and rate, the fastest first.
+
+    Shapes: every point has both metrics.
+    """
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.needed(rate), p.needed(latency))):
+        if not kept or point.needed(latency) < kept[-1].needed(latency):
+            kept.append(point)
+    return kept

@@ -1,0 +1,246 @@
+"""Decode time, tail latency and KV-cache usage by max_num_seqs, and where the climb ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.observation import Observation, Phase, leader
+from tuner.records import observation_of, ranked
+from tuner.report.looks import (
+    CHOSEN,
+    INK,
+    LIVE,
+    SHADOW,
+    axis,
+    layout,
+    seconds_axis,
+    stacked,
+    upright,
+)
+from tuner.report.parts import Plot, Section
+from tuner.report.points import Point, ranked_points, with_values
+from tuner.report.run_files import RunFiles
+from tuner.report.words import listed, metric_name, percent, quantity, seconds
+from tuner.search import climb_is_over
+
+DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The cap at which climbing higher ends, and why."""
+
+    cap: int
+    why: str
+
+
+def sweep(run: RunFiles) -> Section:
+    """Return the three curves over one axis."""
+    title = "Decode time, tail latency and gpu_cache_usage_perc against max_num_seqs"
+    latency = f"e2e_{run.result.tail}"
+    rungs = rungs_of(run)
+    points = with_values(_points_of(run, rungs), latency, USAGE)
+    if not points:
+        return Section("sweep", title, ("No max_num_seqs was replayed to its end.",))
+    stop = stop_of(rungs)
+    budget = run.present.max_num_batched_tokens
+    said = (
+        f"At the present max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
+        "gpu_cache_usage_perc is the name that vLLM gave to kv_cache_usage_perc before its V1 "
+        "engine; it is a share from 0 to 1, the largest of the replay is shown.",
+        f"The climb ends at {stop.cap}: {stop.why}.",
+    )
+    return Section("sweep", title, said, plots=(_plot(run, points, latency, stop),))
+
+
+def rungs_of(run: RunFiles) -> list[Observation]:
+    """Return one observation for each cap along the present token budget, by cap.
+
+    Where the present budget itself was not replayed at a cap, a smaller one that never bound
+    stands for it: it made the same batches.
+    """
+    budget = run.present.max_num_batched_tokens
+    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
+    found: dict[int, Observation] = {}
+    for o in sorted(seen, key=lambda o: o.limits):
+        cap, own = o.limits.max_num_seqs, o.limits.max_num_batched_tokens
+        stands_for = o.budget_never_bound and own < max(budget, cap)
+        if own == max(budget, cap) or stands_for:
+            found[cap] = o
+    return [found[cap] for cap in sorted(found)]
+
+
+def stop_of(rungs: Sequence[Observation]) -> Stop:
+    """Return the cap at which the climb ended: the first that says that no higher one can gain.
+
+    Shapes: rungs is [caps], ascending, at least one.
+    """
+    climbed = climb_of(rungs)
+    for i in range(1, len(climbed) + 1):
+        if climb_is_over(climbed[:i]):
+            return Stop(climbed[i - 1].limits.max_num_seqs, _why(climbed[:i]))
+    last, best = climbed[-1], leader(climbed)
+    if best is None or best is last:
+        return Stop(last.limits.max_num_seqs, "it was the largest that was tried")
+    better = best.limits.max_num_seqs
+    return Stop(last.limits.max_num_seqs, f"it was the ladder's last, and {better} was better")
+
+
+def climb_of(rungs: Sequence[Observation]) -> list[Observation]:
+    """Return the rungs that were climbed one after the other.
+
+    Looking between two rungs comes later, and the present cap is a rung only where the climb
+    came to it. A shadow tries every cap, so there all of them are rungs.
+    """
+    tops = [o.limits for o in rungs if o.phase in (Phase.LADDER, Phase.EXTEND)]
+    if not tops:
+        return list(rungs)
+    top = max(tops)
+    climbed = [o for o in rungs if o.phase is not Phase.REFINE and o.limits <= top]
+    beyond = [o for o in rungs if o.limits.max_num_seqs == 2 * top.max_num_seqs]
+    is_edge_best = leader(climbed) is climbed[-1] and not climb_is_over(climbed)
+    return [*climbed, *beyond[:1]] if is_edge_best else climbed
+
+
+def _why(climbed: Sequence[Observation]) -> str:
+    last = climbed[-1]
+    if last.cap_never_bound:
+        return (
+            f"at most {last.peak_running} requests ran at once there, so a higher cap makes "
+            "the same batches"
+        )
+    best = leader(climbed)
+    above = [str(o.limits.max_num_seqs) for o in climbed[-2:]]
+    than = "" if best is None else f" than {best.limits.max_num_seqs}"
+    is_whole = all(o.is_whole for o in climbed[-2:])
+    how = "with slower decode steps" if is_whole else "or did not get to their end"
+    return f"{listed(above)} were worse{than}, {how}"
+
+
+def _points_of(run: RunFiles, rungs: Sequence[Observation]) -> list[Point]:
+    """Return the points with the measurements behind observations."""
+    whole = [o.limits for o in rungs if o.is_whole]
+    return [p for p in ranked_points(run.result) if p.limits in whole]
+
+
+def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> Plot:
+    caps = [p.limits.max_num_seqs for p in points]
+    places = [math.log2(cap) for cap in caps]
+    colour = LIVE if points[0].is_live else SHADOW
+    domains = stacked(3)
+    traces = []
+    more: dict[str, Any] = {}
+    panels = ((DECODE, "decode step p50"), (latency, metric_name(latency)))
+    for i, (metric, title) in enumerate((*panels, (USAGE, USAGE)), start=1):
+        values = [p.value(metric) for p in points]
+        name = "" if i == 1 else str(i)
+        known = [v for v in values if v is not None]
+        usage = {"rangemode": "tozero"} if metric == USAGE else {}
+        made = axis(title, **usage) if usage else seconds_axis(title, known)
+        more[f"yaxis{name}"] = {**made, "domain": domains[i - 1]}
+        traces.append(_curve(points, places, values, f"y{name}", metric, colour))
+    named = _named(run, stop)
+    lines, notes = _marks(named)
+    return Plot(
+        "sweep-plot",
+        "Decode step, tail latency and KV-cache usage by max_num_seqs",
+        _told(points, latency),
+        traces,
+        layout(
+            xaxis=_caps_axis([*caps, *named]),
+            shapes=lines,
+            annotations=notes,
+            showlegend=False,
+            **more,
+        ),
+        height_px=620,
+    )
+
+
+def _curve(
+    points: Sequence[Point],
+    places: Sequence[float],
+    values: Sequence[float | None],
+    where: str,
+    metric: str,
+    colour: str,
+) -> dict[str, Any]:
+    said = [_value_words(metric, value) for value in values]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": list(places),
+        "y": list(values),
+        "yaxis": where,
+        "customdata": [
+            [str(p.limits), text, p.how] for p, text in zip(points, said, strict=True)
+        ],
+        "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
+        "line": {"color": colour, "width": 2},
+        "marker": {"color": colour, "size": 8},
+    }
+
+
+def _caps_axis(caps: Sequence[int]) -> dict[str, Any]:
+    """Return the shared axis: powers of two stand equally far apart."""
+    shown = sorted(set(caps))
+    places = [math.log2(cap) for cap in shown]
+    return axis(
+        "max_num_seqs",
+        tickvals=places,
+        ticktext=[str(cap) for cap in shown],
+        range=[places[0] - 0.4, places[-1] + 0.4],
+        anchor="y3",
+    )
+
+
+def _named(run: RunFiles, stop: Stop) -> dict[int, list[str]]:
+    """Return what the caps are that deserve a line."""
+    named = {run.present.max_num_seqs: ["present"]}
+    if run.shown != run.present:
+        named.setdefault(run.shown.max_num_seqs, []).append(run.shown_as)
+    named.setdefault(stop.cap, []).append("climb ends")
+    return named
+
+
+def _marks(
+    named: Mapping[int, Sequence[str]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the upright lines at named caps, and their names."""
+    lines, notes = [], []
+    for level, (cap, names) in enumerate(sorted(named.items())):
+        is_chosen = "recommended" in names or "best found" in names
+        colour, dash = (CHOSEN, "solid") if is_chosen else (INK, "dash")
+        lines.append(upright(math.log2(cap), colour, dash))
+        # At the ends a name stands inside, or the edge would cut it.
+        side = {min(named): "left", max(named): "right"}.get(cap, "center")
+        place = {
+            "x": math.log2(cap),
+            "xanchor": side,
+            "y": 1,
+            "xref": "x",
+            "yref": "paper",
+            "yanchor": "bottom",
+        }
+        text = f"{' and '.join(names)} {cap}"
+        # Neighbouring names stand at different heights, so that they do not cover each other.
+        notes.append({**place, "text": text, "showarrow": False, "yshift": 15 * (level % 2)})
+    return lines, notes
+
+
+def _value_words(metric: str, value: float | None) -> str:
+    return percent(value) if metric == USAGE else quantity(metric, value)
+
+
+def _told(points: Sequence[Point], latency: str) -> str:
+    how = "Measured" if points[0].is_live else "Predicted"
+    said = [
+        f"{p.limits.max_num_seqs}: decode step {seconds(p.value(DECODE))}, "
+        f"{metric_name(latency)} {seconds(p.value(latency))}, "
+        f"KV cache {percent(p.value(USAGE))}"
+        for p in points
+    ]
+    return f"{how}, by max_num_seqs. {'; '.join(said)}."

@@ -1,0 +1,205 @@
+"""Latency against throughput, a picture for each latency that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tuner.observation import Phase
+from tuner.report.looks import CHOSEN, INK, LIVE, SHADOW, WORSE, axis, layout, seconds_axis
+from tuner.report.parts import Plot, Section
+from tuner.report.points import (
+    Point,
+    frontier,
+    live_points,
+    ranked_points,
+    shadow_points,
+    with_values,
+)
+from tuner.report.run_files import Result, RunFiles
+from tuner.report.words import counted, listed, metric_name, quantity, seconds
+from tuner.slo import Slo, parse_slo
+
+RATE = "requests_per_s"
+# A sentence that names more points than these is read by nobody: ours.
+_MOST_NAMES = 8
+# Half of the narrowest axis of rates as a share of the rate: ours, what replays differ by.
+_LEAST_SPAN = 0.05
+
+
+def tradeoff(run: RunFiles) -> Section:
+    """Return the pictures of all configurations."""
+    title = "Latency against throughput"
+    result = run.result
+    if not live_points(result) and not shadow_points(result):
+        return Section("tradeoff", title, ("No configuration was replayed to its end.",))
+    slos = [parse_slo(slo) for slo in result.slos]
+    names = dict.fromkeys([f"e2e_{result.tail}", *(slo.name for slo in slos)])
+    plots = [_plot(run, name, [slo for slo in slos if slo.name == name]) for name in names]
+    drawn = tuple(plot for plot in plots if plot is not None)
+    return Section("tradeoff", title, tuple(_says(run)), plots=drawn)
+
+
+def _says(run: RunFiles) -> list[str]:
+    result = run.result
+    said = [
+        "Each point is a configuration, named max_num_seqs/max_num_batched_tokens. Right and "
+        "low is better; the line joins those that no other beats in both."
+    ]
+    if live_points(result) and shadow_points(result) and not run.foretold_same_requests:
+        said.append(
+            "Filled points were measured and open ones predicted. The two replayed different "
+            "stretches of the trace, so a filled point does not lie where its open one does."
+        )
+    left_out = sum(Phase(t["phase"]).is_on_windows and _was_stopped(t) for t in result.trials)
+    if left_out:
+        said.append(
+            f"{counted(left_out, 'more replay')} failed or could no longer win and stopped "
+            "early: see the table of trials."
+        )
+    return said
+
+
+def _was_stopped(trial: Any) -> bool:  # noqa: ANN401 - a Trial, of which mypy knows the keys only
+    measured = trial["measurement"]
+    return measured is None or bool(measured.get("cut_reason"))
+
+
+def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:
+    result = run.result
+    live = with_values(live_points(result), latency, RATE)
+    shadow = with_values(shadow_points(result), latency, RATE)
+    best = frontier(with_values(ranked_points(result), latency, RATE), latency, RATE)
+    every = [*live, *shadow]
+    if not every:
+        return None
+    traces = [
+        *_cloud(shadow, latency, "predicted", SHADOW, "diamond-open"),
+        *_cloud(live, latency, "measured", LIVE, "circle"),
+        *_line(best, latency),
+        *_bounds(slos, every),
+        *_ringed(run, every, latency),
+    ]
+    heights = [p.needed(latency) for p in every] + [slo.bound_s for slo in slos]
+    return Plot(
+        f"tradeoff-{latency}",
+        f"{metric_name(latency)} against requests per second",
+        _told(result, latency, best, slos, every),
+        traces,
+        layout(
+            xaxis=axis("requests/s", range=_rate_range(every)),
+            yaxis=seconds_axis(metric_name(latency), heights),
+        ),
+        height_px=440,
+    )
+
+
+def _rate_range(points: Sequence[Point]) -> list[float]:
+    """Return the axis of rates, never so narrow that noise looks like a difference."""
+    rates = [p.needed(RATE) for p in points]
+    low, high = min(rates), max(rates)
+    room = max(0.06 * (high - low), _LEAST_SPAN * high - (high - low) / 2)
+    return [max(0.0, low - room), high + room]
+
+
+def _cloud(
+    points: Sequence[Point], latency: str, name: str, colour: str, symbol: str
+) -> list[dict[str, Any]]:
+    if not points:
+        return []
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [p.needed(RATE) for p in points],
+        "y": [p.needed(latency) for p in points],
+        "customdata": [
+            [str(p.limits), seconds(p.needed(latency)), p.how, quantity(RATE, p.needed(RATE))]
+            for p in points
+        ],
+        "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[3]}, "
+        "%{customdata[2]}<extra></extra>",
+        "marker": {"color": colour, "symbol": symbol, "size": 9},
+    }
+    return [trace]
+
+
+def _line(best: Sequence[Point], latency: str) -> list[dict[str, Any]]:
+    if len(best) < 2:
+        return []
+    trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "frontier",
+        "x": [p.needed(RATE) for p in best],
+        "y": [p.needed(latency) for p in best],
+        "line": {"color": INK, "width": 1.5},
+        "hoverinfo": "skip",
+    }
+    return [trace]
+
+
+def _bounds(slos: Sequence[Slo], points: Sequence[Point]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"SLO {metric_name(slo.name)} {seconds(slo.bound_s)}",
+            "x": _rate_range(points),
+            "y": [slo.bound_s, slo.bound_s],
+            "line": {"color": WORSE, "width": 2, "dash": "dash"},
+            "hoverinfo": "name",
+        }
+        for slo in slos
+    ]
+
+
+def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[str, Any]]:
+    """Mark the present configuration and the one whose gain is told."""
+    wanted = [("present", run.present, "square-open", INK)]
+    if run.shown != run.present:
+        wanted.append((run.shown_as, run.shown, "circle-open", CHOSEN))
+    made: list[dict[str, Any]] = []
+    for name, limits, symbol, colour in wanted:
+        mine = [p for p in points if p.limits == limits]
+        made.extend(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"{name} {limits}",
+                "x": [p.needed(RATE)],
+                "y": [p.needed(latency)],
+                "marker": {"color": colour, "symbol": symbol, "size": 17, "line": {"width": 2}},
+                "hoverinfo": "skip",
+            }
+            for p in mine[:1]
+        )
+    return made
+
+
+def _told(
+    result: Result,
+    latency: str,
+    best: Sequence[Point],
+    slos: Sequence[Slo],
+    points: Sequence[Point],
+) -> str:
+    measured = len({p.limits for p in points if p.is_live})
+    predicted = len({p.limits for p in points if not p.is_live})
+    kinds = [f"{measured} measured"] * bool(measured) + [f"{predicted} predicted"] * bool(
+        predicted
+    )
+    said = [f"{counted(len({p.limits for p in points}), 'configuration')}, {listed(kinds)}."]
+    if best:
+        kind = "measured" if best[0].is_live else "predicted"
+        named = [
+            f"{p.limits} with {quantity(RATE, p.needed(RATE))} and {seconds(p.needed(latency))}"
+            for p in best[:_MOST_NAMES]
+        ]
+        more = f" and {len(best) - _MOST_NAMES} more" if len(best) > _MOST_NAMES else ""
+        said.append(f"On the {kind} frontier: {listed(named)}{more}.")
+    ranked = with_values(ranked_points(result), latency)
+    for slo in slos:
+        holding = sum(p.needed(latency) <= slo.bound_s for p in ranked)
+        said.append(f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them.")
+    return " ".join(said)

@@ -1,0 +1,81 @@
+"""Every trial in a table that sorts by any column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.calibrate import read_metric
+from tuner.report.parts import Cell, Section, Table, number
+from tuner.report.run_files import Result, RunFiles, Trial
+from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
+
+
+def trials(run: RunFiles) -> Section:
+    """Return the table of all trials."""
+    result = run.result
+    measured = sum(t["engine"] == "live" for t in result.trials)
+    predicted = len(result.trials) - measured
+    said = (
+        f"{counted(measured, 'trial')} measured, {predicted:,} predicted. A column's button "
+        "sorts by it, a second press turns the order round.",
+    )
+    heads = (
+        *("trial", "engine", "phase", "round", "max_num_seqs", "max_num_batched_tokens"),
+        *("requests/s", "output tokens/s"),
+        *(metric_name(metric) for metric in _latencies(result)),
+        *("gpu_cache_usage_perc", "preemptions", "running, most", "waiting, mean"),
+        *("state", "why"),
+    )
+    rows = tuple(_row(result, trial) for trial in result.trials)
+    table = Table("trials-table", "All trials", heads, rows, is_sortable=True, kind="wide")
+    return Section("trials", "Every trial", said, tables=(table,))
+
+
+def _latencies(result: Result) -> tuple[str, ...]:
+    tail = result.tail
+    names = ("ttft_p50", f"ttft_{tail}", "tpot_p50", f"tpot_{tail}", "e2e_p50", f"e2e_{tail}")
+    return (*dict.fromkeys(names), "decode_step_p50")
+
+
+def _row(result: Result, trial: Trial) -> tuple[Cell, ...]:
+    measured = trial["measurement"] or {}
+    rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
+    latencies = [read_metric(measured, name) for name in _latencies(result)]
+    usage = _level(measured, "gpu_cache_usage_perc", "max")
+    why = trial["cause"] or measured.get("cut_reason") or ""
+    return (
+        number(trial["number"], str(trial["number"])),
+        Cell(trial["engine"], trial["engine"]),
+        Cell(trial["phase"], trial["phase"]),
+        number(trial["race_round"], str(trial["race_round"] or NOTHING)),
+        number(trial["max_num_seqs"], str(trial["max_num_seqs"])),
+        number(trial["max_num_batched_tokens"], f"{trial['max_num_batched_tokens']:,}"),
+        *(number(rate, _plain(rate)) for rate in rates),
+        *(number(latency, seconds(latency)) for latency in latencies),
+        number(usage, percent(usage)),
+        _count(measured, "preemptions"),
+        *(_held(measured, *where) for where in (("running", "max"), ("queue_depth", "mean"))),
+        Cell(trial["tier"][2:], trial["tier"]),
+        Cell(str(why), str(why) or None),
+    )
+
+
+def _plain(value: float | None) -> str:
+    return NOTHING if value is None else plain(value)
+
+
+def _level(measured: Mapping[str, Any], name: str, statistic: str) -> float | None:
+    level = measured.get(name)
+    found = level.get(statistic) if isinstance(level, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _held(measured: Mapping[str, Any], name: str, statistic: str) -> Cell:
+    found = _level(measured, name, statistic)
+    return number(found, _plain(found))
+
+
+def _count(measured: Mapping[str, Any], name: str) -> Cell:
+    found = measured.get(name)
+    return number(found, f"{found:,}") if isinstance(found, int) else number(None, NOTHING)

@@ -1,0 +1,146 @@
+"""Numbers and names as the page says them.
+
+Milliseconds exist here alone; everywhere else latencies are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tuner.engine.protocol import EngineLimits
+
+NOTHING = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+_NAMES = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2e": "E2E latency",
+    "decode_step": "decode step",
+}
+_RATES = {
+    "requests_per_s": "requests/s",
+    "output_tokens_per_s": "output tokens/s",
+    "goodput_per_s": "goodput",
+}
+
+
+def metric_name(metric: str) -> str:
+    """Return a metric's name for people.
+
+    >>> metric_name("decode_step_p50"), metric_name("requests_per_s")
+    ('decode step p50', 'requests/s')
+    """
+    if metric in _RATES:
+        return _RATES[metric]
+    name, _, statistic = metric.rpartition("_")
+    return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
+
+
+def is_rate(metric: str) -> bool:
+    """Tell whether more of the metric is better."""
+    return metric in _RATES or metric == "capacity"
+
+
+def plain(value: float) -> str:
+    """Write three significant digits without an exponent.
+
+    >>> plain(0.0123456), plain(1234.5), plain(0)
+    ('0.0123', '1,234', '0')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}".replace("-", _MINUS)
+
+
+def seconds(value_s: float | None) -> str:
+    """Write a duration: milliseconds below one second.
+
+    >>> seconds(0.0628), seconds(1.944)
+    ('62.8 ms', '1.94 s')
+    """
+    if value_s is None:
+        return NOTHING
+    return f"{plain(value_s * 1000)} ms" if abs(value_s) < 1 else f"{plain(value_s)} s"
+
+
+def quantity(metric: str, value: float | None) -> str:
+    """Write a metric's value with its unit."""
+    if value is None:
+        return NOTHING
+    if metric == "capacity":
+        return f"{plain(value)} \N{MULTIPLICATION SIGN} the recorded load"
+    if is_rate(metric):
+        return f"{plain(value)}/s"
+    name, _, _ = metric.rpartition("_")
+    return seconds(value) if name in _NAMES else plain(value)
+
+
+def score(metric: str, value: float | None) -> str:
+    """Write a score: a rate stands in it as its inverse."""
+    if value is None or not is_rate(metric):
+        return quantity(metric, value)
+    return quantity(metric, 1 / value) if value > 0 else NOTHING
+
+
+def percent(ratio: float | None) -> str:
+    """Write a share.
+
+    >>> percent(0.417)
+    '41.7%'
+    """
+    return NOTHING if ratio is None else f"{ratio:.1%}".replace("-", _MINUS)
+
+
+def change(ratio: float | None) -> str:
+    """Write a change with its sign.
+
+    >>> change(0.031), change(0)
+    ('+3.1%', '+0.0%')
+    """
+    return NOTHING if ratio is None else f"{ratio:+.1%}".replace("-", _MINUS)
+
+
+def interval(bounds: Sequence[float | None] | None) -> str:
+    """Write an interval of changes; a bound that is missing has no end."""
+    if bounds is None or all(bound is None for bound in bounds):
+        return NOTHING
+    low, high = bounds
+    first = f"{_MINUS}∞" if low is None else change(low)
+    return f"{first} … {'+∞' if high is None else change(high)}"
+
+
+def limits_words(limits: EngineLimits) -> str:
+    """Write both limits with their names."""
+    return (
+        f"max_num_seqs {limits.max_num_seqs}, "
+        f"max_num_batched_tokens {limits.max_num_batched_tokens}"
+    )
+
+
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """Write a number with its noun.
+
+    >>> counted(1, "replay"), counted(12, "replay"), counted(2, "entry", "entries")
+    ('1 replay', '12 replays', '2 entries')
+    """
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Write a list as a sentence does.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def sentence(text: str) -> str:
+    """Begin with a capital letter and end with a full stop."""
+    stop = "" if text.endswith((".", "!", "?")) else "."
+    return text[:1].upper() + text[1:] + stop if text else text

@@ -1,0 +1,132 @@
+"""Ask a profile's shadows about traffic, as often as needed: a re-tune without an engine.
+
+One set of shadow processes serves many pieces of traffic; each ranking has a study of its own.
+What follows from a ranking is left to `check` and `calendar`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tuner.aim import Aim
+from tuner.bench import Bench, Failure
+from tuner.calibrate import error_ratio
+from tuner.engine.protocol import EngineLimits
+from tuner.forecast import Forecast
+from tuner.host import Host
+from tuner.journal import Journal
+from tuner.metrics import Measurement
+from tuner.objective import Goal
+from tuner.observation import Observation
+from tuner.profiles import Profile
+from tuner.ranking import Ranking
+from tuner.run_state import RunState, Silence
+from tuner.rundir import RunDir
+from tuner.shadow_source import ShadowSource
+from tuner.shadows import Shadows, Task
+from tuner.space import SearchSpace
+from tuner.traces import Trace
+from tuner.windows import Window
+
+Outcome = Measurement | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """What the shadows foretold of a piece of traffic, on which parts of it and for what."""
+
+    seen: tuple[Observation, ...]
+    goal: Goal
+    parts: tuple[Window, ...]
+
+
+@dataclass(slots=True)
+class Retune:
+    """One profile's shadows, the settings that they may try, and what they have been asked."""
+
+    space: SearchSpace
+    bench: Bench
+    shadows: Shadows
+    run_dir: RunDir
+    _asked: int = 0
+
+    @property
+    def wrong_ratio(self) -> float:
+        """How wrong the shadows are said to be."""
+        return error_ratio(self.shadows.profile)
+
+    def rank(
+        self,
+        trace: Trace,
+        aim: Aim,
+        parts: tuple[Window, ...] = (),
+        present: EngineLimits | None = None,
+    ) -> Ranked:
+        """Foretell the whole space on the traffic, or on the given parts of it.
+
+        `present` is in place of the space's own.
+
+        Raises: ShadowError, TooFewSamplesError, UsageError.
+        """
+        self._asked += 1
+        space = self.space if present is None else replace(self.space, present=present)
+        journal = Journal(self.run_dir.storage_url, f"traffic {self._asked}")
+        try:
+            run = RunState(trace, space, aim, self.bench, journal, self.run_dir, Silence())
+            run.begin()
+            forecast = Forecast(trace, aim, self.shadows, 0, parts)
+            forecast.choose_parts(space, aim.budget.total_s)
+            seen = Ranking(run, forecast).rank()
+            return Ranked(tuple(seen), forecast.goal, forecast.parts)
+        finally:
+            journal.close()
+
+    def replay(
+        self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
+    ) -> dict[EngineLimits, list[Outcome]]:
+        """Foretell each setting on each piece by itself.
+
+        Raises: ShadowError, UsageError.
+        """
+        names = [f"piece {i}" for i in range(len(pieces))]
+        for name, piece in zip(names, pieces, strict=True):
+            self.shadows.use(name, piece)
+        tasks = [Task((n,), limits, aim.plan, aim.slos) for limits in settings for n in names]
+        found = iter(self.shadows.run(tasks))
+        return {limits: [next(found) for _ in names] for limits in settings}
+
+
+@contextmanager
+def shadow_host(profile: Profile, *, is_forced: bool) -> Iterator[tuple[Host, RunDir]]:
+    """Yield a process for a shadow of the profile, and a folder that goes when it ends."""
+    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+        run_dir = RunDir(Path(folder), resume=False)
+        try:
+            source = ShadowSource(profile, is_forced=is_forced)
+            with Host(source, run_dir.engine_log) as host:
+                yield host, run_dir
+        finally:
+            run_dir.close()
+
+
+@contextmanager
+def retuning(
+    host: Host,
+    run_dir: RunDir,
+    profile: Profile,
+    space: SearchSpace,
+    *,
+    jobs: int,
+    seed: int,
+    is_forced: bool,
+) -> Iterator[Retune]:
+    """Yield shadows of the profile, the host's among them; they end with it."""
+    bench = Bench(host, {}, space.ceiling, seed)
+    log = run_dir.path / "shadow.log"
+    with Shadows(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
+        shadows.adopt(bench)
+        yield Retune(space, bench, shadows, run_dir)

@@ -1,0 +1,161 @@
+"""What a replay looked like over time, in a record whose size does not grow with the replay.
+
+Answers how many requests came, ran and waited, how full the KV cache was and who was preempted
+from bin to bin. Drawing it is left to `report`; quantiles over the whole replay, to `metrics`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.steps import StepColumns
+from tuner.replay import ReplayLog
+
+Floats = NDArray[np.float64]
+
+TIMELINES_FILE = "timelines.json"
+SCHEMA = 1
+# Bins of one replay at most: ours, what half the width of a page has pixels for.
+MOST_POINTS = 500
+# Digits that are kept of a number: ours, finer than a pixel.
+_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRecord:
+    """One replay in bins of equal width.
+
+    `running`, `waiting` and `kv_usage_ratio` are means over a bin, weighted by time, idle time
+    counting as nothing; `kv_peak_ratio` is the largest usage in it; `arrivals` and
+    `preemptions` are counts.
+
+    Shapes: every series is [bins].
+    Units: start_s and bin_s in seconds on the replay's clock; ratios in 0 to 1.
+    """
+
+    start_s: float
+    bin_s: float
+    arrivals: Floats
+    running: Floats
+    waiting: Floats
+    kv_usage_ratio: Floats
+    kv_peak_ratio: Floats
+    preemptions: Floats
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as plain values."""
+        content: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_series = isinstance(value, np.ndarray)
+            content[field.name] = [_short(v) for v in value] if is_series else value
+        return content
+
+
+def _short(value: float) -> float:
+    """Return a number without the digits that nobody could see."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def timeline_record(log: ReplayLog, most_points: int = MOST_POINTS) -> TimelineRecord:
+    """Return a replay in at most so many bins.
+
+    Raises: ValueError if the log holds no steps or there is to be no bin.
+    """
+    steps = log.kept_steps
+    if steps is None:
+        raise ValueError("the replay's plan did not ask for its steps to be kept")
+    if most_points < 1:
+        raise ValueError(f"a timeline has at least one point, got {most_points}")
+    due_s = log.timelines.due_s
+    due_s = due_s[due_s <= log.clock_s]
+    start_s = float(due_s.min()) if due_s.size else 0.0
+    span_s = max(log.clock_s - start_s, 1e-6)
+    bin_s = round_width(span_s / most_points)
+    bins = max(1, math.ceil(span_s / bin_s - 1e-9))
+    edges_s = start_s + bin_s * np.arange(bins + 1, dtype=np.float64)
+    peaks = np.zeros(bins)
+    at = _bins_of(steps.end_s, start_s, bin_s, bins)
+    np.maximum.at(peaks, at, steps.kv_peak_ratio)
+    usage = _means(steps, steps.kv_usage_ratio, edges_s)
+    preemptions: Floats = np.zeros(bins)
+    np.add.at(preemptions, at, steps.preempted)
+    arrivals = _bins_of(due_s, start_s, bin_s, bins)
+    return TimelineRecord(
+        start_s=start_s,
+        bin_s=bin_s,
+        arrivals=np.bincount(arrivals, minlength=bins).astype(np.float64),
+        running=_means(steps, steps.running, edges_s),
+        waiting=_means(steps, steps.waiting, edges_s),
+        kv_usage_ratio=usage,
+        kv_peak_ratio=np.maximum(peaks, usage),
+        preemptions=preemptions,
+    )
+
+
+def round_width(least_s: float) -> float:
+    """Return the least of 1, 2, 5, 10, … times a power of ten that is not below.
+
+    >>> round_width(0.013), round_width(2.0), round_width(60.0)
+    (0.02, 2.0, 100.0)
+    """
+    exponent = math.floor(math.log10(least_s))
+    for times in (1, 2, 5, 10):
+        width = float(f"{times}e{exponent}")
+        if width >= least_s * (1 - 1e-9):
+            return width
+    return float(f"2e{exponent + 1}")
+
+
+def _bins_of(instants_s: Floats, start_s: float, bin_s: float, bins: int) -> NDArray[np.int64]:
+    """Return in which bin each instant lies; the last edge belongs to the last bin."""
+    at = np.floor((instants_s - start_s) / bin_s).astype(np.int64)
+    return np.clip(at, 0, bins - 1)
+
+
+def _means(steps: StepColumns, values: Floats, edges_s: Floats) -> Floats:
+    """Return the mean of what held during the steps, bin by bin."""
+    if not len(steps):
+        return np.zeros(edges_s.size - 1)
+    # On a wall clock a step may be noted as longer than the time since the last one.
+    before_s = np.concatenate([[-math.inf], steps.end_s[:-1]])
+    begins_s = np.maximum(steps.end_s - steps.duration_s, before_s)
+    reached = np.concatenate([[0.0], np.cumsum(values * (steps.end_s - begins_s))])
+    instants_s = np.column_stack([begins_s, steps.end_s]).ravel()
+    areas = np.column_stack([reached[:-1], reached[1:]]).ravel()
+    means: Floats = np.diff(np.interp(edges_s, instants_s, areas)) / np.diff(edges_s)
+    return means
+
+
+def with_replay(
+    content: Mapping[str, Any] | None,
+    limits: EngineLimits,
+    engine: str,
+    windows: Sequence[TimelineRecord],
+) -> dict[str, Any]:
+    """Return what the timelines' file is to hold once a replay is added to it.
+
+    `content` is what it held, None where there is no file. A replay of limits that are there
+    already, by the same kind of engine, takes their place.
+    """
+    key = (engine, limits.max_num_seqs, limits.max_num_batched_tokens)
+    replays = [] if content is None else list(content["replays"])
+    others = [r for r in replays if _key(r) != key]
+    added = {
+        "engine": engine,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "windows": [window.as_json() for window in windows],
+    }
+    return {"schema": SCHEMA, "replays": [*others, added]}
+
+
+def _key(replay: Mapping[str, Any]) -> tuple[str, int, int]:
+    return replay["engine"], replay["max_num_seqs"], replay["max_num_batched_tokens"]

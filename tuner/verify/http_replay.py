@@ -1,0 +1,267 @@
+"""A trace replayed over HTTP in real time, with streaming, on a monotonic clock.
+
+Latencies count from the instant a request was due, so that a client that falls behind hides
+nothing; how far it fell behind is the send lag, and past a budget the run is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from tuner.arrivals import Arrivals, arrivals_of
+from tuner.errors import EngineError, ReplayError
+from tuner.prompts import PromptSource
+from tuner.replay_plan import ReplayPlan
+from tuner.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.traces import Trace
+
+# Past this the client measures itself: ours, a decode step of a fast server.
+LAG_BUDGET_S = 0.050
+_CONNECT_S = 10.0
+_DATA = b"data: "
+_DONE = b"[DONE]"
+
+
+@dataclass(slots=True)
+class HttpRun:
+    """What came of a replay over HTTP.
+
+    `errors` counts failed requests by what the server or the network said.
+    """
+
+    timelines: Timelines
+    wall_s: float
+    lag_p99_s: float
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go: address, model name, and headers such as a login."""
+
+    url: str
+    model: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def replay_http(
+    endpoint: Endpoint,
+    trace: Trace,
+    prompts: PromptSource,
+    plan: ReplayPlan,
+    check: Callable[[], None],
+    on_progress: Callable[[int, int, float], None] | None = None,
+) -> HttpRun:
+    """Send every request when it is due and stamp what comes back.
+
+    `check` is asked while waiting whether the server is alive. on_progress hears of requests
+    sent, ended, and the seconds since the start, about twice a second.
+
+    Raises: EngineError when the server is gone; ReplayError when the client fell behind by
+        more than 50 ms at the 99th percentile.
+    """
+    return asyncio.run(_Client(endpoint, trace, prompts, plan, check, on_progress).run())
+
+
+class _Client:
+    """One replay; split so that each part fits on a screen."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        trace: Trace,
+        prompts: PromptSource,
+        plan: ReplayPlan,
+        check: Callable[[], None],
+        on_progress: Callable[[int, int, float], None] | None,
+    ) -> None:
+        self._endpoint, self._trace, self._prompts, self._plan = endpoint, trace, prompts, plan
+        self._check, self._on_progress = check, on_progress
+        self._arrivals: Arrivals = arrivals_of(
+            trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
+        )
+        self._record = TimelineRecorder(trace.due_s)
+        self._errors: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._sent = self._ended = 0
+        self._lag_s: list[float] = []
+        self._began_s = 0.0
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    async def run(self) -> HttpRun:
+        """Replay to the end."""
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=self._plan.timeout_s, sock_connect=_CONNECT_S)
+        # Bodies are made before the clock starts: encoding a long prompt takes milliseconds.
+        bodies = [self._body(row) for row in range(len(self._trace))]
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            self._began_s = time.monotonic()
+            watch = asyncio.create_task(self._watch())
+            try:
+                await self._send_all(session, bodies, watch)
+            finally:
+                watch.cancel()
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, watch, return_exceptions=True)
+        lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
+        if lag_p99_s > LAG_BUDGET_S:
+            raise ReplayError(
+                f"this client fell behind: p99 send lag {lag_p99_s * 1000:.0f} ms, at most "
+                f"{LAG_BUDGET_S * 1000:.0f} ms are borne; the run is void",
+                "run it on another machine with --url, or at a smaller --load",
+            )
+        return HttpRun(self._record.finish(), self._now_s(), lag_p99_s, self._errors)
+
+    async def _send_all(
+        self,
+        session: aiohttp.ClientSession,
+        bodies: list[bytes],
+        watch: asyncio.Task[None],
+    ) -> None:
+        while True:
+            if watch.done():
+                watch.result()
+            self._changed.clear()
+            due_s = self._arrivals.next_due_s(self._now_s(), len(self._tasks))
+            if due_s is None and not self._tasks:
+                return
+            wait_s = None if due_s is None else due_s - self._now_s()
+            if wait_s is None or wait_s > 0:
+                await self._pause(wait_s)
+                continue
+            row, due_s = self._arrivals.pop(self._now_s())
+            self._record.due(row, due_s)
+            self._sent += 1
+            task = asyncio.create_task(self._request(session, row, due_s, bodies[row]))
+            self._tasks.add(task)
+            task.add_done_callback(self._over)
+
+    async def _pause(self, wait_s: float | None) -> None:
+        """Wait until something ends, or so long; at most a second, to see a dead server."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), min(wait_s or 1.0, 1.0))
+        except TimeoutError:
+            return
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        """Look after the server, and tell how far the replay is."""
+        while True:
+            await asyncio.sleep(0.5)
+            self._check()
+            if self._on_progress is not None:
+                self._on_progress(self._sent, self._ended, self._now_s())
+
+    async def _request(
+        self, session: aiohttp.ClientSession, row: int, due_s: float, body: bytes
+    ) -> None:
+        """Send one request and stamp its tokens."""
+        sent_s = self._now_s()
+        self._lag_s.append(sent_s - due_s)
+        self._record.sent(row, sent_s)
+        outcome = Outcome.ABORTED
+        headers = {"Content-Type": "application/json", **self._endpoint.headers}
+        url = f"{self._endpoint.url}/v1/completions"
+        try:
+            async with session.post(url, data=body, headers=headers) as answer:
+                if answer.status == 200:
+                    outcome = await self._stream(row, answer)
+                else:
+                    said = (await answer.content.read(300)).decode("utf-8", "replace")
+                    outcome = Outcome.REFUSED if answer.status == 400 else Outcome.ABORTED
+                    self._failed(f"HTTP {answer.status}: {said}")
+        except TimeoutError:
+            outcome = Outcome.TIMED_OUT
+        except aiohttp.ClientError as error:
+            self._failed(f"{type(error).__name__}: {error}")
+        finally:
+            self._record.ended(row, outcome)
+            self._ended += 1
+            self._arrivals.ended(row, self._now_s())
+
+    def _failed(self, what: str) -> None:
+        self._errors[what] = self._errors.get(what, 0) + 1
+
+    async def _stream(self, row: int, answer: aiohttp.ClientResponse) -> Outcome:
+        """Read server-sent events; tokens are counted by the usage that each one carries."""
+        known, wanted = 0, int(self._trace.output_tokens[row])
+        async for line in answer.content:
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data == _DONE:
+                break
+            at_s = self._now_s()
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                self._failed(f"in the stream: {str(event['error'])[:200]}")
+                return Outcome.ABORTED
+            total = int((event.get("usage") or {}).get("completion_tokens", known))
+            if total > known:
+                self._record.tokens(row, total - known, at_s)
+                known = total
+        if known != wanted:
+            self._failed(
+                f"answers of other than the recorded length, e.g. {known} for {wanted}"
+            )
+            return Outcome.ABORTED
+        return Outcome.COMPLETED
+
+    def _body(self, row: int) -> bytes:
+        """Return the request: the synthetic prompt, and exactly the recorded output length."""
+        content = {
+            "model": self._endpoint.model,
+            "prompt": self._prompts.prompt(row).token_ids(),
+            "max_tokens": int(self._trace.output_tokens[row]),
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        return json.dumps(content).encode()
+
+
+def served_model(url: str, headers: Mapping[str, str]) -> str:
+    """Return the name of the first model that a server offers.
+
+    Raises: EngineError when it does not say.
+    """
+    found = asyncio.run(_get_json(f"{url}/v1/models", headers))
+    try:
+        return str(found["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as cause:
+        raise EngineError(
+            f"{url}/v1/models names no model", "--url is the address of a vLLM API server"
+        ) from cause
+
+
+async def _get_json(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    timeout = aiohttp.ClientTimeout(total=30)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url, headers=dict(headers)) as answer,
+        ):
+            answer.raise_for_status()
+            found: dict[str, Any] = await answer.json()
+            return found
+    except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
+        raise EngineError(
+            f"{url} does not answer as a vLLM API server: {str(cause) or type(cause).__name__}",
+            "check --url, and the login in VLLM_API_KEY",
+        ) from cause

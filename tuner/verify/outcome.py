@@ -1,0 +1,135 @@
+"""Measured over HTTP beside predicted: what the server and its front end add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.engine.steps import StepLog
+from tuner.metrics import Measurement, measure
+from tuner.replay import ReplayLog
+from tuner.slo import Slo
+from tuner.verify.http_replay import HttpRun
+from tuner.verify.scrape import Scraper
+
+COMPARED = (
+    *(("ttft_s", "p50"), ("ttft_s", "p95"), ("ttft_s", "p99")),
+    *(("tpot_s", "p50"), ("tpot_s", "p99")),
+    *(("e2e_s", "p50"), ("e2e_s", "p95"), ("e2e_s", "p99")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the server did, what was predicted, and whether the SLOs hold.
+
+    `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
+    gpu_cache_usage_perc as the server told it, None if its page did not.
+    """
+
+    measured: Measurement
+    predicted: Measurement | None
+    cache_usage: tuple[float, float] | None
+    broken: tuple[str, ...]
+    lag_p99_s: float
+    errors: Mapping[str, int]
+    missed_scrapes: int
+    start_s: float | None
+
+    def rows(self) -> list[tuple[str, str, float | None, float | None]]:
+        """Return (metric, unit, predicted, measured), in the order of the printed table."""
+        theirs = self.predicted
+        rows: list[tuple[str, str, float | None, float | None]] = [
+            (
+                f"{metric.removesuffix('_s')} {statistic}",
+                "s",
+                theirs.latency(metric, statistic) if theirs is not None else None,
+                self.measured.latency(metric, statistic),
+            )
+            for metric, statistic in COMPARED
+        ]
+        rate = None if theirs is None else theirs.requests_per_s
+        rows.append(("requests/s", "", rate, self.measured.requests_per_s))
+        usage = None if theirs is None else theirs.kv_usage
+        told = (None, None) if usage is None else (usage.mean, usage.max)
+        real = self.cache_usage or (None, None)
+        for at, statistic in enumerate(("mean", "max")):
+            rows.append((f"gpu_cache_usage_perc {statistic}", "", told[at], real[at]))
+        return rows
+
+    def lines(self) -> list[str]:
+        """Return the table for people, and what has to be said with it."""
+        m = self.measured
+        told = [
+            f"{'':<26}{'predicted':>11}{'measured':>11}{'added':>11}{'':>3}",
+            *(_line(*row) for row in self.rows()),
+            f"{m.completed} of {m.offered} requests completed; p99 send lag "
+            f"{self.lag_p99_s * 1000:.1f} ms",
+        ]
+        told += [f"{count} requests failed: {what}" for what, count in self.errors.items()]
+        if self.missed_scrapes:
+            told.append(f"/metrics did not answer {self.missed_scrapes} times")
+        if self.predicted is None:
+            told.append("nothing predicted this run: --predict live or shadow adds the column")
+        told += [f"SLO broken: {said}" for said in self.broken]
+        return told
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return {
+            "measured": self.measured.as_json(),
+            "predicted": None if self.predicted is None else self.predicted.as_json(),
+            "added": {
+                name: None if told is None or real is None else real - told
+                for name, _, told, real in self.rows()
+            },
+            "gpu_cache_usage_perc": None
+            if self.cache_usage is None
+            else {"mean": self.cache_usage[0], "max": self.cache_usage[1]},
+            "slos_hold": not self.broken,
+            "slos_broken": list(self.broken),
+            "send_lag_p99_s": self.lag_p99_s,
+            "errors": dict(self.errors),
+            "server_start_s": self.start_s,
+        }
+
+
+def _line(name: str, unit: str, told: float | None, real: float | None) -> str:
+    scale, shown = (1000.0, "ms") if unit == "s" else (1.0, "")
+    cells = [
+        "-" if value is None else f"{value * scale:.3f}" if not unit else f"{value * scale:.1f}"
+        for value in (told, real, None if told is None or real is None else real - told)
+    ]
+    return f"{name:<26}" + "".join(f"{cell:>11}" for cell in cells) + f" {shown}"
+
+
+def verification(
+    run: HttpRun,
+    scraper: Scraper,
+    predicted: Measurement | None,
+    slos: Sequence[Slo],
+    start_s: float | None,
+) -> Verification:
+    """Put together what a replay over HTTP found."""
+    steps, _ = StepLog().finish()
+    log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
+    measured = measure([log], slos)
+    content = measured.as_json()
+    broken = []
+    for slo in slos:
+        value_s = content[slo.metric][slo.statistic]
+        if value_s is None:
+            broken.append(f"{slo.name} was not measured")
+        elif value_s > slo.bound_s:
+            broken.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+    return Verification(
+        measured=measured,
+        predicted=predicted,
+        cache_usage=scraper.spread("gpu_cache_usage_perc"),
+        broken=tuple(broken),
+        lag_p99_s=run.lag_p99_s,
+        errors=run.errors,
+        missed_scrapes=scraper.missed,
+        start_s=start_s,
+    )
