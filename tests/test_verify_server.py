@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TUNE = [sys.executable, "-m", "tuner.cli"]
 TRACE = Path(__file__).parents[1] / "traces" / "chat.jsonl"
 PATIENCE_S = 240.0
-ASKED = [*TUNE, "verify", "--trace", str(TRACE), "--window", "peak:4s"]
+# Server and client share two cores in some places where this runs.
+ASKED = [*TUNE, "verify", "--trace", str(TRACE), "--window", "typical:5s"]
+BEARING = ("--max-send-lag", "10s")
 
 
 def verified(*more: str) -> subprocess.CompletedProcess[str]:
@@ -39,23 +41,19 @@ def servers() -> set[int]:
 
 def test_measured_stands_beside_predicted_and_the_server_is_gone_after() -> None:
     before = servers()
-    done = verified("--json", "--slo", "e2e_p50=100s", "--predict", "live")
-    assert done.returncode == 0, done.stderr
+    slos = ("--slo", "e2e_p50=100s", "--slo", "e2e_p50=1ms")
+    done = verified("--json", *slos, "--predict", "live", *BEARING)
+    assert done.returncode == 3, done.stderr
+    assert "breaks 1 SLO: e2e_p50" in done.stderr
     found = json.loads(done.stdout)
     assert found["measured"]["completed"] == found["measured"]["offered"] > 0
     assert found["errors"] == {}
-    assert found["slos_hold"]
+    assert not found["slos_hold"]
+    assert len(found["slos_broken"]) == 1
     assert found["predicted"]["offered"] == found["measured"]["offered"]
     assert 0 < found["gpu_cache_usage_perc"]["max"] <= 1
     assert found["added"]["ttft p50"] is not None
     assert servers() <= before
-
-
-def test_a_broken_slo_is_exit_code_3() -> None:
-    done = verified("--predict", "none", "--slo", "e2e_p50=1ms")
-    assert done.returncode == 3, done.stderr
-    assert "e2e_p50" in done.stderr
-    assert "SLO broken" in done.stdout
 
 
 def test_interrupted_it_takes_its_server_along() -> None:

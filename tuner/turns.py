@@ -44,16 +44,25 @@ class Turns:
         return len(self.after)
 
     def take(self, rows: Ints) -> Turns:
-        """Return the given rows in the given order; who waited for one left out waits no more.
+        """Return the given rows in the given order.
+
+        Who waited for one left out waits for the one before it, and both pauses long.
 
         >>> turns = Turns(np.array([-1, 0, 1]), np.array([0.0, 2.0, 3.0]))
-        >>> turns.take(np.array([2, 1])).after.tolist()
-        [1, -1]
+        >>> shorter = turns.take(np.array([2, 0]))
+        >>> shorter.after.tolist(), shorter.pause_s.tolist()
+        ([1, -1], [5.0, 0.0])
         """
+        # The last place stands for nobody: -1 as an index.
         place = np.full(len(self) + 1, -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
-        after = place[self.after[rows]]
-        return Turns(after, np.where(after >= 0, self.pause_s[rows], 0.0))
+        after, pause_s = self.after[rows], self.pause_s[rows]
+        while (gone := np.flatnonzero((after >= 0) & (place[after] < 0))).size:
+            left_out = after[gone]
+            after[gone] = self.after[left_out]
+            pause_s[gone] += self.pause_s[left_out]
+        after = place[after]
+        return Turns(after, np.where(after >= 0, pause_s, 0.0))
 
     @property
     def waiting(self) -> int:

@@ -152,7 +152,8 @@ _READING_OPTIONS = (
     ),
     click.option(
         "--seed",
-        type=int,
+        type=click.IntRange(0),
+        metavar="N",
         default=0,
         show_default=True,
         help="Seed of everything that is drawn at random: prompts, samples, spreading.",

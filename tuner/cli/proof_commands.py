@@ -52,6 +52,14 @@ def report(**options: Any) -> int:
 )
 @shadow_options
 @click.option("--slo", type=SLO, multiple=True, metavar="SLO", help="As in `tune`; repeatable.")
+@click.option(
+    "--max-send-lag",
+    type=DURATION,
+    default="50ms",
+    show_default=True,
+    metavar="TIME",
+    help="How far sending may fall behind at its p99 before the run is void.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(**options: Any) -> int:
     """Try a configuration on the real API server, over HTTP and in real time.

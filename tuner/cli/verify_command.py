@@ -24,7 +24,7 @@ from tuner.console import ProgressLine, say
 from tuner.emit.vllm import render, write_atomic
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
-from tuner.errors import NoFeasibleConfigError, UsageError
+from tuner.errors import NoFeasibleConfigError, ReplayError, UsageError
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import read_profile
@@ -54,7 +54,11 @@ class _Asked:
 
 
 def run_verify(options: Mapping[str, Any]) -> int:
-    """Verify and print. Raises: TunerError; NoFeasibleConfigError when an SLO breaks."""
+    """Verify and print.
+
+    Raises: TunerError; ReplayError when the client fell behind; NoFeasibleConfigError when an
+        SLO breaks.
+    """
     _check(options)
     folder = Path(tempfile.mkdtemp(prefix="tune-verify-"))
     engine = choose_engine(options)
@@ -84,6 +88,12 @@ def run_verify(options: Mapping[str, Any]) -> int:
         sys.stdout.write(encoded.decode() + "\n")
     else:
         sys.stdout.write("\n".join(found.lines()) + "\n")
+    if found.void:
+        raise ReplayError(
+            f"the run is void: {found.void}",
+            "run it on another machine with --url, at a smaller --load, or bear more with "
+            "--max-send-lag",
+        )
     if found.broken:
         raise NoFeasibleConfigError(
             f"the server breaks {len(found.broken)} SLO: {'; '.join(found.broken)}",
@@ -147,7 +157,9 @@ def _served(
                 f"{ended} of {len(asked.trace)} answered, {sent} sent, {now_s:.0f} s"
             ),
         )
-    return verification(run, scraper, predicted, options["slo"], start_s)
+    return verification(
+        run, scraper, predicted, options["slo"], start_s, options["max_send_lag"]
+    )
 
 
 def _config_file(asked: _Asked, folder: Path) -> Path:

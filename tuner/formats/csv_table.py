@@ -219,9 +219,9 @@ class _Reader:
         with self._open() as file:
             rows = _rows(file)
             try:
-                _, first = next(rows)
+                next(rows)
                 for line, row in rows:
-                    if row and (found := self._fault(row, len(first))):
+                    if row and (found := self._fault(row, len(self._header))):
                         yield line, *found
             except csv.Error as cause:
                 raise line_error(self._path, line + 1, f"is not CSV: {cause}") from cause

@@ -79,7 +79,7 @@ def _package(dist: object) -> str:
 
 def format_names() -> tuple[str, ...]:
     """Return the names that --trace-format takes, in the order of detection."""
-    return tuple(known.name for known in all_formats())
+    return tuple(known.name for known in all_formats() if known is not LENGTHS_ONLY)
 
 
 def read_trace(
@@ -131,6 +131,12 @@ def read_traces(
     """
     options = options if options is not None else ReadOptions()
     traces = [read_trace(path, format, options) for path in expand(paths)]
+    if options.sample_s is not None and sum(bool(t.notes.sampled_from) for t in traces) > 1:
+        raise UsageError(
+            f"--sample draws the busiest stretch of one file, got {len(traces)}, whose busiest "
+            "stretches are not of one time",
+            "name one file, or leave --sample out and choose a --window",
+        )
     if len(traces) > 1 and not have_one_clock(traces) and _are_sessions(traces):
         trace = _overlapped(traces, sessions_over_s, options.seed)
     else:

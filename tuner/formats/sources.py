@@ -33,6 +33,8 @@ _GZIP, _ZSTD, _ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _CHUNK_BYTES = 1 << 20
 _SUFFIXES = (".json", ".jsonl", ".csv")
 _PACKED = (".gz", ".zst")
+_COMPANION = "-dataset.json"
+"""How a file of lengths ends that belongs to the trace file beside it. Source: ServeGen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ def _is_trace_name(path: Path) -> bool:
     name = path.name
     for packed in _PACKED:
         name = name.removesuffix(packed)
-    return name.endswith(_SUFFIXES) and not name.startswith(".")
+    if name.startswith(".") or name.endswith(_COMPANION):
+        return False
+    return name.endswith(_SUFFIXES)
 
 
 @contextmanager
@@ -130,7 +134,7 @@ def _unpacked(path: Path, name: str) -> Iterator[Source]:
 
 def _link_companions(path: Path, plain: Path) -> None:
     """Let a reader that needs the file beside a packed one find it beside the plain one."""
-    for other in path.parent.glob("*-dataset.json"):
+    for other in path.parent.glob(f"*{_COMPANION}"):
         (plain.parent / other.name).symlink_to(other.resolve())
 
 

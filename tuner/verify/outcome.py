@@ -13,6 +13,9 @@ from tuner.slo import Slo
 from tuner.verify.http_replay import HttpRun
 from tuner.verify.scrape import Scraper
 
+# Past this the client measures itself: ours, a decode step of a fast server.
+LAG_BUDGET_S = 0.050
+
 COMPARED = (
     *(("ttft_s", "p50"), ("ttft_s", "p95"), ("ttft_s", "p99")),
     *(("tpot_s", "p50"), ("tpot_s", "p99")),
@@ -36,6 +39,17 @@ class Verification:
     errors: Mapping[str, int]
     missed_scrapes: int
     start_s: float | None
+    max_lag_s: float = LAG_BUDGET_S
+
+    @property
+    def void(self) -> str:
+        """Why the run speaks for nothing but this client, or nothing."""
+        if self.lag_p99_s <= self.max_lag_s:
+            return ""
+        return (
+            f"this client fell behind: p99 send lag {self.lag_p99_s * 1000:.0f} ms, at most "
+            f"{self.max_lag_s * 1000:.0f} ms are borne"
+        )
 
     def rows(self) -> list[tuple[str, str, float | None, float | None]]:
         """Return (metric, unit, predicted, measured), in the order of the printed table."""
@@ -73,6 +87,8 @@ class Verification:
         if self.predicted is None:
             told.append("nothing predicted this run: --predict live or shadow adds the column")
         told += [f"SLO broken: {said}" for said in self.broken]
+        if self.void:
+            told.append(f"VOID: {self.void}")
         return told
 
     def as_json(self) -> dict[str, Any]:
@@ -90,6 +106,7 @@ class Verification:
             "slos_hold": not self.broken,
             "slos_broken": list(self.broken),
             "send_lag_p99_s": self.lag_p99_s,
+            "void": self.void,
             "errors": dict(self.errors),
             "server_start_s": self.start_s,
         }
@@ -110,6 +127,7 @@ def verification(
     predicted: Measurement | None,
     slos: Sequence[Slo],
     start_s: float | None,
+    max_lag_s: float = LAG_BUDGET_S,
 ) -> Verification:
     """Put together what a replay over HTTP found."""
     steps, _ = StepLog().finish()
@@ -132,4 +150,5 @@ def verification(
         errors=run.errors,
         missed_scrapes=scraper.missed,
         start_s=start_s,
+        max_lag_s=max_lag_s,
     )
