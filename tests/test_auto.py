@@ -124,6 +124,15 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     assert all(wall_s > 0 for wall_s in stages.values())
 
 
+def test_what_was_foretold_of_the_race_stands_beside_what_was_measured(tuned: Run) -> None:
+    pairs = tuned.result["live_against_shadow"]
+    raced = {key_of(t) for t in by_phase(tuned, "race")}
+    assert {key_of(pair) for pair in pairs} == raced
+    assert {pair["metric"] for pair in pairs} == {"requests_per_s", "tpot_p50", "e2e_p50"}
+    for pair in pairs:
+        assert pair["shadow"] == pytest.approx(pair["live"], rel=0.2)
+
+
 def test_nothing_is_doubted_that_went_well(tuned: Run) -> None:
     doubted = {"shadow_unfit", "shadow_only", "shadow_disagrees", "profile_forced"}
     assert not tuned.caveats & (doubted | {"not_confirmed_cold", "cold_differs", "windowed"})
@@ -188,6 +197,8 @@ def test_a_profile_alone_gives_a_prediction_that_says_so(
     done = Run(tmp_path, said.err, said.out)
     assert "shadow_only" in done.caveats
     assert "profile_forced" not in done.caveats
+    kept = json.loads((done.run_dir / "timelines.json").read_text())["replays"]
+    assert {replay["engine"] for replay in kept} == {"shadow"}
     assert {t["engine"] for t in done.trials} == {"shadow"}
     found = done.result["recommendation"]
     assert found["verdict"] == "change"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +19,7 @@ from traffic import replay_toy
 from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
 from tuner.formats import read_trace
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
@@ -180,6 +182,42 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
     assert made["trace"]["requests"] == made["trace"]["replayed_requests"] == 240
     # One start for the whole search and race, and one each for winner and present one, cold.
     assert (made["engine"]["kind"], made["engine_starts"]) == ("toy", 3)
+
+
+def test_it_leaves_a_page_and_the_timelines_of_those_that_raced(finished: Run) -> None:
+    page = (finished.run_dir / "report.html").read_text()
+    assert "No timeline" not in page
+    assert "kept no timelines" not in page
+    kept = json.loads((finished.run_dir / "timelines.json").read_text())["replays"]
+    raced = {
+        (t["max_num_seqs"], t["max_num_batched_tokens"])
+        for t in finished.trials
+        if t["phase"] == "race"
+    }
+    assert {(r["max_num_seqs"], r["max_num_batched_tokens"]) for r in kept} == raced
+    for replay in kept:
+        assert [sum(window["arrivals"]) for window in replay["windows"]] == [240]
+
+
+def test_another_format_is_written_in_place_of_vllms(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(capsys, ToySource(CROWDED), trace, *SHORT, "--format", "kubernetes")
+    read = yaml.safe_load(done.emitted.read_text())
+    assert read["kind"] == "Deployment"
+    (container,) = read["spec"]["template"]["spec"]["containers"]
+    best = done.result["recommendation"]["max_num_seqs"]
+    assert f"--max-num-seqs={best}" in container["args"]
+
+
+def test_what_could_not_be_written_in_the_end_is_refused_at_the_beginning(
+    trace: Path,
+) -> None:
+    arguments = arguments_for(trace, *SHORT)
+    arguments[arguments.index("-o") + 1] = str(trace.with_name("best.txt"))
+    with pytest.raises(UsageError, match=r"must end in \.yaml"):
+        job_on(ToySource(CROWDED), arguments)
+    assert not (trace.parent / "run").exists()
 
 
 def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:

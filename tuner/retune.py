@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.aim import Aim
@@ -24,6 +24,7 @@ from tuner.objective import Goal
 from tuner.observation import Observation
 from tuner.profiles import Profile
 from tuner.ranking import Ranking
+from tuner.replay import ReplayLog
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
 from tuner.shadow_source import ShadowSource
@@ -59,27 +60,18 @@ class Retune:
         """How wrong the shadows are said to be."""
         return error_ratio(self.shadows.profile)
 
-    def rank(
-        self,
-        trace: Trace,
-        aim: Aim,
-        parts: tuple[Window, ...] = (),
-        present: EngineLimits | None = None,
-    ) -> Ranked:
+    def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Ranked:
         """Foretell the whole space on the traffic, or on the given parts of it.
-
-        `present` is in place of the space's own.
 
         Raises: ShadowError, TooFewSamplesError, UsageError.
         """
         self._asked += 1
-        space = self.space if present is None else replace(self.space, present=present)
         journal = Journal(self.run_dir.storage_url, f"traffic {self._asked}")
         try:
-            run = RunState(trace, space, aim, self.bench, journal, self.run_dir, Silence())
+            run = RunState(trace, self.space, aim, self.bench, journal, self.run_dir, Silence())
             run.begin()
             forecast = Forecast(trace, aim, self.shadows, 0, parts)
-            forecast.choose_parts(space, aim.budget.total_s)
+            forecast.choose_parts(self.space, aim.budget.total_s)
             seen = Ranking(run, forecast).rank()
             return Ranked(tuple(seen), forecast.goal, forecast.parts)
         finally:
@@ -98,6 +90,20 @@ class Retune:
         tasks = [Task((n,), limits, aim.plan, aim.slos) for limits in settings for n in names]
         found = iter(self.shadows.run(tasks))
         return {limits: [next(found) for _ in names] for limits in settings}
+
+    def logs(
+        self, pieces: Sequence[Trace], limits: EngineLimits, aim: Aim
+    ) -> list[ReplayLog] | None:
+        """Return what the setting's replay of each piece looked like, None if one failed.
+
+        Raises: EngineError if the shadow cannot be started.
+        """
+        names = [f"whole {i}" for i in range(len(pieces))]
+        for name, piece in zip(names, pieces, strict=True):
+            self.bench.use(name, piece)
+        found: list[ReplayLog] = []
+        outcome = self.bench.measure(names, limits, aim.plan, aim.slos, on_log=found.append)
+        return None if isinstance(outcome, Failure) else found
 
 
 @contextmanager
