@@ -18,6 +18,9 @@ from tuner.metrics import Measurement
 from tuner.replay_plan import ReplayPlan
 from tuner.traces import Trace
 
+COMPARE_FILE = "compare.json"
+"""The name under which a comparison is kept in a run directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

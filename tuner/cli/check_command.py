@@ -100,8 +100,8 @@ def check(**options: Any) -> int:
         tune check --baseline runs/… --prometheus http://prometheus:9090 --since 6h
 
     Compares rate, bursts, lengths, requests in flight and prefix reuse with what the
-    configuration was tuned for. If something differs by as much as can be felt, the run's
-    profile replays the new traffic; no engine is started, and nothing is changed.
+    configuration was tuned for. If something shifted that can be felt, the run's profile
+    replays the new traffic; no engine is started, and nothing is changed.
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.check_job import run_check
 

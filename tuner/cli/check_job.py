@@ -135,7 +135,7 @@ def _replayed(
         Budget(options["budget"]),
         options["window"].resolve(trace) if options["window"] else None,
     )
-    say(f"traffic may have shifted: replaying it at {present} and {len(space.grid())} others")
+    say(f"traffic has shifted: replaying it at {present} and {len(space.grid())} others")
     with retuning(
         host,
         run_dir,

@@ -21,15 +21,19 @@ from tuner.cli.inputs import (
     read_traffic,
     replay_plan,
 )
+from tuner.cli.report_command import write_report
 from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.console import ReplayDisplay, say
+from tuner.emit.whole_file import write_atomic
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits, EngineSource
 from tuner.errors import UsageError
 from tuner.host import Host
+from tuner.report.page import REPORT_FILE
+from tuner.report.run_files import read_run
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from tuner.strategies import Row, Strategy, strategies, table, uniform
+from tuner.strategies import COMPARE_FILE, Row, Strategy, strategies, table, uniform
 from tuner.traces import LoadModel, Trace
 
 RECORDED, UNIFORM = "recorded", "uniform"
@@ -37,6 +41,9 @@ RECORDED, UNIFORM = "recorded", "uniform"
 
 def run_compare(options: Mapping[str, Any], source: EngineSource | None = None) -> int:
     """Measure every strategy and print the table. Raises: TunerError."""
+    if options["run"]:
+        # What could not be kept in the end is refused now.
+        read_run(Path(options["run"]))
     engine = choose_engine(options)
     traffic = read_traffic(options, largest_cap=256)
     plan = replay_plan(options, traffic.trace)
@@ -120,9 +127,10 @@ def _print(options: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> No
     content = {name: [row.as_json() for row in rows] for name, rows in found.items()}
     encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
     if options["run"]:
-        kept = Path(options["run"]) / "compare.json"
-        kept.write_bytes(encoded + b"\n")
-        say(f"kept in {kept}; `tune report {options['run']}` shows it")
+        folder = Path(options["run"])
+        write_atomic(folder / COMPARE_FILE, encoded.decode() + "\n", secret=False)
+        write_report(folder, folder / REPORT_FILE)
+        say(f"kept in {folder / COMPARE_FILE}, and shown in {folder / REPORT_FILE}")
     if options["as_json"]:
         sys.stdout.write(encoded.decode() + "\n")
         return

@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from tuner.report.agreement import agreement
 from tuner.report.answer import answer, headline
+from tuner.report.field_strategies import strategies
 from tuner.report.gain import gain
 from tuner.report.knobs import knobs
 from tuner.report.origin import caveats, provenance
@@ -38,7 +39,13 @@ _SECTIONS = (
 
 def sections_of(run: RunFiles) -> list[Section]:
     """Return the sections in the page's order, the answer first."""
-    return [answer(run), *(make(run) for make in _SECTIONS)]
+    made = [answer(run), *(make(run) for make in _SECTIONS)]
+    compared = strategies(run)
+    if compared is None:
+        return made
+    # Before the trace's own description: with what was measured of configurations.
+    at = next(i for i, section in enumerate(made) if section.anchor == "trace")
+    return [*made[:at], compared, *made[at:]]
 
 
 def report_of(path: Path) -> str:

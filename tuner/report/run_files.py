@@ -7,7 +7,8 @@ replaced whole, so a run that goes on can be looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
@@ -19,6 +20,7 @@ from tuner.observation import Phase
 from tuner.outcome import SCHEMA
 from tuner.records import observation_of
 from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.strategies import COMPARE_FILE
 from tuner.timeline_record import TIMELINES_FILE
 
 T = TypeVar("T")
@@ -160,6 +162,14 @@ class SavedReplay(Limits, frozen=True):
     windows: list[SavedTimeline]
 
 
+class SavedStrategy(Limits, frozen=True):
+    """One strategy of the field, as `strategies.Row` keeps it."""
+
+    strategy: str
+    measurement: dict[str, Any] | None
+    failure: str | None = None
+
+
 class _Timelines(msgspec.Struct, frozen=True):
     replays: list[SavedReplay]
 
@@ -181,6 +191,7 @@ class RunFiles:
     result: Result
     timelines: tuple[SavedReplay, ...]
     foretold_same_requests: bool
+    strategies: Mapping[str, Sequence[SavedStrategy]] = field(default_factory=dict)
 
     @property
     def present(self) -> EngineLimits:
@@ -227,12 +238,15 @@ def read_run(path: Path) -> RunFiles:
     result = _read(path / RESULT_FILE, Result)
     _check_trials(path / RESULT_FILE, result)
     run = _read(path / RUN_FILE, _Run) if (path / RUN_FILE).is_file() else _Run()
-    saved = path / TIMELINES_FILE
+    saved, compared = path / TIMELINES_FILE, path / COMPARE_FILE
     return RunFiles(
         name=path.resolve().name,
         result=result,
         timelines=tuple(_read(saved, _Timelines).replays) if saved.is_file() else (),
         foretold_same_requests=bool(run.windows) and run.windows == run.forecast_parts,
+        strategies=_read(compared, dict[str, list[SavedStrategy]])
+        if compared.is_file()
+        else {},
     )
 
 

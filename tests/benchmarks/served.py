@@ -1,0 +1,183 @@
+"""The same traffic inside the engine's process and over HTTP, and a recording of it replayed.
+
+In turns, each round: the trace is replayed in process; then over HTTP, streamed, in real time,
+on a real API server under record; then the recording is read back (count and every length
+have to be those that were sent) and itself replayed in process. Beside what the client saw
+stand the engine core's own stamps from the recording, so that what HTTP adds and what makes the
+engine's steps themselves slower can be told apart. `--bind 0` leaves the second core to the API
+server, for both.
+
+    python tests/benchmarks/served.py [TRACE] [--window typical:20s] [--load 0.4] [--rounds 5]
+                                      [--bind CORES] [-o FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tuner.demo import bundled, demo_engine_args
+from tuner.engine.live import LiveSource
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.steps import StepLog
+from tuner.formats import read_trace
+from tuner.host import Host
+from tuner.metrics import measure
+from tuner.prompts import PromptSource
+from tuner.recorder.settings import FILE
+from tuner.replay import ReplayLog
+from tuner.replay_plan import ReplayPlan
+from tuner.traces import Trace
+from tuner.verify.http_replay import Endpoint, replay_http
+from tuner.windows import parse_window
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recorder_server import MIDDLEWARE, MODEL, serving
+
+LIMITS = EngineLimits(16, 2048)
+SHOWN = (
+    *(("ttft_s", "p50"), ("ttft_s", "p95"), ("tpot_s", "p50"), ("tpot_s", "p95")),
+    *(("e2e_s", "p50"), ("e2e_s", "p95")),
+)
+Figures = dict[str, float]
+
+
+def in_process(host: Host, trace: Trace, load: float) -> Figures:
+    """Replay inside the engine's process, in real time."""
+    host.load("trace", trace, 0)
+    log = host.replay("trace", LIMITS, ReplayPlan(load=load))
+    return figures_of(log)
+
+
+def figures_of(log: ReplayLog) -> Figures:
+    """Return the latencies of a replay, in seconds, and its rate."""
+    found = measure([log])
+    told = {f"{m} {s}": found.latency(m, s) or 0.0 for m, s in SHOWN}
+    return {**told, "requests/s": found.requests_per_s}
+
+
+def over_http(trace: Trace, load: float, folder: Path, vocab_size: int) -> tuple[Figures, Path]:
+    """Replay on an API server under record; return what the client saw, and the recording."""
+    prod = folder / "prod.jsonl"
+    limits = (
+        *("--max-num-seqs", str(LIMITS.max_num_seqs)),
+        *("--max-num-batched-tokens", str(LIMITS.max_num_batched_tokens)),
+    )
+    with serving(folder, *MIDDLEWARE, *limits, environment={FILE: str(prod)}) as port:
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", MODEL)
+        prompts = PromptSource(trace, vocab_size, 0)
+        few = trace.between(trace.due_s[0], trace.due_s[0] + 2.0)
+        # Warm up with a few requests, which the recording holds too and is cut by.
+        replay_http(endpoint, few, PromptSource(few, vocab_size, 1), ReplayPlan(), lambda: None)
+        run = replay_http(endpoint, trace, prompts, ReplayPlan(load=load), lambda: None)
+    steps, _ = StepLog().finish()
+    found = figures_of(ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None))
+    return {**found, "send lag p99": run.lag_p99_s}, drop_first(prod, len(few))
+
+
+def drop_first(prod: Path, count: int) -> Path:
+    """Return the recording without the requests that warmed up."""
+    header, *rows = prod.read_text().splitlines()
+    rows.sort(key=lambda row: float(json.loads(row)["arrived_at_s"]))
+    cut = prod.with_name("recording.jsonl")
+    cut.write_text("\n".join([header, *rows[count:]]) + "\n")
+    return cut
+
+
+def engine_stamps(recording: Path) -> Figures:
+    """Return the engine core's own latencies, as the recording holds them."""
+    rows = [json.loads(line) for line in recording.read_text().splitlines()[1:]]
+    ttft_s = [row["queue_s"] + row["prefill_s"] for row in rows]
+    tpot_s = [
+        row["decode_s"] / (row["output_length"] - 1) for row in rows if row["output_length"] > 1
+    ]
+    e2e_s = [row["queue_s"] + row["prefill_s"] + row["decode_s"] for row in rows]
+    named = {"ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
+    return {f"{m} {s}": float(np.quantile(named[m], int(s[1:]) / 100)) for m, s in SHOWN}
+
+
+def check_lengths(sent: Trace, recording: Path) -> Trace:
+    """Refuse a recording that does not hold exactly what was sent."""
+    read = read_trace(recording)
+    for name in ("prompt_tokens", "output_tokens"):
+        if not np.array_equal(np.sort(getattr(sent, name)), np.sort(getattr(read, name))):
+            raise SystemExit(f"{recording}: {name} are not those that were sent")
+    return read
+
+
+def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
+    """Measure in turns, each round on a server of its own."""
+    whole = read_trace(options.trace)
+    trace = parse_window(options.window).resolve(whole).of(whole)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="tune-served-") as name:
+        root = Path(name)
+        for number in range(options.rounds):
+            folder = root / str(number)
+            folder.mkdir()
+            with Host(LiveSource(), root / "engine.log") as host:
+                info = host.start(demo_engine_args(), LIMITS).info
+                inside = in_process(host, trace, options.load)
+            client, recording = over_http(trace, options.load, folder, info.vocab_size)
+            recorded = check_lengths(trace, recording)
+            with Host(LiveSource(), root / "engine.log") as host:
+                host.start(demo_engine_args(), LIMITS)
+                again = in_process(host, recorded, 1.0)
+            found.append(
+                {
+                    "in process": inside,
+                    "client over HTTP": client,
+                    "engine's own stamps": engine_stamps(recording),
+                    "recording replayed": again,
+                }
+            )
+            sys.stderr.write(f"round {number + 1}: {len(trace)} requests, {found[-1]}\n")
+    return found
+
+
+def shown(values: Sequence[float]) -> str:
+    """Return the middle, the least and the greatest, in milliseconds."""
+    low, mid, high = (1000 * f(values) for f in (min, median, max))
+    return f"{mid:.1f} ({low:.1f} … {high:.1f})"
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure, print a table and write the figures."""
+    if options.bind:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = options.bind
+    rounds = rounds_of(options)
+    names = list(rounds[0])
+    sys.stdout.write(
+        f"{platform.machine()}, {os.cpu_count()} cores, engine on {options.bind or 'all'}, "
+        f"{options.rounds} rounds, milliseconds, median (least … greatest)\n"
+        f"| metric | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
+    )
+    for metric in (f"{m} {s}" for m, s in SHOWN):
+        cells = [shown([r[name][metric] for r in rounds]) for name in names]
+        sys.stdout.write(f"| {metric} | {' | '.join(cells)} |\n")
+    if options.output:
+        content: dict[str, Any] = {**vars(options), "trace": Path(options.trace).name}
+        content = {**content, "cores": os.cpu_count(), "rounds_found": rounds}
+        Path(options.output).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="in process, over HTTP, and recorded")
+    parser.add_argument("trace", nargs="?", default=str(bundled("traces") / "chat.jsonl"))
+    parser.add_argument("--window", default="typical:20s")
+    parser.add_argument("--load", type=float, default=0.4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bind", help="cores of the engine, as VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument("-o", "--output", metavar="FILE")
+    main(parser.parse_args())

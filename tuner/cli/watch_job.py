@@ -1,0 +1,186 @@
+"""What `tune watch` does, once its options are read."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tuner.baseline import PROFILE_FILE, Baseline, read_baseline
+from tuner.calibrate import error_ratio
+from tuner.cli.emit_command import check_ending
+from tuner.cli.trace_options import read_named
+from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
+from tuner.config import limits as limits_of
+from tuner.config import read_config
+from tuner.console import say
+from tuner.emit.names import Format
+from tuner.emit.recommendation import without_lost
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.watch.guard import Guard
+from tuner.watch.handover import Clock, Handing, Notebook
+from tuner.watch.health import serving
+from tuner.watch.hook import run_hook
+from tuner.watch.loop import Watcher
+from tuner.watch.policy import Policy
+from tuner.watch.publish import Publisher
+from tuner.watch.state import StateDir
+
+_NEEDED = {
+    "prometheus": ("--prometheus", "for example --prometheus http://prometheus:9090"),
+    "profile": ("--profile", "name a run directory, or the profile.yaml of one"),
+    "output": ("--emit", "name the file that is served from: --emit best.yaml"),
+}
+# What reading --baseline-trace needs to know besides.
+_READING: Mapping[str, Any] = {
+    "trace_format": None,
+    "only_model": None,
+    "time_unit": None,
+    "hash_block_size": None,
+    "spread": False,
+    "sessions_over": None,
+    "sample": None,
+    "zero_output": "drop",
+    "skip_invalid": False,
+    "max_invalid": None,
+}
+
+
+class WallClock:
+    """The machine's own clock."""
+
+    def now_s(self) -> float:
+        """Return the Unix time."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
+    """Watch, until it is stopped or for one round. Raises: TunerError."""
+    for key, (name, hint) in _NEEDED.items():
+        if not options[key]:
+            raise UsageError(f"{name} is missing", hint)
+    _check_times(options)
+    path = Path(options["profile"])
+    baseline = read_baseline(path)
+    before = _tuned_for(baseline, path, options)
+    output = Path(options["output"])
+    state_path = Path(options["state"] or f"{output}.watch")
+    with ExitStack() as held:
+        book = _notebook(held.enter_context(StateDir(state_path)), path)
+        watcher = _watcher(options, baseline, before, book, clock or WallClock())
+        present = watcher.present
+        if options["listen"]:
+            held.enter_context(serving(options["listen"], watcher))
+        say(f"watching {output} at {present}, state in {state_path}")
+        if options["once"]:
+            error = watcher.round()
+            if error is not None:
+                raise type(error)(error.message, error.hint) from error
+            return 0
+        try:
+            watcher.run()
+        except KeyboardInterrupt:
+            say("stopped; the state carries on from here")
+    return 0
+
+
+def _check_times(options: Mapping[str, Any]) -> None:
+    """Refuse times that make no sense. Raises: UsageError."""
+    for key, least_s in (("every", 1.0), ("guard", 60.0), ("hook_timeout", 0.1)):
+        if options[key] < least_s:
+            name = key.replace("_", "-")
+            hint = "--no-guard lets every change stand" if key == "guard" else ""
+            raise UsageError(
+                f"--{name} must be at least {least_s:g} s, got {options[key]:g} s", hint
+            )
+    if options["guard"] < 2 * options["step"] and not options["no_guard"]:
+        raise UsageError(
+            f"--guard must be at least two steps of {options['step']:g} s, "
+            f"got {options['guard']:g} s",
+            "take a shorter --step, or a longer --guard",
+        )
+
+
+def _tuned_for(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
+    """Return the traffic that the profile's configuration was tuned for."""
+    if not options["baseline_trace"]:
+        return baseline.check_has_traffic(path)
+    reading = {**_READING, "seed": options["seed"]}
+    return sketch_of(read_named(options["baseline_trace"], reading))
+
+
+def _notebook(kept: StateDir, path: Path) -> Notebook:
+    """Return the state as it stands for the profile."""
+    state, told = kept.load()
+    if told:
+        say(told)
+    profile = path / PROFILE_FILE if path.is_dir() else path
+    sha256 = hashlib.sha256(profile.read_bytes()).hexdigest()
+    if told:
+        last = replace(state.last, error=told, error_s=time.time())
+        counts = replace(state.counts, errors=state.counts.errors + 1)
+        state = replace(state, last=last, counts=counts)
+    return Notebook(kept, state.for_profile(sha256))
+
+
+def _watcher(
+    options: Mapping[str, Any],
+    baseline: Baseline,
+    before: TrafficSketch,
+    book: Notebook,
+    clock: Clock,
+) -> Watcher:
+    policy = Policy(options["min_gain"], options["min_interval"], options["confirmations"])
+    traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
+    shadow = ShadowCheck(options, baseline, before, traffic)
+    guard = None
+    if not options["no_guard"]:
+        wrong_ratio = error_ratio(baseline.profile)
+        guard = Guard(options["guard"], shadow.look, wrong_ratio)
+    hook = None
+    if options["hook"]:
+        hook = partial(run_hook, options["hook"], timeout_s=options["hook_timeout"])
+    return Watcher(
+        book=book,
+        handing=Handing(book, _publisher(options, baseline), hook, guard, clock, say),
+        policy=policy,
+        every_s=options["every"],
+        tuned_for=_configured(options) or baseline.present,
+        sample=traffic.lately,
+        sketch=traffic.sketch,
+        check=shadow.check,
+        clock=clock,
+        tell=say,
+    )
+
+
+def _publisher(options: Mapping[str, Any], baseline: Baseline) -> Publisher:
+    """Return what writes the file. Raises: UsageError."""
+    chosen, output = Format(options["emit_format"]), Path(options["output"])
+    check_ending(chosen, str(output))
+    if not output.resolve().parent.is_dir():
+        raise UsageError(f"the folder of --emit {output} does not exist", "make it first")
+    kept: Mapping[str, object] = baseline.profile.serve_values
+    if options["config"]:
+        kept = read_config(Path(options["config"])).values
+    values, lost = without_lost(kept)
+    return Publisher(output, chosen, baseline.profile, values, lost)
+
+
+def _configured(options: Mapping[str, Any]) -> EngineLimits | None:
+    """Return the limits that --config names, None where it names none or one of them."""
+    if not options["config"]:
+        return None
+    seqs, tokens = limits_of(read_config(Path(options["config"])).values)
+    return None if seqs is None or tokens is None else EngineLimits(seqs, tokens)

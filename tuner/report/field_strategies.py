@@ -1,0 +1,117 @@
+"""The strategies of the field beside the answer, where `tune compare` kept them for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tuner.calibrate import read_metric
+from tuner.report.looks import LIVE, SHADOW, axis, layout, seconds_axis
+from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.run_files import RunFiles, SavedStrategy
+from tuner.report.words import NOTHING, metric_name, plain, seconds
+
+TITLE = "The strategies of the field"
+_RATE = "requests_per_s"
+_LATENCIES = ("e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99")
+_COLOURS = {"recorded": LIVE, "uniform": SHADOW}
+
+Compared = Mapping[str, Sequence[SavedStrategy]]
+
+
+def strategies(run: RunFiles) -> Section | None:
+    """Return the comparison of strategies, None where none was kept."""
+    compared = run.strategies
+    if not compared:
+        return None
+    said = [
+        "Each strategy served the same requests on one live engine: one at a time; batches "
+        "that wait for their slowest answer; continuous batching as vLLM comes, and as tuned."
+    ]
+    if "uniform" in compared:
+        said.append(
+            "With every length replaced by the mean (uniform), the same strategies look "
+            "different: that is what even test data would have claimed."
+        )
+    plots = (
+        _plot("strategies-rate", compared, _RATE),
+        _plot("strategies-tail", compared, "e2e_p99"),
+    )
+    tables = tuple(_table(name, rows) for name, rows in compared.items())
+    return Section("strategies", TITLE, tuple(said), plots=plots, tables=tables)
+
+
+def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
+    names = [row.strategy for row in next(iter(compared.values()))]
+    traces: list[dict[str, Any]] = []
+    values: list[float] = []
+    for which, rows in compared.items():
+        found = [read_metric(row.measurement or {}, metric) for row in rows]
+        values += [value for value in found if value is not None]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": f"{which} lengths",
+                "y": names,
+                "x": found,
+                "marker": {"color": _COLOURS.get(which, LIVE)},
+            }
+        )
+    title = metric_name(metric)
+    along = axis(title) if metric == _RATE else seconds_axis(title, values)
+    return Plot(
+        anchor,
+        f"{title} by strategy",
+        _says(compared, metric),
+        traces,
+        layout(xaxis=along, yaxis=axis("", autorange="reversed"), barmode="group"),
+    )
+
+
+def _says(compared: Compared, metric: str) -> str:
+    """Return the picture's numbers in a sentence for each kind of lengths."""
+    told = []
+    for which, rows in compared.items():
+        each = ", ".join(
+            f"{row.strategy} {_shown(metric, read_metric(row.measurement or {}, metric))}"
+            for row in rows
+        )
+        told.append(f"{metric_name(metric)} with {which} lengths: {each}.")
+    return " ".join(told)
+
+
+def _shown(metric: str, value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{plain(value)}/s" if metric == _RATE else seconds(value)
+
+
+def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
+    heads = (
+        *("strategy", "seqs/tokens", "requests/s", *map(metric_name, _LATENCIES)),
+        *("running, mean", "why"),
+    )
+    return Table(
+        f"strategies-{which}",
+        f"{which.capitalize()} lengths",
+        heads,
+        tuple(_row(row) for row in rows),
+    )
+
+
+def _row(row: SavedStrategy) -> tuple[Cell, ...]:
+    measured = row.measurement or {}
+    rate = read_metric(measured, _RATE)
+    running = (measured.get("running") or {}).get("mean")
+    return (
+        Cell(row.strategy),
+        Cell(str(row.limits)),
+        number(rate, NOTHING if rate is None else plain(rate)),
+        *(
+            number(value, seconds(value))
+            for value in (read_metric(measured, name) for name in _LATENCIES)
+        ),
+        number(running, NOTHING if running is None else plain(running)),
+        Cell(row.failure or ""),
+    )
