@@ -29,7 +29,6 @@ from tuner.emit.vllm import render
 from tuner.errors import UsageError
 from tuner.objective import Tier
 from tuner.outcome import comments
-from tuner.shadow_search import PROFILE_FILE
 
 Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "api-key"}
@@ -44,10 +43,6 @@ def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(
     again = emit(Format.VLLM, read_run(folder), Names("best.yaml"))
     wrote = render(WITHOUT_SECRET, 48, 4096, comments(outcome, "best.yaml", str(folder)))
     assert again == wrote
-
-
-def test_the_profile_is_looked_for_under_the_name_that_it_has(tmp_path: Path) -> None:
-    assert (a_run_dir(tmp_path, in_result=False) / PROFILE_FILE).is_file()
 
 
 def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Objective
 from tuner.profiles import Profile, read_profile
-from tuner.rundir import RESULT_FILE
+from tuner.rundir import PROFILE_FILE, RESULT_FILE
 from tuner.sketch_file import TRAFFIC_FILE, read_sketch
 from tuner.slo import Slo, parse_slo
 from tuner.traffic_sketch import TrafficSketch
-
-PROFILE_FILE = "profile.yaml"
 
 
 @dataclass(frozen=True, slots=True)

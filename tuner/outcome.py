@@ -94,22 +94,29 @@ def make_outcome(
         "baseline": {**_limits(present), "source": around.present_source},
         "evidence": [row.as_json() for row in rows],
         "limited_by": limited,
-        "confirmed_cold": around.cold,
-        "capacity": around.capacity,
+        **_surroundings(around),
         "caveats": [{"id": str(c), "text": c.text} for c in caveats],
-        "provenance": _provenance(around),
-        "serve_values": dict(around.serve_values),
-        "trace_description": around.description,
-        "live_against_shadow": [
-            {**_limits(limits), "metric": metric, "live": live, "shadow": shadow}
-            for (limits, metric), (live, shadow) in around.compared.items()
-        ],
         "trials": list(records),
     }
     kv = evidence.kv_text(records, decision.winner)
     return Outcome(
         decision, present, rows, limited, kv, tuple(caveats), state, feasible, content
     )
+
+
+def _surroundings(around: Circumstances) -> dict[str, Any]:
+    compared = [
+        {**_limits(limits), "metric": metric, "live": live, "shadow": shadow}
+        for (limits, metric), (live, shadow) in around.compared.items()
+    ]
+    return {
+        "confirmed_cold": around.cold,
+        "capacity": around.capacity,
+        "provenance": _provenance(around),
+        "serve_values": dict(around.serve_values),
+        "trace_description": around.description,
+        "live_against_shadow": compared,
+    }
 
 
 def _limits(limits: EngineLimits) -> dict[str, int]:

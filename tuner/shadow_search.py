@@ -39,10 +39,10 @@ from tuner.records import race_records
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
+from tuner.rundir import PROFILE_FILE
 from tuner.shadows import Shadows, Task
 from tuner.windows import busiest
 
-PROFILE_FILE = "profile.yaml"
 CALIBRATION = "calibration"
 # The shares of the budget that calibrating and foretelling may take: ours.
 CALIBRATION_SHARE, FORECAST_SHARE = 0.15, 0.20

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from tuner.cli.check_command import check
+from tuner.cli.doctor_command import doctor
 from tuner.cli.emit_command import emit
 from tuner.cli.options import (
     DURATION,
@@ -23,13 +25,14 @@ from tuner.cli.options import (
 )
 from tuner.cli.proof_commands import compare, report, verify
 from tuner.cli.trace_commands import trace
+from tuner.cli.watch_command import watch
 from tuner.emit.names import Format
 from tuner.errors import TunerError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _EPILOG = (
     "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; "
-    "130 interrupted."
+    "10 tune check: a re-tune pays; 130 interrupted."
 )
 
 
@@ -180,6 +183,18 @@ def replay(**options: Any) -> int:
 )
 @click.option("--slo", type=SLO, multiple=True, metavar="SLO", help="As in `tune`; repeatable.")
 @click.option(
+    "--by",
+    type=click.Choice(["hour"]),
+    help="In place of loads: the best configuration by hour of day, from a week of traffic.",
+)
+@click.option(
+    "--timezone",
+    default="UTC",
+    show_default=True,
+    metavar="OFFSET",
+    help="Whose hours, with --by: UTC or an offset as +02:00.",
+)
+@click.option(
     "--max-num-seqs",
     type=LADDER,
     metavar="LIST",
@@ -192,9 +207,14 @@ def plan(**options: Any) -> int:
 
     \b
         tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5,1,1.5,2
+        tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour
 
     Predicted from a profile; no engine is started.
     """  # noqa: D301 - click looks for the character that \b stands for
+    if options["by"] == "hour":
+        from tuner.cli.calendar_job import run_calendar
+
+        return run_calendar(options)
     from tuner.cli.plan_command import run_plan
 
     return run_plan(options)
@@ -223,26 +243,8 @@ def worker(**options: Any) -> int:
     return run_worker(tune, options)
 
 
-for _command in (trace, emit, report, verify, compare):
+for _command in (trace, emit, report, verify, compare, check, watch, doctor):
     tune.add_command(_command)
-
-
-@tune.command("doctor", context_settings=_CONTEXT)
-def doctor() -> int:
-    """Say what is installed, what is missing, and the command that mends it.
-
-    \b
-        tune doctor
-    """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.doctor import checks
-
-    found = checks()
-    for check in found:
-        state = "ok" if check.ok else "MISSING" if check.is_required else "absent"
-        click.echo(f"{state:<8} {check.name:<24} {check.found}")
-        if not check.ok and check.fix:
-            click.echo(f"{'':8} {'':24} {check.fix}")
-    return 0 if all(check.ok for check in found if check.is_required) else 2
 
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end

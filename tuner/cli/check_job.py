@@ -14,7 +14,7 @@ from tuner.aim import Aim
 from tuner.baseline import Baseline, read_baseline
 from tuner.check import Checked, check, without_replay
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
-from tuner.cli.trace_jobs import _headers
+from tuner.cli.trace_jobs import headers_of
 from tuner.cli.trace_options import read_named
 from tuner.console import say
 from tuner.drift import Drift, compare
@@ -98,7 +98,7 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
             model=options["only_model"],
             seed=options["seed"],
             concurrency=is_closed,
-            headers=_headers(options["headers"]),
+            headers=headers_of(options["headers"]),
             verify=not options["no_verify"],
         )
         drawn_s = options["step"]

@@ -30,6 +30,8 @@ from tuner.redact import redacted
 from tuner.report.page import REPORT_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
 from tuner.session import AnySession
+from tuner.sketch_file import TRAFFIC_FILE, write_sketch
+from tuner.traffic_sketch import sketch_of
 from tuner.windows import Window
 
 _TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_CLIPPED}
@@ -158,6 +160,7 @@ class Finish:
             decision, run.space.present, goal, records, doubts, around, state
         )
         run.run_dir.write_json(RESULT_FILE, outcome.content)
+        write_sketch(run.run_dir.path / TRAFFIC_FILE, sketch_of(job.traffic.trace))
         self._report()
         return outcome
 

@@ -24,9 +24,9 @@ from tuner.profiles import Profile, write_profile
 from tuner.records import observation_of
 from tuner.redact import redacted
 from tuner.run_state import RunState
-from tuner.rundir import RUN_FILE, RunDir
+from tuner.rundir import PROFILE_FILE, RUN_FILE, RunDir
 from tuner.session import AnySession, Method, Session
-from tuner.shadow_search import PROFILE_FILE, ShadowSearch
+from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import ShadowSession
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows

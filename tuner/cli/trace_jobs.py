@@ -109,13 +109,13 @@ def run_from_prometheus(options: Mapping[str, Any]) -> int:
         engine=options["engine"],
         seed=options["seed"],
         concurrency=options["concurrency"],
-        headers=_headers(options["headers"]),
+        headers=headers_of(options["headers"]),
         verify=not options["no_verify"],
     )
     return _write(sampled, options)
 
 
-def _headers(given: Sequence[str]) -> dict[str, str]:
+def headers_of(given: Sequence[str]) -> dict[str, str]:
     """Return the headers of --header, and the token of the environment. Raises: UsageError."""
     headers = {}
     if token := os.environ.get(TOKEN_VARIABLE):

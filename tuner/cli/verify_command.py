@@ -83,7 +83,12 @@ def run_verify(options: Mapping[str, Any]) -> int:
         asked = _Asked(options, engine, facts, facts.present_limits, trace, plan)
         predicted, vocab_size = _predicted(host, asked)
     found = _served(asked, folder, predicted, vocab_size)
-    if options["as_json"]:
+    return _told(found, as_json=options["as_json"])
+
+
+def _told(found: Verification, *, as_json: bool) -> int:
+    """Print what was found. Raises: ReplayError, NoFeasibleConfigError."""
+    if as_json:
         encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
         sys.stdout.write(encoded.decode() + "\n")
     else:

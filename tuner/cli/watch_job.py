@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tuner.baseline import PROFILE_FILE, Baseline, read_baseline
+from tuner.baseline import Baseline, read_baseline
 from tuner.calibrate import error_ratio
 from tuner.cli.emit_command import check_ending
 from tuner.cli.trace_options import read_named
@@ -23,6 +23,8 @@ from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
+from tuner.prometheus.server import Prometheus
+from tuner.rundir import PROFILE_FILE
 from tuner.traffic_sketch import TrafficSketch, sketch_of
 from tuner.watch.guard import Guard
 from tuner.watch.handover import Clock, Handing, Notebook
@@ -71,6 +73,9 @@ def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
         if not options[key]:
             raise UsageError(f"{name} is missing", hint)
     _check_times(options)
+    # Nothing is asked: what is wrong with the address would be wrong in every round.
+    with Prometheus(options["prometheus"]):
+        pass
     path = Path(options["profile"])
     baseline = read_baseline(path)
     before = _tuned_for(baseline, path, options)
@@ -104,12 +109,15 @@ def _check_times(options: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"--{name} must be at least {least_s:g} s, got {options[key]:g} s", hint
             )
-    if options["guard"] < 2 * options["step"] and not options["no_guard"]:
-        raise UsageError(
-            f"--guard must be at least two steps of {options['step']:g} s, "
-            f"got {options['guard']:g} s",
-            "take a shorter --step, or a longer --guard",
-        )
+    step_s = options["step"]
+    if not (step_s >= 1 and step_s == int(step_s)):
+        raise UsageError(f"--step must be a whole number of seconds, got {step_s:g} s")
+    for key in ("since", "guard"):
+        if options[key] < 2 * step_s:
+            raise UsageError(
+                f"--{key} must be at least two steps of {step_s:g} s, got {options[key]:g} s",
+                f"take a shorter --step, or a longer --{key}",
+            )
 
 
 def _tuned_for(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
@@ -143,6 +151,7 @@ def _watcher(
 ) -> Watcher:
     policy = Policy(options["min_gain"], options["min_interval"], options["confirmations"])
     traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
+    traffic.credentials()
     shadow = ShadowCheck(options, baseline, before, traffic)
     guard = None
     if not options["no_guard"]:
@@ -162,6 +171,7 @@ def _watcher(
         check=shadow.check,
         clock=clock,
         tell=say,
+        began_s=clock.now_s(),
     )
 
 

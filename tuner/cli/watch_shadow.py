@@ -12,7 +12,7 @@ from tuner.aim import Aim
 from tuner.baseline import Baseline
 from tuner.check import Checked, Verdict, check, without_replay
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
-from tuner.cli.trace_jobs import _headers
+from tuner.cli.trace_jobs import headers_of
 from tuner.console import say
 from tuner.drift import Drift, compare
 from tuner.engine.protocol import EngineLimits
@@ -71,7 +71,7 @@ class PrometheusTraffic:
             end_s,
             given["step"],
             model=given["only_model"],
-            headers=self._credentials(),
+            headers=self.credentials(),
             verify=not given["no_verify"],
         )
 
@@ -89,13 +89,16 @@ class PrometheusTraffic:
             seed=given["seed"],
             concurrency=self.is_closed,
             until_s=until_s,
-            headers=self._credentials(),
+            headers=self.credentials(),
             verify=not given["no_verify"],
         )
 
-    def _credentials(self) -> dict[str, str]:
-        """Return the headers; a token in a file may be another one by now."""
-        headers = _headers(self.options["headers"])
+    def credentials(self) -> dict[str, str]:
+        """Return the headers; a token in a file may be another one by now.
+
+        Raises: UsageError if it cannot be read.
+        """
+        headers = headers_of(self.options["headers"])
         path = self.options["token_file"]
         if not path:
             return headers

@@ -29,8 +29,7 @@ from tuner.observation import Phase
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
 from tuner.profiles import Profile, read_profile
 from tuner.run_state import judged
-from tuner.rundir import RUN_FILE
-from tuner.shadow_search import PROFILE_FILE
+from tuner.rundir import PROFILE_FILE, RUN_FILE
 from tuner.shadows import Shadows, Task, default_jobs
 from tuner.traces import Trace
 from tuner.windows import Window

@@ -29,12 +29,9 @@ from tuner.errors import Caveat, UsageError
 from tuner.evidence import Row
 from tuner.outcome import SCHEMA, Outcome, comments
 from tuner.profiles import read_profile
-from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.stats import Estimate
-
-_PROFILE_FILE: Final = "profile.yaml"
-"""The name that shadow_search gives it; importing that would load the whole search."""
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
 
@@ -186,11 +183,11 @@ def _serve_values(folder: Path, content: Mapping[str, Any]) -> dict[str, object]
     kept = content.get("serve_values")
     if isinstance(kept, dict):
         return kept
-    profile = folder / _PROFILE_FILE
+    profile = folder / PROFILE_FILE
     if not profile.is_file():
         raise UsageError(
             f"{folder} does not hold the engine's configuration: neither {RESULT_FILE} nor "
-            f"{_PROFILE_FILE} has it",
+            f"{PROFILE_FILE} has it",
             "emit from the YAML file that the run wrote",
         )
     return dict(read_profile(profile).serve_values)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.engine.compat.cores import bind_as_served
 from tuner.engine.compat.serve import device_name, first_line, vllm_version
 from tuner.engine.compat.shape import read_shape
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, EngineLimits, Step
@@ -34,8 +35,12 @@ class Core:
         self._sampling_params = SamplingParams
         self._request_type = EngineCoreRequest
         try:
-            self._engine: Any = LLMEngine.from_engine_args(
-                engine_args, usage_context=UsageContext.OPENAI_API_SERVER
+            config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+            bind_as_served(config)
+            self._engine: Any = LLMEngine.from_vllm_config(
+                config,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                disable_log_stats=engine_args.disable_log_stats,
             )
         except (RuntimeError, ValueError, MemoryError, OSError, AssertionError) as failed:
             raise EngineError(f"the engine did not start: {first_line(failed)}") from failed

@@ -1,0 +1,162 @@
+"""A watch for tests: a clock that jumps, verdicts that are told, a file that is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drift_parts import busy_traffic
+from run_parts import a_profile
+
+from tuner.check import Checked, Verdict
+from tuner.drift import Drift
+from tuner.emit.names import Format
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.gains import Gain
+from tuner.stats import Estimate
+from tuner.traces import Trace
+from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.watch.guard import Guard
+from tuner.watch.handover import Handing, Notebook, RunHook
+from tuner.watch.hook import HookEnd
+from tuner.watch.loop import Watcher
+from tuner.watch.policy import Policy
+from tuner.watch.publish import Publisher
+from tuner.watch.state import StateDir
+
+FOUR, EIGHT, THIRTY = (EngineLimits(cap, 2048) for cap in (4, 8, 32))
+MINUTE_S, HOUR_S = 60.0, 3600.0
+TRAFFIC = busy_traffic(0, minutes=4)
+UNCHANGED = Checked(Verdict.UNCHANGED, "nothing differs", Drift((), ()), FOUR)
+TOO_LITTLE = Checked(Verdict.TOO_LITTLE, "known in part only", Drift((), ()), FOUR)
+
+
+def pays(best: EngineLimits = EIGHT, gain_ratio: float = 0.3) -> Checked:
+    """Return the verdict that a re-tune pays."""
+    ratio = Estimate(1 - gain_ratio, 0.95 - gain_ratio, 1.05 - gain_ratio, 8)
+    gain = Gain("e2e_p95", ratio, is_tier_better=False)
+    return Checked(Verdict.PAYS, "arrival_rate shifted", Drift((), ()), FOUR, best, gain)
+
+
+@dataclass(slots=True)
+class JumpingClock:
+    """A clock on which waiting takes no time."""
+
+    at_s: float = 1_800_000_000.0
+    waits_s: list[float] = field(default_factory=list)
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return self.at_s
+
+    def sleep(self, seconds: float) -> None:
+        """Jump."""
+        self.waits_s.append(seconds)
+        self.at_s += seconds
+
+
+@dataclass(slots=True)
+class HookLog:
+    """A hook that remembers what it was told and what the file held, and fails on demand."""
+
+    path: Path
+    exit_codes: list[int] = field(default_factory=list)
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, told: Mapping[str, str]) -> HookEnd:
+        """Hand over."""
+        self.seen.append((told["TUNE_EVENT"], self.path.read_text()))
+        return HookEnd(self.exit_codes.pop(0) if self.exit_codes else 0, "done")
+
+
+@dataclass(slots=True)
+class World:
+    """A watch and all that surrounds it."""
+
+    watcher: Watcher
+    clock: JumpingClock
+    hook: HookLog
+    path: Path
+    told: list[str]
+    verdicts: list[Checked]
+    outages: list[str]
+    checked_at: list[EngineLimits]
+    tuned_for: list[TrafficSketch | None]
+
+    def rounds(self, *verdicts: Checked) -> list[str]:
+        """Do a round for each verdict, one every so often; return what happened."""
+        self.verdicts.extend(verdicts)
+        acts = []
+        for _ in verdicts:
+            error = self.watcher.round()
+            acts.append(error.message if error else self.watcher.book.state.last.act)
+            self.clock.sleep(self.watcher.rest_s())
+        return acts
+
+    @property
+    def words(self) -> str:
+        """All that was told."""
+        return "\n".join(self.told)
+
+
+@contextmanager
+def a_world(
+    folder: Path,
+    *,
+    clock: JumpingClock | None = None,
+    guard: Callable[[], Guard] | None = None,
+    chosen: Format = Format.VLLM,
+    run_hook: RunHook | None = None,
+    has_hook: bool = True,
+) -> Iterator[World]:
+    """Yield a watch over folder/best.yaml whose state is in folder/state."""
+    path, clock = folder / "best.yaml", clock or JumpingClock()
+    told: list[str] = []
+    verdicts: list[Checked] = []
+    outages: list[str] = []
+    checked_at: list[EngineLimits] = []
+    tuned_for: list[TrafficSketch | None] = []
+
+    def sample() -> Trace:
+        if outages:
+            raise UsageError(outages.pop(0))
+        return TRAFFIC
+
+    def check(trace: Trace, present: EngineLimits, before: TrafficSketch | None) -> Checked:
+        assert trace is TRAFFIC
+        checked_at.append(present)
+        tuned_for.append(before)
+        return verdicts.pop(0)
+
+    hook = HookLog(path)
+    with StateDir(folder / "state") as kept:
+        state, remark = kept.load()
+        if remark:
+            told.append(remark)
+        book = Notebook(kept, state.for_profile("a"))
+        publisher = Publisher(path, chosen, a_profile(), {"model": "toy"})
+        chosen_hook = (run_hook or hook) if has_hook else None
+        handing = Handing(
+            book, publisher, chosen_hook, guard() if guard else None, clock, told.append
+        )
+        watcher = Watcher(
+            book=book,
+            handing=handing,
+            policy=Policy(0.05, 6 * HOUR_S, 2),
+            every_s=15 * MINUTE_S,
+            tuned_for=FOUR,
+            sample=sample,
+            sketch=sketch_of,
+            check=check,
+            clock=clock,
+            tell=told.append,
+        )
+        yield World(watcher, clock, hook, path, told, verdicts, outages, checked_at, tuned_for)
+
+
+def acts_of(found: Sequence[str]) -> list[str]:
+    """Return the first words of what happened in each round."""
+    return [" ".join(act.split()[:3]) for act in found]

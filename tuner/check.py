@@ -1,0 +1,175 @@
+"""Whether a configuration still fits today's traffic, and whether a re-tune would pay.
+
+Shifts beyond chance come from `drift`. Whether they matter is decided by replay: the profile's
+shadows rank the space on the new traffic, and the best is compared with the present
+configuration stretch by stretch. Nothing is changed by it.
+
+Tried and given up: replaying as well what may be chance. Of two samples of the same traffic the
+second is often served better by another configuration than was best for the first, so that
+every check would move it; and no planted shift was found that was missed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from tuner.aim import Aim
+from tuner.drift import Drift
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import NoFeasibleConfigError
+from tuner.gains import LEAST_PER_STRETCH, STRETCHES, Gain, by_stretch, gain_over
+from tuner.objective import Goal, Objective, Tier, tail_statistic
+from tuner.observation import Observation
+from tuner.retune import Retune
+from tuner.shadow_session import decide
+from tuner.traces import Trace
+from tuner.windows import Window
+
+
+class Verdict(StrEnum):
+    """What to make of today's traffic."""
+
+    TOO_LITTLE = "too little data"
+    UNCHANGED = "unchanged"
+    STILL_BEST = "shifted, present config still best"
+    PAYS = "shifted, re-tune pays"
+
+
+EXIT_CODES: Final = {verdict: 10 if verdict is Verdict.PAYS else 0 for verdict in Verdict}
+"""10 lets a script tell a re-tune that pays from an error, which is 1 to 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A verdict with its reasons.
+
+    `present` is None where it has not been asked for, `best`, what the shadows find best on
+    the new traffic, where they have not been; `state` says what even that does not meet.
+    """
+
+    verdict: Verdict
+    why: str
+    drift: Drift
+    present: EngineLimits | None
+    best: EngineLimits | None = None
+    gain: Gain | None = None
+    state: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Return what the command ends with."""
+        return EXIT_CODES[self.verdict]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict for --json."""
+        return {
+            "verdict": str(self.verdict),
+            "why": self.why,
+            "engine": "shadow",
+            "shifts": [shift.as_json() for shift in self.drift.shifts],
+            "not_compared": list(self.drift.not_compared),
+            "present": _limits(self.present),
+            "best": _limits(self.best),
+            "state": self.state or None,
+            "gain": None if self.gain is None else self.gain.as_json(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict for people."""
+        for shift in self.drift.shifts:
+            yield shift.text
+        for left_out in self.drift.not_compared:
+            yield f"not compared: {left_out}"
+        pays = self.verdict is Verdict.PAYS and self.gain is not None
+        low, high = self.gain.interval if self.gain is not None else (0.0, 0.0)
+        by = f" {self.gain.value:.0%} ({low:.0%} … {high:.0%})" if pays and self.gain else ""
+        yield f"{self.verdict}{by}: {self.why}"
+
+
+def without_replay(drift: Drift, present: EngineLimits | None) -> Checked | None:
+    """Return the verdict that needs no shadow, None where only a replay can tell."""
+    if drift.too_little:
+        return Checked(Verdict.TOO_LITTLE, drift.too_little, drift, present)
+    if not drift.felt:
+        why = "nothing differs by more than is felt and beyond chance"
+        return Checked(Verdict.UNCHANGED, why, drift, present)
+    return None
+
+
+def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
+    """Return whether traffic that drifted is better served by another configuration.
+
+    `trace` is what of the present traffic is replayed.
+
+    Raises: ShadowError, TooFewSamplesError, UsageError.
+    """
+    present = retune.space.present
+    early = without_replay(drift, present)
+    if early is not None:
+        return early
+    shifted = ", ".join(shift.name for shift in drift.felt[:3]) + " shifted"
+    ranked = retune.rank(trace, aim)
+    try:
+        decision = decide(list(ranked.seen), present, retune.wrong_ratio)
+    except NoFeasibleConfigError as error:
+        why = f"{shifted}, and {error.message}: the shadows cannot tell"
+        return Checked(Verdict.STILL_BEST, why, drift, present)
+    best = next(o for o in ranked.seen if o.limits == decision.best)
+    state = _state(best)
+    rest = f"; {state}" if state else ""
+    if best.limits == present:
+        why = f"{shifted}, and {present} is best for it too{rest}"
+        return Checked(Verdict.STILL_BEST, why, drift, present, present, None, state)
+    gain = _gain(retune, trace, aim, best, ranked.parts)
+    where = f"at {best.limits} instead of {present}"
+    if gain is not None and gain.pays:
+        why = f"{shifted}: {where} {gain.text}{rest}"
+        return Checked(Verdict.PAYS, why, drift, present, best.limits, gain, state)
+    told = "no stretches of it can be compared" if gain is None else f"{gain.text}, if at all"
+    why = f"{shifted}, but {where} {told}{rest}"
+    return Checked(Verdict.STILL_BEST, why, drift, present, best.limits, gain, state)
+
+
+def _gain(
+    retune: Retune, trace: Trace, aim: Aim, best: Observation, parts: tuple[Window, ...]
+) -> Gain | None:
+    """Return what the best gains over the present configuration, stretch by stretch."""
+    pieces = [part.of(trace) for part in parts]
+    old = retune.logs(pieces, retune.space.present, aim)
+    new = retune.logs(pieces, best.limits, aim)
+    if old is None or new is None:
+        return None
+    fewest = min(map(len, pieces))
+    count = max(1, min(STRETCHES // len(pieces), fewest // LEAST_PER_STRETCH))
+    # A stretch carries lower quantiles than the whole; an SLO beyond them is noise in it.
+    # Goodput counts request by request and needs no quantile.
+    is_counted = aim.objective in (Objective.GOODPUT, Objective.CAPACITY)
+    slos = tuple(s for s in aim.slos if is_counted or s.needed_samples <= fewest // count)
+    goal = Goal(aim.objective, slos, tail_statistic(max(fewest // count, 20)))
+    before, after = (
+        [measured for log in logs for measured in by_stretch(log, count, aim.slos)]
+        for logs in (old, new)
+    )
+    return gain_over(before, after, goal, retune.wrong_ratio)
+
+
+def _state(best: Observation) -> str:
+    """Say what even the best does not meet, or nothing."""
+    if best.score.tier is Tier.GOOD:
+        return ""
+    return {
+        Tier.NOT_SUSTAINED: "no setting keeps up with this load",
+        Tier.BREAKS_SLO: "no setting meets the SLOs",
+    }.get(best.score.tier, "no setting survives its replay")
+
+
+def _limits(limits: EngineLimits | None) -> dict[str, int] | None:
+    if limits is None:
+        return None
+    return {
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+    }

@@ -1,0 +1,236 @@
+"""`tune watch`: keep a configuration tuned while traffic moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tuner.cli.options import DURATION, LADDER, SLO, Parsed
+from tuner.emit.names import Format
+from tuner.errors import UsageError
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+_EPILOG = (
+    "Exit codes: 0 stopped, or with --once a round that ended well, with a change or without; "
+    "2 bad input, no data, or a hook that failed; 4 the shadow failed."
+)
+
+
+def _share(text: str) -> float:
+    """Return a share of 1.
+
+    >>> _share("5%"), _share("0.05")
+    (0.05, 0.05)
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number)
+    except ValueError:
+        raise UsageError(f"must be a share, got {text!r}", "for example 5%") from None
+    return value / 100 if text.strip().endswith("%") else value
+
+
+SHARE = Parsed("share", _share)
+
+
+@click.command("watch", context_settings=_CONTEXT, epilog=_EPILOG)
+@click.option(
+    "--prometheus",
+    metavar="URL",
+    help="The server that scrapes vLLM; asked with the token of PROMETHEUS_TOKEN, if any.",
+)
+@click.option(
+    "--profile",
+    metavar="RUN_OR_PROFILE",
+    help="What the configuration was tuned with: a run directory, or its profile.yaml with "
+    "traffic.json beside it.",
+)
+@click.option(
+    "--emit",
+    "output",
+    metavar="FILE",
+    help="The file that is served from; written anew when a re-tune pays.",
+)
+@click.option(
+    "--every",
+    type=DURATION,
+    default="15m",
+    show_default=True,
+    metavar="TIME",
+    help="From one check to the next.",
+)
+@click.option("--once", is_flag=True, help="One round, as for cron; the state carries on.")
+@click.option(
+    "--state",
+    metavar="DIR",
+    help="What is remembered from round to round; one watch at a time owns it; default: FILE "
+    "with .watch behind it.",
+)
+@click.option(
+    "--format",
+    "emit_format",
+    type=click.Choice([str(name) for name in Format if name is not Format.VLLM_EXACT]),
+    default=str(Format.VLLM),
+    show_default=True,
+    help="What is written; a YAML file that exists is edited in place.",
+)
+@click.option(
+    "--min-gain",
+    type=SHARE,
+    default="5%",
+    show_default=True,
+    metavar="SHARE",
+    help="Smaller gains change nothing.",
+)
+@click.option(
+    "--min-interval",
+    type=DURATION,
+    default="6h",
+    show_default=True,
+    metavar="TIME",
+    help="Least time between two changes.",
+)
+@click.option(
+    "--confirmations",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Checks with the same verdict that it takes to act.",
+)
+@click.option(
+    "--hook",
+    multiple=True,
+    metavar="WORD",
+    help="A word of the command that hands the file over; repeated for each word. No shell; "
+    "TUNE_FILE, TUNE_EVENT (change or rollback), TUNE_WHY and both limits are in its "
+    "environment.",
+)
+@click.option(
+    "--hook-timeout",
+    type=DURATION,
+    default="2m",
+    show_default=True,
+    metavar="TIME",
+    help="After it the hook is killed; it runs again in the next round.",
+)
+@click.option(
+    "--guard",
+    type=DURATION,
+    default="30m",
+    show_default=True,
+    metavar="TIME",
+    help="How long a change is compared with what was foretold before it stands.",
+)
+@click.option("--no-guard", is_flag=True, help="Let every change stand.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Show /healthz and /metrics there; default: nowhere.",
+)
+@click.option(
+    "--since",
+    type=DURATION,
+    default="6h",
+    show_default=True,
+    metavar="TIME",
+    help="How much of the past is the present traffic.",
+)
+@click.option(
+    "--step",
+    type=DURATION,
+    default="30s",
+    show_default=True,
+    metavar="TIME",
+    help="Resolution of what Prometheus is asked.",
+)
+@click.option(
+    "--model",
+    "--only-model",
+    "only_model",
+    metavar="NAME",
+    help="Which model, where Prometheus knows several.",
+)
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="'NAME: VALUE'",
+    help="Sent to Prometheus with every request; repeatable.",
+)
+@click.option(
+    "--token-file",
+    metavar="FILE",
+    help="Bearer token for Prometheus, read anew in every round.",
+)
+@click.option("--no-verify", is_flag=True, help="Do not check Prometheus's certificate.")
+@click.option(
+    "--baseline-trace",
+    multiple=True,
+    metavar="FILE",
+    help="The traffic that was tuned for, where traffic.json is missing; repeatable.",
+)
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="Configuration that is served now (YAML), while the file of --emit is not there; "
+    "default: what the run recommends.",
+)
+@click.option("--force-profile", is_flag=True, help="Use a profile that was made elsewhere.")
+@click.option(
+    "--objective",
+    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+    help="What is best; default: the run's, else balanced.",
+)
+@click.option(
+    "--slo",
+    type=SLO,
+    multiple=True,
+    metavar="SLO",
+    help="As in `tune`; default: the run's. Repeatable.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=LADDER,
+    metavar="LIST",
+    help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
+)
+@click.option(
+    "--budget",
+    type=DURATION,
+    default="2m",
+    show_default=True,
+    metavar="TIME",
+    help="Real time for the replays of a round; of longer traffic parts are replayed.",
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
+@click.option(
+    "--too-long",
+    type=click.Choice(["refuse", "clip", "drop"]),
+    default="refuse",
+    show_default=True,
+    help="What becomes of requests above max_model_len.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of what is drawn at random.",
+)
+def watch(**options: Any) -> int:
+    """Keep a configuration tuned: check traffic, re-tune in the shadow, hand the file over.
+
+    \b
+        tune watch --prometheus http://prometheus:9090 --profile runs/2026-11-20T14-03-00 \\
+            --emit best.yaml --every 15m --hook kubectl --hook apply --hook -f --hook best.yaml
+
+    A new file is written only when a re-tune pays enough, twice in a row, and not too soon
+    after the last; then it is on probation, and the old one comes back if it does worse. No
+    engine is started, and the serving process is never talked to.
+    """  # noqa: D301 - click looks for the character that \b stands for
+    from tuner.cli.watch_job import run_watch
+
+    return run_watch(options)

@@ -1,0 +1,235 @@
+"""What is looked at when two sketches are compared, as statistics of their blocks.
+
+A look is left out where the two could differ by the way they were recorded alone: bursts finer
+than a sampled trace knows, lengths within a histogram's bucket, reuse without hash ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from tuner.hashes import Floats, Ints
+from tuner.resampling import Statistic
+from tuner.traffic_sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
+
+LEAST_RATIO: Final = 0.05
+"""Ours: a rate or a length that moved by less does not move a best cap by a rung."""
+
+LEAST_BURST_RATIO: Final = 0.20
+"""Ours: as LEAST_RATIO, for a variance, which is felt by its root at most."""
+
+LEAST_POINTS: Final = 0.02
+"""Ours: two in a hundred prompt tokens, less than prefill times vary by."""
+
+LEAST_WINDOWS: Final = 8
+"""Ours: windows of a burst scale that each of the two must hold."""
+
+LEAST_PER_SLOT: Final = 2.0
+"""Ours: with fewer requests per slot its count is chance and shows no bursts."""
+
+LOOKBACKS_IN_TRACE: Final = 8.0
+"""Ours: how often a lookback must fit, since the first one is left out."""
+
+# A perfectly even stream has no variance, and no logarithm: ours.
+_LEAST_DISPERSION = 0.05
+
+
+class Unit(StrEnum):
+    """How an effect is told: now / before - 1, or the difference of two shares."""
+
+    RATIO = "ratio"
+    POINTS = "points"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One property of both; statistics of a ratio are logarithms."""
+
+    name: str
+    unit: Unit
+    least: float
+    baseline: Statistic
+    now: Statistic
+
+
+def looks(baseline: TrafficSketch, now: TrafficSketch) -> tuple[list[Look], list[str]]:
+    """Return what can be compared, and in a sentence each what cannot."""
+    asked: list[Look] = []
+    missing: list[str] = []
+    if not baseline.is_closed:
+        asked.append(_ratio("arrival_rate", baseline, now, _rate))
+        bursts = list(_burst_looks(baseline, now))
+        asked.extend(bursts)
+        if not bursts:
+            missing.append(
+                "burstiness: too few requests, or drawn at random from counts per interval"
+            )
+    asked.extend(_length_looks("prompt_tokens", baseline, now))
+    asked.extend(_length_looks("output_tokens", baseline, now))
+    asked.append(_ratio("in_flight_mean", baseline, now, _mean_level))
+    asked.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
+    if not baseline.is_closed:
+        reuse = _reuse_look(baseline, now)
+        if isinstance(reuse, Look):
+            asked.append(reuse)
+        elif reuse:
+            missing.append(reuse)
+    return asked, missing
+
+
+def _ratio(
+    name: str,
+    baseline: TrafficSketch,
+    now: TrafficSketch,
+    of: Callable[[TrafficSketch, Floats], Floats],
+    least: float = LEAST_RATIO,
+) -> Look:
+    return Look(name, Unit.RATIO, least, partial(of, baseline), partial(of, now))
+
+
+def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:
+    found: Floats = np.log(weights @ sketch.counts / (weights.sum(axis=1) * sketch.block_s))
+    return found
+
+
+def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
+    """Yield burstiness at the finest scale that shows it, and at one sixteen times as long."""
+    both = (baseline, now)
+    drawn_s = max(sketch.resolution_s for sketch in both)
+    usable = [
+        scale_s
+        for scale_s in sorted(baseline.bursts.keys() & now.bursts.keys())
+        if scale_s >= drawn_s
+        and all(sketch.bursts[scale_s].windows.sum() >= LEAST_WINDOWS for sketch in both)
+        and all(_per_slot(sketch, scale_s) >= LEAST_PER_SLOT for sketch in both)
+    ]
+    quieter = min(sketch.counts.sum() / (sketch.blocks * sketch.block_s) for sketch in both)
+    for scale_s in (s for s in usable if s in (usable[0], 16 * usable[0])):
+        statistics = [
+            partial(_dispersion, sketch, scale_s=scale_s, quieter_per_s=quieter)
+            for sketch in both
+        ]
+        yield Look(f"burstiness_{scale_s:g}s", Unit.RATIO, LEAST_BURST_RATIO, *statistics)
+
+
+def _per_slot(sketch: TrafficSketch, scale_s: float) -> float:
+    bursts = sketch.bursts[scale_s]
+    return float(bursts.requests.sum() / (bursts.windows.sum() * SLOTS_PER_WINDOW))
+
+
+def _dispersion(
+    sketch: TrafficSketch, weights: Floats, scale_s: float, quieter_per_s: float
+) -> Floats:
+    """Return the variance of counts over their mean (Poisson: 1), as at the quieter's rate.
+
+    A stream of which every request is kept with probability p has a dispersion so much nearer
+    to 1; without that a higher rate alone would look burstier.
+    """
+    bursts = sketch.bursts[scale_s]
+    found = (weights @ bursts.variance) * SLOTS_PER_WINDOW / (weights @ bursts.requests)
+    kept = quieter_per_s * sketch.blocks * sketch.block_s / sketch.counts.sum()
+    thinned: Floats = np.log(np.maximum(1 + kept * (found - 1), _LEAST_DISPERSION))
+    return thinned
+
+
+def _length_looks(name: str, baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
+    """Yield a length's mean, and its middle and tail.
+
+    Where lengths were drawn from a histogram, middle and tail are shares above a bound of it,
+    which the drawing has kept; where a quantile lies within a bucket is invented.
+    """
+
+    def table(sketch: TrafficSketch) -> Ints:
+        return sketch.prompt if name == "prompt_tokens" else sketch.output
+
+    def mean(sketch: TrafficSketch, weights: Floats) -> Floats:
+        total = sketch.prompt_sum if name == "prompt_tokens" else sketch.output_sum
+        found: Floats = np.log(weights @ total / (weights @ sketch.counts))
+        return found
+
+    yield _ratio(f"{name}_mean", baseline, now, mean)
+    is_drawn = bool(baseline.sampled_from or now.sampled_from)
+    both = (baseline, now)
+    for q in (0.5, 0.95):
+        if is_drawn:
+            bound = _bound_near(table(baseline), q)
+            shares = [partial(_share_above, table(sketch), bound) for sketch in both]
+            yield Look(f"{name}_above_{bound}", Unit.POINTS, LEAST_POINTS, *shares)
+        else:
+            found = [partial(_quantile, table(sketch), EDGES, q) for sketch in both]
+            yield Look(f"{name}_p{100 * q:.0f}", Unit.RATIO, LEAST_RATIO, *found)
+
+
+def _quantile(table: Ints, edges: Ints, q: float, weights: Floats) -> Floats:
+    """Return the logarithm of a quantile, within a bucket as if even in the logarithm."""
+    counts = weights @ table
+    upto = np.cumsum(counts, axis=1)
+    wanted = q * upto[:, -1:]
+    at = np.argmax(upto >= wanted, axis=1)[:, None]
+    inside = np.take_along_axis(counts, at, axis=1)
+    below = np.take_along_axis(upto, at, axis=1) - inside
+    share = np.clip((wanted - below) / inside, 0, 1)[:, 0]
+    highs = np.log(np.maximum(edges, 0.5))
+    # The first bucket holds one value, and so does any between neighbouring whole numbers.
+    lows = np.log(np.maximum(np.append(edges[0], edges[:-1]), 0.5))
+    single = np.append(True, np.diff(edges) <= 1)
+    lows = np.where(single, highs, lows)
+    place = at[:, 0]
+    found: Floats = lows[place] + share * (highs - lows)[place]
+    return found
+
+
+def _bound_near(table: Ints, q: float) -> int:
+    """Return the bound of 1, 2, 5, 10, … that lies nearest to a quantile."""
+    middle = _quantile(table, EDGES, q, np.ones((1, len(table))))[0]
+    bounds = np.array([step * 10**decade for decade in range(7) for step in (1, 2, 5)])
+    return int(bounds[np.argmin(np.abs(np.log(bounds) - middle))])
+
+
+def _share_above(table: Ints, bound: int, weights: Floats) -> Floats:
+    counts = weights @ table
+    found: Floats = counts[:, bound < EDGES].sum(axis=1) / counts.sum(axis=1)
+    return found
+
+
+def _mean_level(sketch: TrafficSketch, weights: Floats) -> Floats:
+    middles = (LEVEL_EDGES + np.append(0, LEVEL_EDGES[:-1] + 1)) / 2
+    counts = weights @ sketch.in_flight
+    found: Floats = np.log(counts @ middles / counts.sum(axis=1))
+    return found
+
+
+def _level(sketch: TrafficSketch, weights: Floats, q: float) -> Floats:
+    return _quantile(sketch.in_flight, LEVEL_EDGES, q, weights)
+
+
+def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> Look | str:
+    """Return how much of the prompts came shortly before, or why that is not compared."""
+    if baseline.held is None or now.held is None:
+        if baseline.held is None and now.held is None:
+            return ""
+        which = "baseline" if baseline.held is None else "present"
+        return f"prefix_reuse: the {which} traffic has no hash ids"
+    shortest_s = min(baseline.duration_s, now.duration_s)
+    fitting = [s for s in baseline.held if s * LOOKBACKS_IN_TRACE <= shortest_s]
+    both = baseline.held.keys() & now.held.keys()
+    usable = sorted(both.intersection(fitting))
+    if not usable:
+        return "prefix_reuse: the traffic is too short to tell what comes again"
+    parts = [partial(_reuse, sketch, usable[-1]) for sketch in (baseline, now)]
+    return Look(f"prefix_reuse_within_{usable[-1]:g}s", Unit.POINTS, LEAST_POINTS, *parts)
+
+
+def _reuse(sketch: TrafficSketch, lookback_s: float, weights: Floats) -> Floats:
+    """Return the share of prompt tokens that came before, past the first lookback."""
+    held = (sketch.held or {})[lookback_s]
+    is_warm = np.arange(sketch.blocks) * sketch.block_s >= lookback_s
+    warm = weights * is_warm
+    found: Floats = (warm @ held) / (warm @ sketch.prompt_sum)
+    return found

@@ -1,0 +1,171 @@
+"""The file that a watch hands over: the configuration in use with other limits, and why.
+
+Answers what is in use by it, what would stand in it, and puts it onto the disk whole. A file
+of vLLM's own form is written anew around the values that it has; any other that exists is
+edited in place, so that what people added to it stays. When to write is left to `loop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from tuner.emit.names import Format
+from tuner.emit.provenance import spelled
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.registry import TARGETS, emit, merge_into
+from tuner.emit.sources import read_emitted
+from tuner.emit.target import Names
+from tuner.emit.whole_file import write_atomic
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import UsageError
+from tuner.profiles import Profile
+from tuner.redact import has_secrets
+from tuner.traces import Trace
+
+_REWRITTEN: Final = frozenset({Format.VLLM, Format.ARGS})
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What stands in a file, or is to."""
+
+    text: str
+    has_secrets: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why the limits change: on which traffic, against what, for which gain.
+
+    `gain` and `why` are sentences; `evidence` is where the watch keeps its state.
+    """
+
+    trace: Trace
+    present: EngineLimits
+    gain: str
+    why: str
+    evidence: str
+    made_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """The file at a path, in one of the forms of `tune emit`.
+
+    `values` are the engine's configuration for a file that does not hold it yet, `lost` the
+    keys of it whose secret was not kept.
+
+    Raises: UsageError for a form that needs a measured point.
+    """
+
+    path: Path
+    chosen: Format
+    profile: Profile
+    values: Mapping[str, object]
+    lost: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse the form that no prediction can fill."""
+        if self.chosen is Format.VLLM_EXACT:
+            raise UsageError(
+                "--format vllm-exact repeats a measured point, and a watch predicts",
+                "leave --format out: it holds the two limits then",
+            )
+
+    def present(self) -> EngineLimits | None:
+        """Return the limits that the file holds, None where it does not tell.
+
+        Raises: UsageError if it is no such file.
+        """
+        if self.chosen is not Format.VLLM or not self.path.exists():
+            return None
+        return read_emitted(self.path).limits
+
+    def current(self, present: EngineLimits) -> Text:
+        """Return the file as it is, or as it would be with the present limits.
+
+        Raises: UsageError if it cannot be read.
+        """
+        if not self.path.exists():
+            return self._whole(Recommendation(self.values, present, lost=self.lost))
+        try:
+            text = self.path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{self.path} cannot be read: {error}") from error
+        # Whoever kept others from reading it meant it.
+        return Text(text, not self.path.stat().st_mode & 0o077)
+
+    def changed(self, limits: EngineLimits, reason: Reason) -> Text:
+        """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
+        lost, values = self.lost, self.values
+        if self.chosen is Format.VLLM and self.path.exists():
+            values, lost = read_emitted(self.path).values, ()
+        rec = Recommendation(
+            values, limits, tuple(self._said(reason)), self._facts(limits, reason), None, lost
+        )
+        target = TARGETS[self.chosen]
+        if self.chosen in _REWRITTEN or target.edit is None or not self.path.exists():
+            return self._whole(rec)
+        merged = merge_into(self.path, self.chosen, rec, Names(self.path.name))
+        return Text(merged.after, merged.has_secrets)
+
+    def write(self, text: Text) -> None:
+        """Put the file onto the disk whole or not at all. Raises: UsageError."""
+        write_atomic(self.path, text.text, secret=text.has_secrets)
+
+    def holds(self, text: str) -> bool:
+        """Tell whether the file holds just this."""
+        try:
+            return self.path.read_bytes() == text.encode()
+        except OSError:
+            return False
+
+    def _whole(self, rec: Recommendation) -> Text:
+        secret = self.chosen is Format.VLLM and has_secrets(rec.values)
+        return Text(emit(self.chosen, rec, Names(self.path.name)), secret)
+
+    def _said(self, reason: Reason) -> list[str]:
+        """Return the provenance in the sentences that every emitted file has."""
+        trace, shape, present = reason.trace, self.profile.shape, reason.present
+        hours = (float(trace.due_s[-1]) - float(trace.due_s[0])) / 3600
+        made = self.profile.made_at[:10]
+        return [
+            f"tuned {_time(reason.made_s)[:10]} on {len(trace):,} requests of {trace.source} "
+            f"(sha256 {trace.sha256[:8]}…), {hours:.1f} h before {_time(reason.made_s)}",
+            f"vLLM {shape.vllm_version}, {shape.device}, PREDICTED by the shadow of a profile "
+            f"of {made}, not measured",
+            f"against the present max-num-seqs {present.max_num_seqs}, "
+            f"max-num-batched-tokens {present.max_num_batched_tokens}:",
+            f"  {reason.gain}",
+            f"why: {reason.why}",
+            f"evidence: {reason.evidence}",
+        ]
+
+    def _facts(self, limits: EngineLimits, reason: Reason) -> dict[str, str]:
+        """Return the provenance in a word each, for annotations."""
+        return {
+            "tuned-at": _time(reason.made_s),
+            "method": "shadow",
+            "trace": reason.trace.source,
+            "trace-sha256": reason.trace.sha256,
+            "vllm-version": self.profile.shape.vllm_version,
+            "device": self.profile.shape.device,
+            "limits": spelled(limits),
+            "against": spelled(reason.present),
+            "gain": reason.gain,
+            "tuner-version": version("max-num-seqs-tuner"),
+        }
+
+
+def _time(at_s: float) -> str:
+    """Return an instant as ISO 8601 writes it.
+
+    >>> _time(0.0)
+    '1970-01-01T00:00:00+00:00'
+    """
+    return datetime.fromtimestamp(at_s, tz=UTC).isoformat(timespec="seconds")

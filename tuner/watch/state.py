@@ -1,0 +1,239 @@
+"""What a watch knows, on disk: one file, replaced whole, in a directory that one watch owns.
+
+Answers what was going on when the process last lived, however it died. Files: `state.json`
+(mode 0600, for it keeps the text of the file that a change replaced), `traffic-N.json` (the
+traffic that a handed-over configuration was tuned for), `.lock`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from tuner.emit.whole_file import write_atomic
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import TunerError, UsageError
+from tuner.sketch_file import read_sketch, write_sketch
+from tuner.traffic_sketch import TrafficSketch
+from tuner.watch.policy import Memory
+
+STATE_FILE: Final = "state.json"
+SCHEMA: Final = 1
+
+
+class Stage(StrEnum):
+    """How far a hand-over has come; each is on disk before what follows it is begun."""
+
+    DECIDED = "decided"
+    WRITTEN = "written"
+    ON_GUARD = "on guard"
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A change on its way: from which limits and file to which, and how far it has come.
+
+    `bias` is by metric how much worse the old configuration did live than was foretold, where
+    that is known. `is_rollback` is the way back, which is not guarded.
+
+    Units: Unix seconds.
+    """
+
+    old: EngineLimits
+    new: EngineLimits
+    old_text: str
+    new_text: str
+    has_secrets: bool
+    why: str
+    decided_s: float
+    old_traffic: str = ""
+    new_traffic: str = ""
+    stage: Stage = Stage.DECIDED
+    handed_s: float = 0.0
+    hook_tries: int = 0
+    bias: Mapping[str, float] = field(default_factory=dict)
+    is_rollback: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often what happened since the state began, for the metrics."""
+
+    checks: Mapping[str, int] = field(default_factory=dict)
+    errors: int = 0
+    changes: int = 0
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The last verdict and the last error, for people and probes.
+
+    Units: Unix seconds; 0 where there was none.
+    """
+
+    check_s: float = 0.0
+    verdict: str = ""
+    why: str = ""
+    act: str = ""
+    gain_ratio: float | None = None
+    error_s: float = 0.0
+    error: str = ""
+    guard: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchState:
+    """All that a watch remembers.
+
+    `present` is what was handed over last, None before that. `traffic` names the file of what
+    it was tuned for, empty for the profile's own.
+    """
+
+    schema: int = SCHEMA
+    profile_sha256: str = ""
+    memory: Memory = field(default_factory=Memory)
+    present: EngineLimits | None = None
+    traffic: str = ""
+    handover: Handover | None = None
+    counts: Counts = field(default_factory=Counts)
+    last: Last = field(default_factory=Last)
+
+    def for_profile(self, sha256: str) -> WatchState:
+        """Return the state for a profile: a new one lifts what was held against the old."""
+        if sha256 == self.profile_sha256:
+            return self
+        memory = replace(self.memory, pending=None, confirmed=0, barred=())
+        return replace(self, profile_sha256=sha256, memory=memory, traffic="")
+
+
+class StateDir:
+    """A directory that one watch at a time owns.
+
+    Raises: UsageError if it cannot be used, or another watch is using it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path / ".lock")
+            for left in path.glob(f".{STATE_FILE}.*"):
+                # Of a process that was killed while it wrote.
+                left.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"state directory {path} cannot be used: {error.strerror or error}",
+                "name another with --state",
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._lock)
+
+    def load(self) -> tuple[WatchState, str]:
+        """Return the state, and what has to be said of it.
+
+        A damaged file is set aside, and the state begins anew.
+        """
+        path = self.path / STATE_FILE
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return WatchState(), ""
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            found = msgspec.json.decode(content, type=WatchState)
+        except (msgspec.MsgspecError, TunerError, ValueError) as error:
+            return WatchState(), self._set_aside(STATE_FILE, str(error))
+        if found.schema != SCHEMA:
+            reason = f"schema must be {SCHEMA}, got {found.schema}"
+            return WatchState(), self._set_aside(STATE_FILE, reason)
+        return found, ""
+
+    def save(self, state: WatchState) -> None:
+        """Put the state on disk whole or not at all. Raises: UsageError if it cannot be."""
+        path = self.path / STATE_FILE
+        text = msgspec.json.format(msgspec.json.encode(state), indent=1).decode()
+        try:
+            write_atomic(path, text + "\n", secret=True)
+        except UsageError as error:
+            raise UsageError(error.message, "free space there; nothing was changed") from error
+
+    def keep_traffic(self, sketch: TrafficSketch, now_s: float) -> str:
+        """Write a sketch beside the state and return its file's name. Raises: UsageError."""
+        name = f"traffic-{_stamp(now_s)}.json"
+        write_sketch(self.path / name, sketch)
+        return name
+
+    def traffic(self, name: str) -> tuple[TrafficSketch | None, str]:
+        """Return a sketch that was kept; None, and why, where it is gone or damaged."""
+        try:
+            return read_sketch(self.path / name), ""
+        except UsageError as error:
+            return None, self._set_aside(name, error.message)
+
+    def _set_aside(self, name: str, reason: str) -> str:
+        """Rename a damaged file so that it can be looked into, and say so."""
+        path = self.path / name
+        stamp = _stamp(datetime.now(UTC).timestamp())
+        aside = path.with_name(f"{name}.damaged-{stamp}")
+        told = f"{path} is damaged and was set aside as {aside.name}: {reason}"
+        try:
+            path.replace(aside)
+        except FileNotFoundError:
+            return f"{path} is gone"
+        except OSError as error:
+            raise UsageError(
+                f"{path} is damaged and cannot be set aside: {error.strerror}",
+                "remove it, or name another directory with --state",
+            ) from error
+        return told
+
+    def forget_traffic_but(self, *names: str) -> None:
+        """Remove the sketches that nothing refers to any more."""
+        for path in self.path.glob("traffic-*.json"):
+            if path.name not in names:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _locked(path: Path) -> int:
+    """Return a handle that keeps others out for as long as this process lives."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as taken:
+        os.close(handle)
+        raise UsageError(
+            f"another watch is using {path.parent}",
+            "wait for it, or name another directory with --state",
+        ) from taken
+    return handle
+
+
+def _stamp(at_s: float) -> str:
+    """Return an instant as a part of a file name.
+
+    >>> _stamp(0.0)
+    '1970-01-01T00-00-00'
+    """
+    return f"{datetime.fromtimestamp(at_s, tz=UTC):%Y-%m-%dT%H-%M-%S}"
