@@ -49,9 +49,9 @@ def test_a_verdict_that_stays_becomes_a_file_with_its_reasons(tmp_path: Path) ->
         assert (read.facts["method"], read.facts["tuned-at"]) == ("shadow", "2027-01-15")
         # From now on the new limits are the present ones, and today's traffic the baseline.
         world.rounds(UNCHANGED)
-        assert world.checked_at == [FOUR, FOUR, FOUR, EIGHT]
-        before = world.tuned_for[-1]
-        assert world.tuned_for[:-1] == [None] * 3
+        assert world.script.checked_at == [FOUR, FOUR, FOUR, EIGHT]
+        before = world.script.tuned_for[-1]
+        assert world.script.tuned_for[:-1] == [None] * 3
         assert before is not None
         assert before.sha256 == TRAFFIC.sha256
 
@@ -86,7 +86,7 @@ def test_partial_data_gives_no_verdict_and_refutes_none(tmp_path: Path) -> None:
 
 def test_rounds_begin_as_often_as_asked_however_long_they_take(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
-        world.outages.append("slow")
+        world.script.outages.append("slow")
         world.rounds(UNCHANGED, UNCHANGED)
         assert world.clock.waits_s == [2.0, 898.0, 900.0]
 
@@ -105,7 +105,7 @@ def test_a_manifest_is_edited_in_place_and_the_state_knows_what_is_in_use(
         assert "vllm/vllm-openai # ours" in text
         assert "'8'" in text
         assert "max-num-seqs-tuner/gain: e2e_p95 falls by 30.0%" in text
-        assert world.checked_at == [FOUR, FOUR, EIGHT]
+        assert world.script.checked_at == [FOUR, FOUR, EIGHT]
 
 
 def test_a_secret_in_the_file_stays_its_owners_alone(tmp_path: Path) -> None:

@@ -102,10 +102,10 @@ def test_a_daemon_waits_for_a_prometheus_that_is_down_and_stops_when_told(home: 
     port = free_port()
     command = [
         *(sys.executable, "-c", TUNE, "watch", "--prometheus", "http://127.0.0.1:9"),
-        *("--profile", str(home), "--emit", str(home / "best.yaml")),
+        *("--profile", str(home / "profile.yaml"), "--force-profile"),
+        *("--emit", str(home / "best.yaml")),
         *("--listen", f"127.0.0.1:{port}", "--every", "1m"),
     ]
-    command[command.index(str(home))] = str(home / "profile.yaml")
     before = (home / "best.yaml").read_text()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=home)
     try:
@@ -163,7 +163,8 @@ class NoWait:
 
 def options_of(home: Path, *more: str) -> dict[str, object]:
     """Return the options of a round at the home folder."""
-    given = ["--profile", str(home / "profile.yaml"), "--emit", str(home / "best.yaml"), *more]
+    files = ("--profile", str(home / "profile.yaml"), "--emit", str(home / "best.yaml"))
+    given = [*files, "--force-profile", *more]
     return watch.make_context("watch", given).params
 
 
@@ -206,8 +207,15 @@ def test_what_cannot_be_watched_is_told_at_once(
     home: Path, more: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(UsageError) as told:
-        run_watch(options_of(home, *more), NoWait())
+        run_watch(options_of(home, "--once", *more), NoWait())
     assert words in told.value.message
+
+
+def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:
+    options = options_of(home, "--once", "--prometheus", "http://p:9")
+    with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as told:
+        run_watch({**options, "force_profile": False}, NoWait())
+    assert "--force-profile" in told.value.hint
 
 
 def test_help_opens_with_an_example_and_states_every_default() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from test_watch import SERVED
 from test_watch_state import full_disk
 from watch_parts import EIGHT, FOUR, THIRTY, UNCHANGED, a_world, pays
 
+from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.errors import UsageError
 from tuner.watch.hook import HookEnd, run_hook
 from tuner.watch.policy import Act
+from tuner.watch.publish import Publisher, Text
 from tuner.watch.state import Handover, StateDir, WatchState
 
 RESTLESS = """
@@ -88,11 +91,25 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
         assert world.watcher.present == EIGHT
 
 
+@dataclass(frozen=True, slots=True)
+class DyingPublisher(Publisher):
+    """Does not live to write the file."""
+
+    def write(self, text: Text) -> None:
+        """End the process."""
+        raise KilledError(text.text)
+
+
 def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)
-    decided = Handover(FOUR, EIGHT, SERVED, "other", has_secrets=False, why="x", decided_s=0.0)
-    with StateDir(tmp_path / "state") as kept:
-        kept.save(WatchState(profile_sha256="a", handover=decided))
+    with a_world(tmp_path) as world:
+        handing = world.watcher.handing
+        handing.publisher = DyingPublisher(
+            world.path, Format.VLLM, handing.publisher.profile, {}
+        )
+        world.rounds(pays())
+        with pytest.raises(KilledError):
+            world.rounds(pays())
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert "was decided and not written: it is dropped" in world.words
@@ -199,7 +216,7 @@ def test_kept_traffic_that_is_damaged_is_told_and_the_profiles_own_taken(
         (kept,) = (tmp_path / "state").glob("traffic-*.json")
         kept.write_text("{}")
         assert world.rounds(UNCHANGED) == [Act.NONE]
-        assert world.tuned_for[-1] is None
+        assert world.script.tuned_for[-1] is None
         assert "comparing with the profile's own traffic" in world.words
 
 
@@ -217,10 +234,10 @@ def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_to
 ) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)
     with a_world(tmp_path) as world:
-        world.outages.extend(["it is down"] * 3)
+        world.script.outages.extend(["it is down"] * 3)
         assert world.rounds(pays()) == [Act.CONFIRM]
         assert world.clock.waits_s[:3] == [2.0, 8.0, 30.0]
-        world.outages.extend(["it is down"] * 4)
+        world.script.outages.extend(["it is down"] * 4)
         assert world.watcher.round() is not None
         last = world.watcher.book.state.last
         assert (last.error, world.watcher.book.state.counts.errors) == ("it is down", 1)

@@ -122,6 +122,8 @@ def test_a_change_that_does_as_foretold_stands(tmp_path: Path) -> None:
         assert on_guard(world)
         world.rounds(UNCHANGED, UNCHANGED, UNCHANGED)
         assert not on_guard(world)
+        # It looks when its time is up, and not only when the next round is due.
+        assert world.clock.waits_s[:4] == [900.0, 900.0, 900.0, 360.0]
         assert read_emitted(world.path).limits == EIGHT
         assert "guard: 8/2048 does as well as foretold: e2e_p95 within" in world.words
 
@@ -143,10 +145,10 @@ def test_a_change_that_does_worse_is_taken_back_and_not_tried_again(tmp_path: Pa
         assert "does worse than the old configuration would: e2e_p95 is above" in world.words
         assert world.watcher.present == FOUR
         # The same advice is not taken again, and the traffic is held against the first.
-        world.verdicts.clear()
+        world.script.verdicts.clear()
         world.clock.sleep(24 * HOUR_S)
         assert world.rounds(pays(), pays()) == [Act.BARRED, Act.BARRED]
-        assert world.tuned_for[-2:] == [None, None]
+        assert world.script.tuned_for[-2:] == [None, None]
 
 
 def test_a_server_that_is_gone_since_the_change_brings_the_old_file_back(
@@ -158,6 +160,29 @@ def test_a_server_that_is_gone_since_the_change_brings_the_old_file_back(
         world.rounds(*[UNCHANGED] * 4)
         assert world.watcher.present == FOUR
         assert "the server shows no metrics any more" in world.words
+
+
+def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: Path) -> None:
+    asked: list[tuple[float, float]] = []
+    slow, well = (live_at(t, FAST.requests_per_s) for t in (20.0, tail_s(FAST)))
+    up_s: list[float] = []
+
+    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+        asked.append((start_s, end_s))
+        # Up only ten minutes before the guard looks for the first time.
+        up_s[:] = up_s or [end_s - 10 * MINUTE_S]
+        live = replace(slow, restarted_s=up_s[0]) if start_s < up_s[0] else well
+        return Look(live, dict.fromkeys(settings, FAST))
+
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+        handed_over(world)
+        asked.clear()
+        up_s.clear()
+        world.rounds(*[UNCHANGED] * 8)
+        assert asked[-1] == pytest.approx((up_s[0] + 360.0, up_s[0] + 360.0 + LASTING_S))
+        assert len(asked) == 2
+        assert "the server was up again only then; it looks again" in world.words
+        assert "does as well as foretold" in world.words
 
 
 @pytest.mark.parametrize(
@@ -205,8 +230,20 @@ def test_a_prometheus_that_is_down_when_the_guard_looks_is_asked_later(tmp_path:
         is_down[0] = True
         assert world.rounds(*[UNCHANGED] * 4)[-1] == "it is down"
         is_down[0] = False
-        world.verdicts.clear()
+        world.script.verdicts.clear()
         assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert "does as well as foretold" in world.words
+
+
+def test_a_server_that_was_slower_than_its_shadow_before_may_be_so_after(
+    tmp_path: Path,
+) -> None:
+    bounds_s, per_s = (1.5 * tail_s(FAST), math.inf), FAST.requests_per_s
+    live = Live(400 / per_s, bounds_s, (0.0, 400.0), 1.0, is_there=True)
+    assert compared(live, FAST, FAST, WRONG_RATIO, {}).found is Guarded.WORSE
+    with a_world(tmp_path, guard=looking(live, old=FAST, new=FAST)) as world:
+        handed_over(world)
+        world.rounds(UNCHANGED, UNCHANGED, UNCHANGED)
         assert "does as well as foretold" in world.words
 
 

@@ -22,9 +22,10 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.formats import ReadOptions, read_traces
 from tuner.profiles import write_profile
+from tuner.prometheus.server import Series, Span
 from tuner.sketch_file import TRAFFIC_FILE, write_sketch
 from tuner.traffic_sketch import sketch_of
-from tuner.watch.live import live_between
+from tuner.watch.live import _restarted_s, live_between
 
 MINUTE_S = 60.0
 START_S = END_S - 25 * MINUTE_S
@@ -119,11 +120,29 @@ def test_live_metrics_are_those_of_the_stretch(url: str) -> None:
         assert live.requests == int(done.sum())
         assert live.requests_per_s == pytest.approx(done.sum() / (10 * MINUTE_S))
         assert live.e2e_within_s(0.95) == within_s
-        assert (live.covered_ratio, live.is_there) == (1.0, True)
+        assert (live.covered_ratio, live.is_there, live.restarted_s) == (1.0, True, None)
+    # Before the first scrape there was no server: it is up anew, and its rate is that since.
+    early = live_between(url, START_S - 600, START_S + 600, 15, model="good")
+    done = GOOD.ends_s <= START_S + 600
+    assert early.restarted_s == START_S
+    assert early.requests_per_s == pytest.approx(done.sum() / 600)
     # A quarter of an hour after the last scrape nothing is known any more.
     late = live_between(url, END_S - 900, END_S + 900, 15, model="good")
     assert not late.is_there
     assert late.covered_ratio == pytest.approx(0.65, abs=0.02)
+
+
+def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
+    span = Span(0, 60, 15)
+
+    def engine(name: str, *values: float) -> Series:
+        return Series({"instance": name, "le": "+Inf"}, np.array(values))
+
+    stays = [engine(name, 1, 2, 3, 4, 5) for name in "ab"]
+    more = engine("c", math.nan, math.nan, 0, 1, 2)
+    anew = [engine(name, 5, 6, 0, 1, 2) for name in "de"]
+    assert _restarted_s([*stays, more], span) is None
+    assert _restarted_s([more, *anew], span) == 30.0
 
 
 @pytest.mark.engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +73,31 @@ class HookLog:
 
 
 @dataclass(slots=True)
+class Script:
+    """What Prometheus and the shadows answer, and what they were asked."""
+
+    verdicts: list[Checked]
+    outages: list[str]
+    checked_at: list[EngineLimits]
+    tuned_for: list[TrafficSketch | None]
+
+    def sample(self) -> Trace:
+        """Return the traffic, or fail as often as it was told to."""
+        if self.outages:
+            raise UsageError(self.outages.pop(0))
+        return TRAFFIC
+
+    def check(
+        self, trace: Trace, present: EngineLimits, before: TrafficSketch | None
+    ) -> Checked:
+        """Return the next verdict."""
+        assert trace is TRAFFIC
+        self.checked_at.append(present)
+        self.tuned_for.append(before)
+        return self.verdicts.pop(0)
+
+
+@dataclass(slots=True)
 class World:
     """A watch and all that surrounds it."""
 
@@ -81,14 +106,11 @@ class World:
     hook: HookLog
     path: Path
     told: list[str]
-    verdicts: list[Checked]
-    outages: list[str]
-    checked_at: list[EngineLimits]
-    tuned_for: list[TrafficSketch | None]
+    script: Script
 
     def rounds(self, *verdicts: Checked) -> list[str]:
         """Do a round for each verdict, one every so often; return what happened."""
-        self.verdicts.extend(verdicts)
+        self.script.verdicts.extend(verdicts)
         acts = []
         for _ in verdicts:
             error = self.watcher.round()
@@ -110,53 +132,28 @@ def a_world(
     guard: Callable[[], Guard] | None = None,
     chosen: Format = Format.VLLM,
     run_hook: RunHook | None = None,
-    has_hook: bool = True,
 ) -> Iterator[World]:
     """Yield a watch over folder/best.yaml whose state is in folder/state."""
     path, clock = folder / "best.yaml", clock or JumpingClock()
-    told: list[str] = []
-    verdicts: list[Checked] = []
-    outages: list[str] = []
-    checked_at: list[EngineLimits] = []
-    tuned_for: list[TrafficSketch | None] = []
-
-    def sample() -> Trace:
-        if outages:
-            raise UsageError(outages.pop(0))
-        return TRAFFIC
-
-    def check(trace: Trace, present: EngineLimits, before: TrafficSketch | None) -> Checked:
-        assert trace is TRAFFIC
-        checked_at.append(present)
-        tuned_for.append(before)
-        return verdicts.pop(0)
-
-    hook = HookLog(path)
+    hook, told = HookLog(path), list[str]()
+    script = Script([], [], [], [])
     with StateDir(folder / "state") as kept:
         state, remark = kept.load()
         if remark:
             told.append(remark)
         book = Notebook(kept, state.for_profile("a"))
         publisher = Publisher(path, chosen, a_profile(), {"model": "toy"})
-        chosen_hook = (run_hook or hook) if has_hook else None
-        handing = Handing(
-            book, publisher, chosen_hook, guard() if guard else None, clock, told.append
-        )
+        guarding = guard() if guard else None
         watcher = Watcher(
             book=book,
-            handing=handing,
+            handing=Handing(book, publisher, run_hook or hook, guarding, clock, told.append),
             policy=Policy(0.05, 6 * HOUR_S, 2),
             every_s=15 * MINUTE_S,
             tuned_for=FOUR,
-            sample=sample,
+            sample=script.sample,
             sketch=sketch_of,
-            check=check,
+            check=script.check,
             clock=clock,
             tell=told.append,
         )
-        yield World(watcher, clock, hook, path, told, verdicts, outages, checked_at, tuned_for)
-
-
-def acts_of(found: Sequence[str]) -> list[str]:
-    """Return the first words of what happened in each round."""
-    return [" ".join(act.split()[:3]) for act in found]
+        yield World(watcher, clock, hook, path, told, script)

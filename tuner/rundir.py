@@ -1,9 +1,10 @@
 """The run directory: everything a run leaves behind, and what it needs to go on.
 
 Files: `run.json` (options and choices, without secrets), `study.db` (the Optuna study),
-`trials.jsonl` (one line per trial), `result.json` (the outcome so far), `profile.yaml` (what was
-learned of the engine), `traffic.json` (a sketch of the trace), `timelines.json`, `report.html`,
-`engine.log`. Every file is replaced whole, so a kill at any instant leaves the last state.
+`trials.jsonl` (one line per trial), `result.json` (the outcome so far), `profile.yaml` (what
+was learned of the engine), `traffic.json` (a sketch of the trace), `timelines.json`,
+`report.html`, `engine.log`. Every file is replaced whole, so a kill at any instant leaves the
+last state.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ SHOWN = (
 Figures = dict[str, float]
 
 
-def in_process(host: Host, trace: Trace, load: float) -> Figures:
-    """Replay inside the engine's process, in real time."""
+def in_process(host: Host, trace: Trace) -> Figures:
+    """Replay inside the engine's process."""
     host.load("trace", trace, 0)
-    log = host.replay("trace", LIMITS, ReplayPlan(load=load))
+    log = host.replay("trace", LIMITS, ReplayPlan())
     return figures_of(log)
 
 
@@ -67,7 +67,7 @@ def figures_of(log: ReplayLog) -> Figures:
     return {**told, "requests/s": found.requests_per_s}
 
 
-def over_http(trace: Trace, load: float, folder: Path, vocab_size: int) -> tuple[Figures, Path]:
+def over_http(trace: Trace, folder: Path, vocab_size: int) -> tuple[Figures, Path]:
     """Replay on an API server under record; return what the client saw, and the recording."""
     prod = folder / "prod.jsonl"
     limits = (
@@ -80,7 +80,7 @@ def over_http(trace: Trace, load: float, folder: Path, vocab_size: int) -> tuple
         few = trace.between(trace.due_s[0], trace.due_s[0] + 2.0)
         # Warm up with a few requests, which the recording holds too and is cut by.
         replay_http(endpoint, few, PromptSource(few, vocab_size, 1), ReplayPlan(), lambda: None)
-        run = replay_http(endpoint, trace, prompts, ReplayPlan(load=load), lambda: None)
+        run = replay_http(endpoint, trace, prompts, ReplayPlan(), lambda: None)
     steps, _ = StepLog().finish()
     found = figures_of(ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None))
     return {**found, "send lag p99": run.lag_p99_s}, drop_first(prod, len(few))
@@ -118,7 +118,7 @@ def check_lengths(sent: Trace, recording: Path) -> Trace:
 
 def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
     """Measure in turns, each round on a server of its own."""
-    whole = read_trace(options.trace)
+    whole = read_trace(options.trace).scaled(options.load)
     trace = parse_window(options.window).resolve(whole).of(whole)
     found = []
     with tempfile.TemporaryDirectory(prefix="tune-served-") as name:
@@ -128,12 +128,12 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
             folder.mkdir()
             with Host(LiveSource(), root / "engine.log") as host:
                 info = host.start(demo_engine_args(), LIMITS).info
-                inside = in_process(host, trace, options.load)
-            client, recording = over_http(trace, options.load, folder, info.vocab_size)
+                inside = in_process(host, trace)
+            client, recording = over_http(trace, folder, info.vocab_size)
             recorded = check_lengths(trace, recording)
             with Host(LiveSource(), root / "engine.log") as host:
                 host.start(demo_engine_args(), LIMITS)
-                again = in_process(host, recorded, 1.0)
+                again = in_process(host, recorded)
             found.append(
                 {
                     "in process": inside,

@@ -19,10 +19,12 @@ from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
 from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.console import say
+from tuner.doctor import installed_vllm
 from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
+from tuner.profiles import Profile
 from tuner.prometheus.server import Prometheus
 from tuner.rundir import PROFILE_FILE
 from tuner.traffic_sketch import TrafficSketch, sketch_of
@@ -78,12 +80,14 @@ def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
         pass
     path = Path(options["profile"])
     baseline = read_baseline(path)
+    _check_version(baseline.profile, is_forced=options["force_profile"])
     before = _tuned_for(baseline, path, options)
     output = Path(options["output"])
+    publisher = _publisher(options, baseline)
     state_path = Path(options["state"] or f"{output}.watch")
     with ExitStack() as held:
         book = _notebook(held.enter_context(StateDir(state_path)), path)
-        watcher = _watcher(options, baseline, before, book, clock or WallClock())
+        watcher = _watcher(options, baseline, before, book, publisher, clock or WallClock())
         present = watcher.present
         if options["listen"]:
             held.enter_context(serving(options["listen"], watcher))
@@ -91,7 +95,7 @@ def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
         if options["once"]:
             error = watcher.round()
             if error is not None:
-                raise type(error)(error.message, error.hint) from error
+                raise error
             return 0
         try:
             watcher.run()
@@ -118,6 +122,23 @@ def _check_times(options: Mapping[str, Any]) -> None:
                 f"--{key} must be at least two steps of {step_s:g} s, got {options[key]:g} s",
                 f"take a shorter --step, or a longer --{key}",
             )
+
+
+def _check_version(profile: Profile, *, is_forced: bool) -> None:
+    """Refuse a profile of another vLLM now, and not weeks later, when traffic has shifted.
+
+    Raises: UsageError.
+    """
+    if is_forced:
+        return
+    _, here = installed_vllm()
+    there = profile.shape.vllm_version
+    if here.partition("+")[0] != there.partition("+")[0]:
+        raise UsageError(
+            f"the profile was made with vLLM {there}, here is {here or 'none'}",
+            f"install vLLM {there} beside tune, make a profile with this one, or pass "
+            "--force-profile",
+        )
 
 
 def _tuned_for(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
@@ -147,6 +168,7 @@ def _watcher(
     baseline: Baseline,
     before: TrafficSketch,
     book: Notebook,
+    publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
     policy = Policy(options["min_gain"], options["min_interval"], options["confirmations"])
@@ -162,7 +184,7 @@ def _watcher(
         hook = partial(run_hook, options["hook"], timeout_s=options["hook_timeout"])
     return Watcher(
         book=book,
-        handing=Handing(book, _publisher(options, baseline), hook, guard, clock, say),
+        handing=Handing(book, publisher, hook, guard, clock, say),
         policy=policy,
         every_s=options["every"],
         tuned_for=_configured(options) or baseline.present,

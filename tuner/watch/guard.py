@@ -56,6 +56,8 @@ class Judged:
 
     found: Guarded
     why: str
+    restarted_s: float | None = None
+    """When the server was up anew, if only then: the guard's time begins again there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,9 @@ class Guard:
         start_s = handed_s + SETTLE_RATIO * self.lasting_s
         return start_s, start_s + self.lasting_s
 
-    def is_over(self, handed_s: float, now_s: float) -> bool:
-        """Whether it is time to give up."""
-        return now_s > handed_s + PATIENCE * self.lasting_s
+    def is_over(self, decided_s: float, now_s: float) -> bool:
+        """Whether it is time to give up on a change of back then."""
+        return now_s > decided_s + PATIENCE * self.lasting_s
 
     def bias_before(self, now_s: float, old: EngineLimits) -> dict[str, float]:
         """Return how much worse the old configuration does live than foretold, by metric.
@@ -121,6 +123,10 @@ class Guard:
         look = self.look(*self.window(handed_s), (old, new))
         if look.live.covered_ratio >= LEAST_COVERED and not look.live.is_there:
             return Judged(Guarded.WORSE, "the server shows no metrics any more")
+        if look.live.restarted_s is not None:
+            # The queue that a restart leaves is not the configuration's doing.
+            why = "the server was up again only then"
+            return Judged(Guarded.UNKNOWN, why, look.live.restarted_s)
         if reason := _too_little(look):
             return Judged(Guarded.UNKNOWN, reason)
         before, after = look.foretold.get(old), look.foretold.get(new)

@@ -169,7 +169,7 @@ class Handing:
             return
         if now_s < self.guard.window(found.handed_s)[1]:
             return
-        is_over = self.guard.is_over(found.handed_s, now_s)
+        is_over = self.guard.is_over(found.decided_s, now_s)
         try:
             judged = self.guard.judge(found.handed_s, found.old, found.new, found.bias)
         except TunerError as error:
@@ -184,7 +184,10 @@ class Handing:
         elif is_over:
             self._end_guard(f"gave up without a verdict on {found.new}: {judged.why}")
         else:
-            self.tell(f"guard: {told}, yet")
+            self.tell(f"guard: {told}; it looks again")
+            if judged.restarted_s is not None:
+                later = replace(found, handed_s=judged.restarted_s)
+                self.book.put(replace(self.book.state, handover=later))
 
     def _end_guard(self, told: str) -> None:
         """Let a change stand."""

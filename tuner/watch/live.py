@@ -31,7 +31,8 @@ class Live:
 
     `counts` are requests by the upper bound of their E2E latency. `covered_ratio` is the share
     of the time in which Prometheus looked at anything at all, `is_there` whether the server
-    showed its metrics at the end.
+    showed its metrics at the end, `lasting_s` for how long it did. `restarted_s` is the Unix
+    time at which most of its engines were up anew, None where they did not restart.
 
     Shapes: bounds_s and counts are [buckets], bounds_s ascending, the last inf.
     """
@@ -41,6 +42,7 @@ class Live:
     counts: tuple[float, ...]
     covered_ratio: float
     is_there: bool
+    restarted_s: float | None = None
 
     @property
     def requests(self) -> int:
@@ -94,11 +96,12 @@ def live_between(
     is_known = _known(buckets, span)
     end = max(1, round(LAST_SHARE * span.points))
     return Live(
-        lasting_s=float(span.end_s - span.start_s),
+        lasting_s=float(max(int(is_known.sum()) - 1, 1) * span.step_s),
         bounds_s=bounds_s,
         counts=counts,
         covered_ratio=float((is_known | _known(looked, span)).mean()),
         is_there=bool(is_known[-end:].any()),
+        restarted_s=_restarted_s(buckets, span),
     )
 
 
@@ -108,6 +111,25 @@ def _known(found: Sequence[Series], span: Span) -> Bools:
     for series in found:
         is_known |= np.isfinite(series.values)
     return is_known
+
+
+def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
+    """Return when the last engine was up anew, if most of those there at the end were.
+
+    One replica more or less is not a restart.
+    """
+    engines, rows = 0, list[int]()
+    for series in found:
+        known = np.flatnonzero(np.isfinite(series.values))
+        if float(series.labels["le"]) != math.inf or not known.size:
+            continue
+        engines += 1
+        falls = known[1:][np.diff(series.values[known]) < 0]
+        began = [*([int(known[0])] if known[0] > 0 else []), *falls.tolist()]
+        rows.extend(began[-1:])
+    if not rows or 2 * len(rows) < engines:
+        return None
+    return float(span.times_s[max(rows)])
 
 
 def _added(found: Sequence[Series]) -> tuple[tuple[float, ...], tuple[float, ...]]:

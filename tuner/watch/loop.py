@@ -57,7 +57,11 @@ class Watcher:
     def run(self) -> None:
         """Watch without end."""
         while True:
-            self.round()
+            error = self.round()
+            if error is not None:
+                self.tell(f"error: {error.message}")
+                if error.hint:
+                    self.tell(f"hint:  {error.hint}")
             self.clock.sleep(self.rest_s())
 
     def rest_s(self) -> float:
@@ -171,8 +175,7 @@ class Watcher:
             return {}
 
     def _failed(self, error: TunerError) -> None:
-        """Report and count what went wrong; the configuration stays as it is."""
-        self.tell(f"error: {error.message}" + (f" ({error.hint})" if error.hint else ""))
+        """Note and count what went wrong; the configuration stays as it is."""
         state = self.book.state
         last = replace(state.last, error=error.message, error_s=self.clock.now_s())
         counts = replace(state.counts, errors=state.counts.errors + 1)

@@ -97,8 +97,8 @@ class Publisher:
             text = self.path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
-        # Whoever kept others from reading it meant it.
-        return Text(text, not self.path.stat().st_mode & 0o077)
+        # Written back it keeps the mode that the file has by then.
+        return Text(text, has_secrets=False)
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
