@@ -32,7 +32,8 @@ COLD_DIFFERS_RATIO = 0.10
 class Cold:
     """What the winner and the present configuration measured on engines of their own.
 
-    `ratio` is winner / present of the score's value, None where the two cannot be compared.
+    `ratio` is winner / present of the score's value, None where the two cannot be compared, as
+    when only one of them meets the SLOs and they are judged by different metrics.
     """
 
     winner: Score
@@ -44,6 +45,7 @@ class Cold:
         return {
             "metric": self.winner.metric,
             "winner": self.winner.value,
+            "present_metric": self.present.metric,
             "present": self.present.value,
             "ratio": self.ratio,
         }

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuner.confirm import EQUAL_RATIO
+from tuner.engine.protocol import EngineLimits
+from tuner.observation import Phase
 from tuner.report.answer import CONFIDENCE
 from tuner.report.looks import BETTER, INK, WORSE, axis, layout
 from tuner.report.parts import Cell, Plot, Section, Table, number
@@ -163,9 +165,23 @@ def _cold(run: RunFiles) -> list[str]:
     if cold is None:
         return []
     metric = str(cold.get("metric", ""))
-    values = [cold.get("winner"), cold.get("present")]
-    ours, theirs = (score(metric, v) if isinstance(v, int | float) else NOTHING for v in values)
+    # A configuration that breaks an SLO is judged by how far it does.
+    judged_by = next(
+        (
+            t["metric"]
+            for t in run.result.trials
+            if t["phase"] == str(Phase.COLD)
+            and EngineLimits(t["max_num_seqs"], t["max_num_batched_tokens"]) == run.present
+        ),
+        metric,
+    )
+    ours, theirs = _scored(metric, cold.get("winner")), _scored(judged_by, cold.get("present"))
+    other = "" if judged_by == metric else f"{metric_name(judged_by)} "
     return [
         f"On engines started cold with these values, as they would be deployed, "
-        f"{metric_name(metric)} was {ours}, with the present ones {theirs}."
+        f"{metric_name(metric)} was {ours}, with the present ones {other}{theirs}."
     ]
+
+
+def _scored(metric: str, value: object) -> str:
+    return score(metric, value) if isinstance(value, int | float) else NOTHING
