@@ -10,27 +10,17 @@ from typing import Any
 
 import msgspec
 
-from tuner.aim import Aim
 from tuner.baseline import Baseline, read_baseline
 from tuner.check import Checked, check, without_replay
-from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
+from tuner.cli.shadow_space import shadows_on
 from tuner.cli.trace_jobs import headers_of
 from tuner.cli.trace_options import read_named
 from tuner.console import say
 from tuner.drift import Drift, compare
-from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.host import Host
-from tuner.objective import Objective
-from tuner.plan import DEFAULT_LADDER, Budget, search_space
-from tuner.retune import retuning, shadow_host
-from tuner.rundir import RunDir
-from tuner.shadows import default_jobs
+from tuner.retune import shadow_host
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch, sketch_of
-
-# How a sampled trace says that its server was not asked all the time: see `prometheus.remarks`.
-_GAP_WORDS = ("there is no data for", "there is data for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +48,7 @@ def run_check(options: Mapping[str, Any]) -> int:
         drift = compare(before, traffic.sketch, options["seed"])
     found = without_replay(drift, None if options["config"] else baseline.present)
     if found is None:
-        profile, is_forced = baseline.profile, options["force_profile"]
-        with shadow_host(profile, is_forced=is_forced) as (host, run_dir):
-            found = _replayed(host, run_dir, options, baseline, traffic.trace, drift)
+        found = _replayed(traffic.trace, baseline, drift, options)
     if options["as_json"]:
         encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
         sys.stdout.write(encoded.decode() + "\n")
@@ -86,11 +74,11 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
             "name the present traffic with either --trace or --prometheus",
             "for example --trace today.jsonl, or --prometheus http://prometheus:9090",
         )
+    from tuner.prometheus import known_in_part, trace_from_prometheus
+
     if options["trace"]:
         trace, drawn_s = read_named(options["trace"], options), None
     else:
-        from tuner.prometheus import trace_from_prometheus
-
         trace = trace_from_prometheus(
             options["prometheus"],
             options["since"],
@@ -106,43 +94,20 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
             say(remark)
     if options["load"] != 1:
         trace = trace.scaled(options["load"])
-    gaps = [r for r in trace.notes.remarks if r.startswith(_GAP_WORDS)]
-    partial = f"the present traffic is known in part only: {'; '.join(gaps)}" if gaps else ""
-    return _Traffic(trace, sketch_of(trace, drawn_s), partial)
+    return _Traffic(trace, sketch_of(trace, drawn_s), known_in_part(trace.notes.remarks))
 
 
 def _replayed(
-    host: Host,
-    run_dir: RunDir,
-    options: Mapping[str, Any],
-    baseline: Baseline,
-    read: Trace,
-    drift: Drift,
+    read: Trace, baseline: Baseline, drift: Drift, options: Mapping[str, Any]
 ) -> Checked:
     """Replay the present traffic and decide. Raises: TunerError."""
-    given = {**options, "engine_args": (), "model": None}
-    facts = host.facts(profiled_engine(given, baseline.profile).values)
-    present: EngineLimits = facts.present_limits if options["config"] else baseline.present
-    trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
-    if told:
-        say(told)
-    ladder = options["max_num_seqs"] or DEFAULT_LADDER
-    space = search_space(facts, trace, ladder, present)
-    aim = Aim(
-        Objective(options["objective"]) if options["objective"] else baseline.objective,
-        tuple(options["slo"]) or baseline.slos,
-        replay_plan(options, trace),
-        Budget(options["budget"]),
-        options["window"].resolve(trace) if options["window"] else None,
-    )
-    say(f"traffic has shifted: replaying it at {present} and {len(space.grid())} others")
-    with retuning(
-        host,
-        run_dir,
-        baseline.profile,
-        space,
-        jobs=options["jobs"] or default_jobs(),
-        seed=options["seed"],
-        is_forced=options["force_profile"],
-    ) as retune:
-        return check(drift, trace, retune, aim)
+    present = None if options["config"] else baseline.present
+    profile, is_forced = baseline.profile, options["force_profile"]
+    with (
+        shadow_host(profile, is_forced=is_forced) as (host, run_dir),
+        shadows_on(read, baseline, present, options, host, run_dir) as ready,
+    ):
+        space = ready.retune.space
+        others = len(space.grid())
+        say(f"traffic has shifted: replaying it at {space.present} and {others} others")
+        return check(drift, ready.trace, ready.retune, ready.aim)

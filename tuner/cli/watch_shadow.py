@@ -8,36 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tuner.aim import Aim
 from tuner.baseline import Baseline
 from tuner.check import Checked, Verdict, check, without_replay
-from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
+from tuner.cli.shadow_space import Ready, shadows_on
 from tuner.cli.trace_jobs import headers_of
-from tuner.console import say
 from tuner.drift import Drift, compare
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError, UsageError
-from tuner.objective import Objective
-from tuner.plan import DEFAULT_LADDER, Budget, search_space
-from tuner.prometheus import trace_from_prometheus
-from tuner.retune import Retune, retuning, shadow_host
-from tuner.shadows import default_jobs
+from tuner.prometheus import known_in_part, trace_from_prometheus
+from tuner.retune import shadow_host
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch, sketch_of
 from tuner.watch.guard import Look
 from tuner.watch.handover import Clock
 from tuner.watch.live import Live, live_between
 
-# How a sampled trace says that its server was not asked all the time: see `prometheus.remarks`.
-_GAP_WORDS = ("there is no data for", "there is data for")
-
 MOST_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""
 
 # How a re-tune replays sampled traffic: as `tune check` does by default.
 _REPLAY: Mapping[str, Any] = {
-    "engine_args": (),
-    "model": None,
+    "window": None,
     "load_model": None,
     "concurrency": None,
     "clock": "virtual",
@@ -123,17 +114,16 @@ class ShadowCheck:
         self, trace: Trace, present: EngineLimits, tuned_for: TrafficSketch | None
     ) -> Checked:
         """Return the verdict on traffic at the present limits. Raises: TunerError."""
-        gaps = [r for r in trace.notes.remarks if r.startswith(_GAP_WORDS)]
-        if gaps:
-            told = f"the present traffic is known in part only: {'; '.join(gaps)}"
+        told = known_in_part(trace.notes.remarks)
+        if told:
             return Checked(Verdict.TOO_LITTLE, told, Drift((), (), told), present)
         now = self.traffic.sketch(trace)
         drift = compare(tuned_for or self.before, now, self.options["seed"])
         found = without_replay(drift, present)
         if found is not None:
             return found
-        with self._retune(trace, present) as (retune, aim, fitted):
-            return check(drift, fitted, retune, aim)
+        with self._shadows(trace, present) as ready:
+            return check(drift, ready.trace, ready.retune, ready.aim)
 
     def look(self, start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
         """Return how the server did and would have done. Raises: TunerError."""
@@ -145,40 +135,18 @@ class ShadowCheck:
             live = self.traffic.live(start_s, end_s)
         try:
             trace = self.traffic.between(start_s, end_s)
-            with self._retune(trace, settings[0]) as (retune, aim, fitted):
-                found = retune.replay([fitted], settings, aim)
+            with self._shadows(trace, settings[0]) as ready:
+                found = ready.retune.replay([ready.trace], settings, ready.aim)
         except TunerError as error:
             return Look(live, {}, error.message)
         return Look(live, {limits: outcomes[0] for limits, outcomes in found.items()})
 
     @contextmanager
-    def _retune(
-        self, read: Trace, present: EngineLimits
-    ) -> Iterator[tuple[Retune, Aim, Trace]]:
+    def _shadows(self, read: Trace, present: EngineLimits) -> Iterator[Ready]:
         """Yield shadows of the profile, and the traffic as they can take it."""
-        options, baseline = {**self.options, **_REPLAY}, self.baseline
-        forced = options["force_profile"]
-        with shadow_host(baseline.profile, is_forced=forced) as (host, run_dir):
-            facts = host.facts(profiled_engine(options, baseline.profile).values)
-            trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
-            if told:
-                say(told)
-            ladder = options["max_num_seqs"] or DEFAULT_LADDER
-            space = search_space(facts, trace, ladder, present)
-            aim = Aim(
-                Objective(options["objective"]) if options["objective"] else baseline.objective,
-                tuple(options["slo"]) or baseline.slos,
-                replay_plan(options, trace),
-                Budget(options["budget"]),
-                None,
-            )
-            with retuning(
-                host,
-                run_dir,
-                baseline.profile,
-                space,
-                jobs=options["jobs"] or default_jobs(),
-                seed=options["seed"],
-                is_forced=forced,
-            ) as retune:
-                yield retune, aim, trace
+        options, profile = {**self.options, **_REPLAY}, self.baseline.profile
+        with (
+            shadow_host(profile, is_forced=options["force_profile"]) as (host, run_dir),
+            shadows_on(read, self.baseline, present, options, host, run_dir) as ready,
+        ):
+            yield ready

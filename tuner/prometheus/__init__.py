@@ -6,6 +6,7 @@ scrapes, and `sampled` draws requests that agree with it and says how in `remark
 
 from __future__ import annotations
 
+from tuner.prometheus.remarks import known_in_part
 from tuner.prometheus.sampled import trace_from_prometheus
 
-__all__ = ["trace_from_prometheus"]
+__all__ = ["known_in_part", "trace_from_prometheus"]

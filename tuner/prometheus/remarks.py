@@ -13,6 +13,9 @@ from tuner.prometheus.counters import EngineWindows, LengthRises, uncovered_s, u
 from tuner.prometheus.facts import ServerFacts
 from tuner.prometheus.server import Span
 
+# How a remark begins that tells of time without data.
+_GAPS, _SHORT = "there is no data for", "there is data for"
+
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
     """Say by what arrivals were told, and how far they may be off."""
@@ -87,17 +90,21 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
         gaps_s = last_s - first_s
     missed = sum(engine.missed for engine in windows)
     if gaps_s or missed:
-        text = (
-            f"there is no data for {_lasting(gaps_s)} in all, and no request was invented there"
-        )
+        text = f"{_GAPS} {_lasting(gaps_s)} in all, and no request was invented there"
         yield f"{text}; {missed:,} counted across gaps are left out" if missed else text
     asked_s = span.end_s - span.start_s
     if last_s - first_s < 0.9 * asked_s:
         have, asked = _lasting(last_s - first_s), _lasting(asked_s)
-        yield f"there is data for {have} of the {asked} asked for"
+        yield f"{_SHORT} {have} of the {asked} asked for"
     restarts = sum(engine.restarts for engine in windows)
     if restarts:
         yield f"the counters began anew {restarts} times, as after restarts"
+
+
+def known_in_part(remarks: Sequence[str]) -> str:
+    """Say that, and why, remarks tell of traffic that was not seen as a whole; else nothing."""
+    told = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT))]
+    return f"the present traffic is known in part only: {'; '.join(told)}" if told else ""
 
 
 def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
