@@ -1,4 +1,4 @@
-"""Shadows of a baseline's profile on new traffic, as `tune check` and `tune watch` need them."""
+"""Shadows of a baseline's profile on new traffic, as `tune check` and `tune watch` need."""
 
 from __future__ import annotations
 
