@@ -1,17 +1,18 @@
 """What recording costs a real API server: requests per second and time to first token.
 
-Two servers run on the same machine, one with the recorder's two doors open and one without the
-recorder. They get the same load in turns, so that the machine's drift falls on both; which of
-the two goes first changes from pair to pair. Servers are started anew a few times, since two
-processes of one program are not equally fast. `--null` records on neither side: what it shows
-is the noise that the real figures stand in.
+One server with the recorder's two doors open gets the same load in turns, recording and not
+recording, so that the machine's drift falls on both; which of the two goes first changes from
+pair to pair. Two servers side by side could not be compared: two processes of one program are
+not equally fast, and on few cores vLLM binds both to the same one. While it does not record,
+the recorder costs the server one look at a flag per request and per iteration. `--null` records
+in neither turn: what it shows is the noise that the real figures stand in.
 
 Under load a small machine's time to first token is mostly queueing, and scatters far more than
-the recorder could add. So it is also taken from single requests that go to the two servers in
-turns, one at a time; and the API server's own processor time per request is counted, which
-bounds what can be added to any latency.
+the recorder could add. So it is also taken from single requests, one at a time, recorded and
+not in turns; and the API server's own processor time per request is counted, which bounds what
+can be added to any latency.
 
-    python tests/benchmarks/recorder_overhead.py [--starts 3] [--pairs 6] [--probes 200]
+    python tests/benchmarks/recorder_overhead.py [--starts 2] [--pairs 40] [--probes 200]
                                                  [--null] [--json FILE]
 """
 
@@ -25,15 +26,16 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import aiohttp
 from scipy.stats import ttest_1samp
 
+from tuner.recorder.recorder import process_recorder
 from tuner.recorder.settings import FILE
 from tuner.stats import CONFIDENCE, paired_ratio, quantile
 
@@ -45,6 +47,9 @@ IN_FLIGHT = 16
 PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 512, 256, 32
 """Four blocks of the CPU's cache, two of them shared by all."""
 
+SETTLE_S = 0.4
+"""Longer than the recorder gathers before it writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -53,6 +58,24 @@ class Turn:
     requests_per_s: float
     ttft_p50_s: float
     cpu_per_request_s: float
+
+
+class Switch:
+    """An ASGI middleware of the server: `/recording/on` and `/recording/off`."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer what is meant for the switch and pass on the rest."""
+        _, _, wanted_state = str(scope.get("path", "")).partition("/recording/")
+        recorder = process_recorder()
+        if not wanted_state or recorder is None:
+            await self._app(scope, receive, send)
+            return
+        recorder.is_on = wanted_state == "on"
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +95,19 @@ class Server:
         tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(one.read_text().split()[0]) for one in tasks) * 1e-9
 
+    async def record(self, session: aiohttp.ClientSession, *, is_on: bool) -> None:
+        """Begin or cease to record, after what is still on its way has been written."""
+        await asyncio.sleep(SETTLE_S)
+        url = f"http://127.0.0.1:{self.port}/recording/{'on' if is_on else 'off'}"
+        async with session.get(url) as response:
+            response.raise_for_status()
+
 
 async def answer(session: aiohttp.ClientSession, url: str, number: int) -> float:
     """Stream one completion to its end and return the seconds to its first token."""
     prompt = [7] * SHARED_TOKENS
-    prompt += [3 + (number * 31 + i) % 4000 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
+    own = [3 + number % 4000, 3 + number // 4000]
+    prompt += own + [3 + i for i in range(PROMPT_TOKENS - SHARED_TOKENS - len(own))]
     began_s, first_s = time.perf_counter(), None
     async with session.post(url, json=wanted(prompt, OUTPUT_TOKENS, stream=True)) as response:
         response.raise_for_status()
@@ -88,39 +119,35 @@ async def answer(session: aiohttp.ClientSession, url: str, number: int) -> float
     return first_s - began_s
 
 
-async def turn(server: Server, numbers: Sequence[int]) -> Turn:
-    """Put the load on one server, with a fixed number of requests in flight."""
+async def turn(server: Server, numbers: Sequence[int], *, is_recorded: bool) -> Turn:
+    """Put the load on the server, with a fixed number of requests in flight."""
     left, ttft_s = list(numbers), list[float]()
 
     async def client(session: aiohttp.ClientSession) -> None:
         while left:
             ttft_s.append(await answer(session, server.url, left.pop()))
 
-    began_s, cpu_s = time.perf_counter(), server.cpu_s()
     async with aiohttp.ClientSession() as session:
+        await server.record(session, is_on=is_recorded)
+        began_s, cpu_s = time.perf_counter(), server.cpu_s()
         await asyncio.gather(*(client(session) for _ in range(IN_FLIGHT)))
-    took_s, n = time.perf_counter() - began_s, len(numbers)
+        took_s, n = time.perf_counter() - began_s, len(numbers)
+        await asyncio.sleep(SETTLE_S)
     return Turn(n / took_s, median(ttft_s), (server.cpu_s() - cpu_s) / n)
 
 
-async def probed(servers: Sequence[Server], numbers: Iterable[int]) -> list[float]:
-    """Return how much later the first server's first token came, request by request."""
+async def probed(server: Server, numbers: Iterable[int], sides: Sequence[bool]) -> list[float]:
+    """Return how much later a recorded request's first token came than the next plain one's."""
     later_s: list[float] = []
     async with aiohttp.ClientSession() as session:
         for number in numbers:
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            ttft_s = {at: await answer(session, servers[at].url, number) for at in order}
+            ttft_s = [0.0, 0.0]
+            for at in order:
+                await server.record(session, is_on=sides[at])
+                ttft_s[at] = await answer(session, server.url, 2 * number + at)
             later_s.append(ttft_s[0] - ttft_s[1])
     return later_s
-
-
-def started(stack: ExitStack, doors: Sequence[str], environment: dict[str, str]) -> Server:
-    """Start a server that ends with the stack."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tune-overhead-")))
-    port = stack.enter_context(serving(folder, *doors, environment=environment))
-    server = Server(port, int((folder / "server.pid").read_text()))
-    asyncio.run(turn(server, range(2 * IN_FLIGHT)))
-    return server
 
 
 @dataclass(slots=True)
@@ -131,34 +158,45 @@ class Found:
     later_s: list[float] = field(default_factory=list)
 
     def add(self, options: argparse.Namespace, start: int) -> None:
-        """Start both servers and measure them in turns."""
-        off = {"VLLM_PLUGINS": "none"}
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            prod = folder / "prod.jsonl"
-            doors = () if options.null else MIDDLEWARE
-            recorded = started(stack, doors, off if options.null else {FILE: str(prod)})
-            servers = (recorded, started(stack, (), off))
-            first = 10_000 * (start + 1)
-            self.later_s += asyncio.run(probed(servers, range(first, first + options.probes)))
-            for pair in range(options.pairs):
-                first += 1000
-                numbers = range(first, first + options.requests)
-                order = (0, 1) if pair % 2 == 0 else (1, 0)
-                turns = {at: asyncio.run(turn(servers[at], numbers)) for at in order}
-                self.turns.append((turns[0], turns[1]))
-                sys.stderr.write(f"start {start + 1}, pair {pair + 1}: {self.turns[-1]}\n")
-            if not options.null:
-                check(prod, options)
+        """Start a server and measure it with and without recording, in turns."""
+        sides = (not options.null, False)
+        with tempfile.TemporaryDirectory(prefix="tune-overhead-") as name:
+            folder = Path(name)
+            environment = {FILE: str(folder / "prod.jsonl"), "PYTHONPATH": _import_path()}
+            doors = (*MIDDLEWARE, "--middleware", "recorder_overhead.Switch")
+            with serving(folder, *doors, environment=environment) as port:
+                server = Server(port, int((folder / "server.pid").read_text()))
+                # Recording in any case: the first recorded request starts the thread.
+                asyncio.run(turn(server, range(2 * IN_FLIGHT), is_recorded=True))
+                first = 10_000 * (start + 1)
+                numbers = range(first, first + options.probes)
+                self.later_s += asyncio.run(probed(server, numbers, sides))
+                for pair in range(options.pairs):
+                    first += 1000
+                    numbers = range(first, first + options.requests)
+                    order = (0, 1) if pair % 2 == 0 else (1, 0)
+                    turns = {
+                        at: asyncio.run(turn(server, numbers[at::2], is_recorded=sides[at]))
+                        for at in order
+                    }
+                    self.turns.append((turns[0], turns[1]))
+                    sys.stderr.write(f"start {start + 1}, pair {pair + 1}: {self.turns[-1]}\n")
+            check(folder / "prod.jsonl", options)
+
+
+def _import_path() -> str:
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(Path(__file__).parent), *([inherited] if inherited else [])])
 
 
 def check(prod: Path, options: argparse.Namespace) -> None:
-    """Refuse figures of a recorder that did not record."""
-    time.sleep(1.0)
+    """Refuse figures of a recorder that did not record, or of one that always did."""
     rows = prod.read_text().count("\n") - 1
-    expected = options.probes + options.pairs * options.requests + 2 * IN_FLIGHT
+    expected = 2 * IN_FLIGHT
+    if not options.null:
+        expected += options.probes + options.pairs * len(range(0, options.requests, 2))
     if rows != expected:
-        raise SystemExit(f"{rows} requests were recorded, {expected} were sent")
+        raise SystemExit(f"{rows} requests were recorded, {expected} should have been")
 
 
 Interval = tuple[float, float, float]
@@ -197,11 +235,11 @@ def main(options: argparse.Namespace) -> None:
         ),
     }
     plain = [b for _, b in found.turns]
-    what = "neither records" if options.null else "with the recorder against without"
+    what = "never recorded" if options.null else "recorded against not"
     sys.stdout.write(
-        f"{platform.machine()}, {os.cpu_count()} cores, {what}; {options.requests} requests a "
-        f"turn, {IN_FLIGHT} in flight; {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output "
-        f"tokens, streamed; without: {median(p.requests_per_s for p in plain):.2f} requests/s, "
+        f"{platform.machine()}, {os.cpu_count()} cores, {what}; {options.requests // 2} "
+        f"requests a turn, {IN_FLIGHT} in flight; {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} "
+        f"output tokens, streamed; without: {median(p.requests_per_s for p in plain):.2f} requests/s, "
         f"TTFT p50 {1e3 * median(p.ttft_p50_s for p in plain):.1f} ms under load, "
         f"{1e3 * median(p.cpu_per_request_s for p in plain):.2f} ms of CPU a request\n"
         "| | n | |\n|---|---|---|\n"
@@ -218,10 +256,10 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="what recording costs a real API server")
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=192, help="of a pair of turns")
     parser.add_argument("--probes", type=int, default=200)
-    parser.add_argument("--null", action="store_true", help="record on neither side")
+    parser.add_argument("--null", action="store_true", help="record in neither turn")
     parser.add_argument("--json")
     main(parser.parse_args())
