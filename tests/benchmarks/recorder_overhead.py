@@ -239,7 +239,8 @@ def main(options: argparse.Namespace) -> None:
     sys.stdout.write(
         f"{platform.machine()}, {os.cpu_count()} cores, {what}; {options.requests // 2} "
         f"requests a turn, {IN_FLIGHT} in flight; {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} "
-        f"output tokens, streamed; without: {median(p.requests_per_s for p in plain):.2f} requests/s, "
+        f"output tokens, streamed; "
+        f"without: {median(p.requests_per_s for p in plain):.2f} requests/s, "
         f"TTFT p50 {1e3 * median(p.ttft_p50_s for p in plain):.1f} ms under load, "
         f"{1e3 * median(p.cpu_per_request_s for p in plain):.2f} ms of CPU a request\n"
         "| | n | |\n|---|---|---|\n"
