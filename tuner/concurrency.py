@@ -8,8 +8,8 @@ import numpy as np
 
 from tuner.hashes import Floats, Ints
 
-# Arrivals that are looked at together: ours, tens of megabytes however long the trace.
-CHUNK = 1 << 20
+# Arrivals that are looked at together: ours, some megabytes however long the trace.
+CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
