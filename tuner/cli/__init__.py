@@ -13,11 +13,9 @@ import click
 from tuner.cli.check_command import check
 from tuner.cli.doctor_command import doctor
 from tuner.cli.emit_command import emit
+from tuner.cli.option_types import DURATION, LADDER, LOADS, SLO
 from tuner.cli.options import (
-    DURATION,
-    LADDER,
-    LOADS,
-    SLO,
+    CONTEXT,
     as_usage_error,
     engine_options,
     shadow_options,
@@ -29,14 +27,13 @@ from tuner.cli.watch_command import watch
 from tuner.emit.names import Format
 from tuner.errors import TunerError
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _EPILOG = (
     "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; "
     "10 tune check: a re-tune pays; 130 interrupted."
 )
 
 
-@click.group(invoke_without_command=True, context_settings=_CONTEXT, epilog=_EPILOG)
+@click.group(invoke_without_command=True, context_settings=CONTEXT, epilog=_EPILOG)
 @traffic_options
 @engine_options
 @click.option(
@@ -130,7 +127,7 @@ def sys_arguments(ctx: click.Context) -> list[str]:
     return arguments
 
 
-@tune.command("replay", context_settings=_CONTEXT)
+@tune.command("replay", context_settings=CONTEXT)
 @traffic_options
 @engine_options
 @click.option(
@@ -163,7 +160,7 @@ def replay(**options: Any) -> int:
     return run_replay(options)
 
 
-@tune.command("plan", context_settings=_CONTEXT)
+@tune.command("plan", context_settings=CONTEXT)
 @traffic_options
 @shadow_options
 @click.option(
@@ -220,7 +217,7 @@ def plan(**options: Any) -> int:
     return run_plan(options)
 
 
-@tune.command("worker", context_settings=_CONTEXT)
+@tune.command("worker", context_settings=CONTEXT)
 @click.option("--storage", metavar="URL", help="Optuna storage of the run.", required=True)
 @click.option("--run", "run_dir", metavar="DIR", help="Run directory.", required=True)
 @click.option(

@@ -6,16 +6,16 @@ from typing import Any
 
 import click
 
-from tuner.cli.options import DURATION, LADDER, SLO, shadow_options, traffic_options
+from tuner.cli.options import CONTEXT, retune_options, shadow_options, traffic_options
+from tuner.cli.prometheus_options import prometheus_options
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _EPILOG = (
     "Exit codes: 0 unchanged, the present configuration is still best, or too little data; "
     "10 a re-tune pays; 2 bad input; 4 the shadow failed."
 )
 
 
-@click.command("check", context_settings=_CONTEXT, epilog=_EPILOG)
+@click.command("check", context_settings=CONTEXT, epilog=_EPILOG)
 @click.option(
     "--baseline",
     metavar="RUN_OR_PROFILE",
@@ -33,30 +33,7 @@ _EPILOG = (
     metavar="URL",
     help="Sample the present traffic from this server's metrics in place of --trace.",
 )
-@click.option(
-    "--since",
-    type=DURATION,
-    default="6h",
-    show_default=True,
-    metavar="TIME",
-    help="How far back, with --prometheus.",
-)
-@click.option(
-    "--step",
-    type=DURATION,
-    default="30s",
-    show_default=True,
-    metavar="TIME",
-    help="Resolution, with --prometheus.",
-)
-@click.option(
-    "--header",
-    "headers",
-    multiple=True,
-    metavar="'NAME: VALUE'",
-    help="Sent to Prometheus with every request; repeatable.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not check Prometheus's certificate.")
+@prometheus_options("6h")
 @click.option(
     "--config",
     metavar="FILE",
@@ -64,33 +41,7 @@ _EPILOG = (
 )
 @traffic_options
 @shadow_options
-@click.option(
-    "--objective",
-    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
-    help="What is best; default: the run's, else balanced.",
-)
-@click.option(
-    "--slo",
-    type=SLO,
-    multiple=True,
-    metavar="SLO",
-    help="As in `tune`; default: the run's. Repeatable.",
-)
-@click.option(
-    "--max-num-seqs",
-    type=LADDER,
-    metavar="LIST",
-    help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
-)
-@click.option(
-    "--budget",
-    type=DURATION,
-    default="2m",
-    show_default=True,
-    metavar="TIME",
-    help="Real time for the replays; of longer traffic parts are replayed.",
-)
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
+@retune_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(**options: Any) -> int:
     """Say whether traffic has shifted, and whether a re-tune would pay.

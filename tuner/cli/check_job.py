@@ -12,8 +12,8 @@ import msgspec
 
 from tuner.baseline import Baseline, read_baseline
 from tuner.check import Checked, check, without_replay
+from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import shadows_on
-from tuner.cli.trace_jobs import headers_of
 from tuner.cli.trace_options import read_named
 from tuner.console import say
 from tuner.drift import Drift, compare
@@ -86,7 +86,7 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
             model=options["only_model"],
             seed=options["seed"],
             concurrency=is_closed,
-            headers=headers_of(options["headers"]),
+            headers=credentials(options),
             verify=not options["no_verify"],
         )
         drawn_s = options["step"]

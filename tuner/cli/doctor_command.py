@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+from tuner.cli.options import CONTEXT
 
 
-@click.command("doctor", context_settings=_CONTEXT)
+@click.command("doctor", context_settings=CONTEXT)
 def doctor() -> int:
     """Say what is installed, what is missing, and the command that mends it.
 

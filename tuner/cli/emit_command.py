@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
+from tuner.cli.options import CONTEXT
 from tuner.emit.names import Format, PatchKind
 from tuner.errors import UsageError
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 
-
-@click.command("emit", context_settings=_CONTEXT)
+@click.command("emit", context_settings=CONTEXT)
 @click.argument("source", metavar="RUN_OR_YAML")
 @click.option(
     "--format",

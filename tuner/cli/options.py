@@ -7,89 +7,19 @@ from typing import Any, TypeVar
 
 import click
 
+from tuner.cli.option_types import DURATION, LADDER, LOAD, SLO, WINDOW
 from tuner.errors import TunerError, UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class Parsed(click.ParamType[Any]):
-    """An option value read by one of our own parsers, so that its message is ours."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,  # noqa: ARG002 - click's own signature
-    ) -> Any:
-        """Return the parsed value; a value that is parsed already passes."""
-        if not isinstance(value, str):
-            return value
-        option = f"--{param.name.replace('_', '-')} " if param and param.name else ""
-        try:
-            return self._parse(value)
-        except UsageError as error:
-            if option.strip() and option.strip() not in error.message:
-                raise UsageError(f"{option}{error.message}", error.hint) from error
-            raise
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
+"""How every command shows its help."""
 
 
-def _duration(text: str) -> float:
-    from tuner.windows import parse_duration
+def stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return what adds all these options, in this order, to a command."""
 
-    return parse_duration(text)
-
-
-def _window(text: str) -> Any:
-    from tuner.windows import parse_window
-
-    return parse_window(text)
-
-
-def _slo(text: str) -> Any:
-    from tuner.slo import parse_slo
-
-    return parse_slo(text)
-
-
-def _ladder(text: str) -> tuple[int, ...]:
-    try:
-        caps = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        caps = ()
-    if not caps or min(caps) < 1:
-        raise UsageError(
-            f"must list caps of at least 1, got {text!r}", "for example 1,2,4,8,16,32"
-        )
-    return caps
-
-
-def _load(text: str) -> float:
-    try:
-        load = float(text.lower().removesuffix("x"))
-    except ValueError:
-        load = float("nan")
-    if not 0 < load < 1e6:
-        raise UsageError(f"must be a multiple above 0, got {text!r}", "for example 1.5")
-    return load
-
-
-def _loads(text: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_load(part) for part in text.split(",")))
-
-
-DURATION = Parsed("duration", _duration)
-WINDOW = Parsed("window", _window)
-SLO = Parsed("slo", _slo)
-LADDER = Parsed("caps", _ladder)
-LOAD = Parsed("multiple", _load)
-LOADS = Parsed("multiples", _loads)
-
-
-def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         for option in reversed(options):
             command = option(command)
@@ -163,7 +93,7 @@ _READING_OPTIONS = (
 
 def reading_options(command: Command) -> Command:
     """Add the options that say how recorded traffic is read."""
-    return _stacked(*_READING_OPTIONS)(command)
+    return stacked(*_READING_OPTIONS)(command)
 
 
 _TRAFFIC_OPTIONS = (
@@ -235,7 +165,7 @@ _TRAFFIC_OPTIONS = (
 
 def traffic_options(command: Command) -> Command:
     """Add the options that say what is replayed and how."""
-    return _stacked(*_TRAFFIC_OPTIONS)(command)
+    return stacked(*_TRAFFIC_OPTIONS)(command)
 
 
 _ENGINE_OPTIONS = (
@@ -261,7 +191,7 @@ _ENGINE_OPTIONS = (
 
 def engine_options(command: Command) -> Command:
     """Add the options that say which engine is measured."""
-    return _stacked(*_ENGINE_OPTIONS)(command)
+    return stacked(*_ENGINE_OPTIONS)(command)
 
 
 _SHADOW_OPTIONS = (
@@ -280,7 +210,45 @@ _SHADOW_OPTIONS = (
 
 def shadow_options(command: Command) -> Command:
     """Add the options that say of which engine a shadow is made."""
-    return _stacked(*_SHADOW_OPTIONS)(command)
+    return stacked(*_SHADOW_OPTIONS)(command)
+
+
+_RETUNE_OPTIONS = (
+    click.option(
+        "--objective",
+        type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+        help="What is best; default: the run's, else balanced.",
+    ),
+    click.option(
+        "--slo",
+        type=SLO,
+        multiple=True,
+        metavar="SLO",
+        help="As in `tune`; default: the run's. Repeatable.",
+    ),
+    click.option(
+        "--max-num-seqs",
+        type=LADDER,
+        metavar="LIST",
+        help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
+    ),
+    click.option(
+        "--budget",
+        type=DURATION,
+        default="2m",
+        show_default=True,
+        metavar="TIME",
+        help="Real time for the replays; of longer traffic parts are replayed.",
+    ),
+    click.option(
+        "--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other."
+    ),
+)
+
+
+def retune_options(command: Command) -> Command:
+    """Add the options that say what a re-tune in the shadow aims at and may take."""
+    return stacked(*_RETUNE_OPTIONS)(command)
 
 
 def as_usage_error(error: click.ClickException) -> TunerError:

@@ -6,18 +6,16 @@ from typing import Any
 
 import click
 
+from tuner.cli.option_types import DURATION, SLO
 from tuner.cli.options import (
-    DURATION,
-    SLO,
+    CONTEXT,
     engine_options,
     shadow_options,
     traffic_options,
 )
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 
-
-@click.command("report", context_settings=_CONTEXT)
+@click.command("report", context_settings=CONTEXT)
 @click.argument("run_dir", metavar="RUN")
 @click.option(
     "-o", "--output", metavar="FILE", help="Where the page goes; default: into the run."
@@ -35,7 +33,7 @@ def report(**options: Any) -> int:
     return run_report(options)
 
 
-@click.command("verify", context_settings=_CONTEXT)
+@click.command("verify", context_settings=CONTEXT)
 @traffic_options
 @engine_options
 @click.option("--url", metavar="URL", help="A server that runs; default: start one.")
@@ -75,7 +73,7 @@ def verify(**options: Any) -> int:
     return run_verify(options)
 
 
-@click.command("compare", context_settings=_CONTEXT)
+@click.command("compare", context_settings=CONTEXT)
 @traffic_options
 @engine_options
 @click.option("--tuned", metavar="FILE", help="YAML with the tuned limits; default: --config.")

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from tuner.cli.options import DURATION, LOAD, WINDOW, reading_options
+from tuner.cli.option_types import LOAD, WINDOW
+from tuner.cli.options import CONTEXT, reading_options
+from tuner.cli.prometheus_options import prometheus_options
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...")
 _OUTPUT = click.option(
     "-o",
@@ -18,7 +19,7 @@ _OUTPUT = click.option(
 )
 
 
-@click.group("trace", context_settings=_CONTEXT)
+@click.group("trace", context_settings=CONTEXT)
 def trace() -> None:
     """Look at recorded traffic, reshape it, or get it from elsewhere.
 
@@ -27,7 +28,7 @@ def trace() -> None:
     """
 
 
-@trace.command("inspect", context_settings=_CONTEXT)
+@trace.command("inspect", context_settings=CONTEXT)
 @_FILES
 @reading_options
 @click.option("--together", is_flag=True, help="Describe all files as one trace.")
@@ -43,7 +44,7 @@ def inspect(**options: Any) -> int:
     return run_inspect(options)
 
 
-@trace.command("convert", context_settings=_CONTEXT)
+@trace.command("convert", context_settings=CONTEXT)
 @_FILES
 @reading_options
 @_OUTPUT
@@ -58,7 +59,7 @@ def convert(**options: Any) -> int:
     return run_reshape(options, lambda read: read)
 
 
-@trace.command("merge", context_settings=_CONTEXT)
+@trace.command("merge", context_settings=CONTEXT)
 @_FILES
 @reading_options
 @_OUTPUT
@@ -73,7 +74,7 @@ def merge(**options: Any) -> int:
     return run_reshape(options, lambda read: read)
 
 
-@trace.command("slice", context_settings=_CONTEXT)
+@trace.command("slice", context_settings=CONTEXT)
 @_FILES
 @click.option(
     "--window",
@@ -95,7 +96,7 @@ def slice_(**options: Any) -> int:
     return run_reshape(options, lambda read: part_of(read, options))
 
 
-@trace.command("scale", context_settings=_CONTEXT)
+@trace.command("scale", context_settings=CONTEXT)
 @_FILES
 @click.option("--load", type=LOAD, required=True, metavar="X", help="Multiple of the rate.")
 @reading_options
@@ -111,7 +112,7 @@ def scale(**options: Any) -> int:
     return run_reshape(options, lambda read: read.scaled(options["load"]))
 
 
-@trace.command("thin", context_settings=_CONTEXT)
+@trace.command("thin", context_settings=CONTEXT)
 @_FILES
 @click.option(
     "--replicas", type=click.IntRange(1), required=True, metavar="N", help="Size of the fleet."
@@ -144,38 +145,15 @@ def thin(**options: Any) -> int:
     return run_reshape(options, lambda read: share_of(read, options))
 
 
-@trace.command("from-prometheus", context_settings=_CONTEXT)
+@trace.command("from-prometheus", context_settings=CONTEXT)
 @click.option("--url", metavar="URL", required=True, help="Address of the Prometheus server.")
-@click.option(
-    "--since",
-    type=DURATION,
-    default="24h",
-    show_default=True,
-    metavar="TIME",
-    help="How far back.",
-)
-@click.option(
-    "--step",
-    type=DURATION,
-    default="30s",
-    show_default=True,
-    metavar="TIME",
-    help="Resolution.",
-)
 @click.option("--model", metavar="NAME", help="Which model, where the server knows several.")
 @click.option("--engine", metavar="N", help="Which engine, where the server knows several.")
 @click.option(
     "--concurrency", is_flag=True, help="Take requests in flight in place of arrivals."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sample.")
-@click.option(
-    "--header",
-    "headers",
-    multiple=True,
-    metavar="'NAME: VALUE'",
-    help="Sent with every request; repeatable.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not check the server's certificate.")
+@prometheus_options("24h")
 @_OUTPUT
 def from_prometheus(**options: Any) -> int:
     """Sample a trace from the metrics of a vLLM server that Prometheus has kept.
@@ -184,14 +162,15 @@ def from_prometheus(**options: Any) -> int:
         tune trace from-prometheus --url http://prometheus:9090 --since 24h -o prod.jsonl
 
     Arrival rates and token histograms are recorded, single requests are not: they are drawn
-    at random, and the trace says so. A bearer token is read from PROMETHEUS_TOKEN.
+    at random, and the trace says so. A bearer token is read from PROMETHEUS_TOKEN or
+    --token-file.
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.trace_jobs import run_from_prometheus
 
     return run_from_prometheus(options)
 
 
-@trace.command("from-concurrency", context_settings=_CONTEXT)
+@trace.command("from-concurrency", context_settings=CONTEXT)
 @click.argument("file", metavar="FILE")
 @click.option(
     "--lengths", metavar="TRACE", required=True, help="Trace whose lengths the requests have."

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 import numpy as np
 
+from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
 from tuner.console import say
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN, describe
@@ -20,8 +20,6 @@ from tuner.errors import UsageError
 from tuner.fleet import Router, thin
 from tuner.formats.sinks import write_trace
 from tuner.traces import Trace
-
-TOKEN_VARIABLE = "PROMETHEUS_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
 
 def run_inspect(options: Mapping[str, Any]) -> int:
@@ -109,24 +107,10 @@ def run_from_prometheus(options: Mapping[str, Any]) -> int:
         engine=options["engine"],
         seed=options["seed"],
         concurrency=options["concurrency"],
-        headers=headers_of(options["headers"]),
+        headers=credentials(options),
         verify=not options["no_verify"],
     )
     return _write(sampled, options)
-
-
-def headers_of(given: Sequence[str]) -> dict[str, str]:
-    """Return the headers of --header, and the token of the environment. Raises: UsageError."""
-    headers = {}
-    if token := os.environ.get(TOKEN_VARIABLE):
-        headers["Authorization"] = f"Bearer {token.strip()}"
-    for header in given:
-        name, colon, value = header.partition(":")
-        if not colon or not name.strip():
-            # The value may be a secret, and is not shown.
-            raise UsageError("--header must look like 'NAME: VALUE'", "quote it as one word")
-        headers[name.strip()] = value.strip()
-    return headers
 
 
 def run_from_concurrency(options: Mapping[str, Any]) -> int:

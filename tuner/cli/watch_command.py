@@ -6,39 +6,22 @@ from typing import Any
 
 import click
 
-from tuner.cli.options import DURATION, LADDER, SLO, Parsed
+from tuner.cli.option_types import DURATION, SHARE
+from tuner.cli.options import CONTEXT, retune_options
+from tuner.cli.prometheus_options import prometheus_options
 from tuner.emit.names import Format
-from tuner.errors import UsageError
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 _EPILOG = (
     "Exit codes: 0 stopped, or with --once a round that ended well, with a change or without; "
     "2 bad input, no data, or a hook that failed; 4 the shadow failed."
 )
 
 
-def _share(text: str) -> float:
-    """Return a share of 1.
-
-    >>> _share("5%"), _share("0.05")
-    (0.05, 0.05)
-    """
-    number = text.strip().removesuffix("%")
-    try:
-        value = float(number)
-    except ValueError:
-        raise UsageError(f"must be a share, got {text!r}", "for example 5%") from None
-    return value / 100 if text.strip().endswith("%") else value
-
-
-SHARE = Parsed("share", _share)
-
-
-@click.command("watch", context_settings=_CONTEXT, epilog=_EPILOG)
+@click.command("watch", context_settings=CONTEXT, epilog=_EPILOG)
 @click.option(
     "--prometheus",
     metavar="URL",
-    help="The server that scrapes vLLM; asked with the token of PROMETHEUS_TOKEN, if any.",
+    help="The server that scrapes vLLM; its past is the present traffic.",
 )
 @click.option(
     "--profile",
@@ -130,41 +113,13 @@ SHARE = Parsed("share", _share)
     help="Show /healthz and /metrics there; default: nowhere.",
 )
 @click.option(
-    "--since",
-    type=DURATION,
-    default="6h",
-    show_default=True,
-    metavar="TIME",
-    help="How much of the past is the present traffic.",
-)
-@click.option(
-    "--step",
-    type=DURATION,
-    default="30s",
-    show_default=True,
-    metavar="TIME",
-    help="Resolution of what Prometheus is asked.",
-)
-@click.option(
     "--model",
     "--only-model",
     "only_model",
     metavar="NAME",
     help="Which model, where Prometheus knows several.",
 )
-@click.option(
-    "--header",
-    "headers",
-    multiple=True,
-    metavar="'NAME: VALUE'",
-    help="Sent to Prometheus with every request; repeatable.",
-)
-@click.option(
-    "--token-file",
-    metavar="FILE",
-    help="Bearer token for Prometheus, read anew in every round.",
-)
-@click.option("--no-verify", is_flag=True, help="Do not check Prometheus's certificate.")
+@prometheus_options("6h")
 @click.option(
     "--baseline-trace",
     multiple=True,
@@ -178,33 +133,7 @@ SHARE = Parsed("share", _share)
     "default: what the run recommends.",
 )
 @click.option("--force-profile", is_flag=True, help="Use a profile that was made elsewhere.")
-@click.option(
-    "--objective",
-    type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
-    help="What is best; default: the run's, else balanced.",
-)
-@click.option(
-    "--slo",
-    type=SLO,
-    multiple=True,
-    metavar="SLO",
-    help="As in `tune`; default: the run's. Repeatable.",
-)
-@click.option(
-    "--max-num-seqs",
-    type=LADDER,
-    metavar="LIST",
-    help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
-)
-@click.option(
-    "--budget",
-    type=DURATION,
-    default="2m",
-    show_default=True,
-    metavar="TIME",
-    help="Real time for the replays of a round; of longer traffic parts are replayed.",
-)
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other.")
+@retune_options
 @click.option(
     "--too-long",
     type=click.Choice(["refuse", "clip", "drop"]),

@@ -14,6 +14,7 @@ from typing import Any
 from tuner.baseline import Baseline, read_baseline
 from tuner.calibrate import error_ratio
 from tuner.cli.emit_command import check_ending
+from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
 from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
 from tuner.config import limits as limits_of
@@ -173,7 +174,7 @@ def _watcher(
 ) -> Watcher:
     policy = Policy(options["min_gain"], options["min_interval"], options["confirmations"])
     traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
-    traffic.credentials()
+    credentials(options)  # A file that cannot be read is told now, not in the first round.
     shadow = ShadowCheck(options, baseline, before, traffic)
     guard = None
     if not options["no_guard"]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from tuner.baseline import Baseline
 from tuner.check import Checked, Verdict, check, without_replay
+from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import Ready, shadows_on
-from tuner.cli.trace_jobs import headers_of
 from tuner.drift import Drift, compare
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import TunerError, UsageError
+from tuner.errors import TunerError
 from tuner.prometheus import known_in_part, trace_from_prometheus
 from tuner.retune import shadow_host
 from tuner.traces import Trace
@@ -62,7 +61,7 @@ class PrometheusTraffic:
             end_s,
             given["step"],
             model=given["only_model"],
-            headers=self.credentials(),
+            headers=credentials(given),
             verify=not given["no_verify"],
         )
 
@@ -80,25 +79,9 @@ class PrometheusTraffic:
             seed=given["seed"],
             concurrency=self.is_closed,
             until_s=until_s,
-            headers=self.credentials(),
+            headers=credentials(given),
             verify=not given["no_verify"],
         )
-
-    def credentials(self) -> dict[str, str]:
-        """Return the headers; a token in a file may be another one by now.
-
-        Raises: UsageError if it cannot be read.
-        """
-        headers = headers_of(self.options["headers"])
-        path = self.options["token_file"]
-        if not path:
-            return headers
-        try:
-            token = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise UsageError(f"--token-file {path} cannot be read: {reason}") from error
-        return headers | {"Authorization": f"Bearer {token}"}
 
 
 @dataclass(frozen=True, slots=True)
