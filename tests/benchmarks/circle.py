@@ -276,7 +276,11 @@ def shifted(
         server.start(best)
         up_s = time.time()
         diary.note("the server is up again")
-        wait_for(lambda: diary.has("guard: .*(as foretold|worse than|gave up)"), lambda: "no word of the guard", 3 * PATIENCE_S)
+        wait_for(
+            lambda: diary.has("guard: .*(as foretold|worse than|gave up)"),
+            lambda: "no word of the guard",
+            3 * PATIENCE_S,
+        )
         end_s = time.time()
     return {
         "before the shift": load.told(0, shift_s),
