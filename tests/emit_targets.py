@@ -117,7 +117,7 @@ def by_kserve(text: str, _: Path) -> list[str]:
     read, rest = own.parse_known_args(expanded(model["args"]))
     assert not any("_" in word.partition("=")[0] for word in rest if word.startswith("--"))
     length = [] if read.max_model_len is None else [f"--max-model-len={read.max_model_len}"]
-    return [str(read.model_id), *length, *rest]
+    return [str(read.model_id), "--served-model-name", read.model_name, *length, *rest]
 
 
 def by_kserve_llm(text: str, _: Path) -> list[str]:
