@@ -203,8 +203,8 @@ class _Reader:
             )
         lowest = 1 if self._zero_is_fault and not field.blank else 0
         # MAX_TOKENS fits, and half the bytes are the larger part of what a long file takes.
-        fine = pl.when(tokens.is_between(lowest, MAX_TOKENS)).then(tokens).cast(pl.Int32)
-        return pl.when(no_text).then(0).otherwise(fine) if field.blank else fine
+        count = pl.when(tokens.is_between(lowest, MAX_TOKENS)).then(tokens).cast(pl.Int32)
+        return pl.when(no_text).then(0).otherwise(count) if field.blank else count
 
     def _example(self, place: int) -> str:
         """Return the first value of a column, by which its spelling is known."""
