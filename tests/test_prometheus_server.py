@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +25,18 @@ from prometheus_parts import (
     prometheus,
     wait_for,
 )
+from test_watch_prometheus import home
+from watch_parts import JumpingClock
 
+from tuner.cli.watch_command import watch
+from tuner.cli.watch_job import run_watch
 from tuner.demo import demo_engine_args
 from tuner.prometheus import trace_from_prometheus
+from tuner.sketch_file import TRAFFIC_FILE, write_sketch
 from tuner.traces import Trace
+from tuner.traffic_sketch import sketch_of
+
+__all__ = ["home"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -51,6 +60,7 @@ class Load:
     url: str
     open_loop: list[Sent]
     closed_loop: list[Sent]
+    open_until_s: float
     closed_from_s: float
     end_s: float
 
@@ -74,9 +84,9 @@ def ask(port: int, prompt: int, output: int) -> Sent:
 
 
 def send_open(port: int, rng: np.random.Generator) -> list[Sent]:
-    """Send 150 requests at 10/s, whatever the server does."""
-    gaps_s = rng.exponential(0.1, 150).tolist()
-    prompts, outputs = rng.integers(3, 400, 150).tolist(), rng.integers(1, 60, 150).tolist()
+    """Send 480 requests at 7/s, whatever the server does."""
+    gaps_s = rng.exponential(1 / 7, 480).tolist()
+    prompts, outputs = rng.integers(3, 400, 480).tolist(), rng.integers(1, 40, 480).tolist()
     with ThreadPoolExecutor(64) as pool:
         waiting = []
         for gap_s, prompt, output in zip(gaps_s, prompts, outputs, strict=True):
@@ -129,11 +139,12 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
                 # Counting begins with the first scrape.
                 wait_for_scrape(url)
                 sent = send_open(port, np.random.default_rng(5))
+                open_until_s = time.time()
                 wait_for_scrape(url)
                 closed_from_s = time.time()
                 held = send_closed(port)
                 wait_for_scrape(url)
-                yield Load(url, sent, held, closed_from_s, time.time())
+                yield Load(url, sent, held, open_until_s, closed_from_s, time.time())
         finally:
             process.terminate()
             try:
@@ -144,7 +155,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
 
 def traced(load: Load, *, concurrency: bool = False) -> Trace:
     return trace_from_prometheus(
-        load.url, since_s=180, step_s=1, until_s=load.end_s + 1, concurrency=concurrency
+        load.url, since_s=240, step_s=1, until_s=load.end_s + 1, concurrency=concurrency
     )
 
 
@@ -194,3 +205,33 @@ def test_the_servers_own_numbers_are_told(load: Load) -> None:
     assert "which prompts share a prefix is in no counter" in told
     assert "the server's own" in told
     assert "KV cache was at most" in told
+
+
+def shapeless(sent: Sequence[Sent]) -> Trace:
+    """Return what was sent as a trace of its own."""
+    due_s = np.array([one.at_s for one in sent])
+    order = np.argsort(due_s)
+    prompts, outputs = (np.array([getattr(s, k) for s in sent]) for k in ("prompt", "output"))
+    return Trace(due_s[order] - due_s.min(), prompts[order], outputs[order])
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"), [(1.0, "unchanged"), (0.4, "shifted, present config still best")]
+)
+def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
+    load: Load, home: Path, times: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cap of four is tried alone, so that what is best does not matter."""
+    write_sketch(home / TRAFFIC_FILE, sketch_of(shapeless(load.open_loop).scaled(times)))
+    began_s = min(one.at_s for one in load.open_loop)
+    arguments = [
+        *("--once", "--prometheus", load.url, "--profile", str(home / "profile.yaml")),
+        *("--emit", str(home / "best.yaml"), "--state", str(home / "state")),
+        *("--since", f"{int(load.open_until_s - began_s) - 2}s", "--step", "1s"),
+        *("--force-profile", "--max-num-seqs", "4", "--jobs", "1", "--budget", "20s"),
+    ]
+    context = watch.make_context("watch", arguments)
+    assert run_watch(context.params, JumpingClock(load.open_until_s)) == 0
+    told = capsys.readouterr().err
+    assert f"{verdict}: " in told
+    assert ("arrival_rate" in told) == (times != 1.0)

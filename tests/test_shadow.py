@@ -23,6 +23,12 @@ from tuner.timeline import Outcome
 from tuner.traces import LoadModel
 
 
+class MaybeShared(PromptSource):
+    """Prompts that do not say that they share nothing."""
+
+    may_share = True
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A workload, and an engine and a plan to replay it with.
@@ -50,11 +56,12 @@ class Case:
             fast=fast,
         )
 
-    def replay(self, engine: ShadowEngine) -> ReplayLog:
-        """Replay it."""
+    def replay(self, engine: ShadowEngine, *, knows_sharing: bool = True) -> ReplayLog:
+        """Replay it; the engine keeps a cache in any case unless it knows what is shared."""
         engine.set_limits(self.limits)
         trace = self.workload.trace()
-        return replay(engine, trace, PromptSource(trace, 1000), self.plan)
+        prompts = PromptSource(trace, 1000) if knows_sharing else MaybeShared(trace, 1000)
+        return replay(engine, trace, prompts, self.plan)
 
 
 CUTS = (CutRule(late_s=0.2, allowed_late=2), CutRule(max_clock_s=0.5))
@@ -136,11 +143,27 @@ CROWDED_AND_CACHED = Case(
 @settings(max_examples=40, deadline=None, database=None)
 @given(cases())
 @example(CROWDED)
+@example(replace(CROWDED, prefix_caching=True))
 @example(CROWDED_AND_CACHED)
-def test_taking_like_steps_at_once_comes_to_the_same_as_one_by_one(case: Case) -> None:
+def test_what_is_saved_makes_no_difference(case: Case) -> None:
+    """Neither like steps taken at once nor a cache that nobody would hit."""
     usage_rel = 1e-3 if case.per_context_token_s else 1e-6
-    fast, plain = case.replay(case.engine()), case.replay(case.engine(fast=False))
+    fast = case.replay(case.engine())
+    plain = case.replay(case.engine(fast=False), knows_sharing=False)
     assert_same(fast, plain, usage_rel)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("spare_blocks", [10_000, 6], ids=["room", "preemption"])
+def test_a_cache_is_kept_only_where_something_could_be_found_in_it(spare_blocks: int) -> None:
+    case = replace(CROWDED, prefix_caching=True, spare_blocks=spare_blocks)
+    engine = case.engine()
+    log = case.replay(engine)
+    assert (log.steps.preempted > 0) == (spare_blocks == 6)
+    # A preempted request finds what it had computed itself, so the replay begins anew.
+    assert engine._open_core.caches == (spare_blocks == 6)
+    assert_same(log, case.replay(case.engine(), knows_sharing=False))
+    assert_same(log, case.replay(engine))
 
 
 # vLLM's finish_requests ends several in the order of a set of strings, so each ends by itself.

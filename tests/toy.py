@@ -206,7 +206,7 @@ class ToyEngine:
             raise EngineError("this toy hides its limits")
         self._limits = limits
 
-    def reset(self) -> None:
+    def reset(self, *, sharing: bool = True) -> None:  # noqa: ARG002 - nothing to save
         """Forget the prefix cache. Raises: EngineError while busy."""
         if self.has_work():
             raise EngineError("the cache is cleared only while the toy is idle")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tuner.arrivals import ClockKind, ReplayClock, arrivals_of
-from tuner.engine.protocol import DecodeRun, Engine, Prompt, Step
+from tuner.engine.protocol import DecodeRun, Engine, PrefixCacheNeeded, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
 from tuner.replay_plan import ReplayPlan
@@ -63,6 +63,10 @@ class ReplayLog:
 
 class Prompts(Protocol):
     """Where a replay takes its prompts from."""
+
+    @property
+    def may_share(self) -> bool:
+        """Whether any two prompts may begin alike."""
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of the trace's row."""
@@ -276,6 +280,10 @@ def replay(
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
         TraceError when a closed loop asks for a concurrency that was not recorded.
     """
-    engine.reset()
     loaded = trace if plan.load == 1 else trace.scaled(plan.load)
-    return _Replay(engine, loaded, prompts, plan).run(on_progress)
+    engine.reset(sharing=prompts.may_share)
+    try:
+        return _Replay(engine, loaded, prompts, plan).run(on_progress)
+    except PrefixCacheNeeded:
+        engine.reset()
+        return _Replay(engine, loaded, prompts, plan).run(on_progress)

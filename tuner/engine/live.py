@@ -71,7 +71,7 @@ class LiveEngine:
             self._running_core.set_limits(limits)
             self._limits = limits
 
-    def reset(self) -> None:
+    def reset(self, *, sharing: bool = True) -> None:  # noqa: ARG002 - a live cache is real
         """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
         if self.has_work():
             raise EngineError("the prefix cache is cleared only while the engine is idle")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.shape import EngineShape
-from tuner.errors import UsageError
+from tuner.errors import EngineError, UsageError
 
 Rows = NDArray[np.int64]
 
@@ -82,6 +82,24 @@ class EngineInfo:
     ceiling: EngineLimits
     can_change_limits: bool
     asynchronous: bool
+
+    @classmethod
+    def of_shadow(cls, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> Self:
+        """Return what is known of the engine that a shadow stands in for."""
+        return cls(
+            kind="shadow",
+            model=shape.model,
+            device=shape.device,
+            dtype=shape.dtype,
+            vllm_version=shape.vllm_version,
+            vocab_size=shape.vocab_size,
+            max_model_len=shape.max_model_len,
+            block_size=shape.block_size,
+            num_blocks=num_blocks,
+            ceiling=ceiling,
+            can_change_limits=True,
+            asynchronous=shape.asynchronous,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +210,13 @@ class Prompt(Protocol):
         """Return a key for each full block that two prompts share if they agree up to it."""
 
 
+class PrefixCacheNeeded(EngineError):  # noqa: N818 - an instruction to the caller, not a failure
+    """A request was preempted, and would find in the prefix cache what it had computed itself.
+
+    The engine has dropped its work; after a reset with sharing the replay can begin anew.
+    """
+
+
 class EngineSource(Protocol):
     """Where engines come from; travels to the engine's process, so it must pickle."""
 
@@ -220,8 +245,13 @@ class Engine(Protocol):
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
 
-    def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy."""
+    def reset(self, *, sharing: bool = True) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy.
+
+        Without `sharing` the caller promises that until the next reset no two prompts begin
+        alike. An engine that predicts may then do without the cache, which saves it most of
+        its work; its steps raise PrefixCacheNeeded where the cache would matter all the same.
+        """
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""

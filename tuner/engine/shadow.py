@@ -21,9 +21,11 @@ from tuner.engine.protocol import (
     Emitted,
     EngineInfo,
     EngineLimits,
+    PrefixCacheNeeded,
     Prompt,
     Step,
 )
+from tuner.engine.scheduler_pair import SchedulerPair
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
@@ -71,7 +73,8 @@ class ShadowEngine:
         *,
         fast: bool = True,
     ) -> None:
-        self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
+        self._pair = SchedulerPair(shape, ceiling, num_blocks)
+        self._core: SchedulerCore | None = self._pair.core(sharing=True)
         self._shape, self._timer = shape, timer
         self._limits = ceiling
         self._fast = fast and is_foreseeable(shape)
@@ -80,20 +83,7 @@ class ShadowEngine:
         self._is_blocked = False
         self._stuck_turns = 0
         self._arrived = 0
-        self._info = EngineInfo(
-            kind="shadow",
-            model=shape.model,
-            device=shape.device,
-            dtype=shape.dtype,
-            vllm_version=shape.vllm_version,
-            vocab_size=shape.vocab_size,
-            max_model_len=shape.max_model_len,
-            block_size=shape.block_size,
-            num_blocks=num_blocks,
-            ceiling=ceiling,
-            can_change_limits=True,
-            asynchronous=shape.asynchronous,
-        )
+        self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
 
     @property
     def info(self) -> EngineInfo:
@@ -129,12 +119,36 @@ class ShadowEngine:
             limits.max_num_seqs - hidden, limits.max_num_batched_tokens - hidden
         )
 
-    def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
+    def reset(self, *, sharing: bool = True) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines.
+
+        Without sharing a scheduler without a cache decides the same, as long as it preempts
+        nobody, and has no blocks to book.
+        """
         if self.has_work():
             raise EngineError("the prefix cache is cleared only while the engine is idle")
+        core = self._pair.core(sharing=sharing)
+        if core is not self._open_core:
+            self._use(core)
         if not self._open_core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
+
+    def _use(self, core: SchedulerCore) -> None:
+        """Go on with an idle scheduler."""
+        self._core = core
+        self._hidden = HiddenDecodes(core, self._shape.max_model_len)
+        self._set_visible_limits()
+
+    def _scheduled(self, core: SchedulerCore) -> Any:  # noqa: ANN401 - vLLM is untyped here
+        """Return vLLM's next batch. Raises: PrefixCacheNeeded, and is idle then."""
+        scheduled = core.schedule()
+        try:
+            self._pair.check(core, preempts=bool(scheduled.preempted_req_ids))
+        except PrefixCacheNeeded:
+            self._sent.clear()
+            self._use(self._pair.core(sharing=True))
+            raise
+        return scheduled
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
@@ -183,7 +197,7 @@ class ShadowEngine:
         """Let vLLM schedule a batch, and complete the one whose turn it is."""
         core = self._open_core
         if core.has_requests():
-            scheduled = core.schedule()
+            scheduled = self._scheduled(core)
             output = core.sampled(scheduled)
             self._sent.append(_Sent(scheduled, output, self._timed(read_batch(scheduled))))
             more = scheduled.total_num_scheduled_tokens > 0 or core.has_requests()
@@ -259,7 +273,7 @@ class ShadowEngine:
             return self._unhidden_turn()
         if not core.caches and hidden.free_blocks < hidden.blocks_wanted(room):
             hidden.pay()
-        scheduled = core.schedule()
+        scheduled = self._scheduled(core)
         seen = read_batch(scheduled)
         self._is_blocked = seen is None
         output = core.sampled(scheduled)
