@@ -12,8 +12,9 @@ from itertools import count
 import numpy as np
 
 from tuner.engine.compat import serve
+from tuner.engine.pipeline import StepTimer
 from tuner.engine.protocol import Batch, EngineLimits
-from tuner.engine.shadow import ShadowEngine, StepTimer
+from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
 from tuner.hashes import HashIds
 from tuner.traces import Trace

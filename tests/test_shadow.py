@@ -43,13 +43,18 @@ class Case:
     prefix_caching: bool
     plan: ReplayPlan
     per_context_token_s: float = 0.0
+    asynchronous: bool = False
 
     def engine(self, ceiling: EngineLimits | None = None, *, fast: bool = True) -> ShadowEngine:
         """Return a shadow for it, at the ceiling."""
         trace = self.workload.trace()
         longest = int((trace.prompt_tokens + trace.output_tokens).max())
         return a_shadow(
-            a_shape(block_size=self.block_size, prefix_caching=self.prefix_caching),
+            a_shape(
+                block_size=self.block_size,
+                prefix_caching=self.prefix_caching,
+                asynchronous=self.asynchronous,
+            ),
             ceiling or self.limits,
             2 + longest // self.block_size + self.spare_blocks,
             LinearTimer(per_context_token_s=self.per_context_token_s),
@@ -95,6 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
             cut=draw(st.sampled_from((CutRule(), CutRule(), *CUTS))),
         ),
         per_context_token_s=draw(st.sampled_from((0.0, 1e-8))),
+        asynchronous=draw(st.booleans()),
     )
 
 
@@ -140,9 +146,11 @@ CROWDED_AND_CACHED = Case(
 
 @pytest.mark.engine
 @seed(0)
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(cases())
 @example(CROWDED)
+@example(replace(CROWDED, asynchronous=True))
+@example(replace(CROWDED, asynchronous=True, spare_blocks=10_000))
 @example(replace(CROWDED, prefix_caching=True))
 @example(CROWDED_AND_CACHED)
 def test_what_is_saved_makes_no_difference(case: Case) -> None:
@@ -161,7 +169,7 @@ def test_a_cache_is_kept_only_where_something_could_be_found_in_it(spare_blocks:
     log = case.replay(engine)
     assert (log.steps.preempted > 0) == (spare_blocks == 6)
     # A preempted request finds what it had computed itself, so the replay begins anew.
-    assert engine._open_core.caches == (spare_blocks == 6)
+    assert engine._open.core.caches == (spare_blocks == 6)
     assert_same(log, case.replay(case.engine(), knows_sharing=False))
     assert_same(log, case.replay(engine))
 
@@ -197,7 +205,7 @@ def test_which_prefixes_are_kept_does_not_depend_on_taking_like_steps_at_once(
 def test_requests_that_end_together_give_back_their_blocks_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    core, rows = a_shadow(a_shape(), EngineLimits(16, 512))._open_core, list(range(12))
+    core, rows = a_shadow(a_shape(), EngineLimits(16, 512))._open.core, list(range(12))
     for row in rows:
         core.add(row, TokenPrompt([11 + row] * 20), 30, float(row))
     scheduled = core.schedule()
@@ -231,17 +239,20 @@ def test_a_shadow_that_was_broken_off_before_is_as_good_as_new(case: Case) -> No
 
 
 @pytest.mark.engine
-def test_a_fast_shadow_spares_most_turns_where_there_is_room() -> None:
+@pytest.mark.parametrize(("asynchronous", "share"), [(False, 0.5), (True, 0.75)])
+def test_a_fast_shadow_spares_many_turns_where_there_is_room(
+    asynchronous: bool, share: float
+) -> None:
     case = Case(BUSY, EngineLimits(16, 512), 10_000, 16, True, ReplayPlan(keep_steps=True))
+    case = replace(case, asynchronous=asynchronous)
     log = case.replay(case.engine())
     assert log.kept_steps is not None
-    assert len(log.kept_steps) < 0.5 * log.steps.steps
+    assert len(log.kept_steps) < share * log.steps.steps
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(a_shape(asynchronous=True), id="asynchronous"),
         *(
             pytest.param(a_shape(scheduler={name: value}), id=name)
             for name, value in (

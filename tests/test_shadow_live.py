@@ -143,7 +143,7 @@ def test_every_step_schedules_what_a_live_engine_did(
     assert measured.kept_steps is not None
     timer = RecordedTimer(measured.kept_steps.duration_s.tolist())
     shadow = a_shadow(live.shape(), limits, live.info.num_blocks, timer, fast=False)
-    predicted, turns = recorded(shadow, shadow._open_core.scheduler, trace, prompts)
+    predicted, turns = recorded(shadow, shadow._open.core.scheduler, trace, prompts)
 
     for at, (turn, live_turn) in enumerate(zip(turns, live_turns, strict=False)):
         assert turn == live_turn, f"turn {at}"

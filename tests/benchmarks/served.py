@@ -4,8 +4,9 @@ In turns, each round: the trace is replayed in process; then over HTTP, streamed
 on a real API server under record; then the recording is read back (count and every length
 have to be those that were sent) and itself replayed in process. Beside what the client saw
 stand the engine core's own stamps from the recording, so that what HTTP adds and what makes the
-engine's steps themselves slower can be told apart. `--bind 0` leaves the second core to the API
-server, for both.
+engine's steps themselves slower can be told apart. The recording is replayed once more while
+the last core runs an empty loop, as the API server and this client keep it busy while serving.
+`--bind 0` leaves the second core to the API server, for both.
 
     python tests/benchmarks/served.py [TRACE] [--window typical:20s] [--load 0.4] [--rounds 5]
                                       [--bind CORES] [-o FILE]
@@ -17,9 +18,11 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,6 +61,19 @@ def in_process(host: Host, trace: Trace) -> Figures:
     host.load("trace", trace, 0)
     log = host.replay("trace", LIMITS, ReplayPlan())
     return figures_of(log)
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep the last core busy with nothing."""
+    last = max(os.sched_getaffinity(0))
+    loop = f"import os\nos.sched_setaffinity(0, {{{last}}})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", loop])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def figures_of(log: ReplayLog) -> Figures:
@@ -134,12 +150,15 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
             with Host(LiveSource(), root / "engine.log") as host:
                 host.start(demo_engine_args(), LIMITS)
                 again = in_process(host, recorded)
+                with busy_core():
+                    beside = in_process(host, recorded)
             found.append(
                 {
                     "in process": inside,
                     "client over HTTP": client,
                     "engine's own stamps": engine_stamps(recording),
                     "recording replayed": again,
+                    "beside a busy core": beside,
                 }
             )
             sys.stderr.write(f"round {number + 1}: {len(trace)} requests, {found[-1]}\n")

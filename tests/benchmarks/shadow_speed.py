@@ -4,7 +4,9 @@
 
 TRACE is repeated until it lasts --hours. Steps take a fixed time, so that about the same number
 of requests run whatever the machine; every variant is replayed in a process of its own, in
-turns. "asked" lets vLLM's scheduler decide about every single step; the timelines must agree.
+turns. "asked" lets vLLM's scheduler decide about every single step; the timelines must agree
+with those of the same scheduling. No two prompts begin alike, so that the prefix cache, on
+unless it says otherwise, need not be kept; "kept" keeps it all the same.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -29,12 +31,28 @@ from typing import Any
 
 import numpy as np
 
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to replay. `keeps` books the prefix cache although no two prompts begin alike."""
+
+    step_s: float
+    caches: bool = True
+    keeps: bool = False
+    asynchronous: bool = False
+    asked: bool = False
+
+
 VARIANTS = {
-    "20 ms, no prefix cache": (0.020, False, True),
-    "20 ms, prefix cache": (0.020, True, True),
-    "3 ms, no prefix cache": (0.003, False, True),
-    "3 ms, prefix cache": (0.003, True, True),
-    "20 ms, no prefix cache, asked": (0.020, False, False),
+    "20 ms, no prefix cache": Variant(0.020, caches=False),
+    "20 ms": Variant(0.020),
+    "20 ms, prefix cache kept": Variant(0.020, keeps=True),
+    "20 ms, asynchronous": Variant(0.020, asynchronous=True),
+    "3 ms": Variant(0.003),
+    "3 ms, prefix cache kept": Variant(0.003, keeps=True),
+    "3 ms, asynchronous": Variant(0.003, asynchronous=True),
+    "20 ms, asked": Variant(0.020, asked=True),
+    "20 ms, asynchronous, asked": Variant(0.020, asynchronous=True, asked=True),
 }
 LIMITS = (32, 2048)
 CLIP = 6000
@@ -71,7 +89,7 @@ def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[s
     from tuner.traces import TooLong, Trace
 
     serve.prepare_environment()
-    step_s, caches, is_fast = VARIANTS[variant]
+    chosen = VARIANTS[variant]
     trace = read_trace(Path(path), None, ReadOptions()).limit_lengths(CLIP, TooLong.CLIP)
     times = max(1, round(hours * 3600 / trace.duration_s))
     length_s = trace.duration_s + 1.0
@@ -91,13 +109,18 @@ def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[s
         max_model_len=16_384,
         block_size=16,
         kv_kind="full_attention",
-        prefix_caching=caches,
-        asynchronous=False,
+        prefix_caching=chosen.caches,
+        asynchronous=chosen.asynchronous,
         captured_sizes=(),
         scheduler={},
     )
-    engine = ShadowEngine(shape, EngineLimits(*LIMITS), 100_000, Fixed(step_s), fast=is_fast)
-    prompts = PromptSource(long, 32_000, 0)
+    timer = Fixed(chosen.step_s)
+    engine = ShadowEngine(shape, EngineLimits(*LIMITS), 100_000, timer, fast=not chosen.asked)
+
+    class Kept(PromptSource):
+        may_share = True
+
+    prompts = (Kept if chosen.keeps else PromptSource)(long, 32_000, 0)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     profiler = cProfile.Profile()
     if is_profiled:
@@ -150,8 +173,8 @@ def main() -> None:
         return
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for _ in range(args.runs):
-        for name in VARIANTS:
-            if "asked" not in name or not measured[name]:
+        for name, variant in VARIANTS.items():
+            if not variant.asked or not measured[name]:
                 measured[name].append(in_child(args, name))
                 print(f"{name}: {measured[name][-1]['tokens_per_s']:,.0f} tokens/s", flush=True)
     profiled = in_child(args, next(iter(VARIANTS)), "--profile")

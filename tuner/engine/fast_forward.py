@@ -7,6 +7,10 @@ short) they are put back, with all they have done, for vLLM to decide.
 
 Only the first requests of the running list are hidden, up to the first that does not decode:
 the scheduler serves its list in order, so those behind a long prompt may have to wait.
+
+With asynchronous scheduling a batch is scheduled while the one before is on its way. A request
+whose last token is on its way is scheduled no more, but holds its place and its blocks until
+that token is there: it lingers.
 """
 
 from __future__ import annotations
@@ -35,18 +39,21 @@ class _Hidden:
     computed: int
     told: int
     owed: int = 0
+    lingers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
     """What several steps of the hidden requests come to.
 
-    Units: blocks, of which used_mean is the mean over the steps.
+    Units: blocks, of which used_mean is the mean over the steps, used_peak those of the last
+        step and used_before those of the one before.
     """
 
     steps: int
     used_mean: float
     used_peak: int
+    used_before: int
 
 
 class HiddenDecodes:
@@ -61,16 +68,23 @@ class HiddenDecodes:
         self._now = self._order = 0
         self._owed = 0
         self._rows: Rows | None = None
+        self._lingering = 0
         self.context_tokens = 0
 
     def __len__(self) -> int:
         return len(self._hidden)
 
     @property
+    def decoding(self) -> int:
+        """How many of them still have tokens to be scheduled."""
+        return len(self._hidden) - self._lingering
+
+    @property
     def rows(self) -> Rows:
-        """Return the hidden requests' rows."""
+        """Return the rows that the next step decodes."""
         if self._rows is None:
-            self._rows = np.fromiter(self._hidden, dtype=np.int64, count=len(self._hidden))
+            found = (row for row, one in self._hidden.items() if not one.lingers)
+            self._rows = np.fromiter(found, dtype=np.int64, count=self.decoding)
         return self._rows
 
     @property
@@ -82,8 +96,7 @@ class HiddenDecodes:
         """Hide every request that only decodes, up to the first that does not."""
         found = 0
         for request in self._core.running:
-            missing = request.num_tokens - request.num_computed_tokens
-            if missing != 1 or not request.num_output_tokens:
+            if not self._core.only_decodes(request):
                 break
             self._hide(request)
             found += 1
@@ -93,10 +106,7 @@ class HiddenDecodes:
 
     def _hide(self, request: Any) -> None:
         row, computed = int(request.request_id), int(request.num_computed_tokens)
-        left = min(
-            request.max_tokens - request.num_output_tokens,
-            self._max_model_len - request.num_tokens,
-        )
+        left = self._core.left_to_schedule(request, self._max_model_len)
         order = self._order = self._order + 1
         self._hidden[row] = _Hidden(request, row, order, self._now, computed, self._now)
         heapq.heappush(self._ends, (self._now + left, order, row))
@@ -105,9 +115,11 @@ class HiddenDecodes:
         self.context_tokens += computed + 1
 
     def _living(self, entry: tuple[int, int, int]) -> _Hidden | None:
-        """Return who an entry of a heap is about, unless it is gone."""
+        """Return who an entry of a heap is about, unless it is gone or scheduled no more."""
         one = self._hidden.get(entry[2])
-        return one if one is not None and one.order == entry[1] else None
+        if one is None or one.order != entry[1] or one.lingers:
+            return None
+        return one
 
     def steps_to_next_end(self) -> int:
         """Return after how many steps the next hidden request has all its tokens."""
@@ -128,13 +140,14 @@ class HiddenDecodes:
             self._undo([entry for entry in taken if entry[0] > self._now + most])
             taken = [entry for entry in taken if entry[0] <= self._now + most]
         if most <= 0:
-            return Advance(0, used, used)
+            return Advance(0, used, used, used)
+        before = used + sum(entry[0] < self._now + most for entry in taken)
         held = sum(self._now + most + 1 - entry[0] for entry in taken)
         for step, _, row in taken:
             self._grow(self._hidden[row], step)
         self._now += most
-        self.context_tokens += most * len(self._hidden)
-        return Advance(most, used + held / most, used + len(taken))
+        self.context_tokens += most * self.decoding
+        return Advance(most, used + held / most, used + len(taken), before)
 
     def _growths_within(self, steps: int) -> list[tuple[int, int, int]]:
         """Take out when which request wants one more block, and note when it wants the next."""
@@ -167,24 +180,39 @@ class HiddenDecodes:
             self._owed -= one.owed
             one.owed = 0
 
-    def pop_ended(self) -> list[int]:
-        """Return the rows that have all their tokens by now, and let vLLM end them."""
-        ended = []
+    def take_last(self) -> list[int]:
+        """Return the rows that have been scheduled to their last token; they linger now."""
+        taken = []
         while self._ends and self._ends[0][0] <= self._now:
             one = self._living(heapq.heappop(self._ends))
             if one is not None:
-                ended.append(one.row)
-                if self._core.caches:
-                    self._tell(one, self._now)
-                self._forget(one)
-        if ended:
-            self._core.end(ended)
-        return ended
+                taken.append(one.row)
+                self._let_linger(one)
+        return taken
+
+    def _let_linger(self, one: _Hidden) -> None:
+        one.lingers = True
+        self._lingering += 1
+        self.context_tokens -= one.computed + self._now - one.joined + 1
+        self._rows = None
+
+    def end(self, rows: list[int]) -> None:
+        """Let vLLM end rows whose last token is there."""
+        for row in rows:
+            one = self._hidden[row]
+            if self._core.caches:
+                self._tell(one, self._now)
+            self._forget(one)
+        if rows:
+            self._core.end(rows)
 
     def _forget(self, one: _Hidden) -> None:
+        if one.lingers:
+            self._lingering -= 1
+        else:
+            self.context_tokens -= one.computed + self._now - one.joined + 1
         del self._hidden[one.row]
         self._owed -= one.owed
-        self.context_tokens -= one.computed + self._now - one.joined + 1
         self._rows = None
 
     def drop(self, rows: list[int]) -> None:
@@ -198,29 +226,45 @@ class HiddenDecodes:
         for one in self._hidden.values():
             self._tell(one, self._now)
 
-    def show(self) -> None:
-        """Put all hidden requests back into the scheduler's sight."""
-        self.pay()
-        self._core.show_first([one.request for one in self._hidden.values()])
+    def show(self, *, on_its_way: bool) -> Any:
+        """Put all hidden requests back into the scheduler's sight.
+
+        Where their last step is still on its way, vLLM schedules that step anew, as it would
+        have, and its batch is returned; else None.
+        """
+        upto = self._now - 1 if on_its_way else self._now
+        for one in self._hidden.values():
+            self._tell(one, upto)
+        everybody = [one.request for one in self._hidden.values()]
+        again = [one.request for one in self._hidden.values() if one.joined < self._now]
+        scheduled = self._core.schedule_again(again) if on_its_way and again else None
+        self._core.show_first(everybody)
         self._hidden.clear()
         self._ends.clear()
         self._growths.clear()
         self._rows = None
-        self.context_tokens = 0
+        self._owed = self._lingering = self.context_tokens = 0
+        return scheduled
 
-    def blocks_wanted(self, room: int) -> int:
-        """Return an upper bound of what the scheduler may take for those it sees."""
+    def is_short_for(self, room: int) -> bool:
+        """Whether the scheduler might take blocks that hidden requests are about to.
+
+        `room` is how many more it could admit.
+        """
         size = self._core.block_size
         seen: Iterator[Any] = iter((*self._core.running, *self._core.first_waiting(room)))
-        return sum(request.num_tokens // size + 2 for request in seen)
+        wanted = sum(request.num_tokens // size + 2 for request in seen)
+        if self._core.queue_size > 1:
+            # What the step after takes cannot be told vLLM before it is completed.
+            wanted += 2 * len(self._hidden)
+        return bool(self.free_blocks < wanted)
 
 
 def is_foreseeable(shape: EngineShape) -> bool:
     """Whether requests are served in order, whatever else is in the scheduler's sight."""
     options: Mapping[str, object] = shape.scheduler
     return (
-        not shape.asynchronous
-        and options.get("policy") in (None, "fcfs")
+        options.get("policy") in (None, "fcfs")
         and not options.get("long_prefill_token_threshold")
         and not options.get("watermark")
         and options.get("prefill_schedule_interval") in (None, 1)

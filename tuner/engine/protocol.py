@@ -154,6 +154,11 @@ class DecodeRun:
     first_s: float
     growth_s: float = 0.0
 
+    @property
+    def duration_s(self) -> float:
+        """Seconds of all steps together."""
+        return self.steps * self.first_s + self.growth_s * (self.steps * (self.steps - 1) // 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

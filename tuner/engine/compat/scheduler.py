@@ -211,6 +211,51 @@ class SchedulerCore:
         found: list[Any] = self.scheduler.running
         return found
 
+    def only_decodes(self, request: Any) -> bool:
+        """Whether a running request does nothing but decode from the next step on.
+
+        With asynchronous scheduling its next token must be on its way, and not its last.
+        """
+        coming = self._placeholders(request)
+        missing = request.num_tokens + coming - request.num_computed_tokens
+        if missing != 1 or not request.num_output_tokens + coming:
+            return False
+        if self.queue_size == 1:
+            return True
+        is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
+        is_last = request.num_output_tokens + coming >= request.max_tokens
+        return coming == 1 and not is_stale and not is_last
+
+    def left_to_schedule(self, request: Any, max_model_len: int) -> int:
+        """Return how many tokens a request that decodes has still to be scheduled for."""
+        coming = self._placeholders(request)
+        return int(
+            min(
+                request.max_tokens - request.num_output_tokens - coming,
+                max_model_len - request.num_tokens - coming,
+            )
+        )
+
+    @staticmethod
+    def _placeholders(request: Any) -> int:
+        return int(getattr(request, "num_output_placeholders", 0))
+
+    def schedule_again(self, requests: Sequence[Any]) -> Any:
+        """Return vLLM's batch of one more token for these requests and nobody else.
+
+        Raises: EngineError if it is another batch, which the caller has to rule out.
+        """
+        scheduler, seen = self.scheduler, self.scheduler.running
+        limits = [getattr(scheduler, str(n)) for n in (self._cap_name, self._budget_name)]
+        scheduler.running = list(requests)
+        self.set_limits(len(requests), len(requests))
+        scheduled = scheduler.schedule()
+        if scheduled.total_num_scheduled_tokens != len(requests):
+            raise EngineError("the shadow could not repeat a step that it had foretold")
+        scheduler.running = seen
+        self.set_limits(*limits)
+        return scheduled
+
     def hide_first(self, count: int) -> None:
         """Take the first requests out of the scheduler's sight; they keep their blocks."""
         del self.scheduler.running[:count]
