@@ -17,7 +17,14 @@ from tuner.engine.protocol import Batch, EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
 from tuner.hashes import HashIds
+from tuner.prompts import PromptSource
 from tuner.traces import Trace
+
+
+class MaybeShared(PromptSource):
+    """Prompts that do not say that they share nothing."""
+
+    may_share = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
-from shadow_parts import LinearTimer, Workload, a_shadow, a_shape
+from shadow_parts import LinearTimer, MaybeShared, Workload, a_shadow, a_shape
 
 from tuner.engine.fast_forward import is_foreseeable, steps_within
 from tuner.engine.protocol import EngineLimits
@@ -21,12 +21,6 @@ from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel
-
-
-class MaybeShared(PromptSource):
-    """Prompts that do not say that they share nothing."""
-
-    may_share = True
 
 
 @dataclass(frozen=True, slots=True)

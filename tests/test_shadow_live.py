@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from shadow_parts import Workload, a_shadow
+from shadow_parts import MaybeShared, Workload, a_shadow
 
 from tuner.demo import demo_engine_args
 from tuner.engine.fast_forward import is_foreseeable
@@ -137,7 +137,8 @@ def test_every_step_schedules_what_a_live_engine_did(
     live: LiveEngine, workload: Workload, limits: EngineLimits, wanted: Pressure
 ) -> None:
     trace = workload.trace()
-    prompts = PromptSource(trace, live.info.vocab_size)
+    # The live scheduler keeps its cache, whatever it is told; so does the shadow here.
+    prompts = MaybeShared(trace, live.info.vocab_size)
     live.set_limits(limits)
     measured, live_turns = recorded(live, live._running_core._scheduler, trace, prompts)
     assert measured.kept_steps is not None

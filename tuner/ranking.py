@@ -85,6 +85,8 @@ class Ranking:
             run.keep(
                 task.number, task.limits, Phase.SHADOW, outcome, self.forecast.goal, generation
             )
+        # A worker may have been the last to finish.
+        run.write_trials()
         return self.seen()
 
     def seen(self) -> list[Observation]:

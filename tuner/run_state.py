@@ -207,9 +207,13 @@ class RunState:
         """Judge what came out of a trial, put it on disk, and return the record."""
         record, score, slacks = judged(number, limits, phase, outcome, goal, race_round)
         if self.journal.finish(number, score, slacks, record):
-            self.run_dir.write_lines("trials.jsonl", self.journal.records())
+            self.write_trials()
             self.listener.trial_ended(observation_of(record), record, self.left_s)
         return record
+
+    def write_trials(self) -> None:
+        """Put on disk what was measured, here and by workers elsewhere."""
+        self.run_dir.write_lines("trials.jsonl", self.journal.records())
 
     def keep_timelines(
         self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
