@@ -83,14 +83,17 @@ def figures_of(log: ReplayLog) -> Figures:
     return {**told, "requests/s": found.requests_per_s}
 
 
-def over_http(trace: Trace, folder: Path, vocab_size: int) -> tuple[Figures, Path]:
+def over_http(
+    trace: Trace, folder: Path, vocab_size: int, executor: str
+) -> tuple[Figures, Path]:
     """Replay on an API server under record; return what the client saw, and the recording."""
     prod = folder / "prod.jsonl"
     limits = (
         *("--max-num-seqs", str(LIMITS.max_num_seqs)),
         *("--max-num-batched-tokens", str(LIMITS.max_num_batched_tokens)),
     )
-    with serving(folder, *MIDDLEWARE, *limits, environment={FILE: str(prod)}) as port:
+    doors = (*MIDDLEWARE, "--distributed-executor-backend", executor)
+    with serving(folder, *doors, *limits, environment={FILE: str(prod)}) as port:
         endpoint = Endpoint(f"http://127.0.0.1:{port}", MODEL)
         prompts = PromptSource(trace, vocab_size, 0)
         few = trace.between(trace.due_s[0], trace.due_s[0] + 2.0)
@@ -145,7 +148,7 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
             with Host(LiveSource(), root / "engine.log") as host:
                 info = host.start(demo_engine_args(), LIMITS).info
                 inside = in_process(host, trace)
-            client, recording = over_http(trace, folder, info.vocab_size)
+            client, recording = over_http(trace, folder, info.vocab_size, options.executor)
             recorded = check_lengths(trace, recording)
             with Host(LiveSource(), root / "engine.log") as host:
                 host.start(demo_engine_args(), LIMITS)
@@ -198,5 +201,12 @@ if __name__ == "__main__":
     parser.add_argument("--load", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bind", help="cores of the engine, as VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument(
+        "--executor",
+        default="mp",
+        choices=["mp", "uni"],
+        help="mp: the model in a process of its own, vLLM's default on CPUs; uni: in the "
+        "scheduler's, as in process",
+    )
     parser.add_argument("-o", "--output", metavar="FILE")
     main(parser.parse_args())
