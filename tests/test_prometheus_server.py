@@ -215,13 +215,11 @@ def shapeless(sent: Sequence[Sent]) -> Trace:
     return Trace(due_s[order] - due_s.min(), prompts[order], outputs[order])
 
 
-@pytest.mark.parametrize(
-    ("times", "verdict"), [(1.0, "unchanged"), (0.4, "shifted, present config still best")]
-)
+@pytest.mark.parametrize(("times", "verdict"), [(1.0, "unchanged: "), (0.4, "shifted, ")])
 def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
     load: Load, home: Path, times: float, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cap of four is tried alone, so that what is best does not matter."""
+    """What is best for it is not asked here: that hangs on the profile, not on the server."""
     write_sketch(home / TRAFFIC_FILE, sketch_of(shapeless(load.open_loop).scaled(times)))
     began_s = min(one.at_s for one in load.open_loop)
     arguments = [
@@ -233,5 +231,5 @@ def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
     context = watch.make_context("watch", arguments)
     assert run_watch(context.params, JumpingClock(load.open_until_s)) == 0
     told = capsys.readouterr().err
-    assert f"{verdict}: " in told
+    assert verdict in told
     assert ("arrival_rate" in told) == (times != 1.0)

@@ -15,7 +15,6 @@ from shadow_parts import LinearTimer, MaybeShared, Workload, a_shadow, a_shape
 from tuner.engine.fast_forward import is_foreseeable, steps_within
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.shadow import ShadowEngine
-from tuner.engine.shape import EngineShape
 from tuner.prompts import PromptSource, TokenPrompt
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import CutRule, ReplayPlan
@@ -245,23 +244,19 @@ def test_a_fast_shadow_spares_many_turns_where_there_is_room(
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("option", "value"),
     [
-        *(
-            pytest.param(a_shape(scheduler={name: value}), id=name)
-            for name, value in (
-                ("policy", "priority"),
-                ("long_prefill_token_threshold", 16),
-                ("watermark", 0.01),
-                ("prefill_schedule_interval", 2),
-            )
-        ),
+        ("policy", "priority"),
+        ("long_prefill_token_threshold", 16),
+        ("watermark", 0.01),
+        ("prefill_schedule_interval", 2),
     ],
 )
 @pytest.mark.engine
 def test_a_scheduler_that_may_do_otherwise_is_asked_about_every_step(
-    shape: EngineShape,
+    option: str, value: object
 ) -> None:
+    shape = a_shape(scheduler={option: value})
     assert not is_foreseeable(shape)
     engine = a_shadow(shape, EngineLimits(4, 64))
     engine.add(0, TokenPrompt([11] * 20), 30)
