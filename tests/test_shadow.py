@@ -254,7 +254,7 @@ def test_a_fast_shadow_spares_many_turns_where_there_is_room(
 )
 @pytest.mark.engine
 def test_a_scheduler_that_may_do_otherwise_is_asked_about_every_step(
-    option: str, value: object
+    option: str, value: str | float
 ) -> None:
     shape = a_shape(scheduler={option: value})
     assert not is_foreseeable(shape)
