@@ -12,7 +12,8 @@ them, are measured live --runs times, in turns in a shuffled order, so that the 
 hits calibration and test alike and the noise of two identical live runs stands beside the
 shadow's error. The settings are the whole grid: the regret is against the best of all of them.
 Prints, for each metric, the median absolute error of the shadow and the median difference of
-two live runs, and over all settings Kendall's tau and the regret of the shadow's choice.
+two live runs, and over all settings Kendall's tau and the regret of the shadow's choice, beside
+those of a single live run that is judged by another. --again FILE prints them of kept results.
 With --suite, DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
 mooncake_conversation.open.jsonl.
 """
@@ -31,12 +32,13 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from tuner.calibrate import Calibration, apart, error_ratio, metric_error, read_metric
@@ -261,15 +263,43 @@ def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]
     return found
 
 
-def ranking(result: dict[str, Any], metric: str = "e2e_p99") -> tuple[float, float]:
-    """Return Kendall's tau of shadow and live, and the regret of the shadow's choice."""
+@dataclass(frozen=True)
+class Ranking:
+    """How one source orders the settings, judged by live runs that it did not see.
+
+    `tau` is Kendall's, `regret` the chosen setting over the best one, minus 1.
+    """
+
+    tau: float
+    regret: float
+
+
+def rankings(result: dict[str, Any], metric: str = "e2e_p99") -> dict[str, Ranking]:
+    """Return how the shadow orders, judged by the live median and by single live runs.
+
+    Beside it stands how one live run orders, judged by another: no more can be had of a
+    single replay of each setting.
+    """
     names = list(result["live"])
-    live = [
-        median([read_metric(m, metric) or np.inf for m in result["live"][n]]) for n in names
-    ]
-    shadow = [read_metric(result["shadow"][n], metric) or np.inf for n in names]
-    chosen = live[int(np.argmin(shadow))]
-    return float(kendalltau(live, shadow).statistic), chosen / min(live) - 1
+    runs = np.array(
+        [[read_metric(m, metric) or np.inf for m in result["live"][n]] for n in names]
+    ).T
+    shadow = np.array([read_metric(result["shadow"][n], metric) or np.inf for n in names])
+    found = {"shadow by live median": _judged(shadow, np.median(runs, axis=0))}
+    by_one = [_judged(shadow, run) for run in runs]
+    others = [_judged(a, b) for a, b in permutations(runs, 2)]
+    for name, several in (("shadow by one live run", by_one), ("live run by another", others)):
+        if several:
+            tau, regret = (
+                mean(getattr(r, what) for r in several) for what in ("tau", "regret")
+            )
+            found[name] = Ranking(tau, regret)
+    return found
+
+
+def _judged(values: NDArray[np.float64], truth: NDArray[np.float64]) -> Ranking:
+    chosen = float(truth[int(np.argmin(values))])
+    return Ranking(float(kendalltau(truth, values).statistic), chosen / float(truth.min()) - 1)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -306,10 +336,10 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
                 zip(("median", "worst", "live_noise", "n"), line, strict=True)
             )
     for result in results:
-        tau, regret = ranking(result)
         name = result["scenario"]["name"]
-        print(f"{name:<24} Kendall's tau {tau:.2f}, regret of the choice {regret:.1%}")
-        figures[f"ranking, {name}"] = {"kendall_tau": tau, "regret": regret}
+        for source, found in rankings(result).items():
+            print(f"{name:<20} {source:<24} tau {found.tau:.2f}, regret {found.regret:.1%}")
+            figures[f"ranking, {name}, {source}"] = asdict(found)
     return figures
 
 
@@ -329,8 +359,14 @@ def main() -> None:
     parser.add_argument("--settings", default=",".join(FORETOLD))
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--again", type=Path, metavar="FILE", help="results to sum up anew")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
+    if args.again:
+        kept = json.loads(args.again.read_text())
+        kept["figures"] = summary(kept["scenarios"])
+        (args.output or args.again).write_text(json.dumps(kept, indent=1) + "\n")
+        return
     if args.suite:
         whole = suite(args.traces) if args.suite == "cpu" else gpu_suite(args.traces)
         scenarios = [s for s in whole if args.only in s.name]
