@@ -127,6 +127,25 @@ def smallest_of_the_best(trace: Trace, tail: str, settings: list[EngineLimits]) 
     return min(limits for limits, v in values.items() if v <= best * (1 + TIE_RATIO))
 
 
+def test_a_hopeless_cap_is_cut_short_and_the_same_one_leads(tmp_path: Path) -> None:
+    """Its queue never ends; it is certain to lose long before its replay does."""
+    source, space = ToySource(CROWDED), a_space(PRESENT)
+    with forecast_on(tmp_path, TRACE, space, source) as (run, forecast, _):
+        seen = Ranking(run, forecast).rank()
+        records = run.journal.records()
+    cut = [r for r in records if r["tier"] == str(Tier.CUT)]
+    assert {r["max_num_seqs"] for r in cut} >= {1, 2}
+    assert all("requests took over" in r["measurement"]["cut_reason"] for r in cut)
+    small = [r["measurement"]["completed"] for r in cut if r["max_num_seqs"] <= 2]
+    assert max(small) < len(TRACE) / 2
+    best = leader(seen)
+    assert best is not None
+    for record in cut:
+        limits = EngineLimits(record["max_num_seqs"], record["max_num_batched_tokens"])
+        # What it would have come to, had it gone on.
+        assert value_at(limits, source, TRACE) > best.score.value
+
+
 def test_ties_go_to_the_smallest_limits(tmp_path: Path) -> None:
     """Eight requests at a time: what has room for them is the same, whatever it is."""
     trace, space = bursts_of(8), a_space(EngineLimits(1, 2048))

@@ -22,9 +22,11 @@ from tuner.journal import Journal
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
 from tuner.records import record_of
+from tuner.replay_plan import CutRule
 
 SHADOW = Phase.SHADOW
 GRACE_S = 2
+HOPELESS = CutRule(late_s=3.0, allowed_late=4)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -123,8 +125,9 @@ def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: 
     main = Journal(url, study, heartbeat_s=1, grace_s=GRACE_S)
     alive = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)
     main.enqueue(limits(1), SHADOW)
-    main.enqueue(limits(2), SHADOW)
+    main.enqueue(limits(2), SHADOW, cut=HOPELESS)
     assert alive.claim(SHADOW) == (0, limits(1))
+    assert alive.cut_of(0) == CutRule()
     ours, answer = SPAWN.Pipe(duplex=False)
     worker = SPAWN.Process(target=claim_and_hang, args=(url, study, answer))
     worker.start()
@@ -146,6 +149,7 @@ def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: 
     assert main.give_back_stale() == 0
     assert measure(alive, 0, limits(1))
     assert alive.claim(SHADOW) == (2, limits(2))
+    assert alive.cut_of(2) == HOPELESS
     assert measure(alive, 2, limits(2))
     assert [(r["number"], r["max_num_seqs"]) for r in main.records()] == [(0, 1), (2, 2)]
     assert (main.give_back_stale(), main.unfinished(SHADOW)) == (0, 0)

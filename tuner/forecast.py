@@ -13,7 +13,7 @@ from tuner.aim import Aim
 from tuner.bench import Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
-from tuner.objective import Goal, Objective, parse_goal
+from tuner.objective import Goal, Objective, Score, parse_goal
 from tuner.replay_plan import CutRule
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
@@ -48,9 +48,12 @@ class Forecast:
     def goal(self) -> Goal:
         """What is optimised on the forecast's parts."""
         if self._goal is None:
-            requests = sum(len(part.of(self.trace)) for part in self.parts)
-            self._goal = parse_goal(self.aim.objective, self.aim.slos, requests)
+            self._goal = parse_goal(self.aim.objective, self.aim.slos, self._requests)
         return self._goal
+
+    @property
+    def _requests(self) -> int:
+        return sum(len(part.of(self.trace)) for part in self.parts)
 
     def choose_parts(self, space: SearchSpace, time_s: float) -> None:
         """Take the whole trace, or its busiest and a typical stretch where time is short.
@@ -91,11 +94,15 @@ class Forecast:
         tasks = [Task(used, limits, plan, self.aim.slos) for limits in settings]
         return self.shadows.run(tasks)
 
-    def task(self, limits: EngineLimits, number: int) -> Task:
+    def task(self, limits: EngineLimits, number: int, cut: CutRule) -> Task:
         """Return what has to be replayed to place a setting."""
-        aim = self.aim
+        aim, plan = self.aim, replace(self.aim.plan, cut=cut)
         asks = aim.objective is Objective.CAPACITY
-        return Task(self.names, limits, aim.plan, aim.slos, number, wants_capacity=asks)
+        return Task(self.names, limits, plan, aim.slos, number, wants_capacity=asks)
+
+    def cut_rule(self, best: Score | None) -> CutRule:
+        """Return when a replay of the parts is certain to lose to the best so far."""
+        return self.goal.cut_rule(best, self._requests)
 
     def capacities(self, settings: Sequence[EngineLimits]) -> list[float | None]:
         """Return the largest load at which the SLOs hold for each setting; None if at none."""

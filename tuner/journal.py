@@ -23,7 +23,6 @@ from optuna.exceptions import (
     StorageInternalError,
     UpdateFinishedTrialError,
 )
-from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -34,7 +33,8 @@ from tuner.heartbeat import Heart
 from tuner.objective import Score, Tier
 from tuner.observation import Observation, Phase
 from tuner.records import observation_of, race_records, record_of
-from tuner.storage import engine_options, holds_studies, make_shareable
+from tuner.replay_plan import CutRule
+from tuner.storage import opened
 
 __all__ = ["Journal", "observation_of", "race_records", "record_of"]
 
@@ -77,7 +77,7 @@ class Journal:
         self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
         try:
-            self._storage = _open(storage, heartbeat_s, grace_s, join=join)
+            self._storage = opened(storage, heartbeat_s, grace_s, join=join)
             if not join:
                 optuna.create_study(
                     storage=self._storage, study_name=study_name, load_if_exists=True
@@ -128,18 +128,34 @@ class Journal:
         self._held[trial.number] = trial, None
         return trial.number
 
-    def enqueue(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> None:
-        """Put a configuration into the queue, unless it is there or measured already."""
+    def enqueue(
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        race_round: int = 0,
+        cut: CutRule = CutRule(),  # noqa: B008 - frozen
+    ) -> None:
+        """Queue a configuration with its cut, unless it is there or measured already."""
         if self._known is None:
             self._known = _present(self._study.get_trials(deepcopy=False))
         if (limits, phase, race_round) not in self._known:
-            self._add(limits, phase, race_round, TrialState.WAITING)
+            self._add(limits, phase, race_round, TrialState.WAITING, asdict(cut))
+
+    def cut_of(self, number: int) -> CutRule:
+        """Return when the replay of a trial that this process has claimed may be cut short."""
+        trial, _ = self._held[number]
+        return CutRule(**trial.user_attrs["queued"])
 
     def _add(
-        self, limits: EngineLimits, phase: Phase, race_round: int, state: TrialState
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        race_round: int,
+        state: TrialState,
+        cut: Mapping[str, Any] | None = None,
     ) -> int:
-        """Add a trial and return its id; one that starts by waiting is marked as queued."""
-        queued = {"queued": True} if state is TrialState.WAITING else {}
+        """Add a trial and return its id; one that waits is marked as queued, with its cut."""
+        queued = {"queued": dict(cut or {})} if state is TrialState.WAITING else {}
         trial = optuna.create_trial(
             state=state,
             params=asdict(limits),
@@ -215,10 +231,10 @@ class Journal:
             optuna.storages.fail_stale_trials(self._study)
         trials = self._study.get_trials(deepcopy=False)
         present = _present(trials)
-        queued = dict.fromkeys(_key(t) for t in trials if "queued" in t.user_attrs)
+        queued = {_key(t): t.user_attrs["queued"] for t in trials if "queued" in t.user_attrs}
         lost = [key for key in queued if key not in present]
         for key in lost:
-            self._add(*key, TrialState.WAITING)
+            self._add(*key, TrialState.WAITING, queued[key])
         return len(lost)
 
     def waiting(self, phase: Phase) -> int:
@@ -263,22 +279,6 @@ class Journal:
         """Return the replays of the race."""
         raced = (o for o in self.observations() if o.phase is Phase.RACE)
         return [RaceRun(o.limits, o.race_round, o.score) for o in raced]
-
-
-def _open(url: str, heartbeat_s: int, grace_s: int, *, join: bool) -> RDBStorage:
-    """Return the storage; a worker neither creates its tables nor an empty file."""
-    if join and not holds_studies(url):
-        raise KeyError(url)
-    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
-        storage = RDBStorage(
-            url,
-            engine_options(url),
-            heartbeat_interval=heartbeat_s,
-            grace_period=grace_s,
-            skip_table_creation=join,
-        )
-    make_shareable(storage.engine)
-    return storage
 
 
 def _is_of(trial: FrozenTrial, phase: Phase) -> bool:

@@ -54,7 +54,8 @@ class Observation:
     """What one replay said about a configuration, reduced to what the search needs.
 
     `peak_running` and `peak_step_tokens` tell whether a limit ever bound; a replay that failed
-    or was cut short says nothing about that.
+    says nothing about that. One that was cut short does: where a limit had not bound until
+    then, a larger one would have come to the same place.
     """
 
     number: int
@@ -79,14 +80,14 @@ class Observation:
     @property
     def cap_never_bound(self) -> bool:
         """Whether any higher cap would have led to the same batches."""
-        return self.is_whole and (
-            self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
-        )
+        was_seen = self.score.tier is not Tier.FAILED and self.peak_running > 0
+        return was_seen and self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
 
     @property
     def budget_never_bound(self) -> bool:
         """Whether any higher token budget would have led to the same batches."""
-        return self.is_whole and self.peak_step_tokens < self.limits.max_num_batched_tokens
+        was_seen = self.score.tier is not Tier.FAILED and self.peak_step_tokens > 0
+        return was_seen and self.peak_step_tokens < self.limits.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)

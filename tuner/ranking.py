@@ -63,10 +63,16 @@ class Ranking:
         return seen
 
     def _foretell(self, settings: Sequence[EngineLimits]) -> list[Observation]:
-        """Have all settings replayed, here or elsewhere, and return all that is known."""
+        """Have all settings replayed, here or elsewhere, and return all that is known.
+
+        What is certain to lose to the best of before is cut short: small caps under load, whose
+        queue never ends, would take the most time.
+        """
         run, journal = self.run, self.run.journal
+        best = leader(self.seen())
+        cut = self.forecast.cut_rule(best.score if best is not None else None)
         for limits in settings:
-            journal.enqueue(limits, Phase.SHADOW, self.forecast.generation)
+            journal.enqueue(limits, Phase.SHADOW, self.forecast.generation, cut)
 
         def next_task() -> Task | None:
             claimed = journal.claim(Phase.SHADOW)
@@ -74,7 +80,7 @@ class Ranking:
                 return None
             number, limits = claimed
             run.listener.trial_started(number, limits, Phase.SHADOW)
-            return self.forecast.task(limits, number)
+            return self.forecast.task(limits, number, journal.cut_of(number))
 
         def is_over() -> bool:
             journal.give_back_stale()

@@ -6,9 +6,12 @@ two processes believe the same thing is theirs. What is stored is left to `journ
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url
 
 # How long a process waits while others write to the same SQLite file: ours; a write takes
@@ -43,7 +46,27 @@ def holds_studies(url: str) -> bool:
         engine.dispose()
 
 
-def make_shareable(engine: Engine) -> None:
+def opened(url: str, heartbeat_s: int, grace_s: int, *, join: bool) -> RDBStorage:
+    """Return the storage; a worker that joins creates neither its tables nor an empty file.
+
+    Raises: KeyError if there is nothing to join; SQLAlchemyError, StorageInternalError,
+        ImportError or ValueError if the database cannot be opened.
+    """
+    if join and not holds_studies(url):
+        raise KeyError(url)
+    with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
+        storage = RDBStorage(
+            url,
+            engine_options(url),
+            heartbeat_interval=heartbeat_s,
+            grace_period=grace_s,
+            skip_table_creation=join,
+        )
+    _make_shareable(storage.engine)
+    return storage
+
+
+def _make_shareable(engine: Engine) -> None:
     """Let every connection made from now on be safe among several processes.
 
     A SQLite transaction takes the write lock when it begins. By default it would do so only

@@ -115,7 +115,10 @@ class _Worker:
 
             def next_task() -> Task | None:
                 claimed = self._journal.claim(Phase.SHADOW)
-                return None if claimed is None else forecast.task(claimed[1], claimed[0])
+                if claimed is None:
+                    return None
+                number, limits = claimed
+                return forecast.task(limits, number, self._journal.cut_of(number))
 
             def is_over() -> bool:
                 return self._journal.state != state
