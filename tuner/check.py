@@ -2,7 +2,7 @@
 
 Shifts beyond chance come from `drift`. Whether they matter is decided by replay: the profile's
 shadows rank the space on the new traffic, and the best is compared with the present
-configuration stretch by stretch. Nothing is changed by it.
+configuration on the same requests. Nothing is changed by it.
 
 Tried and given up: replaying as well what may be chance. Of two samples of the same traffic the
 second is often served better by another configuration than was best for the first, so that
@@ -20,13 +20,12 @@ from tuner.aim import Aim
 from tuner.drift import Drift
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.gains import LEAST_PER_STRETCH, STRETCHES, Gain, by_stretch, gain_over
-from tuner.objective import Goal, Objective, Tier, tail_statistic
+from tuner.gains import Gain, gain_over
+from tuner.objective import Tier
 from tuner.observation import Observation
-from tuner.retune import Retune
+from tuner.retune import Ranked, Retune
 from tuner.shadow_session import decide
 from tuner.traces import Trace
-from tuner.windows import Window
 
 
 class Verdict(StrEnum):
@@ -123,37 +122,26 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     if best.limits == present:
         why = f"{shifted}, and {present} is best for it too{rest}"
         return Checked(Verdict.STILL_BEST, why, drift, present, present, None, state)
-    gain = _gain(retune, trace, aim, best, ranked.parts)
+    gain = _gain(retune, trace, aim, best, ranked)
     where = f"at {best.limits} instead of {present}"
     if gain is not None and gain.pays:
         why = f"{shifted}: {where} {gain.text}{rest}"
         return Checked(Verdict.PAYS, why, drift, present, best.limits, gain, state)
-    told = "no stretches of it can be compared" if gain is None else f"{gain.text}, if at all"
+    told = "too little of it can be compared" if gain is None else f"{gain.text}, if at all"
     why = f"{shifted}, but {where} {told}{rest}"
     return Checked(Verdict.STILL_BEST, why, drift, present, best.limits, gain, state)
 
 
 def _gain(
-    retune: Retune, trace: Trace, aim: Aim, best: Observation, parts: tuple[Window, ...]
+    retune: Retune, trace: Trace, aim: Aim, best: Observation, ranked: Ranked
 ) -> Gain | None:
-    """Return what the best gains over the present configuration, stretch by stretch."""
-    pieces = [part.of(trace) for part in parts]
+    """Return what the best gains over the present configuration on the same traffic."""
+    pieces = [part.of(trace) for part in ranked.parts]
     old = retune.logs(pieces, retune.space.present, aim)
     new = retune.logs(pieces, best.limits, aim)
     if old is None or new is None:
         return None
-    fewest = min(map(len, pieces))
-    count = max(1, min(STRETCHES // len(pieces), fewest // LEAST_PER_STRETCH))
-    # A stretch carries lower quantiles than the whole; an SLO beyond them is noise in it.
-    # Goodput counts request by request and needs no quantile.
-    is_counted = aim.objective in (Objective.GOODPUT, Objective.CAPACITY)
-    slos = tuple(s for s in aim.slos if is_counted or s.needed_samples <= fewest // count)
-    goal = Goal(aim.objective, slos, tail_statistic(max(fewest // count, 20)))
-    before, after = (
-        [measured for log in logs for measured in by_stretch(log, count, aim.slos)]
-        for logs in (old, new)
-    )
-    return gain_over(before, after, goal, retune.wrong_ratio)
+    return gain_over(old, new, ranked.goal, retune.wrong_ratio)
 
 
 def _state(best: Observation) -> str:
