@@ -190,7 +190,7 @@ def options_of(command: click.Command) -> list[click.Option]:
 def test_every_option_and_every_command_is_explained() -> None:
     commands = [tune, *tune.commands.values()]
     names = {command.name for command in commands}
-    proofs = {"trace", "emit", "report", "verify", "compare", "check", "watch"}
+    proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
     assert names == {"tune", "replay", "plan", "worker", "doctor"} | proofs
     for command in commands:
         assert command.help

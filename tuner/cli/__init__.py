@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from tuner.cli.calibrate_command import calibrate
 from tuner.cli.check_command import check
 from tuner.cli.doctor_command import doctor
 from tuner.cli.emit_command import emit
@@ -240,7 +241,7 @@ def worker(**options: Any) -> int:
     return run_worker(tune, options)
 
 
-for _command in (trace, emit, report, verify, compare, check, watch, doctor):
+for _command in (trace, emit, report, verify, compare, calibrate, check, watch, doctor):
     tune.add_command(_command)
 
 

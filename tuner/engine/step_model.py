@@ -145,6 +145,19 @@ class StepModel(_Curves):
         scalars = {name: getattr(self, name) * ratio for name in SCALARS}
         return replace(self, decode_slopes_s=decode_s, prefill_slopes_s=prefill_s, **scalars)
 
+    def served(self, added_s: float, prefill_ratio: float) -> StepModel:
+        """Return the model whose every batch takes added_s longer, and prefill ratio times.
+
+        A step cannot take less than nothing: what is taken away is at most the whole base.
+        """
+        return replace(
+            self,
+            base_s=max(0.0, self.base_s + added_s),
+            prefill_slopes_s=tuple(s * prefill_ratio for s in self.prefill_slopes_s),
+            prefill_base_s=self.prefill_base_s * prefill_ratio,
+            prefill_context_s=self.prefill_context_s * prefill_ratio,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FitError:

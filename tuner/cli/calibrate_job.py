@@ -1,0 +1,87 @@
+"""What `tune calibrate` does, once its options are read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tuner.bench import Bench, Failure
+from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
+from tuner.console import say
+from tuner.engine.protocol import EngineLimits
+from tuner.engine.step_model import StepModel
+from tuner.errors import ShadowError, UsageError
+from tuner.host import Host
+from tuner.profiles import Profile, read_profile, write_profile
+from tuner.replay import ReplayLog
+from tuner.retune import shadow_host
+from tuner.served import Served, learn
+from tuner.shadow_source import NEWER
+from tuner.timeline import Timelines
+
+
+def run_calibrate(options: Mapping[str, Any]) -> int:
+    """Learn, write the profile and say what changed. Raises: TunerError."""
+    for name, what in (("profile", "the profile to correct"), ("output", "where it goes")):
+        if not options[name]:
+            raise UsageError(f"--{name} is missing", f"name {what}: --{name} FILE")
+    if options["load"] != 1:
+        raise UsageError("--load would change when requests came, which is what is compared")
+    profile = read_profile(Path(options["profile"]))
+    with shadow_host(profile, is_forced=options["force_profile"]) as (host, _):
+        corrected, limits, found = _learnt(host, profile, options)
+    write_profile(Path(options["output"]), corrected)
+    if options["as_json"]:
+        content = {
+            "engine": "shadow",
+            "limits": {
+                "max_num_seqs": limits.max_num_seqs,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+            },
+            **found.as_json(),
+        }
+        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        sys.stdout.write("\n".join([f"served at {limits}", *found.lines()]) + "\n")
+    say(f"written: {options['output']}")
+    return 0
+
+
+def _learnt(
+    host: Host, profile: Profile, options: Mapping[str, Any]
+) -> tuple[Profile, EngineLimits, Served]:
+    """Replay the recording with one step model after the other until they agree."""
+    engine = profiled_engine({**options, "engine_args": (), "model": None}, profile)
+    traffic = read_traffic(options, largest_cap=256)
+    for line in traffic.lines:
+        say(line)
+    facts = host.facts(engine.values)
+    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
+    if told:
+        say(told)
+    if options["window"]:
+        trace = options["window"].resolve(trace).of(trace)
+    plan = replay_plan(options, trace)
+    limits = EngineLimits(
+        options["max_num_seqs"] or facts.present_limits.max_num_seqs,
+        options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
+    )
+    bench = Bench(host, engine.values, limits, options["seed"])
+    bench.use("recording", trace)
+
+    def replay(model: StepModel) -> Timelines:
+        bench.restart_with({**engine.values, NEWER: replace(profile, step_model=model)})
+        logs: list[ReplayLog] = []
+        outcome = bench.measure(["recording"], limits, plan, (), on_log=logs.append)
+        if isinstance(outcome, Failure):
+            raise ShadowError(f"the recording could not be replayed: {outcome.cause}")
+        return logs[0].timelines
+
+    corrected, found = learn(profile, trace, limits, replay)
+    return corrected, limits, found
