@@ -7,7 +7,7 @@ other machines take it. Which settings then race live is decided from what comes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tuner import search
 from tuner.engine.protocol import EngineLimits
@@ -33,6 +33,7 @@ class Ranking:
 
     run: RunState
     forecast: Forecast
+    _told: set[str] = field(default_factory=set)
 
     def rank(self) -> list[Observation]:
         """Foretell the grid and what lies between its best and their neighbours.
@@ -93,6 +94,10 @@ class Ranking:
             )
         # A worker may have been the last to finish.
         run.write_trials()
+        for remark in self.forecast.shadows.remarks:
+            if remark not in self._told:
+                self._told.add(remark)
+                run.listener.note(remark)
         return self.seen()
 
     def seen(self) -> list[Observation]:

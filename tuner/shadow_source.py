@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuner.engine.compat import serve
+from tuner.engine.foresight import departure
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.errors import ShadowError, UsageError
@@ -30,6 +31,11 @@ _FREE_KEYS = frozenset(
     }
 )
 
+
+_ASKED_EVERY_STEP = (
+    "vLLM {} does not decide as foreseen ({}), so the shadow asks it about every step: the"
+    " predictions hold, and take ten times as long"
+)
 
 # Where the values of a start hold a profile in place of the source's own: not vLLM's, ours.
 NEWER = "tuner-profile"
@@ -99,12 +105,14 @@ class ShadowSource:
         newer = values.get(NEWER)
         profile = newer if isinstance(newer, Profile) else self.profile
         serve.prepare_environment()
+        departs = departure(profile.shape) if self.is_fast else ""
         return ShadowEngine(
             profile.shape,
             ceiling,
             profile.num_blocks_at(ceiling),
             profile.step_model,
-            fast=self.is_fast,
+            fast=self.is_fast and not departs,
+            remark=_ASKED_EVERY_STEP.format(serve.vllm_version(), departs) if departs else "",
         )
 
 

@@ -69,6 +69,8 @@ class Shadows:
         self._traces: dict[str, Trace] = {}
         self._newer: dict[str, object] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self.remarks: dict[str, None] = {}
+        """What the user should hear of the shadows, in order and once."""
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +138,8 @@ class Shadows:
                 task, bench = running.pop(future)
                 outcome = _result(future)
                 self._idle.append(bench)
+                if bench.last_info is not None and bench.last_info.remark:
+                    self.remarks[bench.last_info.remark] = None
                 yield task, outcome
 
     def run(self, tasks: Sequence[Task]) -> list[Measurement | Failure]:

@@ -2,14 +2,17 @@
 
 In turns, each round: the trace is replayed in process; then over HTTP, streamed, in real time,
 on a real API server under record; then the recording is read back (count and every length
-have to be those that were sent) and itself replayed in process. Beside what the client saw
-stand the engine core's own stamps from the recording, so that what HTTP adds and what makes the
-engine's steps themselves slower can be told apart. The recording is replayed once more while
-the last core runs an empty loop, as the API server and this client keep it busy while serving.
-`--bind 0` leaves the second core to the API server, for both.
+have to be those that were sent) and itself replayed, in process and by the shadow of the
+bundled profile, as it is and corrected by the recording of the round before. Beside what the
+client saw stand the engine core's own stamps from the recording, so that what HTTP adds and
+what makes the engine's steps themselves slower can be told apart. How far each replay is off
+the recording of its round is told beside how far two recordings in a row differ. With --busy
+the recording is replayed once more while the last core runs an empty loop, as the API server
+and this client keep it busy while serving. `--bind 0` leaves the second core to the API server,
+for both.
 
-    python tests/benchmarks/served.py [TRACE] [--window typical:20s] [--load 0.4] [--rounds 5]
-                                      [--bind CORES] [-o FILE]
+    python tests/benchmarks/served.py [TRACE] [--window typical:45s] [--load 0.4] [--rounds 5]
+                                      [--executor uni] [--busy] [--bind CORES] [-o FILE]
 """
 
 from __future__ import annotations
@@ -23,23 +26,31 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from tuner.bench import Bench
 from tuner.demo import bundled, demo_engine_args
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits
+from tuner.engine.step_model import StepModel
 from tuner.engine.steps import StepLog
 from tuner.formats import read_trace
 from tuner.host import Host
 from tuner.metrics import measure
+from tuner.profiles import read_profile
 from tuner.prompts import PromptSource
 from tuner.recorder.settings import FILE
 from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
+from tuner.retune import shadow_host
+from tuner.served import learn
+from tuner.shadow_source import NEWER
 from tuner.traces import Trace
 from tuner.verify.http_replay import Endpoint, replay_http
 from tuner.windows import parse_window
@@ -53,6 +64,7 @@ SHOWN = (
     *(("ttft_s", "p50"), ("ttft_s", "p95"), ("tpot_s", "p50"), ("tpot_s", "p95")),
     *(("e2e_s", "p50"), ("e2e_s", "p95")),
 )
+REPLAYS = ("recording replayed", "shadow", "shadow, corrected")
 Figures = dict[str, float]
 
 
@@ -126,6 +138,40 @@ def engine_stamps(recording: Path) -> Figures:
     return {f"{m} {s}": float(np.quantile(named[m], int(s[1:]) / 100)) for m, s in SHOWN}
 
 
+def recorded(trace: Trace) -> Figures:
+    """Return the latencies as they were recorded."""
+    assert trace.ttft_s is not None
+    assert trace.e2e_s is not None
+    several = trace.output_tokens > 1
+    tpot_s = ((trace.e2e_s - trace.ttft_s) / np.maximum(trace.output_tokens - 1, 1))[several]
+    named = {"ttft_s": trace.ttft_s, "tpot_s": tpot_s, "e2e_s": trace.e2e_s}
+    return {f"{m} {s}": float(np.quantile(named[m], int(s[1:]) / 100)) for m, s in SHOWN}
+
+
+def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
+    """Replay a recording by the shadow of the bundled profile, and as `before` corrects it."""
+    profile = read_profile(bundled("profiles") / "demo.profile.yaml")
+    with shadow_host(profile, is_forced=True) as (host, _):
+        bench = Bench(host, {}, LIMITS, 0)
+
+        def replay(model: StepModel, name: str) -> ReplayLog:
+            bench.restart_with({NEWER: replace(profile, step_model=model)})
+            logs: list[ReplayLog] = []
+            bench.measure([name], LIMITS, ReplayPlan(), (), on_log=logs.append)
+            return logs[0]
+
+        bench.use("this", trace)
+        found = {"shadow": figures_of(replay(profile.step_model, "this"))}
+        if before is not None:
+            bench.use("before", before)
+            corrected, learnt = learn(
+                profile, before, LIMITS, lambda model: replay(model, "before").timelines
+            )
+            sys.stderr.write("\n".join(learnt.lines()) + "\n")
+            found["shadow, corrected"] = figures_of(replay(corrected.step_model, "this"))
+    return found
+
+
 def check_lengths(sent: Trace, recording: Path) -> Trace:
     """Refuse a recording that does not hold exactly what was sent."""
     read = read_trace(recording)
@@ -139,7 +185,8 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
     """Measure in turns, each round on a server of its own."""
     whole = read_trace(options.trace).scaled(options.load)
     trace = parse_window(options.window).resolve(whole).of(whole)
-    found = []
+    found: list[dict[str, Figures]] = []
+    before: Trace | None = None
     with tempfile.TemporaryDirectory(prefix="tune-served-") as name:
         root = Path(name)
         for number in range(options.rounds):
@@ -149,21 +196,22 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
                 info = host.start(demo_engine_args(), LIMITS).info
                 inside = in_process(host, trace)
             client, recording = over_http(trace, folder, info.vocab_size, options.executor)
-            recorded = check_lengths(trace, recording)
+            read = check_lengths(trace, recording)
+            this = {
+                "in process": inside,
+                "client over HTTP": client,
+                "engine's own stamps": engine_stamps(recording),
+                "recorded": recorded(read),
+            }
             with Host(LiveSource(), root / "engine.log") as host:
                 host.start(demo_engine_args(), LIMITS)
-                again = in_process(host, recorded)
-                with busy_core():
-                    beside = in_process(host, recorded)
-            found.append(
-                {
-                    "in process": inside,
-                    "client over HTTP": client,
-                    "engine's own stamps": engine_stamps(recording),
-                    "recording replayed": again,
-                    "beside a busy core": beside,
-                }
-            )
+                this["recording replayed"] = in_process(host, read)
+                if options.busy:
+                    with busy_core():
+                        this["beside a busy core"] = in_process(host, read)
+            this |= shadowed(read, before)
+            found.append(this)
+            before = read
             sys.stderr.write(f"round {number + 1}: {len(trace)} requests, {found[-1]}\n")
     return found
 
@@ -174,20 +222,44 @@ def shown(values: Sequence[float]) -> str:
     return f"{mid:.1f} ({low:.1f} … {high:.1f})"
 
 
+def tell_apart(rounds: Sequence[dict[str, Figures]]) -> None:
+    """Print how far replays are off the recording of their round, and two recordings differ."""
+    replays = [name for name in rounds[-1] if name in REPLAYS]
+    sys.stdout.write(
+        "off the recording of its round, median (least … greatest)\n"
+        f"| metric | {' | '.join(replays)} | two recordings in a row |\n"
+        f"|---|{'---|' * (len(replays) + 1)}\n"
+    )
+    for metric in (f"{m} {s}" for m, s in SHOWN):
+        off = [
+            [r[n][metric] / r["recorded"][metric] - 1 for r in rounds if n in r]
+            for n in replays
+        ]
+        off.append(
+            [b["recorded"][metric] / a["recorded"][metric] - 1 for a, b in pairwise(rounds)]
+        )
+        cells = [
+            f"{median(values):+.0%} ({min(values):+.0%} … {max(values):+.0%})" if values else ""
+            for values in off
+        ]
+        sys.stdout.write(f"| {metric} | {' | '.join(cells)} |\n")
+
+
 def main(options: argparse.Namespace) -> None:
     """Measure, print a table and write the figures."""
     if options.bind:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = options.bind
     rounds = rounds_of(options)
-    names = list(rounds[0])
+    names = list(rounds[-1])
     sys.stdout.write(
         f"{platform.machine()}, {os.cpu_count()} cores, engine on {options.bind or 'all'}, "
         f"{options.rounds} rounds, milliseconds, median (least … greatest)\n"
         f"| metric | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
     )
     for metric in (f"{m} {s}" for m, s in SHOWN):
-        cells = [shown([r[name][metric] for r in rounds]) for name in names]
+        cells = [shown([r[name][metric] for r in rounds if name in r]) for name in names]
         sys.stdout.write(f"| {metric} | {' | '.join(cells)} |\n")
+    tell_apart(rounds)
     if options.output:
         content: dict[str, Any] = {**vars(options), "trace": Path(options.trace).name}
         content = {**content, "cores": os.cpu_count(), "rounds_found": rounds}
@@ -197,9 +269,10 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="in process, over HTTP, and recorded")
     parser.add_argument("trace", nargs="?", default=str(bundled("traces") / "chat.jsonl"))
-    parser.add_argument("--window", default="typical:20s")
+    parser.add_argument("--window", default="typical:45s")
     parser.add_argument("--load", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="also beside an empty loop")
     parser.add_argument("--bind", help="cores of the engine, as VLLM_CPU_OMP_THREADS_BIND")
     parser.add_argument(
         "--executor",

@@ -110,4 +110,7 @@ def _replayed(
         space = ready.retune.space
         others = len(space.grid())
         say(f"traffic has shifted: replaying it at {space.present} and {others} others")
-        return check(drift, ready.trace, ready.retune, ready.aim)
+        found = check(drift, ready.trace, ready.retune, ready.aim)
+        for remark in ready.retune.shadows.remarks:
+            say(remark)
+        return found

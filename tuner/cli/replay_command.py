@@ -101,6 +101,8 @@ def _measured(
     window = options["window"].resolve(trace) if options["window"] else whole(trace)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
+    if started.info.remark:
+        say(started.info.remark)
     host.load("trace", window.of(trace), options["seed"])
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])

@@ -67,7 +67,8 @@ class EngineInfo:
     """What is known of an engine once it runs.
 
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
-    false where this vLLM hides them, so that every configuration wants a restart.
+    false where this vLLM hides them, so that every configuration wants a restart. `remark` is
+    what the user should hear of it, a sentence or nothing.
     """
 
     kind: str
@@ -82,9 +83,12 @@ class EngineInfo:
     ceiling: EngineLimits
     can_change_limits: bool
     asynchronous: bool
+    remark: str = ""
 
     @classmethod
-    def of_shadow(cls, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> Self:
+    def of_shadow(
+        cls, shape: EngineShape, ceiling: EngineLimits, num_blocks: int, remark: str = ""
+    ) -> Self:
         """Return what is known of the engine that a shadow stands in for."""
         return cls(
             kind="shadow",
@@ -99,6 +103,7 @@ class EngineInfo:
             ceiling=ceiling,
             can_change_limits=True,
             asynchronous=shape.asynchronous,
+            remark=remark,
         )
 
 

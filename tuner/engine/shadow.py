@@ -36,6 +36,7 @@ class ShadowEngine:
         timer: StepTimer,
         *,
         fast: bool = True,
+        remark: str = "",
     ) -> None:
         self._shape, self._timer, self._limits = shape, timer, ceiling
         self._hides = fast and is_foreseeable(shape)
@@ -44,7 +45,7 @@ class ShadowEngine:
         self._use(self._pair.core(sharing=True))
         self._stuck_turns = 0
         self._arrived = 0
-        self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
+        self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks, remark)
 
     def _use(self, core: SchedulerCore) -> None:
         """Go on with an idle scheduler."""
