@@ -124,10 +124,12 @@ def test_workers_that_join_and_die_neither_lose_nor_double_a_setting(
     assert answers[0]["recommendation"] == answers[1]["recommendation"]
     lone = [json.loads(x) for x in (alone / "trials.jsonl").read_text().splitlines()]
     assert set(settings) == {(t["max_num_seqs"], t["max_num_batched_tokens"]) for t in lone}
-    values = {(t["max_num_seqs"], t["max_num_batched_tokens"]): t["value"] for t in lone}
+    judged = {(t["max_num_seqs"], t["max_num_batched_tokens"]): t for t in lone}
     for trial in trials:
-        of = (trial["max_num_seqs"], trial["max_num_batched_tokens"])
-        assert trial["value"] == pytest.approx(values[of], rel=1e-9)
+        # What was cut short was so at the same place, whichever process had it.
+        one = judged[trial["max_num_seqs"], trial["max_num_batched_tokens"]]
+        assert (trial["tier"], trial["value"]) == (one["tier"], one["value"])
+        assert trial["measurement"]["completed"] == one["measurement"]["completed"]
 
 
 @pytest.mark.engine
