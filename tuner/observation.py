@@ -81,7 +81,12 @@ class Observation:
     def cap_never_bound(self) -> bool:
         """Whether any higher cap would have led to the same batches."""
         was_seen = self.score.tier is not Tier.FAILED and self.peak_running > 0
-        return was_seen and self.peak_running * NEVER_BOUND_RATIO <= self.limits.max_num_seqs
+        return was_seen and not self.cap_bound and self.has_room(self.limits.max_num_seqs)
+
+    def has_room(self, cap: int) -> bool:
+        """Whether a cap is beyond what ran at once: in the shadow exactly, live by a margin."""
+        margin = 1.0 if self.phase is Phase.SHADOW else NEVER_BOUND_RATIO
+        return cap >= self.peak_running * margin
 
     @property
     def budget_never_bound(self) -> bool:

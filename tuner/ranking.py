@@ -13,7 +13,7 @@ from tuner import search
 from tuner.engine.protocol import EngineLimits
 from tuner.forecast import Forecast
 from tuner.objective import Objective
-from tuner.observation import Observation, Phase, leader
+from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.run_state import RunState
 from tuner.shadows import Task
 from tuner.space import SearchSpace
@@ -38,26 +38,21 @@ class Ranking:
     def rank(self) -> list[Observation]:
         """Foretell the grid and what lies between its best and their neighbours.
 
-        Smaller limits come first: a cap or a budget that never bound makes the batches of
-        every larger one, which then need no replay.
+        Larger limits come first: what never bound tells of every smaller one that would not
+        have bound either, and a good one early lets what is hopeless be cut short soon.
         """
         space = self.run.space
         settings = space.grid()
         if self.forecast.aim.objective is Objective.CAPACITY:
             # At another load for each, so that none can be told from another.
             return self._foretell(list(dict.fromkeys([space.present, *settings])))
-        seen = self._foretell([space.present])
+        seen = self._foretell(list(dict.fromkeys([space.present, max(settings)])))
         at_once = max(LEAST_AT_ONCE, self.forecast.shadows.jobs)
-        while True:
-            lowest: dict[int, EngineLimits] = {}
-            for limits in sorted(settings):
-                if not search.same_schedule(seen, limits):
-                    lowest.setdefault(limits.max_num_seqs, limits)
-            if not lowest:
-                break
-            seen = self._foretell(list(lowest.values())[:at_once])
+        while unknown := [s for s in settings if not search.same_schedule(seen, s)]:
+            seen = self._foretell(_of_other_kinds(sorted(unknown, reverse=True))[:at_once])
+        seen = self._foretell(_smallest_like_the_best(seen, settings))
         for _ in range(REFINEMENTS):
-            between = [b for b in _between(seen, space) if not search.same_schedule(seen, b)]
+            between = _between(seen, space)
             if not between:
                 break
             seen = self._foretell(between)
@@ -109,6 +104,31 @@ class Ranking:
         ]
 
 
+def _of_other_kinds(settings: Sequence[EngineLimits]) -> list[EngineLimits]:
+    """Return the first of each cap and budget, so that none of them may tell of another."""
+    chosen: list[EngineLimits] = []
+    for limits in settings:
+        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        if all(seqs != c.max_num_seqs and tokens != c.max_num_batched_tokens for c in chosen):
+            chosen.append(limits)
+    return chosen
+
+
+def _smallest_like_the_best(
+    seen: Sequence[Observation], settings: Sequence[EngineLimits]
+) -> list[EngineLimits]:
+    """Return the smallest setting that makes the batches of one as good as the best.
+
+    It was not replayed where a larger one told of it, and ties go to the smallest.
+    """
+    best = leader(seen)
+    if best is None:
+        return []
+    good = [o for o in seen if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
+    like = [limits for limits in settings if search.same_schedule(good, limits)]
+    return [limits for limits in sorted(like)[:1] if limits < best.limits]
+
+
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
     """Return the settings halfway between the best and its neighbours that are not known."""
     best = leader(seen)
@@ -129,4 +149,11 @@ def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimi
         for other in around
         if abs(other - cap) > max(1, REFINE_RATIO * cap)
     ]
-    return [limits for limits in wanted if limits not in known and limits.within(space.ceiling)]
+    return [
+        limits
+        for limits in wanted
+        if limits not in known
+        and limits.within(space.ceiling)
+        # A larger one that makes the same batches is no better.
+        and not (limits > best.limits and search.same_schedule(seen, limits))
+    ]

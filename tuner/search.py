@@ -17,7 +17,6 @@ from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import DISTORTED_RATIO
 from tuner.objective import Tier
 from tuner.observation import (
-    NEVER_BOUND_RATIO,
     TIE_RATIO,
     Observation,
     Phase,
@@ -57,7 +56,7 @@ def same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
         if o.limits == limits:
             return True
         same_cap = o.limits.max_num_seqs == limits.max_num_seqs or (
-            o.cap_never_bound and limits.max_num_seqs >= o.peak_running * NEVER_BOUND_RATIO
+            o.cap_never_bound and o.has_room(limits.max_num_seqs)
         )
         same_budget = o.limits.max_num_batched_tokens == limits.max_num_batched_tokens or (
             o.budget_never_bound and limits.max_num_batched_tokens > o.peak_step_tokens
