@@ -1,0 +1,136 @@
+"""How long a re-tune without an engine takes: an hour of traffic over some sixty settings.
+
+    python tests/benchmarks/retune_cost.py TRACE [--hours 1] [--runs 3] [-o results.json]
+
+TRACE is repeated until it lasts --hours. The whole command is timed from its start to its end,
+the import of vLLM and the report included. The engine is the demo's profile with the steps of a
+larger model: 16 ms, 0.15 ms more for a sequence and 0.01 ms more for a prompt token.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tuner.engine.step_model import StepModel
+from tuner.formats import read_trace
+from tuner.formats.native import native_rows
+from tuner.profiles import read_profile, write_profile
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPS = "1,2,4,8,12,16,24,32,48,64"
+STEPS = StepModel(
+    decode_knots=(0,),
+    decode_slopes_s=(0.00015,),
+    prefill_knots=(0,),
+    prefill_slopes_s=(0.00001,),
+    base_s=0.016,
+    prefill_base_s=0.0,
+    decode_context_s=0.0,
+    prefill_context_s=0.0,
+    tidy_s=0.0,
+    captured_sizes=(),
+)
+
+
+def prepare(folder: Path, path: str, hours: float) -> int:
+    """Write the traffic and the profile; return the number of requests."""
+    trace = read_trace(Path(path))
+    times = max(1, round(hours * 3600 / trace.duration_s))
+    length_s = trace.duration_s + 1.0
+    long = replace(
+        trace,
+        due_s=np.concatenate([trace.due_s + k * length_s for k in range(times)]),
+        prompt_tokens=np.tile(trace.prompt_tokens, times),
+        output_tokens=np.tile(trace.output_tokens, times),
+        e2e_s=None,
+        ttft_s=None,
+        request_ids=None,
+        hashes=None,
+    )
+    with (folder / "hour.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in native_rows(long))
+    kept = read_profile(ROOT / "profiles" / "demo.profile.yaml")
+    write_profile(folder / "profile.yaml", replace(kept, step_model=STEPS))
+    return len(long)
+
+
+def timed(folder: Path, number: int) -> dict[str, Any]:
+    """Run the command once."""
+    run_dir = folder / f"run-{number}"
+    command = [
+        *(sys.executable, "-m", "tuner.cli", "--method", "shadow", "--force-profile"),
+        *("--profile", str(folder / "profile.yaml"), "--trace", str(folder / "hour.jsonl")),
+        *("--too-long", "clip", "--max-num-seqs", CAPS, "--budget", "30m"),
+        *("--run-dir", str(run_dir), "-o", str(folder / "best.yaml")),
+    ]
+    began_s = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wall_s = time.monotonic() - began_s
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    result = json.loads((run_dir / "result.json").read_text())
+    trials = result["trials"]
+    return {
+        "wall_s": wall_s,
+        "replays": len(trials),
+        "cut_short": sum(t["tier"].startswith("3") for t in trials),
+        "ranked": next(
+            x for x in done.stderr.splitlines() if x.startswith("the shadow ranked")
+        ),
+        "recommendation": result["recommendation"],
+    }
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("trace")
+    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tune-retune-") as name:
+        folder = Path(name)
+        requests = prepare(folder, args.trace, args.hours)
+        runs = []
+        for number in range(args.runs):
+            runs.append(timed(folder, number))
+            print(f"{runs[-1]['wall_s']:.1f} s, {runs[-1]['ranked']}", file=sys.stderr)
+    walls_s = [run["wall_s"] for run in runs]
+    print(
+        f"{requests} requests in {args.hours:g} h: {median(walls_s):.1f} s "
+        f"({min(walls_s):.1f} … {max(walls_s):.1f}), n {len(runs)}; {runs[0]['ranked']}, "
+        f"{runs[0]['cut_short']} of them cut short"
+    )
+    if args.output:
+        content = {
+            "command": " ".join(Path(word).name for word in sys.argv),
+            "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "requests": requests,
+            "runs": runs,
+        }
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
