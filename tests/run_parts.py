@@ -66,6 +66,9 @@ class ToyShadows(Shadows):
         self._toy = source
         self.asked: list[EngineLimits] = []
 
+    def start_all(self) -> None:
+        """Start nothing: there are no processes."""
+
     def drain(
         self, next_task: Callable[[], Task | None], is_over: Callable[[], bool]
     ) -> Iterator[Done]:

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from traffic import a_trace, kept, replay_toy, steady
 
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import EngineError, TraceError, UsageError
-from tuner.host import Host, last_words
+from tuner.host import Host
+from tuner.last_words import last_words
 from tuner.replay import Progress
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome
@@ -154,6 +157,26 @@ def test_a_child_that_is_killed_in_the_middle_is_taken_for_out_of_memory(host: H
 
     with pytest.raises(EngineError, match="killed, most likely out of memory"):
         host.replay("long", LIMITS, ReplayPlan(), kill)
+
+
+def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(host: Host) -> None:
+    """As on Ctrl-C, while a shadow replays: neither of the two may trip over the other."""
+    begun = threading.Event()
+
+    def hear(_progress: Progress) -> bool:
+        begun.set()
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(host.replay, "long", LIMITS, ReplayPlan(), hear)
+        assert begun.wait(PATIENCE_S)
+        pid = pid_of(host)
+        host.close(gently=False)
+        with pytest.raises(EngineError, match="died during replay"):
+            asked.result(PATIENCE_S)
+    assert not is_alive(pid)
+    assert host._process is None
+    assert host._connection is None
 
 
 def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(host: Host) -> None:

@@ -23,6 +23,8 @@ from tuner.windows import Window, busiest, typical, whole
 # A whole trace that takes longer than this share of the forecast's time per setting is cut
 # into windows: ours.
 LEAST_WINDOW_S = 60.0
+# Real time that a first look at how long a setting takes may cost: ours.
+PROBE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -69,12 +71,15 @@ class Forecast:
             per_setting_s = time_s * self.shadows.jobs / (len(space.grid()) + 8)
             self.parts = (whole(trace),)
             self.load_parts()
-            rule = CutRule(max_wall_s=max(per_setting_s, 1.0))
+            # A glance, not all of it: the present one may be the slowest of all.
+            rule = CutRule(max_wall_s=min(max(per_setting_s, 1.0), PROBE_S))
             first = self.predict([space.present], cut=rule)[0]
             if isinstance(first, Measurement) and first.cut_reason is not None:
                 ended = max(first.completed + first.refused, 1)
-                length_s = trace.duration_s * ended / len(trace)
-                self.parts = _stretches(trace, max(length_s, LEAST_WINDOW_S))
+                share = per_setting_s / (first.wall_s * len(trace) / ended)
+                if share < 1:
+                    length_s = max(trace.duration_s * share, LEAST_WINDOW_S)
+                    self.parts = _stretches(trace, length_s)
         self.load_parts()
 
     def load_parts(self) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +25,7 @@ from typing import Any, Self
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineLimits, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
+from tuner.last_words import last_words
 from tuner.prompts import PromptSource
 from tuner.replay import Progress, ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
@@ -163,6 +164,7 @@ class Host:
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._log_mark = 0
+        self._asking = threading.RLock()
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +208,15 @@ class Host:
         *arguments: object,
         on_progress: Callable[[Progress], bool] | None = None,
     ) -> Any:  # noqa: ANN401 - each request has an answer of its own type
+        with self._asking:
+            return self._asked(name, arguments, on_progress)
+
+    def _asked(
+        self,
+        name: str,
+        arguments: tuple[object, ...],
+        on_progress: Callable[[Progress], bool] | None,
+    ) -> Any:  # noqa: ANN401 - as above
         connection, process = self._ensure()
         try:
             connection.send((name, arguments))
@@ -257,16 +268,24 @@ class Host:
         )
 
     def kill(self) -> None:
-        """End the child and all it started, at once."""
-        if self._process is not None and self._process.pid is not None:
+        """End the child and all it started, at once; another thread may be asking it."""
+        process = self._process
+        if process is not None and process.pid is not None:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-            self._process.join(CLOSE_S)
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
+                os.kill(process.pid, signal.SIGKILL)
+            process.join(CLOSE_S)
+        # Whoever asks hears of the end first: a connection that closes under its reader may
+        # have become another's by then.
+        is_ours = self._asking.acquire(timeout=CLOSE_S)
+        try:
+            if self._connection is not None:
+                self._connection.close()
+            self._process = self._connection = None
+        finally:
+            if is_ours:
+                self._asking.release()
 
     def close(self, *, gently: bool = True) -> None:
         """End the child, giving it time to give back what it holds if gently."""
@@ -275,22 +294,3 @@ class Host:
                 self._connection.send(("close", ()))
                 self._process.join(CLOSE_S)
         self.kill()
-
-
-_TELLING = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
-
-
-def last_words(log_path: Path, since: int = 0) -> str:
-    """Return the line of a log's end that tells most: the last error, else the last line."""
-    if not log_path.exists():
-        return "it left no log"
-    with log_path.open("rb") as log:
-        size = log_path.stat().st_size
-        log.seek(max(since, size - 65536))
-        lines = log.read().decode("utf-8", "replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()]
-    for line in reversed(said):
-        found = _TELLING.search(line)
-        if found:
-            return found.group(1)[:400]
-    return said[-1][:400] if said else "it said nothing"

@@ -135,4 +135,5 @@ def retuning(
     log = run_dir.path / "shadow.log"
     with Shadows(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
         shadows.adopt(bench)
+        shadows.start_all()
         yield Retune(space, bench, shadows, run_dir)

@@ -77,13 +77,15 @@ class Served:
 
     def lines(self) -> Iterator[str]:
         """Yield what was learnt for people."""
-        sense = "longer" if self.added_step_s >= 0 else "less"
+        sense = "longer" if self.added_step_s >= 0 else "shorter"
         yield f"a step takes {abs(self.added_step_s) * 1000:.2f} ms {sense} than it said"
         if self.has_prefill:
             yield f"prefill takes {self.prefill_ratio:.2f} times as long"
         else:
             yield "prefill is as it was: first tokens that did not queue are too few, or alike"
-        yield f"first tokens come {self.first_token_s * 1000:.1f} ms later than steps explain"
+        apart = "later" if self.first_token_s >= 0 else "earlier"
+        late_ms = abs(self.first_token_s) * 1000
+        yield f"first tokens come {late_ms:.1f} ms {apart} than steps explain"
         yield f"learnt from {self.learnt} requests; off on the {self.checked} after them:"
         for name, before in self.off_before.items():
             yield f"  {name:<9} {before:+7.1%}, now {self.off_now[name]:+.1%}"

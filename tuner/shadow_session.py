@@ -6,7 +6,9 @@ The answer is a prediction and says so. With an engine at hand, `session` measur
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tuner import search
@@ -19,8 +21,9 @@ from tuner.forecast import Forecast
 from tuner.objective import Tier
 from tuner.observation import Observation, leader
 from tuner.ranking import Ranking
+from tuner.replay import ReplayLog
 from tuner.run_state import RunState
-from tuner.shadows import Shadows
+from tuner.shadows import Shadows, Task
 from tuner.stats import Estimate
 from tuner.timeline_record import TimelineRecord, timeline_record
 from tuner.windows import whole
@@ -47,6 +50,7 @@ class ShadowSession:
         run = self.run_state
         run.begin()
         began_s = time.monotonic()
+        self.shadows.start_all()
         run.bench.ensure_started()
         forecast = Forecast(run.trace, run.aim, self.shadows, 0)
         forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
@@ -62,24 +66,27 @@ class ShadowSession:
         decision = decide(seen, run.space.present, error_ratio(self.shadows.profile))
         if run.aim.slos:
             self.carried = carried(run, forecast, decision)
-        for limits in dict.fromkeys([decision.shown, run.space.present]):
-            self._keep_timelines(limits)
+        self._keep_timelines(forecast, dict.fromkeys([decision.shown, run.space.present]))
         run.journal.set_state("done")
         return decision
 
-    def _keep_timelines(self, limits: EngineLimits) -> None:
-        """Replay once more for what it looks like over time."""
-        run, windows = self.run_state, list[TimelineRecord]()
-        plan = replace(run.aim.plan, keep_steps=True)
-        run.bench.measure(
-            run.names,
-            limits,
-            plan,
-            run.aim.slos,
-            on_log=lambda log: windows.append(timeline_record(log)),
+    def _keep_timelines(self, forecast: Forecast, settings: Iterable[EngineLimits]) -> None:
+        """Replay settings once more for what they look like over time."""
+        run, plan = self.run_state, replace(self.run_state.aim.plan, keep_steps=True)
+        found: dict[EngineLimits, list[TimelineRecord]] = {limits: [] for limits in settings}
+
+        def keep(limits: EngineLimits, log: ReplayLog) -> None:
+            found[limits].append(timeline_record(log))
+
+        self.shadows.run(
+            [
+                Task(forecast.names, limits, plan, run.aim.slos, on_log=partial(keep, limits))
+                for limits in found
+            ]
         )
-        if windows:
-            run.keep_timelines(limits, "shadow", windows)
+        for limits, windows in found.items():
+            if windows:
+                run.keep_timelines(limits, "shadow", windows)
 
     def close(self) -> None:
         """End the shadows' processes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,9 +17,10 @@ from typing import Self
 from tuner.bench import Bench, Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import EngineError, ShadowError
-from tuner.host import Host
+from tuner.host import Host, Started
 from tuner.metrics import Measurement
 from tuner.profiles import Profile
+from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import NEWER, ShadowSource
 from tuner.slo import Slo
@@ -34,6 +35,7 @@ class Task:
     """One shadow replay: the named traces at the limits; `number` is the caller's own.
 
     With `wants_capacity` it is as many replays as find the largest load that the SLOs bear.
+    `on_log` hears of each trace's log, in a thread of its own.
     """
 
     names: tuple[str, ...]
@@ -42,6 +44,7 @@ class Task:
     slos: tuple[Slo, ...] = ()
     number: int = 0
     wants_capacity: bool = False
+    on_log: Callable[[ReplayLog], None] | None = field(default=None, compare=False)
 
 
 Done = tuple[Task, Measurement | Failure]
@@ -66,6 +69,7 @@ class Shadows:
         self._ceiling, self._seed, self._log_path = ceiling, seed, log_path
         self._idle: list[Bench] = []
         self._hosts: list[Host] = []
+        self._starting: list[tuple[Future[Started], Bench]] = []
         self._traces: dict[str, Trace] = {}
         self._newer: dict[str, object] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -85,12 +89,14 @@ class Shadows:
 
     def use(self, name: str, trace: Trace) -> None:
         """Make a trace replayable under a name; nothing may be running."""
+        self._let_start()
         self._traces[name] = trace
         for bench in self._idle:
             bench.use(name, trace)
 
     def speak_for(self, profile: Profile) -> None:
         """Let the same processes replay with another profile; nothing may be running."""
+        self._let_start()
         if profile.step_model != self.profile.step_model:
             self._newer = {NEWER: profile}
             for bench in self._idle:
@@ -103,10 +109,34 @@ class Shadows:
             bench.use(name, trace)
         self._idle.append(bench)
 
+    def start_all(self) -> None:
+        """Start in the background as many processes as replay beside each other."""
+        for _ in range(self.jobs - len(self._idle) - len(self._starting)):
+            bench = self._made()
+            self._starting.append((self._threads.submit(bench.ensure_started), bench))
+
+    @property
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.jobs, "shadow")
+        return self._pool
+
     def _bench(self) -> Bench:
         """Return a process that has nothing to do, a new one where none is idle."""
-        if self._idle:
-            return self._idle.pop()
+        if not self._idle:
+            self._let_start()
+        return self._idle.pop() if self._idle else self._made()
+
+    def _let_start(self) -> None:
+        """Wait for those that are being started, which then are idle.
+
+        What went wrong is told by the replay, which starts them again.
+        """
+        wait([start for start, _ in self._starting])
+        self._idle.extend(bench for _, bench in self._starting)
+        self._starting.clear()
+
+    def _made(self) -> Bench:
         host = Host(self._source, self._log_path)
         self._hosts.append(host)
         bench = Bench(host, self._newer, self._ceiling, self._seed)
@@ -124,13 +154,11 @@ class Shadows:
 
         Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.jobs, "shadow")
         running: dict[Future[Measurement | Failure], tuple[Task, Bench]] = {}
         while True:
             while len(running) < self.jobs and (task := next_task()) is not None:
                 bench = self._bench()
-                future = self._pool.submit(_measure, bench, task)
+                future = self._threads.submit(_measure, bench, task)
                 running[future] = task, bench
             if not running and is_over():
                 return
@@ -161,6 +189,7 @@ class Shadows:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._hosts.clear()
         self._idle.clear()
+        self._starting.clear()
         self._pool = None
 
 
@@ -180,7 +209,7 @@ def _result(future: Future[Measurement | Failure]) -> Measurement | Failure:
 def _measure(bench: Bench, task: Task) -> Measurement | Failure:
     if task.wants_capacity:
         return bench.measure_capacity(task.names, task.limits, task.plan, task.slos)
-    return bench.measure(task.names, task.limits, task.plan, task.slos)
+    return bench.measure(task.names, task.limits, task.plan, task.slos, on_log=task.on_log)
 
 
 def default_jobs() -> int:

@@ -285,7 +285,10 @@ def summary(found: Sequence[Tried]) -> dict[str, object]:
         share(f"  {kind}, called shifted", sum(bool(t.shifts) for t in of_it), len(of_it))
     regrets = {
         name: [t.regret for t in group if t.regret is not None]
-        for name, group in (("planted", moved), ("paying", paying), ("all", found))
+        for name, group in (
+            ("told to re-tune", [t for t in found if t.verdict == pays]),
+            *(("planted", moved), ("paying", paying), ("all", found)),
+        )
     }
     told = {}
     for name, values in regrets.items():

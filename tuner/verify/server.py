@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.host import last_words
+from tuner.last_words import last_words
 from tuner.spelling import RECORD_FILE
 
 # A start takes minutes where weights are loaded and graphs captured: ours, with room.
