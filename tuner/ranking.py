@@ -50,12 +50,11 @@ class Ranking:
         at_once = max(LEAST_AT_ONCE, self.forecast.shadows.jobs)
         while unknown := [s for s in settings if not search.same_schedule(seen, s)]:
             seen = self._foretell(_of_other_kinds(sorted(unknown, reverse=True))[:at_once])
-        seen = self._foretell(_smallest_like_the_best(seen, settings))
         for _ in range(REFINEMENTS):
-            between = _between(seen, space)
-            if not between:
+            best = _smallest_of_the_best(seen, settings)
+            if best is None:
                 break
-            seen = self._foretell(between)
+            seen = self._foretell([best, *_between(seen, space, best)])
         return seen
 
     def _foretell(self, settings: Sequence[EngineLimits]) -> list[Observation]:
@@ -114,35 +113,33 @@ def _of_other_kinds(settings: Sequence[EngineLimits]) -> list[EngineLimits]:
     return chosen
 
 
-def _smallest_like_the_best(
+def _smallest_of_the_best(
     seen: Sequence[Observation], settings: Sequence[EngineLimits]
-) -> list[EngineLimits]:
-    """Return the smallest setting that makes the batches of one as good as the best.
+) -> EngineLimits | None:
+    """Return the smallest setting that is as good as the best, None where nothing is whole.
 
-    It was not replayed where a larger one told of it, and ties go to the smallest.
+    It may not have been replayed, where a larger one makes the same batches and told of it.
     """
     best = leader(seen)
     if best is None:
-        return []
+        return None
     good = [o for o in seen if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
-    like = [limits for limits in settings if search.same_schedule(good, limits)]
-    return [limits for limits in sorted(like)[:1] if limits < best.limits]
+    like = (limits for limits in settings if search.same_schedule(good, limits))
+    return min([best.limits, *like])
 
 
-def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
+def _between(
+    seen: Sequence[Observation], space: SearchSpace, best: EngineLimits
+) -> list[EngineLimits]:
     """Return the settings halfway between the best and its neighbours that are not known."""
-    best = leader(seen)
-    if best is None:
-        return []
-    budget, cap = best.limits.max_num_batched_tokens, best.limits.max_num_seqs
+    budget, cap = best.max_num_batched_tokens, best.max_num_seqs
     # A setting that makes the same batches as one that was replayed is as good as known.
+    others = {o.limits.max_num_seqs for o in seen}
     caps = sorted(
-        other
-        for other in {o.limits.max_num_seqs for o in seen}
-        if search.same_schedule(seen, space.at(other, budget))
+        {cap, *(c for c in others if search.same_schedule(seen, space.at(c, budget)))}
     )
-    at = caps.index(cap) if cap in caps else -1
-    around = [caps[i] for i in (at - 1, at + 1) if at >= 0 and 0 <= i < len(caps)]
+    at = caps.index(cap)
+    around = [caps[i] for i in (at - 1, at + 1) if 0 <= i < len(caps)]
     known = {o.limits for o in seen}
     wanted = [
         space.at((cap + other) // 2, budget)
@@ -155,5 +152,5 @@ def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimi
         if limits not in known
         and limits.within(space.ceiling)
         # A larger one that makes the same batches is no better.
-        and not (limits > best.limits and search.same_schedule(seen, limits))
+        and not (limits > best and search.same_schedule(seen, limits))
     ]
