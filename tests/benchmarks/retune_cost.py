@@ -1,13 +1,14 @@
 """How long a re-tune without an engine takes: an hour of traffic over sixty settings.
 
     python tests/benchmarks/retune_cost.py TRACE [--hours 1] [--runs 3] [--present 32/2048]
-                                           [-o results.json]
+                                           [--budget 30m] [-o results.json]
 
 TRACE is repeated until it lasts --hours. The whole command is timed from its start to its end,
 the import of vLLM and the report included. The engine is the demo's profile with the steps of a
 larger model: 16 ms, 0.15 ms more for a sequence and 0.01 ms more for a prompt token. The
 present limits are replayed whole in any case, so those of a cap that is far too small, whose
-queue never ends, make it slower.
+queue never ends, make it slower. A small --budget has the command replay stretches of the
+traffic, the busiest and a typical one, instead of all of it; which is told.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -73,14 +74,14 @@ def prepare(folder: Path, path: str, hours: float) -> int:
     return len(long)
 
 
-def timed(folder: Path, number: int, present: str) -> dict[str, Any]:
+def timed(folder: Path, number: int, present: str, budget: str) -> dict[str, Any]:
     """Run the command once."""
     run_dir = folder / f"run-{number}"
     seqs, tokens = present.split("/")
     command = [
         *(sys.executable, "-m", "tuner.cli", "--method", "shadow", "--force-profile"),
         *("--profile", str(folder / "profile.yaml"), "--trace", str(folder / "hour.jsonl")),
-        *("--too-long", "clip", "--max-num-seqs", CAPS, "--budget", "30m"),
+        *("--too-long", "clip", "--max-num-seqs", CAPS, "--budget", budget),
         *("--run-dir", str(run_dir), "-o", str(folder / "best.yaml")),
         *("--engine-arg", f"max-num-seqs={seqs}"),
         *("--engine-arg", f"max-num-batched-tokens={tokens}"),
@@ -101,6 +102,7 @@ def timed(folder: Path, number: int, present: str) -> dict[str, Any]:
         ),
         "recommendation": result["recommendation"],
         "stages_s": result["provenance"]["stages_s"],
+        "window": result["provenance"]["trace"]["window"],
     }
 
 
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--present", default="32/2048", metavar="SEQS/TOKENS")
+    parser.add_argument("--budget", default="30m")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tune-retune-") as name:
@@ -120,13 +123,14 @@ def main() -> None:
         requests = prepare(folder, args.trace, args.hours)
         runs = []
         for number in range(args.runs):
-            runs.append(timed(folder, number, args.present))
+            runs.append(timed(folder, number, args.present, args.budget))
             print(f"{runs[-1]['wall_s']:.1f} s, {runs[-1]['ranked']}", file=sys.stderr)
     walls_s = [run["wall_s"] for run in runs]
     print(
         f"{requests} requests in {args.hours:g} h: {median(walls_s):.1f} s "
         f"({min(walls_s):.1f} … {max(walls_s):.1f}), n {len(runs)}; {runs[0]['ranked']}, "
-        f"{runs[0]['cut_short']} of them cut short"
+        f"{runs[0]['cut_short']} of them cut short; {runs[0]['window']}; "
+        f"{[r['recommendation']['best_measured'] for r in runs]}"
     )
     if args.output:
         content = {
@@ -136,6 +140,7 @@ def main() -> None:
             "cores": len(os.sched_getaffinity(0)),
             "requests": requests,
             "present": args.present,
+            "budget": args.budget,
             "runs": runs,
         }
         args.output.write_text(json.dumps(content, indent=1) + "\n")
