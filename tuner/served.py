@@ -32,7 +32,7 @@ from tuner.traces import Trace
 LEAST_REQUESTS: Final = 40
 """Ours: twice what a median demands, of those learnt from and of those checked on."""
 
-ROUNDS: Final = 10
+ROUNDS: Final = 14
 SETTLED_RATIO: Final = 0.01
 LARGEST_APART: Final = 0.05
 """Ours: what is learnt from agrees within the first, and no further round is needed, or at
@@ -133,16 +133,20 @@ def _settled(
     seen: _Seen, first: _Try, model: StepModel, replay: Replay, *, has_prefill: bool
 ) -> _Try:
     """Replay with what was missing before, until nothing is, and return the best try."""
-    best = tried = first
+    best, tried, pace = first, first, 1.0
     for _ in range(ROUNDS):
-        missing_s = seen.missing_step_s(tried.lines)
-        longer = seen.prefill_ratio(tried.lines) if has_prefill else 1.0
-        tried.apart = max(abs(missing_s) / seen.typical_tpot_s, abs(longer - 1))
-        best = min(best, tried, key=lambda one: one.apart)
+        tried.missing_s = seen.missing_step_s(tried.lines)
+        tried.longer = seen.prefill_ratio(tried.lines) if has_prefill else 1.0
+        tried.apart = max(abs(tried.missing_s) / seen.typical_tpot_s, abs(tried.longer - 1))
+        if tried is first or tried.apart < best.apart:
+            best = tried
+        else:
+            # Longer steps mean more requests at once, and so longer steps again.
+            pace /= 2
         if best.apart < SETTLED_RATIO:
             break
-        added_s = tried.added_s + missing_s
-        ratio = tried.prefill_ratio * min(max(longer, 0.5), 2.0)
+        added_s = best.added_s + pace * best.missing_s
+        ratio = best.prefill_ratio * min(max(best.longer, 0.5), 2.0) ** pace
         tried = _Try(added_s, ratio, replay(model.served(added_s, ratio)))
     if best.apart > LARGEST_APART:
         raise ShadowError(
@@ -159,6 +163,8 @@ class _Try:
     added_s: float
     prefill_ratio: float
     lines: Timelines
+    missing_s: float = 0.0
+    longer: float = 1.0
     apart: float = math.inf
 
 
