@@ -45,7 +45,8 @@ def test_a_corrected_profile_gives_back_what_was_recorded(
     found = json.loads(capfd.readouterr().out)
     assert served.e2e_s is not None
     wanted_s = sorted(served.e2e_s)[len(served) // 2]
-    assert found["e2e_s"]["p50"] == pytest.approx(wanted_s, rel=0.03)
+    # Without what the front end added, which is no step: 1 %.
+    assert found["e2e_s"]["p50"] == pytest.approx(wanted_s, rel=0.05)
     assert found["completed"] == len(served)
 
 
