@@ -14,15 +14,17 @@ from toy import ToySource
 from toy_tune import CROWDED
 from traffic import a_trace, replay_toy, steady
 
+from tuner.bench import Failure
 from tuner.confirm import Verdict
 from tuner.engine.protocol import EngineLimits
-from tuner.forecast import Forecast
+from tuner.forecast import PROBE_S, Forecast
 from tuner.metrics import Measurement, measure
 from tuner.objective import Goal, Objective, Tier
 from tuner.observation import TIE_RATIO, leader
 from tuner.ranking import Ranking
 from tuner.run_state import RunState
 from tuner.shadow_session import decide
+from tuner.shadows import Task
 from tuner.space import SearchSpace
 from tuner.traces import Trace
 from tuner.windows import Window, whole
@@ -222,6 +224,28 @@ def test_everything_is_replayed_where_time_allows(tmp_path: Path) -> None:
         assert found.offered == found.completed == len(TRACE)
         # A question is no trial.
         assert run.journal.observations() == []
+
+
+def test_a_glance_tells_how_much_of_a_long_trace_there_is_time_for(tmp_path: Path) -> None:
+    """A tenth of the requests in two seconds: twenty for all, of which there are five."""
+
+    class Slow(ToyShadows):
+        def _replayed(self, task: Task) -> Measurement | Failure:
+            found = super()._replayed(task)
+            assert isinstance(found, Measurement)
+            assert task.plan.cut.max_wall_s == PROBE_S
+            return replace(found, completed=len(trace) // 10, wall_s=2.0, cut_reason="time")
+
+    trace, space = steady(1200, per_s=1.0, prompt=20, output=5), a_space(PRESENT)
+    shadows = Slow(ToySource(), a_profile(), tmp_path / "shadow.log")
+    with a_run(tmp_path, trace, space) as run:
+        forecast = Forecast(trace, run.aim, shadows, 0)
+        forecast.choose_parts(space, time_s=5.0 * (len(space.grid()) + 8))
+        told_s = sum(part.length_s for part in forecast.parts)
+        assert told_s == pytest.approx(trace.duration_s / 4, rel=0.02)
+        ample = Forecast(trace, run.aim, shadows, 0)
+        ample.choose_parts(space, time_s=30.0 * (len(space.grid()) + 8))
+        assert ample.parts == (whole(trace),)
 
 
 def test_a_window_that_was_asked_for_is_what_is_replayed(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def _quantile_ratio(
     before, after = (_Latencies.of(logs, blocks) for logs in (old, new))
 
     def log_ratio(weights: Floats) -> Floats:
-        both = zip(after.quantiles(weights, q), before.quantiles(weights, q), strict=True)
-        ratios: Floats = np.array([np.log(n / o) for n, o in both])
+        new_s, old_s = (np.array(list(one.quantiles(weights, q))) for one in (after, before))
+        ratios: Floats = np.log(new_s / old_s)
         return ratios
 
     found = resampled(log_ratio, blocks, np.random.default_rng(0))

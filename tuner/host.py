@@ -150,6 +150,15 @@ def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
     return kind, answer
 
 
+def _strike(process: SpawnProcess | None) -> None:
+    """Kill a process and its group, and bury it."""
+    if process is not None and process.pid is not None:
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(process.pid, signal.SIGKILL)
+        process.join(CLOSE_S)
+
+
 class Host:
     """The parent's handle on the engine's process.
 
@@ -269,17 +278,11 @@ class Host:
 
     def kill(self) -> None:
         """End the child and all it started, at once; another thread may be asking it."""
-        process = self._process
-        if process is not None and process.pid is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.join(CLOSE_S)
-        # Whoever asks hears of the end first: a connection that closes under its reader may
-        # have become another's by then.
+        _strike(self._process)
+        # Whoever asks hears of the end first, before its connection becomes another's.
         is_ours = self._asking.acquire(timeout=CLOSE_S)
         try:
+            _strike(self._process)  # one that was being started a moment ago
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None

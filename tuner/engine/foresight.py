@@ -74,11 +74,11 @@ def _departure(shape: EngineShape) -> str:
                 ends.append(_ends_s(engine, requests, sharing=sharing))
             except PrefixCacheNeeded:
                 ends.append({})
-            except Exception as broken:
-                if not fast:
-                    raise
-                # Whatever a scheduler that keeps other books makes of the account of ours.
-                return f"foreseeing it ends in {type(broken).__name__}: {broken}"
+            except Exception as broken:  # noqa: BLE001 - it is told, and the shadow asks then
+                # Whatever a scheduler that keeps other books makes of the account of ours; and
+                # where not even asking goes through, nothing was shown.
+                did = "foreseeing" if fast else "trying"
+                return f"{did} it ends in {type(broken).__name__}: {broken}"
         foreseen_s, decided_s = ends
         for row, at_s in decided_s.items():
             told_s = foreseen_s.get(row, math.nan)
