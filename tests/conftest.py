@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Tests share `toy` and `traffic`, and an engine's process finds them through the same path.
 sys.path.insert(0, str(ROOT / "tests"))
 # Its tests are inherited, and tell as much when they fail as if they stood in a test file.
-pytest.register_assert_rewrite("engine_contract", "profile_parts")
+pytest.register_assert_rewrite(
+    "engine_contract", "profile_parts", "servegen_parts", "step_parts"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
