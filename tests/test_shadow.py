@@ -12,7 +12,8 @@ from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 from shadow_parts import LinearTimer, MaybeShared, Workload, a_shadow, a_shape
 
-from tuner.engine.fast_forward import is_foreseeable, steps_within
+from tuner.engine.fast_forward import is_foreseeable
+from tuner.engine.horizon import steps_within
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.prompts import PromptSource, TokenPrompt
@@ -146,6 +147,7 @@ CROWDED_AND_CACHED = Case(
 @example(replace(CROWDED, asynchronous=True, spare_blocks=10_000))
 @example(replace(CROWDED, prefix_caching=True))
 @example(CROWDED_AND_CACHED)
+@example(replace(CROWDED_AND_CACHED, asynchronous=True))
 def test_what_is_saved_makes_no_difference(case: Case) -> None:
     """Neither like steps taken at once nor a cache that nobody would hit."""
     usage_rel = 1e-3 if case.per_context_token_s else 1e-6
@@ -187,10 +189,12 @@ ENDING_BESIDE = replace(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("case", [ENDING_TOGETHER, ENDING_BESIDE], ids=["set", "mixed"])
 def test_which_prefixes_are_kept_does_not_depend_on_taking_like_steps_at_once(
-    case: Case,
+    case: Case, *, asynchronous: bool
 ) -> None:
+    case = replace(case, asynchronous=asynchronous)
     assert_same(case.replay(case.engine()), case.replay(case.engine(fast=False)))
 
 
@@ -232,13 +236,14 @@ def test_a_shadow_that_was_broken_off_before_is_as_good_as_new(case: Case) -> No
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("may_share", [False, True])
 @pytest.mark.parametrize(("asynchronous", "share"), [(False, 0.5), (True, 0.75)])
 def test_a_fast_shadow_spares_many_turns_where_there_is_room(
-    asynchronous: bool, share: float
+    asynchronous: bool, share: float, *, may_share: bool
 ) -> None:
     case = Case(BUSY, EngineLimits(16, 512), 10_000, 16, True, ReplayPlan(keep_steps=True))
     case = replace(case, asynchronous=asynchronous)
-    log = case.replay(case.engine())
+    log = case.replay(case.engine(), knows_sharing=not may_share)
     assert log.kept_steps is not None
     assert len(log.kept_steps) < share * log.steps.steps
 

@@ -1,10 +1,13 @@
 """What `tune` costs with the shadow: beside its own --method live, and beside restarts.
 
-    python tests/benchmarks/auto_cost.py [--window 4] [--budget 240] [--runs 1] [-o FILE]
+    python tests/benchmarks/auto_cost.py [--window 4] [--budget 240] [--runs 1]
+        [--every-setting] [-o FILE]
 
 Both methods tune the demo model on the same window of traces/translation.jsonl from the same
-present limits. What `vllm bench sweep serve` costs for each setting is measured over --restarts
-of them and multiplied by the number of settings that were ranked.
+present limits, over ten caps and six token budgets. What `vllm bench sweep serve` costs for
+each setting is measured over --restarts of them and multiplied by the number of settings. With
+--every-setting each of the sixty is replayed live once, on one engine, and nothing cut short:
+what it takes to know of all of them without a shadow.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -16,12 +19,18 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import sweep_cost
 
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32)
+# What both methods may try: past the ladder twice its last and twice that, and all budgets up
+# to what is due within the busiest second, four times over.
+CAPS, BUDGETS = (*LADDER, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
+SETTINGS = [(cap, budget) for cap in CAPS for budget in BUDGETS]
 PRESENT = ("max-num-seqs=8", "max-num-batched-tokens=2048")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +42,7 @@ def tune(method: str, window_s: float, budget_s: float, folder: Path) -> dict[st
         *(sys.executable, "-m", "tuner.cli", "--method", method),
         *("--trace", str(ROOT / "traces" / "translation.jsonl")),
         *(word for value in PRESENT for word in ("--engine-arg", value)),
+        *("--max-num-seqs", ",".join(map(str, LADDER))),
         *("--window", f"peak:{window_s:g}s", "--budget", f"{budget_s:g}s"),
         *("--run-dir", str(run_dir), "-o", str(folder / f"{method}.yaml")),
     ]
@@ -41,6 +51,36 @@ def tune(method: str, window_s: float, budget_s: float, folder: Path) -> dict[st
         sys.exit(done.stderr)
     result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     return result
+
+
+def every_setting(window_s: float) -> dict[str, Any]:
+    """Replay the window live at every setting, on one engine."""
+    from tuner.demo import demo_engine_args
+    from tuner.engine.live import LiveSource
+    from tuner.engine.protocol import EngineLimits
+    from tuner.host import Host
+    from tuner.replay_plan import ReplayPlan
+
+    ceiling = EngineLimits(max(CAPS), max(BUDGETS))
+    began_s = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Host(LiveSource(), Path(folder) / "live.log") as host,
+    ):
+        host.start(demo_engine_args(), ceiling)
+        start_s = time.monotonic() - began_s
+        host.load("window", sweep_cost.window(window_s), 0)
+        walls_s = []
+        for cap, budget in SETTINGS:
+            before_s = time.monotonic()
+            host.replay("window", EngineLimits(cap, budget), ReplayPlan())
+            walls_s.append(time.monotonic() - before_s)
+            print(f"{cap}/{budget}: {walls_s[-1]:.1f} s", file=sys.stderr, flush=True)
+    return {
+        "replays_s": walls_s,
+        "start_s": start_s,
+        "wall_s": time.monotonic() - began_s,
+    }
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=float, default=4.0)
     parser.add_argument("--budget", type=float, default=240.0)
-    parser.add_argument("--settings", type=int, default=60, help="to extrapolate restarts to")
     parser.add_argument("--restarts", type=int, default=2)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--every-setting", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {"auto": [], "live": []}
@@ -75,9 +115,9 @@ def main() -> None:
                 runs.append(brief(tune(method, args.window, args.budget, Path(folder))))
             print(f"{method}: {json.dumps(runs[-1])}", flush=True)
     each_s = sweep_cost.theirs(args.window, args.restarts)["each_s"]
-    restarts_s = each_s * args.settings
+    restarts_s = each_s * len(SETTINGS)
     print(
-        f"restart sweep: {each_s:.1f} s each, {restarts_s:.0f} s for {args.settings}, "
+        f"restart sweep: {each_s:.1f} s each, {restarts_s:.0f} s for {len(SETTINGS)}, "
         f"extrapolated from {args.restarts}"
     )
     for run, other in zip(found["auto"], found["live"], strict=True):
@@ -85,13 +125,19 @@ def main() -> None:
             f"auto {run['wall_s']:.0f} s, live {other['wall_s']:.0f} s: ratio "
             f"{other['wall_s'] / run['wall_s']:.1f}; restarts {restarts_s / run['wall_s']:.1f}"
         )
+    alone = every_setting(args.window) if args.every_setting else None
+    if alone:
+        print(
+            f"every setting live once: {alone['wall_s']:.0f} s, start {alone['start_s']:.0f} s"
+        )
     if args.output:
         content = {
             "command": " ".join(Path(word).name for word in sys.argv),
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "restart_each_s": each_s,
             "restarts": args.restarts,
-            "settings": args.settings,
+            "settings": len(SETTINGS),
+            "every_setting": alone,
             **found,
         }
         args.output.write_text(json.dumps(content, indent=1) + "\n")

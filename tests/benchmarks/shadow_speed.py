@@ -48,9 +48,11 @@ VARIANTS = {
     "20 ms": Variant(0.020),
     "20 ms, prefix cache kept": Variant(0.020, keeps=True),
     "20 ms, asynchronous": Variant(0.020, asynchronous=True),
+    "20 ms, asynchronous, prefix cache kept": Variant(0.020, keeps=True, asynchronous=True),
     "3 ms": Variant(0.003),
     "3 ms, prefix cache kept": Variant(0.003, keeps=True),
     "3 ms, asynchronous": Variant(0.003, asynchronous=True),
+    "3 ms, asynchronous, prefix cache kept": Variant(0.003, keeps=True, asynchronous=True),
     "20 ms, asked": Variant(0.020, asked=True),
     "20 ms, asynchronous, asked": Variant(0.020, asynchronous=True, asked=True),
 }
@@ -182,7 +184,7 @@ def main() -> None:
         rates = [run["tokens_per_s"] for run in runs]
         first = runs[0]
         spread = f"{min(rates):,.0f} … {max(rates):,.0f}, n {len(rates)}"
-        print(f"{name:<32} {median(rates):>10,.0f} tokens/s ({spread}),")
+        print(f"{name:<40} {median(rates):>10,.0f} tokens/s ({spread}),")
         print(
             f"  {median(r['times_real'] for r in runs):,.0f} x real time, "
             f"{median(r['wall_s'] for r in runs):.1f} s, {first['running_mean']:.1f} running, "

@@ -16,7 +16,6 @@ that token is there: it lingers.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,12 @@ class _Hidden:
     computed: int
     told: int
     owed: int = 0
-    lingers: bool = False
+    until: int | None = None
+
+    @property
+    def lingers(self) -> bool:
+        """Whether it has been scheduled to its last token, in the step `until`."""
+        return self.until is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +131,14 @@ class HiddenDecodes:
             heapq.heappop(self._ends)
         return self._ends[0][0] - self._now
 
-    def advance(self, most: int) -> Advance:
+    def advance(self, most: int, spare: int = 0) -> Advance:
         """Let every hidden request decode as many steps as blocks allow, at most so many.
 
-        Nobody ends on the way but with the last step. Steps are 0 if blocks run short at once.
+        Nobody ends on the way but with the last step. Steps are 0 if fewer than `spare` blocks
+        would be left at once.
         """
-        free, used = self.free_blocks, self._core.all_blocks - self.free_blocks
+        used = self._core.all_blocks - self.free_blocks
+        free = max(0, self.free_blocks - spare)
         taken = self._growths_within(most)
         if len(taken) > free:
             # The block that is one too many is wanted in this step, which cannot be taken.
@@ -143,8 +149,8 @@ class HiddenDecodes:
             return Advance(0, used, used, used)
         before = used + sum(entry[0] < self._now + most for entry in taken)
         held = sum(self._now + most + 1 - entry[0] for entry in taken)
-        for step, _, row in taken:
-            self._grow(self._hidden[row], step)
+        for _, _, row in taken:
+            self._grow(self._hidden[row])
         self._now += most
         self.context_tokens += most * self.decoding
         return Advance(most, used + held / most, used + len(taken), before)
@@ -165,12 +171,13 @@ class HiddenDecodes:
         self._growths = [e for e in {*self._growths, *taken} if e not in gone]
         heapq.heapify(self._growths)
 
-    def _grow(self, one: _Hidden, step: int) -> None:
-        """Let a request have one more block, in vLLM's books at once where it caches blocks."""
-        one.owed += 1
-        self._owed += 1
+    def _grow(self, one: _Hidden) -> None:
+        """Let a request have one more block, at once where one that is cached may go for it."""
         if self._core.caches:
-            self._tell(one, step)
+            self._core.take_block(one.request)
+        else:
+            one.owed += 1
+            self._owed += 1
 
     def _tell(self, one: _Hidden, step: int) -> None:
         """Bring vLLM's books about a request up to date with a step that it has taken."""
@@ -191,7 +198,7 @@ class HiddenDecodes:
         return taken
 
     def _let_linger(self, one: _Hidden) -> None:
-        one.lingers = True
+        one.until = self._now
         self._lingering += 1
         self.context_tokens -= one.computed + self._now - one.joined + 1
         self._rows = None
@@ -200,8 +207,8 @@ class HiddenDecodes:
         """Let vLLM end rows whose last token is there."""
         for row in rows:
             one = self._hidden[row]
-            if self._core.caches:
-                self._tell(one, self._now)
+            if self._core.caches and one.until is not None:
+                self._tell(one, one.until)
             self._forget(one)
         if rows:
             self._core.end(rows)
@@ -217,8 +224,12 @@ class HiddenDecodes:
 
     def drop(self, rows: list[int]) -> None:
         """Forget requests that are going to be aborted."""
+        # Of the step that is on its way with asynchronous scheduling nothing is kept.
+        upto = self._now - (self._core.queue_size > 1)
         for row in rows:
             if row in self._hidden:
+                if self._core.caches:
+                    self._tell(self._hidden[row], upto)
                 self._forget(self._hidden[row])
 
     def pay(self) -> None:
@@ -269,30 +280,3 @@ def is_foreseeable(shape: EngineShape) -> bool:
         and not options.get("watermark")
         and options.get("prefill_schedule_interval") in (None, 1)
     )
-
-
-def steps_within(horizon_s: float, first_s: float, growth_s: float) -> int:
-    """Return how many steps begin before the horizon, the first one in any case.
-
-    >>> steps_within(0.0, 0.02, 0.0), steps_within(0.05, 0.02, 0.0)
-    (1, 3)
-    """
-    if not math.isfinite(horizon_s):
-        return 1 << 40
-    if horizon_s <= 0:
-        return 1
-    # The root of growth/2 n^2 + (first - growth/2) n = horizon, in the form that bears a growth
-    # of nearly nothing.
-    slope_s = first_s - growth_s / 2
-    before = 2 * horizon_s / (slope_s + math.sqrt(slope_s * slope_s + 2 * growth_s * horizon_s))
-    # One more begins for the last that ends before the horizon; the root is not exact.
-    steps = max(1, math.ceil(before))
-    while steps > 1 and _ends_s(steps - 1, first_s, growth_s) >= horizon_s:
-        steps -= 1
-    while _ends_s(steps, first_s, growth_s) < horizon_s:
-        steps += 1
-    return steps
-
-
-def _ends_s(steps: int, first_s: float, growth_s: float) -> float:
-    return steps * first_s + growth_s * (steps * (steps - 1) / 2)

@@ -17,7 +17,8 @@ import numpy as np
 
 from tuner.engine.compat.core import read_batch
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.fast_forward import HiddenDecodes, steps_within
+from tuner.engine.fast_forward import HiddenDecodes
+from tuner.engine.horizon import steps_within
 from tuner.engine.protocol import Batch, DecodeRun, Emitted, EngineLimits, Prompt, Rows, Step
 from tuner.engine.scheduler_pair import SchedulerPair
 
@@ -75,8 +76,7 @@ class Pipeline:
         self.core = core
         self._pair, self._timer = pair, timer
         self._is_ahead = core.queue_size > 1
-        # Which blocks a step takes that is scheduled ahead is known, but not in which order.
-        self._hides = hides and not (self._is_ahead and core.caches)
+        self._hides = hides
         self._hidden = HiddenDecodes(core, max_model_len)
         self._limits = EngineLimits(1, 1)
         self._sent: deque[_Sent] = deque()
@@ -201,7 +201,9 @@ class Pipeline:
         sent, rows, blocks = self._sent[0], hidden.rows, self.core.all_blocks
         first_s, growth_s = sent.step.duration_s, self._timer.decode_run_s(len(rows), 0)[1]
         most = min(hidden.steps_to_next_end(), steps_within(horizon_s, first_s, growth_s))
-        done = hidden.advance(most)
+        # Some are left, so that vLLM preempts nobody in the turn in which it sees all of them
+        # again: until then it has not cached what it would have of the step on its way.
+        done = hidden.advance(most, spare=len(hidden))
         if done.steps == 0:
             return self._unhidden_turn()
         run = DecodeRun(rows, done.steps, first_s, growth_s)

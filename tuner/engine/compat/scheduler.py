@@ -265,7 +265,7 @@ class SchedulerCore:
         self.scheduler.running[:0] = requests
 
     def decode(self, request: Any, steps: int) -> None:
-        """Let a hidden request have decoded so many steps, blocks included.
+        """Let a hidden request have decoded so many steps, with the blocks that it lacks.
 
         Raises: EngineError if there are no blocks, which the caller has to know beforehand.
         """
@@ -273,6 +273,11 @@ class SchedulerCore:
         if self._manager.allocate_slots(request, steps) is None:
             raise EngineError("the shadow ran out of blocks that it had counted as free")
         request.num_computed_tokens += steps
+
+    def take_block(self, request: Any) -> None:
+        """Let a hidden request have the next free block, as it would get it when scheduled."""
+        (group,) = self._manager.coordinator.single_type_managers
+        group.req_to_blocks[request.request_id].extend(self._pool.get_new_blocks(1))
 
     def first_waiting(self, count: int) -> list[Any]:
         """Return the requests that would be admitted next."""
