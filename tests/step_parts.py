@@ -12,17 +12,14 @@ from tuner.engine.protocol import Batch
 from tuner.engine.step_model import Knots, StepModel
 from tuner.engine.steps import Floats, StepColumns
 
-LINEAR = StepModel(
-    decode_knots=(0,),
-    decode_slopes_s=(3e-5,),
-    prefill_knots=(0,),
-    prefill_slopes_s=(2e-5,),
-    base_s=4e-3,
+LINEAR = StepModel.linear(
+    4e-3,
+    3e-5,
+    2e-5,
     prefill_base_s=1e-3,
     decode_context_s=1e-8,
     prefill_context_s=2e-10,
     tidy_s=1e-4,
-    captured_sizes=(),
 )
 KNEE = replace(LINEAR, prefill_knots=(0, 64), prefill_slopes_s=(0.0, 3e-5))
 CAPTURED = replace(

@@ -21,18 +21,7 @@ from tuner.timeline import Timelines
 from tuner.traces import Trace
 
 LIMITS = EngineLimits(8, 512)
-STEPS = StepModel(
-    decode_knots=(0,),
-    decode_slopes_s=(0.0002,),
-    prefill_knots=(0,),
-    prefill_slopes_s=(0.0001,),
-    base_s=0.006,
-    prefill_base_s=0.001,
-    decode_context_s=1e-9,
-    prefill_context_s=0.0,
-    tidy_s=0.0,
-    captured_sizes=(),
-)
+STEPS = StepModel.linear(0.006, 0.0002, 0.0001, prefill_base_s=0.001, decode_context_s=1e-9)
 PROFILE = a_profile(step_model=STEPS)
 CALM = Workload(seed=1, n=240, per_s=3.0, longest_prompt=400, longest_output=60)
 

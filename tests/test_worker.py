@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,10 @@ def a_profile() -> Profile:
     return Profile(
         shape=a_shape(prefix_caching=False),
         kv_starts=(KvStart(EngineLimits(128, 4096), 20_000),),
-        step_model=StepModel(
+        step_model=replace(
+            StepModel.linear(0.004, 0.0, 0.00003, decode_context_s=1e-9),
             decode_knots=(0, 24),
             decode_slopes_s=(0.0001, 0.0006),
-            prefill_knots=(0,),
-            prefill_slopes_s=(0.00003,),
-            base_s=0.004,
-            prefill_base_s=0.0,
-            decode_context_s=1e-9,
-            prefill_context_s=0.0,
-            tidy_s=0.0,
-            captured_sizes=(),
         ),
         fit=FitError(1000, 0.01, 0.01, 0.01, 0.0),
         metric_error_ratio=0.01,

@@ -70,17 +70,10 @@ PAYS_RATIO = 0.05
 AIM = Aim(Objective.BALANCED, (), ReplayPlan(), Budget(3600.0), None)
 SPACE = SearchSpace(EngineLimits(64, 2048), (8, 16, 32, 64), (2048,), EngineLimits(64, 2048))
 # Beyond 32 sequences a step grows fast, so that too high a cap hurts as well.
-STEPS = StepModel(
+STEPS = replace(
+    StepModel.linear(0.007, 0.0, 0.000012, decode_context_s=1e-9),
     decode_knots=(0, 32),
     decode_slopes_s=(0.0001, 0.0006),
-    prefill_knots=(0,),
-    prefill_slopes_s=(0.000012,),
-    base_s=0.007,
-    prefill_base_s=0.0,
-    decode_context_s=1e-9,
-    prefill_context_s=0.0,
-    tidy_s=0.0,
-    captured_sizes=(),
 )
 
 

@@ -38,18 +38,7 @@ from tuner.profiles import read_profile, write_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPS = "1,2,4,8,16,24,32,64"  # and 128 and 256 past them, times six budgets
-STEPS = StepModel(
-    decode_knots=(0,),
-    decode_slopes_s=(0.00015,),
-    prefill_knots=(0,),
-    prefill_slopes_s=(0.00001,),
-    base_s=0.016,
-    prefill_base_s=0.0,
-    decode_context_s=0.0,
-    prefill_context_s=0.0,
-    tidy_s=0.0,
-    captured_sizes=(),
-)
+STEPS = StepModel.linear(0.016, 0.00015, 0.00001)
 
 
 def prepare(folder: Path, path: str, hours: float) -> int:

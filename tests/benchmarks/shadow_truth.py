@@ -13,7 +13,9 @@ hits calibration and test alike and the noise of two identical live runs stands 
 shadow's error. The settings are the whole grid: the regret is against the best of all of them.
 Prints, for each metric, the median absolute error of the shadow and the median difference of
 two live runs, and over all settings Kendall's tau and the regret of the shadow's choice, beside
-those of a single live run that is judged by another. --again FILE prints them of kept results.
+those of a single live run that is judged by another. A choice's regret against an exhaustive
+live grid is judged by live runs that neither of the two saw. --again FILE prints them of kept
+results.
 With --suite, DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
 mooncake_conversation.open.jsonl.
 """
@@ -48,6 +50,7 @@ from tuner.engine.protocol import EngineLimits
 from tuner.formats import ReadOptions, read_trace
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
+from tuner.objective import tail_statistic
 from tuner.profiles import KvStart, Profile
 from tuner.replay_plan import ReplayPlan
 from tuner.shadows import Shadows, Task
@@ -62,6 +65,7 @@ METRICS = (
     "e2e_p99",
     "ttft_p50",
     "ttft_p99",
+    "steps",
 )
 # TTFT below this is a step or two, of which no scheduler model says when they begin.
 TTFT_FLOOR_S = 0.05
@@ -274,17 +278,15 @@ class Ranking:
     regret: float
 
 
-def rankings(result: dict[str, Any], metric: str = "e2e_p99") -> dict[str, Ranking]:
+def rankings(result: dict[str, Any]) -> dict[str, Ranking]:
     """Return how the shadow orders, judged by the live median and by single live runs.
 
-    Beside it stands how one live run orders, judged by another: no more can be had of a
-    single replay of each setting.
+    By the tail that the tool itself would judge a window of so many requests by. Settings that
+    made the same schedule live count as one: only noise could order them. Beside the shadow
+    stands how one live run orders, judged by another: no more can be had of a single replay of
+    each setting.
     """
-    names = list(result["live"])
-    runs = np.array(
-        [[read_metric(m, metric) or np.inf for m in result["live"][n]] for n in names]
-    ).T
-    shadow = np.array([read_metric(result["shadow"][n], metric) or np.inf for n in names])
+    shadow, runs = _values(result)
     found = {"shadow by live median": _judged(shadow, np.median(runs, axis=0))}
     by_one = [_judged(shadow, run) for run in runs]
     others = [_judged(a, b) for a, b in permutations(runs, 2)]
@@ -295,6 +297,49 @@ def rankings(result: dict[str, Any], metric: str = "e2e_p99") -> dict[str, Ranki
             )
             found[name] = Ranking(tau, regret)
     return found
+
+
+def against_grid(result: dict[str, Any]) -> float:
+    """Return how much worse the shadow's choice is than that of a live run of every setting.
+
+    Relative, judged by live runs that neither saw, so that no luck of the judge's own best is
+    in it; below 0 the shadow chose better.
+    """
+    shadow, runs = _values(result)
+    chosen = int(np.argmin(shadow))
+    return mean(
+        float(judge[chosen] / judge[int(np.argmin(grid))]) - 1
+        for grid, judge in permutations(runs, 2)
+    )
+
+
+def _values(result: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is foretold, [schedules], and what was measured, [runs, schedules]."""
+    metric = f"e2e_{tail_statistic(result['requests'])}"
+    told, live = result["shadow"], result["live"]
+    kinds: list[list[str]] = []
+    for name in live:
+        kind = next((k for k in kinds if _is_same_schedule(live, name, k[0])), None)
+        if kind is None:
+            kinds.append([name])
+        else:
+            kind.append(name)
+    values = {name: [read_metric(m, metric) or np.inf for m in live[name]] for name in live}
+    measured = [np.median([values[name] for name in kind], axis=0) for kind in kinds]
+    foretold = [read_metric(told[kind[0]], metric) or np.inf for kind in kinds]
+    return np.array(foretold), np.array(measured).T
+
+
+def _is_same_schedule(live: dict[str, list[dict[str, Any]]], a: str, b: str) -> bool:
+    """Whether what two settings differ in bound in none of their live replays."""
+    both = (limits_of(a), limits_of(b))
+    seen = [*live[a], *live[b]]
+    running = max(m["running"]["max"] for m in seen)
+    step_tokens = max(m["max_step_tokens"] for m in seen)
+    caps = {limits.max_num_seqs for limits in both}
+    budgets = {limits.max_num_batched_tokens for limits in both}
+    same_cap = len(caps) == 1 or running < min(caps)
+    return same_cap and (len(budgets) == 1 or step_tokens < min(budgets))
 
 
 def _judged(values: NDArray[np.float64], truth: NDArray[np.float64]) -> Ranking:
@@ -340,7 +385,26 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         for source, found in rankings(result).items():
             print(f"{name:<20} {source:<24} tau {found.tau:.2f}, regret {found.regret:.1%}")
             figures[f"ranking, {name}, {source}"] = asdict(found)
+        if len(_values(result)[1]) > 1:
+            figures[f"regret against a live grid, {name}"] = against_grid(result)
+    _say_ranking(figures)
     return figures
+
+
+def _say_ranking(figures: dict[str, Any]) -> None:
+    """Print what the rankings come to over all scenarios."""
+    for source in ("shadow by live median", "shadow by one live run", "live run by another"):
+        found = [value for key, value in figures.items() if key.endswith(source)]
+        if found:
+            taus, regrets = ([f[what] for f in found] for what in ("tau", "regret"))
+            print(
+                f"{source:<24} tau {mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}), "
+                f"regret {mean(regrets):.1%} ({min(regrets):.1%} to {max(regrets):.1%})"
+            )
+    over = [value for key, value in figures.items() if key.startswith("regret against")]
+    if over:
+        each = ", ".join(f"{value:+.1%}" for value in over)
+        print(f"the shadow's choice over a live grid's: {mean(over):+.1%} ({each})")
 
 
 def main() -> None:

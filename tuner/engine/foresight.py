@@ -24,18 +24,7 @@ from tuner.prompts import TokenPrompt
 _LIMITS: Final = EngineLimits(5, 96)
 _REQUESTS: Final = 24
 _LONGEST: Final = 110
-_STEPS: Final = StepModel(
-    decode_knots=(0,),
-    decode_slopes_s=(0.0007,),
-    prefill_knots=(0,),
-    prefill_slopes_s=(0.00003,),
-    base_s=0.01,
-    prefill_base_s=0.0,
-    decode_context_s=1e-7,
-    prefill_context_s=0.0,
-    tidy_s=0.001,
-    captured_sizes=(),
-)
+_STEPS: Final = StepModel.linear(0.01, 0.0007, 0.00003, decode_context_s=1e-7, tidy_s=0.001)
 _tried: dict[str, str] = {}
 
 

@@ -85,6 +85,30 @@ class StepModel(_Curves):
     tidy_s: float
     captured_sizes: tuple[int, ...]
 
+    @classmethod
+    def linear(
+        cls,
+        base_s: float,
+        decode_s: float,
+        prefill_s: float,
+        *,
+        prefill_base_s: float = 0.0,
+        decode_context_s: float = 0.0,
+        prefill_context_s: float = 0.0,
+        tidy_s: float = 0.0,
+        captured_sizes: tuple[int, ...] = (),
+    ) -> StepModel:
+        """Return a model without knots: so many seconds for each sequence and each token.
+
+        >>> StepModel.linear(1.0, 0.5, 0.0).step_s(Batch(3, 0, 0, 0, 0, 0, 0))
+        2.5
+        """
+        return cls(
+            *((0,), (decode_s,), (0,), (prefill_s,)),
+            *(base_s, prefill_base_s, decode_context_s, prefill_context_s),
+            *(tidy_s, captured_sizes),
+        )
+
     def __post_init__(self) -> None:
         """Check the coefficients and keep both curves."""
         for axis in ("decode", "prefill"):
