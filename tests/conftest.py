@@ -25,7 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 # Its tests are inherited, and tell as much when they fail as if they stood in a test file.
 pytest.register_assert_rewrite(
-    "engine_contract", "profile_parts", "servegen_parts", "step_parts"
+    "engine_contract",
+    "profile_parts",
+    "span_parts",
+    "weka_parts",
+    "servegen_parts",
+    "step_parts",
 )
 
 

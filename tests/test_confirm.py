@@ -195,6 +195,31 @@ def test_who_is_shown_to_be_worse_races_no_more() -> None:
     assert laps[MIDDLE] == LEAST_ROUNDS < laps[SMALL] == laps[PRESENT]
 
 
+def test_one_look_drops_only_who_is_worse_by_far() -> None:
+    """Three rounds by themselves leave no doubt about either; the fourth takes it back."""
+    field = [SMALL, MIDDLE, PRESENT]
+    slower = {SMALL: [1.05, 1.0501, 1.0499], MIDDLE: [1.5, 1.5002, 1.4998], PRESENT: [1.0] * 3}
+    runs = runs_of(slower)
+    assert survivors(runs, field) == [PRESENT]
+    again = [SMALL, PRESENT]
+    assert {limits for _, limits in ahead(runs, field, 2)} == set(again)
+    doubted = [*runs, *(RaceRun(limits, 4, good(1.0)) for limits in again)]
+    assert survivors(doubted, field) == again
+    agreed = [*runs, RaceRun(SMALL, 4, good(1.05)), RaceRun(PRESENT, 4, good(1.0))]
+    assert next_run(agreed, field, PRESENT) is None
+
+
+def ahead(
+    runs: Sequence[RaceRun], field: Sequence[EngineLimits], count: int
+) -> list[tuple[int, EngineLimits]]:
+    """Return what is replayed next, so many times."""
+    done, found = list(runs), list[tuple[int, EngineLimits]]()
+    while len(found) < count and (following := next_run(done, field, PRESENT)) is not None:
+        found.append(following)
+        done.append(RaceRun(following[1], following[0], good(1.0)))
+    return found
+
+
 def test_a_race_goes_on_where_it_was_interrupted() -> None:
     truth = {SMALL: 1.0, MIDDLE: 1.0, PRESENT: 1.0}
     _, runs = raced(truth, seed=3)

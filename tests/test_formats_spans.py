@@ -9,91 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from span_parts import (
+    CHAT,
+    COUNTS,
+    SEMCONV,
+    T0,
+    TRACE_ID,
+    export,
+    flat,
+    message,
+    read,
+    read_flat,
+    span,
+    written,
+)
 
-from tuner.errors import TraceError, TunerError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import ReadOptions, TraceFormat
+from tuner.formats.columns import ReadOptions
 from tuner.formats.flat_spans import FLAT_SPANS
 from tuner.formats.otlp import OTLP
-from tuner.traces import ClockOrigin, Trace, ZeroOutput
-
-ANY = ReadOptions(skip_invalid=True, max_invalid_ratio=1.0)
-T0 = 1_789_000_100_000_000_000
-TRACE_ID = "a9fac9546cce05ee0c45ec64c4a0fd79"
-COUNTS = {"gen_ai.usage.prompt_tokens": 30, "gen_ai.usage.completion_tokens": 7}
-SEMCONV = {"gen_ai.usage.input_tokens": 30, "gen_ai.usage.output_tokens": 7}
-CHAT = {"gen_ai.operation.name": "chat"}
-
-
-def typed(value: object) -> dict[str, Any]:
-    """Return a value as OTLP's JSON has it, 64-bit integers as text."""
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": value}
-
-
-def span(attributes: dict[str, Any] | None = None, **more: object) -> dict[str, Any]:
-    """Return one of vLLM's spans, half a second long."""
-    given = COUNTS if attributes is None else attributes
-    return {
-        "traceId": TRACE_ID,
-        "name": "llm_request",
-        "startTimeUnixNano": str(T0),
-        "endTimeUnixNano": str(T0 + 500_000_000),
-        "attributes": [{"key": key, "value": typed(value)} for key, value in given.items()],
-        "status": {},
-        **more,
-    }
-
-
-def export(*spans: object) -> dict[str, Any]:
-    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {}, "spans": spans}]}]}
-
-
-def flat(attributes: dict[str, Any] | None = None, **more: object) -> dict[str, Any]:
-    return {
-        "trace_id": "a",
-        "name": "chat gpt-4",
-        "start_time": "2026-02-25T10:00:00.000000",
-        "end_time": "2026-02-25T10:00:02.500000",
-        "attributes": {**CHAT, **(SEMCONV if attributes is None else attributes)},
-        "status": {"code": 1, "message": ""},
-        **more,
-    }
-
-
-def written(folder: Path, *lines: object) -> Path:
-    """Write lines, each an object or the text itself."""
-    path = folder / "spans.json"
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_bytes("\n".join(texts).encode("utf-8", "surrogatepass"))
-    return path
-
-
-def read(path: Path, options: ReadOptions | None = None, known: TraceFormat = OTLP) -> Trace:
-    options = options or ReadOptions()
-    columns = known.read(path, options)
-    return assemble(columns, options, source=path.name, format_name=known.name, sha256="")
-
-
-def read_flat(folder: Path, *spans: object, options: ReadOptions | None = None) -> Trace:
-    path = written(folder, {"trace_id": "a", "spans": spans})
-    return read(path, options, FLAT_SPANS)
-
-
-def message(path: Path, options: ReadOptions | None = None, known: TraceFormat = OTLP) -> str:
-    """Return what reading says about a wrong file."""
-    with pytest.raises(TraceError) as caught:
-        read(path, options, known)
-    assert caught.value.hint
-    return caught.value.message.replace(str(path), path.name)
-
-
-# --- published and generated files ------------------------------------------------------
+from tuner.traces import ClockOrigin, ZeroOutput
 
 
 def test_spans_of_vllm_have_the_numbers_they_should(shared_traces: Path) -> None:
@@ -235,87 +169,6 @@ def test_models_and_missing_latencies(tmp_path: Path) -> None:
     assert len(read(written(tmp_path, export(*ends)), ReadOptions(only_model="b"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (span(startTimeUnixNano=None), "lacks startTimeUnixNano"),
-        (
-            span(startTimeUnixNano="soon"),
-            "startTimeUnixNano must be nanoseconds since 1970, got",
-        ),
-        (
-            span(startTimeUnixNano=-1),
-            "startTimeUnixNano must be nanoseconds since 1970, got -1",
-        ),
-        (span(startTimeUnixNano=1 << 63), "startTimeUnixNano must be nanoseconds since 1970"),
-        (span(endTimeUnixNano=[1]), "endTimeUnixNano must be nanoseconds since 1970, got [1]"),
-        (
-            span(endTimeUnixNano=T0 - 1),
-            "gen_ai.latency.e2e (or end less start) must be a number",
-        ),
-        (span({}), "lacks gen_ai.usage.prompt_tokens or gen_ai.usage.input_tokens"),
-        (
-            span({"gen_ai.usage.prompt_tokens": 1}),
-            "lacks gen_ai.usage.completion_tokens or gen_ai.usage.output_tokens",
-        ),
-        (
-            span({**COUNTS, "gen_ai.usage.prompt_tokens": "9"}),
-            'gen_ai.usage.prompt_tokens must be a whole number of tokens, got "9"',
-        ),
-        (
-            span({**COUNTS, "gen_ai.usage.completion_tokens": -1}),
-            "gen_ai.usage.completion_tokens must be at least 0, got -1",
-        ),
-        (
-            span({**COUNTS, "gen_ai.latency.time_to_first_token": -0.5}),
-            "gen_ai.latency.time_to_first_token must be a number of seconds, at least 0, got",
-        ),
-    ],
-)
-def test_a_wrong_span_is_named_and_may_be_skipped(
-    tmp_path: Path, wrong: dict[str, Any], reason: str
-) -> None:
-    path = written(tmp_path, export(span()), export(span(), wrong), export(span()))
-    said = message(path)
-    assert said.startswith(f"spans.json line 2 span 2: {reason}")
-    assert len(said) < 250
-    trace = read(path, ANY)
-    assert len(trace) == 3
-    assert sum(trace.notes.dropped.values()) == 1
-    assert "1 of 4 rows are invalid" in message(path, ReadOptions(skip_invalid=True))
-    document = written(tmp_path, json.dumps(export(span(), wrong), indent=1))
-    assert message(document).startswith(f"spans.json span 2: {reason}")
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"resourceSpans": [', "is not JSON"),
-        ('{"resourceSpans": [{"scopeSpans": [{"spans": 3}]}]}', "is not as expected: Expected"),
-        ("[1]", "must be a JSON object, got [1]"),
-        ('{"resourceSpans": [' + '{"x": [' * 50_000, "is nested too deep"),
-        (
-            '{"resourceSpans": [], "x": "' + "\0" + '"}',
-            "is not JSON: Invalid control character",
-        ),
-    ],
-)
-def test_a_wrong_line_is_named_and_may_be_skipped(
-    tmp_path: Path, line: str, reason: str
-) -> None:
-    path = written(tmp_path, export(span()), line, export(span()))
-    assert message(path).startswith(f"spans.json line 2: {reason}")
-    assert len(read(path, ANY)) == 2
-    first = written(tmp_path, line, export(span()))
-    assert message(first).startswith(f"spans.json line 1: {reason}")
-
-
-def test_bytes_that_are_not_text_are_refused_even_where_nobody_looks(tmp_path: Path) -> None:
-    path = written(tmp_path, export(span()))
-    path.write_bytes(path.read_bytes().replace(b'"scope": {}', b'"scope": {"name": "\xff"}'))
-    assert message(path).startswith("spans.json line 1: is not UTF-8")
-
-
 def test_empty_answers_follow_their_policy(tmp_path: Path) -> None:
     empty = span({**COUNTS, "gen_ai.usage.completion_tokens": 0})
     path = written(tmp_path, export(span(), empty))
@@ -356,79 +209,3 @@ def test_flat_spans_without_counts_are_left_out_and_counted(tmp_path: Path) -> N
     )
     nothing = written(tmp_path, {"spans": [flat({}), flat({}, status="ERROR")]})
     assert "has no token counts" in message(nothing, known=FLAT_SPANS)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (flat(start_time=None), "lacks start_time"),
-        (flat(start_time=5), "start_time must be a date and time as text, got 5"),
-        (flat(start_time="2026-13-25T10:00:00"), "start_time must look like"),
-        (
-            flat(end_time="2026-02-25T09:59:59"),
-            "gen_ai.latency.e2e (or end less start) must be",
-        ),
-        (flat({"gen_ai.usage.input_tokens": 3}), "lacks gen_ai.usage.completion_tokens or"),
-        ({**flat(), "attributes": [1]}, "attributes must be a JSON object, got [1]"),
-        (7, "must be a JSON object, got 7"),
-    ],
-)
-def test_a_wrong_flat_span_is_named_and_may_be_skipped(
-    tmp_path: Path, wrong: object, reason: str
-) -> None:
-    path = written(tmp_path, {"spans": [flat(), wrong]})
-    assert message(path, known=FLAT_SPANS).startswith(f"spans.json span 2: {reason}")
-    assert len(read(path, ANY, FLAT_SPANS)) == 1
-    assert "spans must be a list" in message(written(tmp_path, {"spans": {}}), known=FLAT_SPANS)
-
-
-# --- anything at all --------------------------------------------------------------------
-
-GOOD = [
-    "\n".join(json.dumps(export(span(), span({**SEMCONV, **CHAT}, name="chat"))) for _ in "ab"),
-    json.dumps(export(span(), span({**SEMCONV, **CHAT}, name="chat", traceId="x")), indent=1),
-    json.dumps({"trace_id": "a", "spans": [flat(), flat({}), flat(COUNTS)]}),
-]
-oddities = st.sampled_from(
-    [
-        "NaN", "-1", "1e999", "9" * 400, "9" * 5000, "null", "true", '"x"', "{}", "[]", "\0",
-        "[" * 3000, '{"a":' * 3000, '"' + "y" * 10_000 + '"', "\ud83d", '"\\ud83d"', "0.5",
-        "\n", '"2"', '"1789000100000000000"', '{"doubleValue": "NaN"}', '{"intValue": {}}', ",",
-    ]
-)  # fmt: skip
-
-
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """Return a good file with some stretches replaced by something odd."""
-    text = draw(st.sampled_from(GOOD))
-    for _ in range(draw(st.integers(1, 3))):
-        start = draw(st.integers(0, len(text)))
-        end = draw(st.integers(start, min(start + 24, len(text))))
-        text = text[:start] + draw(oddities) + text[end:]
-    return text.encode("utf-8", "surrogatepass")
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=400)
-@given(
-    st.one_of(st.binary(max_size=200), mutated()),
-    st.sampled_from([ReadOptions(), ANY]),
-    st.sampled_from([OTLP, FLAT_SPANS]),
-)
-def test_any_bytes_give_a_trace_or_an_error_of_ours(
-    tmp_path: Path, data: bytes, options: ReadOptions, known: TraceFormat
-) -> None:
-    known.matches(data)
-    path = written(tmp_path)
-    path.write_bytes(data)
-    try:
-        trace = read(path, options, known)
-    except TunerError as error:
-        said = error
-    else:
-        assert len(trace) >= 1
-        "".join((*(trace.request_ids or ()), *trace.notes.remarks)).encode()
-        return
-    assert said.exit_code == 2
-    assert said.message.isprintable()
-    assert len(said.message) < 600

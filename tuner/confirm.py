@@ -24,6 +24,9 @@ MOST_ROUNDS = 8
 ERROR_RATE = 0.05
 LOOKS = MOST_ROUNDS - LEAST_ROUNDS + 1
 CONFIDENCE_PER_LOOK = 1 - ERROR_RATE / LOOKS
+# One look suffices to drop who is worse by more than this; for less the next has to agree, so
+# that noise alone ends fewer races between equals (simulated: 2.6 % instead of 4.2): ours.
+FAR_RATIO = 0.10
 # Two configurations whose whole interval lies within this of equality tie for good: ours.
 EQUAL_RATIO = 0.02
 
@@ -148,6 +151,29 @@ def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
     ]
 
 
+def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[EngineLimits]:
+    """Return the survivors, and who is worse than the leader neither by far nor a look before.
+
+    Shapes: in the field's order.
+    """
+    best, inside = _leader(runs, field), survivors(runs, field)
+    last = max((run.round for run in runs), default=0)
+    before = [run for run in runs if run.round < last]
+    return [
+        limits
+        for limits in field
+        if limits in inside
+        or best is None
+        or not (_is_far(runs, best, limits) or compare(before, best, limits) < 0)
+    ]
+
+
+def _is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
+    """Whether the other is of a worse tier, or worse by FAR_RATIO at least."""
+    gain = ratio(runs, best, other)
+    return gain is None or (gain.high is not None and gain.high < 1 / (1 + FAR_RATIO))
+
+
 def next_run(
     runs: Sequence[RaceRun],
     field: Sequence[EngineLimits],
@@ -162,7 +188,7 @@ def next_run(
         return None
     for number in range(1, MOST_ROUNDS + 1):
         before = [run for run in runs if run.round < number]
-        inside = survivors(before, field) if number > LEAST_ROUNDS else list(field)
+        inside = _still_in(before, field) if number > LEAST_ROUNDS else list(field)
         if number > LEAST_ROUNDS and _decided(before, inside):
             return None
         turn = number % len(inside)
