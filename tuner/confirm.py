@@ -86,7 +86,8 @@ def _paired(
 def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     """Return -1 if a is separated as better, 1 if b is, 0 if the evidence cannot tell.
 
-    Different tiers separate only when every shared round agrees on the order.
+    Different tiers separate only when every shared round agrees on the order. Where the tiers
+    of some rounds differ, the values must separate and no tier may speak against them.
     """
     ours, theirs = _paired(runs, a, b)
     if len(ours) < LEAST_ROUNDS:
@@ -94,10 +95,31 @@ def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     signs = {_tier_sign(x, y) for x, y in zip(ours, theirs, strict=True)}
     if signs in ({-1}, {1}):
         return signs.pop()
-    gain = ratio(runs, a, b)
+    gain = _across_tiers(runs, a, b)
     if gain is None or gain.low is None or gain.high is None:
         return 0
-    return -1 if gain.high < 1 else 1 if gain.low > 1 else 0
+    side = -1 if gain.high < 1 else 1 if gain.low > 1 else 0
+    return 0 if -side in signs - {0} else side
+
+
+def _across_tiers(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate | None:
+    """Return the paired ratio a / b by what the lowest tier of any round is judged by.
+
+    A configuration at the edge of what it sustains is in one tier in some rounds and in
+    another in others; None where the two have nothing in common.
+    """
+    ours, theirs = _paired(runs, a, b)
+    if len(ours) < 2:
+        return None
+    lowest = max((*ours, *theirs), key=lambda score: score.tier)
+    if lowest.tier in (Tier.CUT, Tier.FAILED):
+        return None
+    values = [score.value_of(lowest.metric) for score in (*ours, *theirs)]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    half = len(ours)
+    return stats.paired_ratio(known[:half], known[half:], CONFIDENCE_PER_LOOK)
 
 
 def _tier_sign(a: Score, b: Score) -> int:
@@ -170,7 +192,7 @@ def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
 
 def _is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
     """Whether the other is of a worse tier, or worse by FAR_RATIO at least."""
-    gain = ratio(runs, best, other)
+    gain = _across_tiers(runs, best, other)
     return gain is None or (gain.high is not None and gain.high < 1 / (1 + FAR_RATIO))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -21,6 +21,7 @@ from tuner.slo import QUANTILES, Slo
 # A configuration is hopeless once it is certain to be half as bad again as the best so far:
 # ours, well beyond the noise of a single replay.
 HOPELESS_RATIO = 1.5
+WORST_SLACK = "worst SLO slack"
 
 
 class Objective(StrEnum):
@@ -48,12 +49,18 @@ class Score:
     """A place in the order of configurations: tier first, then the smaller value.
 
     `metric` names what value is made of; a rate stands as its inverse, so that less is better
-    throughout and ratios of values are ratios of the metric.
+    throughout and ratios of values are ratios of the metric. `others` are the values by which
+    lower tiers are judged, for the race between replays of different tiers.
     """
 
     tier: Tier
     value: float
     metric: str
+    others: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+
+    def value_of(self, metric: str) -> float | None:
+        """Return the value by a metric of its own or of a lower tier, None if unknown."""
+        return self.value if metric == self.metric else dict(self.others).get(metric)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
         """Tell whether the other wins by more than the tolerance."""
@@ -98,28 +105,34 @@ class Goal:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
+        others = [("requests_per_s", 1 / m.requests_per_s)]
+        if self.slos:
+            others.append((WORST_SLACK, self._slo_used(m)))
+        return replace(self._place(m), others=tuple(others))
+
+    def _place(self, m: Measurement) -> Score:
+        """Place a whole measurement in the order."""
         if self.objective is Objective.CAPACITY:
             return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:
             if m.goodput_per_s:
                 return Score(Tier.GOOD, 1 / m.goodput_per_s, "goodput_per_s")
-            return Score(Tier.BREAKS_SLO, 1 + self._worst_slack(m), "worst SLO slack")
+            return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
         return self._score_within_slos(m)
 
     def _score_capacity(self, m: Measurement) -> Score:
         """Place by the largest load, or at a given load by how much of its SLO is used up."""
         if m.capacity:
             return Score(Tier.GOOD, 1 / m.capacity, "capacity")
-        used = 1 + self._worst_slack(m)
+        used = self._slo_used(m)
         tier = Tier.GOOD if used <= 1 and m.is_sustained else Tier.BREAKS_SLO
-        return Score(tier, max(used, 1e-9), "worst SLO slack")
+        return Score(tier, used, WORST_SLACK)
 
     def _score_within_slos(self, m: Measurement) -> Score:
         """Place a whole measurement by its SLOs first, then by rate or latency."""
         rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
-        worst = self._worst_slack(m)
-        if worst > 0:
-            return Score(Tier.BREAKS_SLO, 1 + worst, "worst SLO slack")
+        if self._worst_slack(m) > 0:
+            return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
         if self.objective is Objective.THROUGHPUT:
             return rate
         statistic = "p50" if self.objective is Objective.LATENCY else self.tail
@@ -127,6 +140,10 @@ class Goal:
         if self.objective is Objective.BALANCED and not m.is_sustained:
             return Score(Tier.NOT_SUSTAINED, rate.value, rate.metric)
         return Score(Tier.GOOD, value_s or math.inf, f"e2e_{statistic}")
+
+    def _slo_used(self, m: Measurement) -> float:
+        """Return how much of its tightest SLO a measurement uses up: 1 is all of it."""
+        return max(1 + self._worst_slack(m), 1e-9)
 
     def _worst_slack(self, m: Measurement) -> float:
         return max((self._slack(slo, m) for slo in self.slos), default=-math.inf)

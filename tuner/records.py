@@ -34,6 +34,7 @@ def record_of(
         "tier": str(score.tier),
         "value": score.value if score.tier not in (Tier.CUT, Tier.FAILED) else None,
         "metric": score.metric,
+        "others": dict(score.others),
         "cause": cause,
         "measurement": measurement,
     }
@@ -52,6 +53,7 @@ def observation_of(record: Mapping[str, Any]) -> Observation:
             Tier(record["tier"]),
             float("inf") if value is None else float(value),
             str(record["metric"]),
+            tuple(record.get("others", {}).items()),
         ),
         peak_running=int((measured.get("running") or {}).get("max") or 0),
         peak_step_tokens=int(measured.get("max_step_tokens") or 0),

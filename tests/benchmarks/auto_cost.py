@@ -2,12 +2,14 @@
 
     python tests/benchmarks/auto_cost.py [--window 4] [--budget 240] [--runs 1]
         [--every-setting] [-o FILE]
+    python tests/benchmarks/auto_cost.py --alone [--budget 150] [-o FILE]
 
 Both methods tune the demo model on the same window of traces/translation.jsonl from the same
 present limits, over ten caps and six token budgets. What `vllm bench sweep serve` costs for
 each setting is measured over --restarts of them and multiplied by the number of settings. With
 --every-setting each of the sixty is replayed live once, on one engine, and nothing cut short:
-what it takes to know of all of them without a shadow.
+what it takes to know of all of them without a shadow. With --alone only the command itself is
+run, with the shadow.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -98,22 +100,8 @@ def brief(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=float, default=4.0)
-    parser.add_argument("--budget", type=float, default=240.0)
-    parser.add_argument("--restarts", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--every-setting", action="store_true")
-    parser.add_argument("-o", "--output", type=Path)
-    args = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {"auto": [], "live": []}
-    for _ in range(args.runs):
-        for method, runs in found.items():
-            with tempfile.TemporaryDirectory() as folder:
-                runs.append(brief(tune(method, args.window, args.budget, Path(folder))))
-            print(f"{method}: {json.dumps(runs[-1])}", flush=True)
+def beside(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Measure, print and return what stands beside the tool's own runs."""
     each_s = sweep_cost.theirs(args.window, args.restarts)["each_s"]
     restarts_s = each_s * len(SETTINGS)
     print(
@@ -125,19 +113,39 @@ def main() -> None:
             f"auto {run['wall_s']:.0f} s, live {other['wall_s']:.0f} s: ratio "
             f"{other['wall_s'] / run['wall_s']:.1f}; restarts {restarts_s / run['wall_s']:.1f}"
         )
-    alone = every_setting(args.window) if args.every_setting else None
-    if alone:
-        print(
-            f"every setting live once: {alone['wall_s']:.0f} s, start {alone['start_s']:.0f} s"
-        )
+    others = {"restart_each_s": each_s, "restarts": args.restarts}
+    if not args.every_setting:
+        return others
+    all_live = every_setting(args.window)
+    print(f"every setting live once: {all_live['wall_s']:.0f} s, start included")
+    return {**others, "every_setting": all_live}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--window", type=float, default=4.0)
+    parser.add_argument("--budget", type=float, default=240.0)
+    parser.add_argument("--restarts", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--every-setting", action="store_true")
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    methods = ["auto"] if args.alone else ["auto", "live"]
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for _ in range(args.runs):
+        for method, runs in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(brief(tune(method, args.window, args.budget, Path(folder))))
+            print(f"{method}: {json.dumps(runs[-1])}", flush=True)
+    others = {} if args.alone else beside(args, found)
     if args.output:
         content = {
             "command": " ".join(Path(word).name for word in sys.argv),
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "restart_each_s": each_s,
-            "restarts": args.restarts,
             "settings": len(SETTINGS),
-            "every_setting": alone,
+            **others,
             **found,
         }
         args.output.write_text(json.dumps(content, indent=1) + "\n")
