@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -109,6 +109,7 @@ class Trial(TypedDict):
     tier: str
     value: float | None
     metric: str
+    others: NotRequired[dict[str, float]]
     cause: str
     measurement: dict[str, Any] | None
 
