@@ -25,7 +25,7 @@ ERROR_RATE = 0.05
 LOOKS = MOST_ROUNDS - LEAST_ROUNDS + 1
 CONFIDENCE_PER_LOOK = 1 - ERROR_RATE / LOOKS
 # One look suffices to drop who is worse by more than this; for less the next has to agree, so
-# that noise alone ends fewer races between equals (simulated: 2.6 % instead of 4.2): ours.
+# that noise alone ends fewer races between equals: ours.
 FAR_RATIO = 0.10
 # Two configurations whose whole interval lies within this of equality tie for good: ours.
 EQUAL_RATIO = 0.02
