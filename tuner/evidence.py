@@ -14,7 +14,7 @@ from typing import Any
 
 from tuner import stats
 from tuner.calibrate import read_metric
-from tuner.confirm import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
+from tuner.duel import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
 from tuner.observation import Phase
 from tuner.records import decisive, observation_of, race_records, ranked

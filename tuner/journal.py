@@ -26,7 +26,7 @@ from optuna.exceptions import (
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from tuner.confirm import RaceRun
+from tuner.duel import RaceRun
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.heartbeat import Heart

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from tuner import confirm, search
+from tuner import search
 from tuner.bench import Failure
+from tuner.duel import LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.observation import Observation, Phase, leader
@@ -101,7 +102,7 @@ def _must_race(run: RunState) -> bool:
     if len(search.finalists(searched(run), run.space)) < 2:
         return run.left_s < run.usual_wall_s
     total_s = run.aim.budget.total_s
-    least_s = (search.FINALISTS + 1) * confirm.LEAST_ROUNDS * run.usual_wall_s
+    least_s = (search.FINALISTS + 1) * LEAST_ROUNDS * run.usual_wall_s
     reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
     return run.left_s < reserved_s
 
@@ -109,9 +110,7 @@ def _must_race(run: RunState) -> bool:
 def fitting(run: RunState, field: list[EngineLimits]) -> list[EngineLimits]:
     """Return who races: fewer where the time would not hold three rounds of all."""
     field = list(field)
-    while len(field) > 2 and (
-        confirm.LEAST_ROUNDS * len(field) * run.usual_wall_s > run.left_s
-    ):
+    while len(field) > 2 and (LEAST_ROUNDS * len(field) * run.usual_wall_s > run.left_s):
         del field[-2]
     return field
 

@@ -50,7 +50,7 @@ class Score:
 
     `metric` names what value is made of; a rate stands as its inverse, so that less is better
     throughout and ratios of values are ratios of the metric. `others` are the values by which
-    lower tiers are judged, for the race between replays of different tiers.
+    the other tiers are judged, for the race between replays of different tiers.
     """
 
     tier: Tier
@@ -59,7 +59,7 @@ class Score:
     others: tuple[tuple[str, float], ...] = field(default=(), compare=False)
 
     def value_of(self, metric: str) -> float | None:
-        """Return the value by a metric of its own or of a lower tier, None if unknown."""
+        """Return the value by a metric of its own or of another tier, None if unknown."""
         return self.value if metric == self.metric else dict(self.others).get(metric)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
@@ -105,41 +105,56 @@ class Goal:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
-        others = [("requests_per_s", 1 / m.requests_per_s)]
+        placed = self._place(m)
+        values = [("requests_per_s", 1 / m.requests_per_s), *self._own_value(m)]
         if self.slos:
-            others.append((WORST_SLACK, self._slo_used(m)))
-        return replace(self._place(m), others=tuple(others))
+            values.append((WORST_SLACK, self._slo_used(m)))
+        others = tuple((name, value) for name, value in values if name != placed.metric)
+        return replace(placed, others=others)
 
     def _place(self, m: Measurement) -> Score:
         """Place a whole measurement in the order."""
         if self.objective is Objective.CAPACITY:
             return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:
-            if m.goodput_per_s:
-                return Score(Tier.GOOD, 1 / m.goodput_per_s, "goodput_per_s")
+            for metric, value in self._own_value(m):
+                return Score(Tier.GOOD, value, metric)
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
         return self._score_within_slos(m)
 
     def _score_capacity(self, m: Measurement) -> Score:
         """Place by the largest load, or at a given load by how much of its SLO is used up."""
-        if m.capacity:
-            return Score(Tier.GOOD, 1 / m.capacity, "capacity")
+        for metric, value in self._own_value(m):
+            return Score(Tier.GOOD, value, metric)
         used = self._slo_used(m)
         tier = Tier.GOOD if used <= 1 and m.is_sustained else Tier.BREAKS_SLO
         return Score(tier, used, WORST_SLACK)
 
     def _score_within_slos(self, m: Measurement) -> Score:
         """Place a whole measurement by its SLOs first, then by rate or latency."""
-        rate = Score(Tier.GOOD, 1 / m.requests_per_s, "requests_per_s")
         if self._worst_slack(m) > 0:
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
-        if self.objective is Objective.THROUGHPUT:
-            return rate
-        statistic = "p50" if self.objective is Objective.LATENCY else self.tail
-        value_s = m.latency("e2e_s", statistic)
         if self.objective is Objective.BALANCED and not m.is_sustained:
-            return Score(Tier.NOT_SUSTAINED, rate.value, rate.metric)
-        return Score(Tier.GOOD, value_s or math.inf, f"e2e_{statistic}")
+            return Score(Tier.NOT_SUSTAINED, 1 / m.requests_per_s, "requests_per_s")
+        metric, value = next(iter(self._own_value(m)), (f"e2e_{self._statistic}", math.inf))
+        return Score(Tier.GOOD, value, metric)
+
+    @property
+    def _statistic(self) -> str:
+        return "p50" if self.objective is Objective.LATENCY else self.tail
+
+    def _own_value(self, m: Measurement) -> list[tuple[str, float]]:
+        """Return the value by what the objective optimises, in any tier; none if unknown."""
+        match self.objective:
+            case Objective.THROUGHPUT:
+                return [("requests_per_s", 1 / m.requests_per_s)]
+            case Objective.GOODPUT:
+                return [("goodput_per_s", 1 / m.goodput_per_s)] if m.goodput_per_s else []
+            case Objective.CAPACITY:
+                return [("capacity", 1 / m.capacity)] if m.capacity else []
+            case _:
+                value_s = m.latency("e2e_s", self._statistic)
+                return [(f"e2e_{self._statistic}", value_s)] if value_s else []
 
     def _slo_used(self, m: Measurement) -> float:
         """Return how much of its tightest SLO a measurement uses up: 1 is all of it."""

@@ -123,8 +123,7 @@ def mean(samples: Floats | Sequence[float]) -> Estimate:
 
 def _half_width(values: Floats, confidence: float) -> float:
     """Return half the width of Student's interval for the mean of values."""
-    df = values.size - 1
-    t = float(stdtrit(df, 0.5 + confidence / 2))
+    t = _t(values.size, confidence)
     return t * float(values.std(ddof=1)) / math.sqrt(values.size)
 
 
@@ -152,6 +151,24 @@ def paired_ratio(
     logs = np.log(a) - np.log(b)
     centre, half = float(logs.mean()), _half_width(logs, confidence)
     return Estimate(math.exp(centre), _exp(centre - half), _exp(centre + half), len(ours))
+
+
+def would_hold_one(seen: Estimate, n: int, errors: float, confidence: float) -> bool:
+    """Tell whether a ratio's interval would hold 1 after n pairs of the same spread.
+
+    The ratio then is supposed to lie further from 1 than the one seen by so many of its
+    standard errors. `seen` is from paired_ratio with the same confidence.
+    """
+    if seen.low is None or seen.high is None or seen.low <= 0:
+        return False
+    error = math.log(seen.value / seen.low) / _t(seen.n, confidence)
+    reach = abs(math.log(seen.value)) + errors * error
+    return reach < _t(n, confidence) * error * math.sqrt(seen.n / n)
+
+
+def _t(n: int, confidence: float) -> float:
+    """Return Student's quantile for the mean of n values."""
+    return float(stdtrit(n - 1, 0.5 + confidence / 2))
 
 
 def _exp(log: float) -> float:

@@ -22,8 +22,8 @@ from statistics import median
 from typing import Any
 
 from tuner import confirm
-from tuner.confirm import RaceRun
 from tuner.demo import demo_engine_args
+from tuner.duel import RaceRun, compare
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits
 from tuner.formats import ReadOptions, read_trace
@@ -48,7 +48,7 @@ def race(host: Host, requests: int) -> dict[str, Any]:
         measured = measure([host.replay("window", LIMITS, ReplayPlan())])
         runs.append(RaceRun(name, number, goal.score(measured)))
     return {
-        "separated": confirm.compare(runs, LIMITS, TWIN) != 0,
+        "separated": compare(runs, LIMITS, TWIN) != 0,
         "rounds": max(run.round for run in runs),
         "values_s": [run.score.value for run in runs],
     }

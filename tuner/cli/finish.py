@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tuner import confirm
 from tuner.cli.emit_command import holds_secrets
 from tuner.cli.job import Job
 from tuner.cli.report_command import write_report
 from tuner.confirm import Decision, Verdict
 from tuner.console import RunDisplay, say, show_outcome
 from tuner.describe import describe
+from tuner.duel import ratio
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
@@ -118,7 +118,7 @@ class Finish:
         limits = best.limits if best else run.space.present
         kind = Verdict.KEEP if limits == run.space.present else Verdict.CHANGE
         runs = run.journal.race_runs()
-        gain = confirm.ratio(runs, limits, run.space.present)
+        gain = ratio(runs, limits, run.space.present)
         return Decision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:

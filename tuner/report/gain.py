@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.confirm import EQUAL_RATIO
+from tuner.duel import EQUAL_RATIO
 from tuner.engine.protocol import EngineLimits
 from tuner.observation import Phase
 from tuner.report.answer import CONFIDENCE
