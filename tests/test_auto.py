@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -116,6 +117,10 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
         assert trial["engine"] == ("shadow" if trial["phase"] == "shadow" else "live")
     assert tuned.result["trials"] == tuned.trials
     assert len(by_phase(tuned, "cold")) == 2
+    taught = Counter(key_of(trial) for trial in by_phase(tuned, "calibrate"))
+    assert len(taught) == 4
+    assert len(set(taught.values())) == 1
+    assert 3 <= taught[4, PRESENT.max_num_batched_tokens] <= 6
     # One engine for calibration and race, one each for the winner and the present one, cold.
     assert tuned.result["provenance"]["engine_starts"] == 3
     assert tuned.result["method"] == "auto"

@@ -15,10 +15,12 @@ from typing import Any
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_fit import Fit, fit
-from tuner.engine.steps import StepColumns
+from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError
+from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
 from tuner.space import SearchSpace
+from tuner.traces import Trace
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -26,6 +28,15 @@ LARGEST_ERROR_RATIO = 0.20
 # No shadow is trusted to less than this, however well it fits: ours, what two live replays of
 # the same configuration differ by on a quiet machine.
 LEAST_ERROR_RATIO = 0.03
+# Rounds of short replays, so that the machine's drift over minutes hits all settings alike. On
+# a machine that drifts by 15 %, one round left a setting out that was 20 % off or more in three
+# of ten cases, three rounds of the same replays in none: ours.
+LEAST_ROUNDS, MOST_ROUNDS = 3, 6
+# How long a replay of a round should take at least, in real time, and how many times over a
+# request should decode meanwhile: ours, a few hundred steps of batches as full as they get.
+REPLAY_S, FILLS = 5.0, 5.0
+# A round that takes less than this off the error was one too many: ours.
+STEADY_RATIO = 0.9
 # What a shadow is compared with live on: the metrics that rank configurations.
 COMPARED = ("requests_per_s", "tpot_p50", "e2e_p50")
 
@@ -49,6 +60,25 @@ def calibration_settings(space: SearchSpace) -> list[EngineLimits]:
     ]
     seen = dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s != space.present)
     return list(seen)
+
+
+def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
+    """Return how many seconds of the trace a calibration replays at every setting.
+
+    Long enough that batches fill up and medians mean something; beyond that, more rounds teach
+    more than longer ones. `each_s` is the real time for all replays of one setting.
+    """
+    wanted_s = max(REPLAY_S / pilot.wall_per_trace_s, FILLS * pilot.decode_s)
+    enough_s = LEAST_REQUESTS * trace.duration_s / max(len(trace), 1)
+    length_s = max(min(wanted_s, each_s / pilot.wall_per_trace_s), enough_s)
+    return min(length_s, max(trace.duration_s, 1e-3))
+
+
+def is_steady(errors: Sequence[float]) -> bool:
+    """Tell from the error after each round whether another is unlikely to teach more."""
+    if len(errors) < LEAST_ROUNDS or errors[-1] > LARGEST_ERROR_RATIO:
+        return False
+    return errors[-1] <= LEAST_ERROR_RATIO or errors[-1] > STEADY_RATIO * min(errors[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +106,7 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
-        learnt: Fit = fit([c for _, c in self.steps], tuple(self.shape.captured_sizes))
+        learnt: Fit = fit(self._by_limits(), tuple(self.shape.captured_sizes))
         return Profile(
             shape=self.shape,
             kv_starts=self.starts,
@@ -89,14 +119,23 @@ class Calibration:
             serve_values=self.serve_values,
         )
 
+    def _by_limits(self) -> list[StepColumns]:
+        """Return the steps by setting, so that one left out is left out of all rounds."""
+        seen = dict.fromkeys(limits for limits, _ in self.steps)
+        return [joined([c for at, c in self.steps if at == limits]) for limits in seen]
+
 
 def error_ratio(profile: Profile) -> float:
     """Return how wrong the shadow of a profile is said to be, never below the live noise.
 
     The worse of two: on the replays that it was fitted to, and on a configuration left out.
     """
-    fit_error = profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
-    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error)
+    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error_ratio(profile))
+
+
+def fit_error_ratio(profile: Profile) -> float:
+    """Return how wrong models of this kind are on a configuration, or steps, left out."""
+    return profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
 
 
 def check_rank_by(profile: Profile) -> None:
@@ -118,16 +157,29 @@ def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def apart(
-    live: Mapping[str, Any], shadow: Mapping[str, Any], metrics: Sequence[str] = COMPARED
-) -> dict[str, float]:
-    """Return by how much a shadow's metrics differ from the live ones, relative and signed."""
+def beside(
+    live: Sequence[Mapping[str, Any]],
+    shadow: Mapping[str, Any],
+    metrics: Sequence[str] = COMPARED,
+) -> dict[str, tuple[float, float]]:
+    """Return each metric's median over live replays of the same, and what was foretold."""
     found = {}
     for metric in metrics:
-        measured, predicted = read_metric(live, metric), read_metric(shadow, metric)
+        measured = [value for m in live if (value := read_metric(m, metric))]
+        predicted = read_metric(shadow, metric)
         if measured and predicted:
-            found[metric] = predicted / measured - 1
+            found[metric] = median(measured), predicted
     return found
+
+
+def apart(
+    live: Sequence[Mapping[str, Any]],
+    shadow: Mapping[str, Any],
+    metrics: Sequence[str] = COMPARED,
+) -> dict[str, float]:
+    """Return by how much a shadow's metrics differ from the live ones, relative and signed."""
+    pairs = beside(live, shadow, metrics)
+    return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
 
 
 def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from tuner import search
 from tuner.bench import Failure
 from tuner.duel import LEAST_ROUNDS
@@ -20,6 +22,7 @@ from tuner.plan import (
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     SEARCH_SHARE,
+    Pilot,
     choose_windows,
 )
 from tuner.replay import ReplayLog
@@ -39,8 +42,8 @@ def searched(run: RunState) -> list[Observation]:
     return [o for o in run.journal.observations() if o.phase.is_search]
 
 
-def pilot_rate(run: RunState) -> float:
-    """Return the real seconds that a second of the trace costs at the present limits.
+def fly_pilot(run: RunState) -> Pilot:
+    """Return what a part of the trace costs at the present limits.
 
     Raises: EngineError if the engine fails at them.
     """
@@ -56,7 +59,8 @@ def pilot_rate(run: RunState) -> float:
     done = max(measured.completed + measured.refused, 1) / len(pilot)
     rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
     run.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
-    return rate
+    tpot_s = measured.latency("tpot_s", "p50") or 0.0
+    return Pilot(rate, tpot_s * float(np.median(pilot.output_tokens)))
 
 
 def plan_windows(run: RunState, rate: float | None = None, replays: int | None = None) -> None:
@@ -68,7 +72,7 @@ def plan_windows(run: RunState, rate: float | None = None, replays: int | None =
         if run.aim.window is not None:
             run.windows = (run.aim.window,)
         else:
-            rate = pilot_rate(run) if rate is None else rate
+            rate = fly_pilot(run).wall_per_trace_s if rate is None else rate
             wanted = SEARCH_REPLAYS + RACE_REPLAYS if replays is None else replays
             run.windows = choose_windows(run.trace, rate, run.left_s, wanted)
     run.use_windows()

@@ -7,32 +7,34 @@ error) is told, and the live search takes over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 from tuner import search
 from tuner.calibrate import (
-    COMPARED,
+    MOST_ROUNDS,
     Calibration,
     apart,
+    beside,
     calibration_settings,
     check_rank_by,
     error_ratio,
+    fit_error_ratio,
+    is_steady,
     metric_error,
-    read_metric,
+    replay_length_s,
 )
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.forecast import Forecast
 from tuner.host import Started
-from tuner.live_search import fitting, pilot_rate, plan_windows
+from tuner.live_search import fitting, fly_pilot, plan_windows
 from tuner.metrics import Measurement
 from tuner.objective import Goal, Objective, Tier
 from tuner.observation import Observation, Phase, leader
-from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS
+from tuner.plan import RACE_REPLAYS
 from tuner.profiles import KvStart, Profile, read_profile, write_profile
 from tuner.ranking import Ranking
 from tuner.records import race_records
@@ -44,10 +46,9 @@ from tuner.shadows import Shadows, Task
 from tuner.windows import busiest
 
 CALIBRATION = "calibration"
-# The shares of the budget that calibrating and foretelling may take: ours.
-CALIBRATION_SHARE, FORECAST_SHARE = 0.15, 0.20
-# No calibration replay needs longer: ours, thousands of steps of any engine.
-LONGEST_CALIBRATION_S = 60.0
+# The shares of the budget that calibrating and foretelling may take: ours. Calibrating mostly
+# ends before.
+CALIBRATION_SHARE, FORECAST_SHARE = 0.25, 0.20
 # Live replays after the search: the race, and two on cold engines.
 LIVE_REPLAYS = RACE_REPLAYS + 2
 # Shadow and live disagree if they differ by more than this many times the stated error, which
@@ -66,7 +67,7 @@ class ShadowSearch:
     serve_values: Mapping[str, object]
     forecast: Forecast | None = None
     _calibration: Calibration | None = None
-    _live: dict[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
+    _live: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
     compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
     """What was measured live and foretold of the same requests, by setting and metric."""
     _rate: float | None = None
@@ -96,32 +97,51 @@ class ShadowSearch:
         return fitting(run, field_)
 
     def _calibrate(self, started: Started) -> None:
-        """Replay a few settings live and keep every step."""
+        """Replay a few settings live, in rounds, and keep every step."""
         run, began_s = self.run, time.monotonic()
         self.begin_learning(started)
-        self._rate = pilot_rate(run)
+        pilot = fly_pilot(run)
+        self._rate = pilot.wall_per_trace_s
         settings = [run.space.present, *calibration_settings(run.space)]
-        each_s = CALIBRATION_SHARE * run.aim.budget.total_s / len(settings)
-        each_s = min(each_s, LONGEST_CALIBRATION_S)
-        enough_s = LEAST_REQUESTS * run.trace.duration_s / max(len(run.trace), 1)
-        length_s = min(max(each_s / self._rate, enough_s), max(run.trace.duration_s, 1e-3))
+        share_s = CALIBRATION_SHARE * run.aim.budget.total_s
+        each_s = share_s / len(settings)
+        length_s = replay_length_s(run.trace, pilot, each_s)
         run.bench.use(CALIBRATION, busiest(run.trace, length_s).of(run.trace))
         run.listener.note(
-            f"calibrating on {len(settings)} settings, {length_s:.3g} s of traffic"
+            f"calibrating on {len(settings)} settings, {length_s:.3g} s of traffic, in turns"
         )
-        goal = Goal(run.aim.objective, run.aim.slos, "p50")
-        for limits in settings:
-            record = run.trial(
-                limits,
-                Phase.CALIBRATE,
-                CutRule(max_wall_s=2 * each_s),
-                on_log=partial(self.learn, limits),
-                names=[CALIBRATION],
-                goal=goal,
-            )
-            if record["measurement"] and not record["measurement"]["cut_reason"]:
-                self._live[limits] = record["measurement"]
+        cut = CutRule(max_wall_s=2 * min(length_s * pilot.wall_per_trace_s, each_s))
+        errors: list[float] = []
+        for number in range(MOST_ROUNDS):
+            turn = number % len(settings)
+            for limits in (*settings[turn:], *settings[:turn]):
+                self._teach(limits, cut)
+            errors.extend(self._fit_error())
+            took_s = time.monotonic() - began_s
+            if is_steady(errors) or took_s * (number + 2) / (number + 1) > share_s:
+                break
         run.walls_s["calibrate"] = time.monotonic() - began_s
+
+    def _teach(self, limits: EngineLimits, cut: CutRule) -> None:
+        """Replay the calibration's traffic at a setting, and learn from it."""
+        record = self.run.trial(
+            limits,
+            Phase.CALIBRATE,
+            cut,
+            on_log=partial(self.learn, limits),
+            names=[CALIBRATION],
+            goal=Goal(self.run.aim.objective, self.run.aim.slos, "p50"),
+        )
+        if record["measurement"] and not record["measurement"]["cut_reason"]:
+            self._live.setdefault(limits, []).append(record["measurement"])
+
+    def _fit_error(self) -> list[float]:
+        """Return how wrong the steps so far leave the model, nothing while they are too few."""
+        try:
+            learnt = None if self._calibration is None else self._calibration.profile()
+        except TooFewSamplesError:
+            learnt = None
+        return [] if learnt is None else [fit_error_ratio(learnt)]
 
     def begin_learning(self, started: Started) -> None:
         """Note what engine it is whose steps will be heard of. Raises: ShadowError."""
@@ -232,7 +252,8 @@ class ShadowSearch:
             live = race_records(run.journal.records(), limits)
             if not isinstance(outcome, Measurement) or not live:
                 continue
-            for metric, measured, predicted in _pairs(list(live.values()), outcome.as_json()):
+            pairs = beside(list(live.values()), outcome.as_json())
+            for metric, (measured, predicted) in pairs.items():
                 self.compared[limits, metric] = measured, predicted
                 if abs(predicted / measured - 1) > allowed:
                     said.append(f"{metric} at {limits} by {predicted / measured - 1:+.0%}")
@@ -259,14 +280,3 @@ class ShadowSearch:
         if self._shadows is not None:
             self._shadows.close()
             self._shadows = None
-
-
-def _pairs(
-    live: Sequence[Mapping[str, Any]], shadow: Mapping[str, Any]
-) -> Iterator[tuple[str, float, float]]:
-    """Yield each compared metric with its measured middle and what was foretold."""
-    for metric in COMPARED:
-        measured = [value for m in live if (value := read_metric(m, metric))]
-        predicted = read_metric(shadow, metric)
-        if measured and predicted:
-            yield metric, median(measured), predicted

@@ -245,7 +245,7 @@ def checked(
     shadow: dict[EngineLimits, dict[str, Any]],
 ) -> Profile:
     """Return the profile with the error that the tool would state."""
-    differences = [apart(m, shadow[limits]) for limits in known for m in live[limits]]
+    differences = [apart(live[limits], shadow[limits]) for limits in known]
     return replace(profile, metric_error_ratio=metric_error(differences))
 
 
