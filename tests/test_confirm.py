@@ -129,6 +129,16 @@ def test_equals_race_no_further_once_the_present_one_is_out() -> None:
     assert winners[LARGE] >= 95
 
 
+def test_equals_whose_tiers_come_and_go_race_no_further_either() -> None:
+    """Each sustains the load in one round in which the other does not: nothing can tell."""
+    held = [at_the_edge(30.0, is_sustained=place != 1) for place in range(3)]
+    lost = [at_the_edge(30.1, is_sustained=place != 0) for place in range(3)]
+    present = [at_the_edge(13.0 + 0.1 * place, is_sustained=False) for place in range(3)]
+    runs = runs_of({SMALL: held, LARGE: lost, PRESENT: present})
+    assert next_run(runs, [SMALL, LARGE, PRESENT], PRESENT) is None
+    assert decide(runs, [SMALL, LARGE, PRESENT], PRESENT).winner == SMALL
+
+
 def test_of_one_cap_the_smaller_budget_wins_a_tie() -> None:
     low, high = EngineLimits(8, 512), EngineLimits(8, 4096)
     found, _ = raced({high: 0.8, low: 0.8, PRESENT: 1.0}, seed=1, noise_ratio=0.002)

@@ -34,7 +34,7 @@ LEAST_ERROR_RATIO = 0.03
 LEAST_ROUNDS, MOST_ROUNDS = 3, 6
 # How long a replay of a round should take at least, in real time, and how many times over a
 # request should decode meanwhile: ours, a few hundred steps of batches as full as they get.
-REPLAY_S, FILLS = 5.0, 5.0
+REPLAY_S, FILLS = 3.0, 3.0
 # A round that takes less than this off the error was one too many: ours.
 STEADY_RATIO = 0.9
 # What a shadow is compared with live on: the metrics that rank configurations.

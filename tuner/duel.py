@@ -64,10 +64,9 @@ def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     of some rounds differ, some metric must separate, and neither another metric nor any tier
     may speak against it.
     """
-    ours, theirs = paired(runs, a, b)
-    if len(ours) < LEAST_ROUNDS:
+    if len(paired(runs, a, b)[0]) < LEAST_ROUNDS:
         return 0
-    signs = {_tier_sign(x, y) for x, y in zip(ours, theirs, strict=True)}
+    signs = _tier_signs(runs, a, b)
     if signs in ({-1}, {1}):
         return signs.pop()
     sides = {_side(gain) for gain in ratios(runs, a, b)} - {0}
@@ -75,8 +74,10 @@ def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     return 0 if -side in signs - {0} else side
 
 
-def _tier_sign(a: Score, b: Score) -> int:
-    return (a.tier > b.tier) - (a.tier < b.tier)
+def _tier_signs(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> set[int]:
+    """Return -1 where a was in the better tier in a round, 1 where b was, 0 for the same."""
+    pairs = zip(*paired(runs, a, b), strict=True)
+    return {(x.tier > y.tier) - (x.tier < y.tier) for x, y in pairs}
 
 
 def _side(gain: Estimate) -> int:
@@ -103,8 +104,13 @@ def ratios(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> list[Es
         known = [value for value in values if value is not None and 0 < value < math.inf]
         if len(known) == len(values):
             found.append((known[: len(ours)], known[len(ours) :]))
-    level = 1 - (1 - CONFIDENCE_PER_LOOK) / max(len(found), 1)
+    level = _level(len(found))
     return [stats.paired_ratio(mine, other, level) for mine, other in found]
+
+
+def _level(metrics: int) -> float:
+    """Return the confidence of each of several intervals that are looked at together."""
+    return 1 - (1 - CONFIDENCE_PER_LOOK) / max(metrics, 1)
 
 
 def _shared_metrics(scores: Sequence[Score]) -> list[str]:
@@ -136,10 +142,12 @@ def is_vain(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
     Source: stochastic curtailment, Jennison & Turnbull, Group Sequential Methods, chapter 10,
         with Student's interval in place of a normal one.
     """
-    gain = ratio(runs, a, b)
-    if gain is None or gain.n < LEAST_ROUNDS:
+    gains = ratios(runs, a, b)
+    if not gains or gains[0].n < LEAST_ROUNDS:
         return False
-    return stats.would_hold_one(gain, MOST_ROUNDS, VAIN_ERRORS, CONFIDENCE_PER_LOOK)
+    level = _level(len(gains))
+    is_held = (stats.would_hold_one(g, MOST_ROUNDS, VAIN_ERRORS, level) for g in gains)
+    return {-1, 1} <= _tier_signs(runs, a, b) or all(is_held)
 
 
 def is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
