@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from sqlalchemy import text
 
+from tuner.claims import MOST_DEATHS
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.journal import Journal
@@ -164,6 +165,25 @@ def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> No
     resumed.enqueue(LIMITS, Phase.SHADOW)
     assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
     assert [r["tier"] for r in resumed.records()] == [str(Tier.FAILED)]
+
+
+def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) -> None:
+    main, worker = Journal(url), Journal(url, join=True)
+    main.enqueue(LIMITS, Phase.SHADOW)
+    for _ in range(MOST_DEATHS):
+        assert main.unfinished(Phase.SHADOW) == 1
+        claimed = worker.claim(Phase.SHADOW)
+        assert claimed is not None
+        die(worker, claimed[0])
+        assert main.give_back_stale() == 1
+    resumed = Journal(url)
+    resumed.enqueue(LIMITS, Phase.SHADOW)
+    assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
+    (record,) = resumed.records()
+    assert record["tier"] == str(Tier.FAILED)
+    assert record["cause"].startswith(f"{MOST_DEATHS} processes ended while they replayed it")
+    (seen,) = resumed.observations()
+    assert (seen.limits, seen.phase) == (LIMITS, Phase.SHADOW)
 
 
 def test_a_worker_killed_after_it_wrote_its_measurement_has_measured(url: str) -> None:

@@ -19,6 +19,7 @@ from tuner.stats import (
     quantile,
     time_weighted,
     time_weighted_quantile,
+    would_hold_one,
 )
 
 values = st.floats(-1e6, 1e6, allow_nan=False)
@@ -172,6 +173,31 @@ def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
         assert found.high is not None
         hits += found.low <= 1.2 <= found.high
     assert 0.935 <= hits / 2000 <= 0.965
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=3, max_size=8),
+    st.integers(3, 20),
+    st.floats(0, 3),
+)
+def test_whether_more_pairs_would_tell_is_read_off_the_interval(
+    pairs: list[tuple[float, float]], n: int, errors: float
+) -> None:
+    seen = paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
+    assert seen.low is not None
+    assert seen.high is not None
+    as_it_is = would_hold_one(seen, seen.n, 0.0, CONFIDENCE)
+    assert as_it_is == (seen.low < 1 < seen.high)
+    # Neither more pairs nor a larger difference makes it harder to tell.
+    if not would_hold_one(seen, n, errors, CONFIDENCE):
+        assert not would_hold_one(seen, n + 1, errors, CONFIDENCE)
+        assert not would_hold_one(seen, n, errors + 1, CONFIDENCE)
+
+
+def test_eight_pairs_tell_what_three_cannot() -> None:
+    seen = paired_ratio([1.1, 1.2, 1.3], [1.0, 1.0, 1.0])
+    assert would_hold_one(seen, 3, 0.0, 0.99)
+    assert not would_hold_one(seen, 8, 0.0, 0.99)
 
 
 def test_runs_that_cannot_be_paired_are_refused() -> None:

@@ -9,8 +9,9 @@ parameters, its value, its constraints and the whole measurement.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,7 @@ from optuna.exceptions import (
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from tuner.claims import MOST_DEATHS, QUEUED, Key, is_of, key_of, lost, present
 from tuner.duel import RaceRun
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
@@ -73,7 +75,7 @@ class Journal:
         grace_s: int = GRACE_S,
     ) -> None:
         self._held: dict[int, tuple[Trial, Heart | None]] = {}
-        self._known: set[tuple[EngineLimits, Phase, int]] | None = None
+        self._known: set[Key] | None = None
         self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
         try:
@@ -101,7 +103,7 @@ class Journal:
     def _fail_interrupted(self) -> None:
         """Mark what ran when the last process ended; workers may still be at theirs."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not (_is_of(trial, Phase.SHADOW) and "queued" in trial.user_attrs):
+            if not (is_of(trial, Phase.SHADOW) and QUEUED in trial.user_attrs):
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     @property
@@ -137,14 +139,14 @@ class Journal:
     ) -> None:
         """Queue a configuration with its cut, unless it is there or measured already."""
         if self._known is None:
-            self._known = _present(self._study.get_trials(deepcopy=False))
+            self._known = present(self._study.get_trials(deepcopy=False))
         if (limits, phase, race_round) not in self._known:
             self._add(limits, phase, race_round, TrialState.WAITING, asdict(cut))
 
     def cut_of(self, number: int) -> CutRule:
         """Return when the replay of a trial that this process has claimed may be cut short."""
         trial, _ = self._held[number]
-        return CutRule(**trial.user_attrs["queued"])
+        return CutRule(**trial.user_attrs[QUEUED])
 
     def _add(
         self,
@@ -155,7 +157,7 @@ class Journal:
         cut: Mapping[str, Any] | None = None,
     ) -> int:
         """Add a trial and return its id; one that waits is marked as queued, with its cut."""
-        queued = {"queued": dict(cut or {})} if state is TrialState.WAITING else {}
+        queued = {QUEUED: dict(cut or {})} if state is TrialState.WAITING else {}
         trial = optuna.create_trial(
             state=state,
             params=asdict(limits),
@@ -224,18 +226,26 @@ class Journal:
     def give_back_stale(self) -> int:
         """Enqueue again what a dead process had claimed, and return how many those were.
 
-        What is missing is read off the study, so that a main process killed between the two
-        steps loses nothing. Only the main process can call it: two would both enqueue.
+        What several died of is given up and counts as failed. What is missing is read off the
+        study, so that a main process killed between the two steps loses nothing. Only the main
+        process can call it: two would both enqueue.
         """
         with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
             optuna.storages.fail_stale_trials(self._study)
-        trials = self._study.get_trials(deepcopy=False)
-        present = _present(trials)
-        queued = {_key(t): t.user_attrs["queued"] for t in trials if "queued" in t.user_attrs}
-        lost = [key for key in queued if key not in present]
-        for key in lost:
-            self._add(*key, TrialState.WAITING, queued[key])
-        return len(lost)
+        again, hopeless = lost(self._study.get_trials(deepcopy=False))
+        for key, cut in again.items():
+            self._add(*key, TrialState.WAITING, cut)
+        for key in hopeless:
+            self._give_up(*key)
+        return len(again) + len(hopeless)
+
+    def _give_up(self, limits: EngineLimits, phase: Phase, race_round: int) -> None:
+        """Record that a configuration ended every process that replayed it."""
+        number = self.begin(limits, phase, race_round)
+        score = Score(Tier.FAILED, math.inf, "failed")
+        cause = f"{MOST_DEATHS} processes ended while they replayed it, most likely of memory"
+        record = record_of(number, limits, phase, race_round, score, None, cause)
+        self.finish(number, score, {}, record)
 
     def waiting(self, phase: Phase) -> int:
         """Return how many trials of a phase nobody has claimed yet."""
@@ -247,7 +257,7 @@ class Journal:
 
     def _of(self, phase: Phase, *states: TrialState) -> list[FrozenTrial]:
         trials = self._study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if _is_of(trial, phase)]
+        return [trial for trial in trials if is_of(trial, phase)]
 
     def close(self) -> None:
         """Let the hearts of all claims stop, and the storage go."""
@@ -267,7 +277,7 @@ class Journal:
         kept: dict[object, dict[str, Any]] = {}
         for trial in self._study.get_trials(deepcopy=False, states=_ENDED):
             if "record" in trial.user_attrs:
-                key = _key(trial) if _is_of(trial, Phase.SHADOW) else trial.number
+                key = key_of(trial) if is_of(trial, Phase.SHADOW) else trial.number
                 kept.setdefault(key, dict(trial.user_attrs["record"]))
         return list(kept.values())
 
@@ -279,19 +289,3 @@ class Journal:
         """Return the replays of the race."""
         raced = (o for o in self.observations() if o.phase is Phase.RACE)
         return [RaceRun(o.limits, o.race_round, o.score) for o in raced]
-
-
-def _is_of(trial: FrozenTrial, phase: Phase) -> bool:
-    return trial.user_attrs.get("phase") == str(phase)
-
-
-def _key(trial: FrozenTrial) -> tuple[EngineLimits, Phase, int]:
-    """Return what a trial is for."""
-    attrs = trial.user_attrs
-    return EngineLimits(**trial.params), Phase(attrs["phase"]), int(attrs["race_round"])
-
-
-def _present(trials: Iterable[FrozenTrial]) -> set[tuple[EngineLimits, Phase, int]]:
-    """Return what is measured or still will be; a trial given up is neither."""
-    kept = (t for t in trials if "record" in t.user_attrs or not t.state.is_finished())
-    return {_key(t) for t in kept if t.params}

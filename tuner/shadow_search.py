@@ -268,7 +268,10 @@ class ShadowSearch:
         """Fit anew with the race's steps, foretell anew, and return who should race as well."""
         run = self.run
         cost_s = run.walls_s.get("fit", 0.0) + run.walls_s.get("shadow", 0.0)
-        if self._calibration is None or self.forecast is None or cost_s > run.left_s / 2:
+        if self._calibration is None:
+            run.listener.note("the steps went with the run that is resumed: no recalibration")
+            return None
+        if self.forecast is None or cost_s > run.left_s / 2:
             run.listener.note("there is no time to recalibrate")
             return None
         generation = self.forecast.generation + 1
