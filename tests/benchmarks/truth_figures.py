@@ -1,0 +1,198 @@
+"""What replays, live and foretold, say of a shadow: its errors, how it ranks, what it costs.
+
+Pure: kept results in, figures out. Measuring is done by `shadow_truth`.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import combinations, permutations
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
+
+from tuner.calibrate import read_metric
+from tuner.engine.protocol import EngineLimits
+from tuner.objective import tail_statistic
+
+METRICS = (
+    "requests_per_s",
+    "tpot_p50",
+    "e2e_p50",
+    "tpot_p99",
+    "e2e_p99",
+    "ttft_p50",
+    "ttft_p99",
+    "steps",
+)
+# TTFT below this is a step or two, of which no scheduler model says when they begin.
+TTFT_FLOOR_S = 0.05
+
+
+def limits_of(text: str) -> EngineLimits:
+    """Read `8/512`."""
+    seqs, _, tokens = text.partition("/")
+    return EngineLimits(int(seqs), int(tokens))
+
+
+def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return by metric the shadow's errors, and the differences of live runs, all relative."""
+    found: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+    for name in result["foretold"]:
+        for metric in METRICS:
+            measured = [read_metric(m, metric) for m in result["live"][name]]
+            predicted = read_metric(result["shadow"][name], metric)
+            real = [value for value in measured if value]
+            if not real or not predicted:
+                continue
+            if metric.startswith("ttft") and median(real) < TTFT_FLOOR_S:
+                continue
+            off, noise = found[metric]
+            off.append(abs(predicted / median(real) - 1))
+            noise.extend(abs(a / b - 1) for a, b in combinations(real, 2))
+    return found
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How one source orders the settings, judged by live runs that it did not see.
+
+    `tau` is Kendall's, `regret` the chosen setting over the best one, minus 1.
+    """
+
+    tau: float
+    regret: float
+
+
+def rankings(result: dict[str, Any]) -> dict[str, Ranking]:
+    """Return how the shadow orders, judged by the live median and by single live runs.
+
+    By the tail that the tool itself would judge a window of so many requests by. Settings that
+    made the same schedule live count as one: only noise could order them. Beside the shadow
+    stands how one live run orders, judged by another: no more can be had of a single replay of
+    each setting.
+    """
+    shadow, runs = _values(result)
+    found = {"shadow by live median": _judged(shadow, np.median(runs, axis=0))}
+    by_one = [_judged(shadow, run) for run in runs]
+    others = [_judged(a, b) for a, b in permutations(runs, 2)]
+    for name, several in (("shadow by one live run", by_one), ("live run by another", others)):
+        if several:
+            tau, regret = (
+                mean(getattr(r, what) for r in several) for what in ("tau", "regret")
+            )
+            found[name] = Ranking(tau, regret)
+    return found
+
+
+def against_grid(result: dict[str, Any]) -> float:
+    """Return how much worse the shadow's choice is than that of a live run of every setting.
+
+    Relative, judged by live runs that neither saw, so that no luck of the judge's own best is
+    in it; below 0 the shadow chose better.
+    """
+    shadow, runs = _values(result)
+    chosen = int(np.argmin(shadow))
+    return mean(
+        float(judge[chosen] / judge[int(np.argmin(grid))]) - 1
+        for grid, judge in permutations(runs, 2)
+    )
+
+
+def _values(result: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is foretold, [schedules], and what was measured, [runs, schedules]."""
+    metric = f"e2e_{tail_statistic(result['requests'])}"
+    told, live = result["shadow"], result["live"]
+    kinds: list[list[str]] = []
+    for name in live:
+        kind = next((k for k in kinds if _is_same_schedule(live, name, k[0])), None)
+        if kind is None:
+            kinds.append([name])
+        else:
+            kind.append(name)
+    values = {name: [read_metric(m, metric) or np.inf for m in live[name]] for name in live}
+    measured = [np.median([values[name] for name in kind], axis=0) for kind in kinds]
+    foretold = [read_metric(told[kind[0]], metric) or np.inf for kind in kinds]
+    return np.array(foretold), np.array(measured).T
+
+
+def _is_same_schedule(live: dict[str, list[dict[str, Any]]], a: str, b: str) -> bool:
+    """Whether what two settings differ in bound in none of their live replays."""
+    both = (limits_of(a), limits_of(b))
+    seen = [*live[a], *live[b]]
+    running = max(m["running"]["max"] for m in seen)
+    step_tokens = max(m["max_step_tokens"] for m in seen)
+    caps = {limits.max_num_seqs for limits in both}
+    budgets = {limits.max_num_batched_tokens for limits in both}
+    same_cap = len(caps) == 1 or running < min(caps)
+    return same_cap and (len(budgets) == 1 or step_tokens < min(budgets))
+
+
+def _judged(values: NDArray[np.float64], truth: NDArray[np.float64]) -> Ranking:
+    chosen = float(truth[int(np.argmin(values))])
+    return Ranking(float(kendalltau(truth, values).statistic), chosen / float(truth.min()) - 1)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one scenario."""
+    print(f"{'':>10} " + " ".join(f"{metric:>24}" for metric in METRICS))
+    for name in result["foretold"]:
+        cells = []
+        for metric in METRICS:
+            real = [read_metric(m, metric) or float("nan") for m in result["live"][name]]
+            told = read_metric(result["shadow"][name], metric) or float("nan")
+            both = " ".join(f"{value:.4g}" for value in real)
+            cells.append(f"{both} / {told:.4g} {told / median(real) - 1:+.1%}")
+        print(f"{name:>10} " + " ".join(f"{cell:>24}" for cell in cells))
+    walls = ", ".join(f"{k} {v:.2f} s" for k, v in result["walls_s"].items())
+    print(f"stated error {result['error_ratio']:.1%}; {walls}", flush=True)
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Print and return the figures over all scenarios."""
+    pooled: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+    for result in results:
+        for metric, (off, noise) in errors(result).items():
+            pooled[metric][0].extend(off)
+            pooled[metric][1].extend(noise)
+    print(f"\n{'metric':<16} {'shadow off':>11} {'worst':>8} {'live noise':>11} {'n':>4}")
+    figures: dict[str, Any] = {}
+    for metric, (off, noise) in pooled.items():
+        if off:
+            line = (median(off), max(off), median(noise) if noise else float("nan"), len(off))
+            print(
+                f"{metric:<16} {line[0]:>11.1%} {line[1]:>8.1%} {line[2]:>11.1%} {line[3]:>4}"
+            )
+            figures[metric] = dict(
+                zip(("median", "worst", "live_noise", "n"), line, strict=True)
+            )
+    for result in results:
+        name = result["scenario"]["name"]
+        for source, found in rankings(result).items():
+            print(f"{name:<20} {source:<24} tau {found.tau:.2f}, regret {found.regret:.1%}")
+            figures[f"ranking, {name}, {source}"] = asdict(found)
+        if len(_values(result)[1]) > 1:
+            figures[f"regret against a live grid, {name}"] = against_grid(result)
+    _say_ranking(figures)
+    return figures
+
+
+def _say_ranking(figures: dict[str, Any]) -> None:
+    """Print what the rankings come to over all scenarios."""
+    for source in ("shadow by live median", "shadow by one live run", "live run by another"):
+        found = [value for key, value in figures.items() if key.endswith(source)]
+        if found:
+            taus, regrets = ([f[what] for f in found] for what in ("tau", "regret"))
+            print(
+                f"{source:<24} tau {mean(taus):.2f} ({min(taus):.2f} to {max(taus):.2f}), "
+                f"regret {mean(regrets):.1%} ({min(regrets):.1%} to {max(regrets):.1%})"
+            )
+    over = [value for key, value in figures.items() if key.startswith("regret against")]
+    if over:
+        each = ", ".join(f"{value:+.1%}" for value in over)
+        print(f"the shadow's choice over a live grid's: {mean(over):+.1%} ({each})")
