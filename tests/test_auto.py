@@ -175,6 +175,48 @@ def test_a_profile_is_left_that_reads_back(tuned: Run, profile_path: Path) -> No
     assert facts["calibrated_on"] == list(profile.calibrated_on)
 
 
+def test_with_the_profile_of_an_earlier_run_nothing_is_calibrated(
+    tmp_path: Path, tuned: Run, profile_path: Path
+) -> None:
+    found = auto(tmp_path, SOURCE, "--profile", str(profile_path))
+    phases = list(dict.fromkeys(trial["phase"] for trial in found.trials))
+    assert phases == ["shadow", "race", "cold"]
+    for key in ("verdict", "max_num_seqs", "max_num_batched_tokens"):
+        assert found.result["recommendation"][key] == tuned.result["recommendation"][key]
+    assert "profile_forced" not in found.caveats
+    kept, given = read_profile(found.run_dir / "profile.yaml"), read_profile(profile_path)
+    assert kept.step_model == given.step_model
+    assert set(given.kv_starts) <= set(kept.kv_starts)
+
+
+def test_a_profile_that_is_wrong_here_is_learnt_anew_from_the_race(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    """The machine of the profile took five times as long for every step."""
+    profile = read_profile(profile_path)
+    slow = tmp_path / "slow.yaml"
+    write_profile(slow, replace(profile, step_model=profile.step_model.scaled(5.0)))
+    found = auto(tmp_path / "run", SOURCE, "--profile", str(slow))
+    assert "live and shadow disagree" in found.talk
+    assert "recalibrating once" in found.talk
+    kept = read_profile(found.run_dir / "profile.yaml")
+    assert kept.step_model.base_s == pytest.approx(profile.step_model.base_s, rel=0.2)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_profile_of_another_vllm_is_refused_before_anything_is_measured(
+    tmp_path: Path, profile_path: Path, *, forced: bool
+) -> None:
+    other = str(elsewhere(tmp_path, profile_path))
+    if forced:
+        found = auto(tmp_path / "run", SOURCE, "--profile", other, "--force-profile")
+        assert "profile_forced" in found.caveats
+        return
+    with pytest.raises(ShadowError, match=r"made with vLLM 0\.1\.0, here is") as caught:
+        auto(tmp_path / "run", SOURCE, "--profile", other)
+    assert caught.value.exit_code == 2
+
+
 def test_an_engine_without_a_shadow_is_searched_live_and_that_is_told(tmp_path: Path) -> None:
     found = auto(tmp_path, replace(SOURCE, has_shadow=False), "--budget", "40s")
     assert "shadow_unfit" in found.caveats

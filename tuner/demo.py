@@ -36,6 +36,15 @@ def demo_engine_args() -> dict[str, object]:
     }
 
 
+def is_demo_model(model: object) -> bool:
+    """Tell whether a configuration's model is the demo model, wherever it was installed.
+
+    >>> is_demo_model("tuner/demo_model"), is_demo_model("Qwen/Qwen2.5-7B")
+    (True, False)
+    """
+    return Path(str(model)).parts[-2:] == DEMO_MODEL_DIR.parts[-2:]
+
+
 def bundled(name: str) -> Path:
     """Return the folder of the sample traces ("traces") or of the profiles ("profiles").
 

@@ -104,11 +104,11 @@ class Session:
         if self.shadow is None:
             return None
         try:
-            self.shadow.begin_learning(started)
+            self.shadow.lessons.begin(started)
         except ShadowError as reason:
             self.run_state.listener.note(f"no profile is kept: {reason.message}")
             return None
-        return self.shadow.learn
+        return self.shadow.lessons.learn
 
     def _reserve_s(self) -> float:
         """Return the time to keep for the cold engines, where the budget can bear it."""
@@ -120,7 +120,7 @@ class Session:
         run, shadow = self.run_state, self.shadow
         if shadow is None or len(field) < 2:
             return race(run, field, self._reserve_s())
-        race(run, field, self._reserve_s(), shadow.learn, until_round=1)
+        race(run, field, self._reserve_s(), shadow.lessons.learn, until_round=1)
         differ = shadow.disagreement(field)
         if differ:
             run.listener.note(f"live and shadow disagree: {differ}; recalibrating once")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.compat import serve
 from tuner.engine.foresight import departure
 from tuner.engine.protocol import EngineFacts, EngineLimits
@@ -55,15 +56,9 @@ class ShadowSource:
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Return what the profile knows. Raises: ShadowError with what differs from here."""
-        profile, shape = self.profile, self.profile.shape
-        version, accelerator = serve.vllm_version(), serve.accelerator_name()
-        differing = check_fits(profile, vllm_version=version, device=accelerator, model=None)
-        differing += self.unlike(values)
-        if differing and not self.is_forced:
-            raise ShadowError(
-                "; ".join(differing),
-                "make a profile here with a live run, or pass --force-profile and doubt it",
-            )
+        shape = self.profile.shape
+        if not self.is_forced:
+            self.check(values, serve.vllm_version(), serve.accelerator_name())
         return EngineFacts(
             present_limits=self._present(values),
             max_model_len=shape.max_model_len,
@@ -71,6 +66,20 @@ class ShadowSource:
             vllm_version=shape.vllm_version,
             device=shape.device,
         )
+
+    def check(
+        self, values: Mapping[str, object], vllm_version: str, device: str | None
+    ) -> None:
+        """Refuse a profile that was made elsewhere. Raises: ShadowError with what differs."""
+        differing = check_fits(
+            self.profile, vllm_version=vllm_version, device=device, model=None
+        )
+        differing += self.unlike(values)
+        if differing:
+            raise ShadowError(
+                "; ".join(differing),
+                "make a profile here with a live run, or pass --force-profile and doubt it",
+            )
 
     def unlike(self, values: Mapping[str, object]) -> list[str]:
         """Return where a configuration departs from the profile's, a sentence each."""
@@ -119,4 +128,7 @@ class ShadowSource:
 def _telling(values: Mapping[str, object]) -> dict[str, object]:
     """Return the values that decide what a profile says; secrets never do."""
     shown = {hyphenated(key): value for key, value in redacted(values).items()}
+    if is_demo_model(shown.get("model")):
+        # Wherever the package lies.
+        shown["model"] = DEMO_MODEL_DIR.name
     return {k: v for k, v in shown.items() if k not in _FREE_KEYS and v != REDACTED}

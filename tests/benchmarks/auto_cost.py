@@ -2,14 +2,14 @@
 
     python tests/benchmarks/auto_cost.py [--window 4] [--budget 240] [--runs 1]
         [--every-setting] [-o FILE]
-    python tests/benchmarks/auto_cost.py --alone [--budget 150] [-o FILE]
+    python tests/benchmarks/auto_cost.py --alone [--budget 150] [--again] [-o FILE]
 
 Both methods tune the demo model on the same window of traces/translation.jsonl from the same
 present limits, over ten caps and six token budgets. What `vllm bench sweep serve` costs for
 each setting is measured over --restarts of them and multiplied by the number of settings. With
 --every-setting each of the sixty is replayed live once, on one engine, and nothing cut short:
 what it takes to know of all of them without a shadow. With --alone only the command itself is
-run, with the shadow.
+run, with the shadow; with --again each run is followed by one that is given its profile.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -34,19 +34,23 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32)
 CAPS, BUDGETS = (*LADDER, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
 SETTINGS = [(cap, budget) for cap in CAPS for budget in BUDGETS]
 PRESENT = ("max-num-seqs=8", "max-num-batched-tokens=2048")
+AGAIN = "auto with its profile"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tune(method: str, window_s: float, budget_s: float, folder: Path) -> dict[str, Any]:
-    """Run the command and return its result."""
-    run_dir = folder / method
+def tune(
+    method: str, window_s: float, budget_s: float, folder: Path, profile: Path | None = None
+) -> dict[str, Any]:
+    """Run the command and return its result; its directory is named after the method."""
+    run_dir = folder / (method if profile is None else AGAIN)
     command = [
         *(sys.executable, "-m", "tuner.cli", "--method", method),
         *("--trace", str(ROOT / "traces" / "translation.jsonl")),
         *(word for value in PRESENT for word in ("--engine-arg", value)),
         *("--max-num-seqs", ",".join(map(str, LADDER))),
         *("--window", f"peak:{window_s:g}s", "--budget", f"{budget_s:g}s"),
-        *("--run-dir", str(run_dir), "-o", str(folder / f"{method}.yaml")),
+        *("--run-dir", str(run_dir), "-o", str(folder / f"{run_dir.name}.yaml")),
+        *(() if profile is None else ("--profile", str(profile))),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -130,15 +134,23 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--every-setting", action="store_true")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     methods = ["auto"] if args.alone else ["auto", "live"]
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for _ in range(args.runs):
-        for method, runs in found.items():
+        for method in methods:
+            runs = found[method]
             with tempfile.TemporaryDirectory() as folder:
-                runs.append(brief(tune(method, args.window, args.budget, Path(folder))))
-            print(f"{method}: {json.dumps(runs[-1])}", flush=True)
+                path = Path(folder)
+                runs.append(brief(tune(method, args.window, args.budget, path)))
+                print(f"{method}: {json.dumps(runs[-1])}", flush=True)
+                if args.again and method == "auto":
+                    profile = path / method / "profile.yaml"
+                    again = tune(method, args.window, args.budget, path, profile)
+                    found.setdefault(AGAIN, []).append(brief(again))
+                    print(f"{AGAIN}: {json.dumps(found[AGAIN][-1])}", flush=True)
     others = {} if args.alone else beside(args, found)
     if args.output:
         content = {

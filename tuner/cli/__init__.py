@@ -43,7 +43,8 @@ _EPILOG = (
     default="auto",
     show_default=True,
     help="auto: learn a few settings live, rank all in vLLM's own scheduler with predicted "
-    "steps, judge the best live; live: everything live; shadow: no engine, needs --profile.",
+    "steps, judge the best live (with --profile nothing has to be learnt); live: everything "
+    "live; shadow: no engine, needs --profile.",
 )
 @shadow_options
 @click.option(

@@ -86,7 +86,7 @@ def choose_engine(options: Mapping[str, Any]) -> EngineChoice:
     if is_demo:
         values = demo_engine_args()
     values |= given
-    _check_model(values)
+    check_model(values)
     names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
     return EngineChoice(values, is_demo, names_limits, sha256)
 
@@ -111,7 +111,7 @@ def profiled_engine(options: Mapping[str, Any], profile: Profile) -> EngineChoic
     return EngineChoice(values, is_demo=False, names_limits=names_limits, config_sha256=sha256)
 
 
-def _check_model(values: Mapping[str, object]) -> None:
+def check_model(values: Mapping[str, object]) -> None:
     """Refuse a folder that is not there before vLLM takes it for a name on a hub."""
     model = str(values.get("model", ""))
     if not model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from tuner.cli.emit_command import check_ending
 from tuner.cli.inputs import (
     EngineChoice,
     Traffic,
+    check_model,
     choose_engine,
     profiled_engine,
     read_traffic,
 )
 from tuner.cli.inputs import replay_plan as plan_of
+from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.emit.names import Format
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
@@ -67,7 +69,7 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
             "leave --method live out",
         )
     profile = _profile(options, method)
-    engine = choose_engine(options) if profile is None else profiled_engine(options, profile)
+    engine = _engine(options, profile, method)
     traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
     plan_of(options, traffic.trace)
     if options["output"] and not Path(options["output"]).resolve().parent.is_dir():
@@ -101,6 +103,22 @@ def _check_format(options: Mapping[str, Any], method: Method) -> None:
         )
 
 
+def _engine(
+    options: Mapping[str, Any], profile: Profile | None, method: Method
+) -> EngineChoice:
+    """Return what is to be measured, the profile's own engine where none is named."""
+    if profile is None:
+        return choose_engine(options)
+    kept = profiled_engine(options, profile)
+    if method is Method.SHADOW:
+        return kept
+    if is_demo_model(kept.values.get("model")):
+        values = {**kept.values, "model": str(DEMO_MODEL_DIR)}
+        return replace(kept, values=values, is_demo=True)
+    check_model(kept.values)
+    return kept
+
+
 def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:
     """Return the profile that is named, where one is wanted. Raises: UsageError."""
     path = options["profile"]
@@ -109,9 +127,9 @@ def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:
             "--method shadow needs --profile FILE",
             "every live run writes profile.yaml into its run directory",
         )
-    if method is not Method.SHADOW and path:
+    if method is Method.LIVE and path:
         raise UsageError(
-            f"--profile is for --method shadow, got --method {method}",
+            "--profile is for --method auto and shadow, got --method live",
             "a live run makes a profile of its own",
         )
     return read_profile(Path(path)) if path else None

@@ -198,7 +198,7 @@ _SHADOW_OPTIONS = (
     click.option(
         "--profile",
         metavar="FILE",
-        help="Profile of the engine that a shadow stands in for, as profile.yaml of a run.",
+        help="Profile of the engine, as profile.yaml of a run: what a shadow stands in for.",
     ),
     click.option(
         "--force-profile",

@@ -18,6 +18,7 @@ from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.host import Host
 from tuner.journal import Journal
+from tuner.lessons import Lessons
 from tuner.objective import Objective
 from tuner.plan import search_space
 from tuner.profiles import Profile, write_profile
@@ -63,8 +64,12 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
     if told:
         say(told)
     run = _run_state(job, run_dir, host, facts, trace, stored)
-    if job.method is Method.SHADOW and job.profile is not None:
+    if job.profile is not None and not job.is_resumed:
+        if not job.is_forced:
+            ShadowSource(job.profile).check(job.engine.values, facts.vllm_version, facts.device)
         write_profile(run_dir.path / PROFILE_FILE, job.profile)
+    if job.profile is not None and job.is_forced:
+        run.caveats.add(Caveat.PROFILE_FORCED)
     if not job.is_resumed:
         run_dir.write_json(
             RUN_FILE, run_record(job, run.journal.study_name, (), run.space.ceiling)
@@ -84,7 +89,7 @@ def _session(job: Job, run: RunState) -> AnySession:
         shadows = make_shadows(job.profile)
         shadows.adopt(run.bench)
         return ShadowSession(run, shadows, is_forced=job.is_forced)
-    shadow = ShadowSearch(run, make_shadows, redacted(job.engine.values))
+    shadow = ShadowSearch(run, make_shadows, Lessons(run, redacted(job.engine.values)))
     return Session(run, shadow, is_live=job.method is Method.LIVE)
 
 

@@ -1,0 +1,131 @@
+"""Teach a run's step-time model: replay a few settings live, in rounds, and keep every step.
+
+Which settings, for how long and when to stop is decided in `calibrate`; what is made of the
+profile in `shadow_search`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tuner.calibrate import (
+    MOST_ROUNDS,
+    Calibration,
+    calibration_settings,
+    fit_error_ratio,
+    is_steady,
+    replay_length_s,
+)
+from tuner.engine.protocol import EngineLimits
+from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.host import Started
+from tuner.live_search import fly_pilot
+from tuner.objective import Goal
+from tuner.observation import Phase
+from tuner.plan import Pilot
+from tuner.profiles import KvStart, Profile
+from tuner.replay import ReplayLog
+from tuner.replay_plan import CutRule
+from tuner.run_state import RunState
+from tuner.windows import busiest
+
+# The name of what is replayed.
+CALIBRATION = "calibration"
+# The share of the budget that calibrating may take: ours; mostly it ends before.
+CALIBRATION_SHARE = 0.30
+# A calibration replay is cut at this many times the time it is planned to take, which the
+# present configuration exceeds where it is overloaded, and the low cap always: ours.
+MOST_PRESENT, MOST_OTHERS = 4.0, 2.0
+
+
+@dataclass(slots=True)
+class Lessons:
+    """What was learnt of an engine's steps; `calibration` is None before it was begun.
+
+    `live` are the measurements of the calibration's whole replays, by setting.
+    """
+
+    run: RunState
+    serve_values: Mapping[str, object]
+    calibration: Calibration | None = None
+    live: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
+
+    def begin(self, started: Started, kept: Profile | None = None) -> Calibration:
+        """Note what engine it is whose steps will be heard of, and what a kept profile knows.
+
+        Raises: ShadowError.
+        """
+        if started.shape is None:
+            raise ShadowError(started.no_shadow)
+        begun = Calibration(
+            shape=started.shape,
+            starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
+            steps=(),
+            present=self.run.space.present,
+            serve_values=self.serve_values,
+        )
+        for start in kept.kv_starts if kept is not None else ():
+            if start.limits != started.info.ceiling:
+                begun = begun.and_start(start.limits, start.num_blocks)
+        self.calibration = begun
+        return begun
+
+    def learn(self, limits: EngineLimits, log: ReplayLog) -> None:
+        """Take in the steps of a live replay."""
+        if self.calibration is not None and log.kept_steps is not None:
+            self.calibration = self.calibration.and_steps(limits, [log.kept_steps])
+
+    def take(self, started: Started) -> Pilot:
+        """Replay a few settings live, in rounds, until another would teach no more.
+
+        Raises: EngineError, ShadowError.
+        """
+        run, began_s = self.run, time.monotonic()
+        self.begin(started)
+        pilot = fly_pilot(run)
+        settings = [run.space.present, *calibration_settings(run.space)]
+        share_s = CALIBRATION_SHARE * run.aim.budget.total_s
+        each_s = share_s / len(settings)
+        length_s = replay_length_s(run.trace, pilot, each_s)
+        run.bench.use(CALIBRATION, busiest(run.trace, length_s).of(run.trace))
+        run.listener.note(
+            f"calibrating on {len(settings)} settings, {length_s:.3g} s of traffic, in turns"
+        )
+        planned_s = min(length_s * pilot.wall_per_trace_s, each_s)
+        errors: list[float] = []
+        for number in range(MOST_ROUNDS):
+            turn = number % len(settings)
+            for limits in (*settings[turn:], *settings[:turn]):
+                is_present = limits == run.space.present
+                self._teach(limits, (MOST_PRESENT if is_present else MOST_OTHERS) * planned_s)
+            errors.extend(self._error())
+            took_s = time.monotonic() - began_s
+            if is_steady(errors) or took_s * (number + 2) / (number + 1) > share_s:
+                break
+        run.walls_s["calibrate"] = time.monotonic() - began_s
+        return pilot
+
+    def _teach(self, limits: EngineLimits, most_s: float) -> None:
+        """Replay the calibration's traffic at a setting, and learn from it."""
+        record = self.run.trial(
+            limits,
+            Phase.CALIBRATE,
+            CutRule(max_wall_s=most_s),
+            on_log=partial(self.learn, limits),
+            names=[CALIBRATION],
+            goal=Goal(self.run.aim.objective, self.run.aim.slos, "p50"),
+        )
+        if record["measurement"] and not record["measurement"]["cut_reason"]:
+            self.live.setdefault(limits, []).append(record["measurement"])
+
+    def _error(self) -> list[float]:
+        """Return how wrong the steps so far leave the model, nothing while they are too few."""
+        try:
+            learnt = None if self.calibration is None else self.calibration.profile()
+        except TooFewSamplesError:
+            learnt = None
+        return [] if learnt is None else [fit_error_ratio(learnt)]
