@@ -203,18 +203,14 @@ def test_a_profile_that_is_wrong_here_is_learnt_anew_from_the_race(
     assert kept.step_model.base_s == pytest.approx(profile.step_model.base_s, rel=0.2)
 
 
-@pytest.mark.parametrize("forced", [False, True])
 def test_a_profile_of_another_vllm_is_refused_before_anything_is_measured(
-    tmp_path: Path, profile_path: Path, *, forced: bool
+    tmp_path: Path, profile_path: Path
 ) -> None:
     other = str(elsewhere(tmp_path, profile_path))
-    if forced:
-        found = auto(tmp_path / "run", SOURCE, "--profile", other, "--force-profile")
-        assert "profile_forced" in found.caveats
-        return
     with pytest.raises(ShadowError, match=r"made with vLLM 0\.1\.0, here is") as caught:
         auto(tmp_path / "run", SOURCE, "--profile", other)
     assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "run" / "trials.jsonl").exists()
 
 
 def test_an_engine_without_a_shadow_is_searched_live_and_that_is_told(tmp_path: Path) -> None:

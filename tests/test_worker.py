@@ -53,10 +53,11 @@ def a_trace_file(path: Path, requests: int) -> Path:
     return path
 
 
-def run_command(folder: Path, run_dir: Path, url: str) -> list[str]:
-    """Return the run that asks for shadows, with one of its own."""
+def run_command(folder: Path, run_dir: Path, url: str, jobs: int = 1) -> list[str]:
+    """Return the run that asks for shadows, with so many of its own."""
     return [
-        *(*TUNE, "--method", "shadow", "--force-profile", "--jobs", "1", "--storage", url),
+        *(*TUNE, "--method", "shadow", "--force-profile", "--storage", url),
+        *("--jobs", str(jobs)),
         *("--max-num-seqs", "2,8,24"),
         # Time for the whole trace on any machine: a slow one replays stretches of it in less.
         *("--budget", "1h"),
@@ -107,7 +108,7 @@ def test_workers_that_join_and_die_neither_lose_nor_double_a_setting(
     assert set(settings.values()) == {1}
     alone = tmp_path / "alone"
     done = subprocess.run(
-        run_command(tmp_path, alone, f"sqlite:///{tmp_path / 'alone.db'}"),
+        run_command(tmp_path, alone, f"sqlite:///{tmp_path / 'alone.db'}", jobs=2),
         capture_output=True,
         text=True,
         check=False,
