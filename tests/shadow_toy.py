@@ -8,13 +8,19 @@ from dataclasses import dataclass, replace
 from toy import ToyEngine, ToySource
 
 from tuner.engine.compat import serve
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.engine.shape import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledSource(ToySource):
     """Starts toys that a shadow of the installed vLLM can stand in for."""
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Return the toy's facts under this vLLM and on this device."""
+        return replace(
+            ToySource.facts(self, values), vllm_version=serve.vllm_version(), device=_here()
+        )
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> InstalledToy:
         """Start a toy at the ceiling."""
@@ -27,5 +33,8 @@ class InstalledToy(ToyEngine):
 
     def shape(self) -> EngineShape:
         """Return the toy's shape under this vLLM and on this device."""
-        device = serve.accelerator_name() or "toy"
-        return replace(super().shape(), vllm_version=serve.vllm_version(), device=device)
+        return replace(super().shape(), vllm_version=serve.vllm_version(), device=_here())
+
+
+def _here() -> str:
+    return serve.accelerator_name() or "toy"
