@@ -84,9 +84,9 @@ def ask(port: int, prompt: int, output: int) -> Sent:
 
 
 def send_open(port: int, rng: np.random.Generator) -> list[Sent]:
-    """Send 300 requests at 7/s, whatever the server does."""
-    gaps_s = rng.exponential(1 / 7, 300).tolist()
-    prompts, outputs = rng.integers(3, 400, 300).tolist(), rng.integers(1, 40, 300).tolist()
+    """Send 480 requests at 7/s, whatever the server does."""
+    gaps_s = rng.exponential(1 / 7, 480).tolist()
+    prompts, outputs = rng.integers(3, 400, 480).tolist(), rng.integers(1, 40, 480).tolist()
     with ThreadPoolExecutor(64) as pool:
         waiting = []
         for gap_s, prompt, output in zip(gaps_s, prompts, outputs, strict=True):
