@@ -16,6 +16,7 @@ from tuner.calibrate import (
     FILLS,
     LARGEST_ERROR_RATIO,
     LEAST_ERROR_RATIO,
+    LEAST_ROUNDS,
     Calibration,
     apart,
     calibration_settings,
@@ -86,7 +87,7 @@ def test_a_replay_fills_the_batches_within_its_time(
     least_s = LEAST_REQUESTS * trace.duration_s / len(trace)
     assert least_s <= length_s <= trace.duration_s
     if length_s < min(FILLS * decode_s, trace.duration_s) - 1e-9:
-        assert length_s == pytest.approx(max(least_s, each_s / wall_per_trace_s))
+        assert length_s == pytest.approx(max(least_s, each_s / LEAST_ROUNDS / wall_per_trace_s))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,23 @@ def test_a_start_is_kept_once() -> None:
     more = calibration.and_start(EngineLimits(8, 512), 1200)
     assert more.starts == (KvStart(CEILING, 1000), KvStart(EngineLimits(8, 512), 1200))
     assert more.and_start(EngineLimits(8, 512), 1200) == more
+
+
+def test_a_kept_profile_is_corrected_by_how_long_steps_take_now() -> None:
+    """The machine that the profile was made on took twice as long."""
+    calibration, limits = a_calibration(ToySource()), EngineLimits(8, 512)
+    log = replay_toy(steady(300, per_s=40.0), limits, ToySource(), ReplayPlan(keep_steps=True))
+    taught = calibration.and_steps(limits, [kept(log)])
+    right = taught.profile(0.01)
+    wrong = replace(right, step_model=right.step_model.scaled(2.0), present_limits=limits)
+    found = taught.corrected(wrong)
+    batch = Batch(5, 0, 0, 500, 0, 0, 0)
+    expected = right.step_model.step_s(batch)
+    assert found.step_model.step_s(batch) == pytest.approx(expected, rel=0.02)
+    assert found.present_limits == calibration.present
+    assert found.fit == wrong.fit
+    with pytest.raises(TooFewSamplesError):
+        calibration.corrected(wrong)
 
 
 def test_nothing_is_learnt_of_nothing() -> None:

@@ -203,6 +203,29 @@ def test_a_gain_in_the_tail_shows_where_both_serve_the_same_rate() -> None:
     assert compare(runs_of({LARGE: slower, PRESENT: present}), LARGE, PRESENT) == 0
 
 
+def test_of_several_metrics_only_what_matters_counts() -> None:
+    """Both break the load once; the rate differs surely, and by two in a thousand."""
+    rates = {SMALL: 10.02, PRESENT: 10.0}
+    tails = {SMALL: [1.1, 0.9, 1.05, 0.95], PRESENT: [1.0, 1.0, 1.0, 1.0]}
+    scores = {
+        limits: [
+            at_the_edge(rates[limits], is_sustained=place != 1, tail_s=tail_s)
+            for place, tail_s in enumerate(tails[limits])
+        ]
+        for limits in (SMALL, PRESENT)
+    }
+    runs = runs_of(scores)
+    assert compare(runs, SMALL, PRESENT) == 0
+    assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is Verdict.KEEP
+
+
+def test_who_wins_a_tie_is_better_than_the_present_one_by_what_matters() -> None:
+    """The smaller one is as good as equal to both, the best is better by 2.4 %."""
+    runs = runs_of({SMALL: [0.9900, 0.9901, 0.9899], LARGE: [0.976] * 3, PRESENT: [1.0] * 3})
+    found = decide(runs, [SMALL, LARGE, PRESENT], PRESENT)
+    assert (found.verdict, found.winner) == (Verdict.CHANGE, LARGE)
+
+
 def test_equal_ones_at_the_edge_of_what_they_sustain_are_kept() -> None:
     """Seeds 0 to 399: at most 5 % of equals are told apart although their tiers come and go."""
     rng, told = np.random.default_rng(0), 0

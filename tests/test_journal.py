@@ -186,6 +186,23 @@ def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) 
     assert (seen.limits, seen.phase) == (LIMITS, Phase.SHADOW)
 
 
+def test_who_ends_in_order_is_no_death(url: str) -> None:
+    main = Journal(url)
+    main.enqueue(LIMITS, Phase.SHADOW)
+    for _ in range(MOST_DEATHS + 1):
+        worker = Journal(url, join=True)
+        claimed = worker.claim(Phase.SHADOW)
+        assert claimed is not None
+        held = dict(worker._held)
+        worker.close()
+        worker = Journal(url, join=True)
+        worker._held.update(held)
+        die(worker, claimed[0])
+        assert main.give_back_stale() == 1
+    assert main.records() == []
+    assert main.waiting(Phase.SHADOW) == 1
+
+
 def test_a_worker_killed_after_it_wrote_its_measurement_has_measured(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
     main.enqueue(LIMITS, Phase.SHADOW)

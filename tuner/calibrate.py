@@ -16,7 +16,7 @@ from tuner.engine.protocol import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_fit import Fit, fit
 from tuner.engine.steps import StepColumns, joined
-from tuner.errors import ShadowError
+from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
 from tuner.space import SearchSpace
@@ -70,7 +70,8 @@ def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
     """
     wanted_s = max(REPLAY_S / pilot.wall_per_trace_s, FILLS * pilot.decode_s)
     enough_s = LEAST_REQUESTS * trace.duration_s / max(len(trace), 1)
-    length_s = max(min(wanted_s, each_s / pilot.wall_per_trace_s), enough_s)
+    most_s = each_s / LEAST_ROUNDS / pilot.wall_per_trace_s
+    length_s = max(min(wanted_s, most_s), enough_s)
     return min(length_s, max(trace.duration_s, 1e-3))
 
 
@@ -115,6 +116,28 @@ class Calibration:
             metric_error_ratio=metric_error_ratio,
             made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             calibrated_on=tuple(dict.fromkeys(str(limits) for limits, _ in self.steps)),
+            present_limits=self.present,
+            serve_values=self.serve_values,
+        )
+
+    def corrected(self, kept: Profile) -> Profile:
+        """Return a profile of before whose steps take as long in all as those seen here.
+
+        Of few settings, those of a race say, no model can be learnt that holds for others.
+
+        Raises: TooFewSamplesError with no step.
+        """
+        if not self.steps:
+            raise TooFewSamplesError("no steps were seen to correct the profile by")
+        seen = joined([columns for _, columns in self.steps])
+        has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
+        took_s = float(seen.duration_s[has_batch].sum())
+        foretold_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
+        return replace(
+            kept,
+            shape=self.shape,
+            kv_starts=self.starts,
+            step_model=kept.step_model.scaled(took_s / foretold_s),
             present_limits=self.present,
             serve_values=self.serve_values,
         )

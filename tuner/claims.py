@@ -19,6 +19,8 @@ from tuner.observation import Phase
 MOST_DEATHS = 3
 # What a queued trial carries: the rule by which its replay may be cut.
 QUEUED = "queued"
+# Marks a claim whose process ended in order before it had measured.
+RETURNED = "returned"
 
 Key = tuple[EngineLimits, Phase, int]
 
@@ -42,8 +44,9 @@ def present(trials: Iterable[FrozenTrial]) -> set[Key]:
 
 def lost(trials: Sequence[FrozenTrial]) -> tuple[dict[Key, Mapping[str, Any]], list[Key]]:
     """Return what was queued and is gone: what to queue again with its cut, what to give up."""
-    queued = [(key_of(t), t.user_attrs[QUEUED]) for t in trials if QUEUED in t.user_attrs]
-    kept, deaths = present(trials), Counter(key for key, _ in queued)
-    gone = {key: cut for key, cut in queued if key not in kept}
+    queued = [t for t in trials if QUEUED in t.user_attrs]
+    kept = present(trials)
+    deaths = Counter(key_of(t) for t in queued if RETURNED not in t.user_attrs)
+    gone = {key_of(t): t.user_attrs[QUEUED] for t in queued if key_of(t) not in kept}
     again = {key: cut for key, cut in gone.items() if deaths[key] < MOST_DEATHS}
     return again, [key for key in gone if key not in again]

@@ -178,7 +178,11 @@ def decide(
         why = "nothing that was tried is better" if is_best else _why_tied(runs, best, present)
         gain = None if is_best else ratio(runs, best, present)
         return Decision(Verdict.KEEP, present, best, tied, gain, rounds, why)
-    better = [limits for limits in inside if compare(runs, limits, present) < 0]
+    better = [
+        limits
+        for limits in inside
+        if compare(runs, limits, present) < 0 and not is_equal(runs, limits, present)
+    ]
     winner = min(limits for limits in better if limits == best or _is_near(runs, limits, best))
     gain = ratio(runs, winner, present)
     return Decision(Verdict.CHANGE, winner, best, tied, gain, rounds, "better beyond noise")

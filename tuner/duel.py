@@ -70,9 +70,15 @@ def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     signs = _tier_signs(runs, a, b)
     if signs in ({-1}, {1}):
         return signs.pop()
-    sides = {_side(gain) for gain in ratios(runs, a, b)} - {0}
+    sides = _sides(ratios(runs, a, b))
     side = sides.pop() if len(sides) == 1 else 0
     return 0 if -side in signs - {0} else side
+
+
+def _sides(gains: Sequence[Estimate]) -> set[int]:
+    """Return who is better by which metric, -1 or 1; of several, only by what matters."""
+    counted = [g for g in gains if len(gains) == 1 or not _is_small(g)]
+    return {_side(gain) for gain in counted} - {0}
 
 
 def _tier_signs(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> set[int]:
@@ -126,9 +132,14 @@ def ratio(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate
 def is_equal(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
     """Whether two configurations are shown to differ by less than matters."""
     gain = ratio(runs, a, b)
-    if gain is None or gain.low is None or gain.high is None or gain.n < LEAST_ROUNDS:
+    return gain is not None and gain.n >= LEAST_ROUNDS and _is_small(gain)
+
+
+def _is_small(gain: Estimate) -> bool:
+    """Whether the whole interval lies within what does not matter."""
+    if gain.low is None or gain.high is None:
         return False
-    return gain.low > 1 - EQUAL_RATIO and gain.high < 1 + EQUAL_RATIO
+    return gain.low > 1 / (1 + EQUAL_RATIO) and gain.high < 1 + EQUAL_RATIO
 
 
 def is_vain(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
@@ -138,9 +149,12 @@ def is_vain(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
         with Student's interval in place of a normal one.
     """
     gains = ratios(runs, a, b)
-    if not gains or gains[0].n < LEAST_ROUNDS:
+    if len(paired(runs, a, b)[0]) < LEAST_ROUNDS:
         return False
-    return {-1, 1} <= _tier_signs(runs, a, b) or all(
+    if {-1, 1} in (_tier_signs(runs, a, b) - {0}, _sides(gains)):
+        return True
+    # Of rounds that were cut or failed nothing but the tiers can tell.
+    return all(
         stats.would_hold_one(gain, MOST_ROUNDS, VAIN_ERRORS, CONFIDENCE_PER_LOOK)
         for gain in gains
     )

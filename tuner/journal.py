@@ -27,7 +27,7 @@ from optuna.exceptions import (
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from tuner.claims import MOST_DEATHS, QUEUED, Key, is_of, key_of, lost, present
+from tuner.claims import MOST_DEATHS, QUEUED, RETURNED, Key, is_of, key_of, lost, present
 from tuner.duel import RaceRun
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
@@ -260,10 +260,12 @@ class Journal:
         return [trial for trial in trials if is_of(trial, phase)]
 
     def close(self) -> None:
-        """Let the hearts of all claims stop, and the storage go."""
-        for _, heart in self._held.values():
+        """Let the hearts of all claims stop, return what they hold, and the storage go."""
+        for trial, heart in self._held.values():
             if heart is not None:
                 heart.stop()
+                with suppress(StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError):
+                    trial.set_user_attr(RETURNED, value=True)
         self._held.clear()
         self._storage.remove_session()
         self._storage.engine.dispose()

@@ -95,7 +95,7 @@ class Lessons:
         run.listener.note(
             f"calibrating on {len(settings)} settings, {length_s:.3g} s of traffic, in turns"
         )
-        planned_s = min(length_s * pilot.wall_per_trace_s, each_s)
+        planned_s = min(length_s * pilot.wall_per_trace_s, each_s / 2)
         errors: list[float] = []
         for number in range(MOST_ROUNDS):
             turn = number % len(settings)
@@ -104,7 +104,9 @@ class Lessons:
                 self._teach(limits, (MOST_PRESENT if is_present else MOST_OTHERS) * planned_s)
             errors.extend(self._error())
             took_s = time.monotonic() - began_s
-            if is_steady(errors) or took_s * (number + 2) / (number + 1) > share_s:
+            is_over = took_s * (number + 2) / (number + 1) > share_s
+            # Where every change of limits is a start of its own, rounds cost too much.
+            if is_steady(errors) or is_over or run.bench.restarts_per_config:
                 break
         run.walls_s["calibrate"] = time.monotonic() - began_s
         return pilot

@@ -57,6 +57,7 @@ class ShadowSearch:
     compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
     """What was measured live and foretold of the same requests, by setting and metric."""
     _rate: float | None = None
+    _is_unfit: bool = False
     _shadows: Shadows | None = None
 
     def finalists(self, started: Started) -> list[EngineLimits] | None:
@@ -77,6 +78,7 @@ class ShadowSearch:
             plan_windows(run, self._rate, LIVE_REPLAYS)
         except (ShadowError, TooFewSamplesError) as unfit:
             run.caveats.add(Caveat.SHADOW_UNFIT)
+            self._is_unfit = True
             run.listener.note(f"no shadow: {unfit.message}; searching live")
             self.close()
             return None
@@ -85,12 +87,21 @@ class ShadowSearch:
     def _taken_over(self, kept: Profile, started: Started) -> Profile:
         """Return a profile of before for the engine at hand, whose steps may yet correct it."""
         begun = self.lessons.begin(started, kept)
-        return replace(kept, shape=begun.shape, kv_starts=begun.starts)
+        profile = replace(
+            kept,
+            shape=begun.shape,
+            kv_starts=begun.starts,
+            present_limits=begun.present,
+            serve_values=begun.serve_values,
+        )
+        # Workers elsewhere read it there.
+        self._write(profile)
+        return profile
 
     def keep_profile(self) -> None:
-        """Write what a live search has taught, unless one is there or it was too little."""
+        """Write what a live search has taught, if it was enough and no fit profile is there."""
         path = self.run.run_dir.path / PROFILE_FILE
-        if self.lessons.calibration is None or path.exists():
+        if self.lessons.calibration is None or (path.exists() and not self._is_unfit):
             return
         try:
             write_profile(path, self.lessons.calibration.profile())
@@ -105,13 +116,19 @@ class ShadowSearch:
             self._write(replace(known, kv_starts=self.lessons.calibration.starts))
 
     def _checked_profile(self) -> Profile:
-        """Fit a profile, compare its shadow with the calibration's replays, and keep it."""
+        """Fit a profile, compare its shadow with the calibration's replays, and keep it.
+
+        Where an earlier run has calibrated, its profile is corrected instead.
+        """
         if self.lessons.calibration is None:
             raise ShadowError("nothing was calibrated")
         run, began_s = self.run, time.monotonic()
-        profile = self.lessons.calibration.profile()
         if self.lessons.live:
+            profile = self.lessons.calibration.profile()
             profile = replace(profile, metric_error_ratio=self._metric_error(profile))
+        else:
+            kept = read_profile(run.run_dir.path / PROFILE_FILE)
+            profile = self.lessons.calibration.corrected(kept)
         self._write(profile)
         run.walls_s["fit"] = run.walls_s.get("fit", 0.0) + time.monotonic() - began_s
         run.listener.note(

@@ -17,15 +17,18 @@ from tuner.cli.inputs import (
     read_traffic,
 )
 from tuner.cli.inputs import replay_plan as plan_of
+from tuner.config import parse_engine_args
 from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.emit.names import Format
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
 from tuner.profiles import Profile, read_profile
-from tuner.rundir import new_run_path
+from tuner.redact import REDACTED
+from tuner.rundir import PROFILE_FILE, new_run_path
 from tuner.session import Method
 from tuner.shadows import default_jobs
+from tuner.spelling import hyphenated
 
 DEFAULT_BUDGET_S = 1800.0
 
@@ -116,7 +119,18 @@ def _engine(
         values = {**kept.values, "model": str(DEMO_MODEL_DIR)}
         return replace(kept, values=values, is_demo=True)
     check_model(kept.values)
+    hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
+    missing = [key for key in hidden if not options["config"] and not _is_given(options, key)]
+    if missing:
+        raise UsageError(
+            f"the profile keeps no secrets, so these are missing: {', '.join(missing)}",
+            "give them again with --engine-arg, or the whole configuration with --config",
+        )
     return kept
+
+
+def _is_given(options: Mapping[str, Any], key: str) -> bool:
+    return hyphenated(key) in parse_engine_args(options["engine_args"])
 
 
 def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:
@@ -132,4 +146,7 @@ def _profile(options: Mapping[str, Any], method: Method) -> Profile | None:
             "--profile is for --method auto and shadow, got --method live",
             "a live run makes a profile of its own",
         )
+    if path and options["resume"] and (kept := Path(options["resume"]) / PROFILE_FILE).exists():
+        # The run has its own copy; what was named may be gone, or another by now.
+        path = kept
     return read_profile(Path(path)) if path else None

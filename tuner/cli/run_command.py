@@ -64,17 +64,23 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
     if told:
         say(told)
     run = _run_state(job, run_dir, host, facts, trace, stored)
-    if job.profile is not None and not job.is_resumed:
-        if not job.is_forced:
-            ShadowSource(job.profile).check(job.engine.values, facts.vllm_version, facts.device)
-        write_profile(run_dir.path / PROFILE_FILE, job.profile)
-    if job.profile is not None and job.is_forced:
-        run.caveats.add(Caveat.PROFILE_FORCED)
+    if job.profile is not None:
+        _take_profile(job, job.profile, run, facts)
     if not job.is_resumed:
         run_dir.write_json(
             RUN_FILE, run_record(job, run.journal.study_name, (), run.space.ceiling)
         )
     return Finish(job, _session(job, run), facts, told).run()
+
+
+def _take_profile(job: Job, profile: Profile, run: RunState, facts: EngineFacts) -> None:
+    """Keep the profile that was given, if it speaks for this engine. Raises: ShadowError."""
+    if job.is_forced:
+        run.caveats.add(Caveat.PROFILE_FORCED)
+    else:
+        ShadowSource(profile).check(job.engine.values, facts.vllm_version, facts.device)
+    if not job.is_resumed:
+        write_profile(run.run_dir.path / PROFILE_FILE, profile)
 
 
 def _session(job: Job, run: RunState) -> AnySession:
@@ -138,8 +144,9 @@ def _say_plan(job: Job, facts: EngineFacts, space: SearchSpace, run_dir: RunDir)
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
     caps = ", ".join(map(str, space.ladder))
+    learnt = "a few settings live, " if job.profile is None else ""
     how = {
-        Method.AUTO: "a few settings live, all of them in the shadow, the best live again",
+        Method.AUTO: f"{learnt}all of them in the shadow, the best live",
         Method.LIVE: "every setting live, on one engine start",
         Method.SHADOW: "in the shadow alone",
     }[job.method]
