@@ -29,8 +29,11 @@ from tuner.engine.compat import serve
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.formats import read_trace
+from tuner.host import Started
+from tuner.lessons import Lessons
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
+from tuner.plan import Pilot
 from tuner.profiles import read_profile, write_profile
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -201,6 +204,24 @@ def test_a_profile_that_is_wrong_here_is_learnt_anew_from_the_race(
     assert "recalibrating once" in found.talk
     kept = read_profile(found.run_dir / "profile.yaml")
     assert kept.step_model.base_s == pytest.approx(profile.step_model.base_s, rel=0.2)
+
+
+def test_replays_that_were_all_cut_short_teach_nonetheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an engine so slow that no calibration replay ends in its time."""
+    take = Lessons.take
+
+    def cut_short(lessons: Lessons, started: Started) -> Pilot:
+        pilot = take(lessons, started)
+        lessons.live.clear()
+        return pilot
+
+    monkeypatch.setattr(Lessons, "take", cut_short)
+    found = auto(tmp_path, SOURCE)
+    assert "shadow_unfit" not in found.caveats
+    assert by_phase(found, "shadow")
+    assert read_profile(found.run_dir / "profile.yaml").metric_error_ratio is None
 
 
 def test_a_profile_of_another_vllm_is_refused_before_anything_is_measured(

@@ -133,14 +133,7 @@ class Calibration:
         has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
         took_s = float(seen.duration_s[has_batch].sum())
         foretold_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
-        return replace(
-            kept,
-            shape=self.shape,
-            kv_starts=self.starts,
-            step_model=kept.step_model.scaled(took_s / foretold_s),
-            present_limits=self.present,
-            serve_values=self.serve_values,
-        )
+        return replace(kept, step_model=kept.step_model.scaled(took_s / foretold_s))
 
     def _by_limits(self) -> list[StepColumns]:
         """Return the steps by setting, so that one left out is left out of all rounds."""

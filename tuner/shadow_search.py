@@ -58,6 +58,7 @@ class ShadowSearch:
     """What was measured live and foretold of the same requests, by setting and metric."""
     _rate: float | None = None
     _is_unfit: bool = False
+    _kept: Profile | None = None
     _shadows: Shadows | None = None
 
     def finalists(self, started: Started) -> list[EngineLimits] | None:
@@ -96,6 +97,7 @@ class ShadowSearch:
         )
         # Workers elsewhere read it there.
         self._write(profile)
+        self._kept = profile
         return profile
 
     def keep_profile(self) -> None:
@@ -123,12 +125,11 @@ class ShadowSearch:
         if self.lessons.calibration is None:
             raise ShadowError("nothing was calibrated")
         run, began_s = self.run, time.monotonic()
-        if self.lessons.live:
+        if self._kept is not None:
+            profile = self.lessons.calibration.corrected(self._kept)
+        else:
             profile = self.lessons.calibration.profile()
             profile = replace(profile, metric_error_ratio=self._metric_error(profile))
-        else:
-            kept = read_profile(run.run_dir.path / PROFILE_FILE)
-            profile = self.lessons.calibration.corrected(kept)
         self._write(profile)
         run.walls_s["fit"] = run.walls_s.get("fit", 0.0) + time.monotonic() - began_s
         run.listener.note(
@@ -137,7 +138,7 @@ class ShadowSearch:
         return profile
 
     def _metric_error(self, profile: Profile) -> float | None:
-        """Return how far the profile's shadow is off the calibration's replays."""
+        """Return how far the profile's shadow is off the calibration's whole replays."""
         shadows = self._speaking_for(profile)
         shadows.use(CALIBRATION, self.run.bench.trace(CALIBRATION))
         tasks = [
