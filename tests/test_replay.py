@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaping import LeapingSource
+from replay_parts import plans, traces
 from toy import ToyCosts, ToyEngine, ToySource
 from traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 
@@ -18,9 +18,8 @@ from tuner.arrivals import ClockKind
 from tuner.engine.protocol import EngineLimits, Prompt, Step
 from tuner.errors import EngineError, ReplayError, TraceError, UsageError
 from tuner.prompts import TokenPrompt
-from tuner.replay import Progress, replay
+from tuner.replay import replay
 from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.stats import quantile
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel, Trace
 
@@ -30,28 +29,6 @@ SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
 
 def closed(n: int | None) -> ReplayPlan:
     return ReplayPlan(load_model=LoadModel.CLOSED, concurrency=n)
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> Trace:
-    n = draw(st.integers(1, 25))
-    column = st.lists(st.integers(1, 60), min_size=n, max_size=n)
-    due_s = sorted(draw(st.lists(st.floats(0, 3), min_size=n, max_size=n)))
-    e2e_s = draw(st.lists(st.floats(0.1, 2), min_size=n, max_size=n))
-    return a_trace(due_s, draw(column), draw(column), e2e_s)
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> ReplayPlan:
-    model = draw(st.sampled_from(LoadModel))
-    concurrency = draw(st.none() | st.integers(1, 9)) if model is LoadModel.CLOSED else None
-    cut = CutRule(
-        late_s=draw(st.none() | st.floats(0.01, 3)),
-        allowed_late=draw(st.integers(0, 5)),
-        max_clock_s=draw(st.none() | st.floats(0.01, 5)),
-    )
-    timeout_s = draw(st.none() | st.floats(0.01, 3))
-    return ReplayPlan(load_model=model, concurrency=concurrency, timeout_s=timeout_s, cut=cut)
 
 
 @given(trace=traces(), plan=plans(), cap=st.integers(1, 6), max_model_len=st.integers(20, 120))
@@ -187,88 +164,6 @@ def test_patience_that_suffices_changes_nothing() -> None:
     )
 
 
-@given(
-    seed=st.integers(0, 200),
-    cap=st.integers(1, 8),
-    q=st.sampled_from([0.5, 0.9, 0.95]),
-    late_s=st.floats(0.1, 20),
-    n=st.integers(20, 80),
-)
-@settings(deadline=None, max_examples=120)
-def test_a_cut_is_certain_and_nothing_certain_is_missed(
-    seed: int, cap: int, q: float, late_s: float, n: int
-) -> None:
-    trace = steady(n, 8.0, seed=seed)
-    limits = EngineLimits(cap, 64)
-    allowed = n - math.ceil(q * n - 1e-9)
-    rule = CutRule(late_s=late_s, allowed_late=allowed)
-    cut = replay_toy(trace, limits, plan=ReplayPlan(cut=rule)).cut_reason is not None
-    e2e_s = replay_toy(trace, limits).timelines.e2e_s
-    assert cut == (quantile(e2e_s, q).value > late_s)
-
-
-@given(
-    seed=st.integers(0, 200),
-    late_s=st.floats(0.5, 5),
-    timeout_s=st.floats(0.5, 8),
-    max_model_len=st.integers(15, 60),
-)
-@settings(deadline=None, max_examples=60)
-def test_a_cut_is_certain_though_clients_leave_and_requests_are_refused(
-    seed: int, late_s: float, timeout_s: float, max_model_len: int
-) -> None:
-    trace = steady(60, 12.0, seed=seed)
-    source, limits = ToySource(max_model_len=max_model_len), EngineLimits(2, 64)
-    rule = CutRule(late_s=late_s, allowed_late=60 - math.ceil(0.9 * 60))
-    cut = replay_toy(trace, limits, source, ReplayPlan(timeout_s=timeout_s, cut=rule))
-    whole = replay_toy(trace, limits, source, ReplayPlan(timeout_s=timeout_s))
-    if cut.cut_reason is not None:
-        assert quantile(whole.timelines.e2e_s, 0.9).value > late_s
-
-
-def test_the_silence_before_the_first_request_is_not_held_against_a_configuration() -> None:
-    plan = ReplayPlan(cut=CutRule(max_clock_s=10.0))
-    early, late = (a_trace([at_s + i / 4 for i in range(20)]) for at_s in (0.0, 100.0))
-    assert replay_toy(early, LIMITS, plan=plan).cut_reason is None
-    assert replay_toy(late, LIMITS, plan=plan).cut_reason is None
-    assert replay_toy(late, EngineLimits(1, 64), SLOW, plan).cut_reason is None
-    slower = ToySource(SLOW.costs.scaled(2))
-    assert replay_toy(late, EngineLimits(1, 64), slower, plan).cut_reason is not None
-
-
-def test_a_cut_leaves_the_engine_idle_and_the_rest_aborted() -> None:
-    engine = SLOW.start({}, LIMITS)
-    trace = a_trace([0.0] * 20, output=50)
-    plan = ReplayPlan(cut=CutRule(max_clock_s=1.0))
-    log = replay(engine, trace, ToyPrompts(trace), plan)
-    assert log.cut_reason == "took longer than 1 s on the replay's clock"
-    assert log.timelines.count(Outcome.ABORTED) == 20
-    assert log.clock_s == pytest.approx(1.1)
-    assert not engine.has_work()
-
-
-def test_real_time_may_run_out_too() -> None:
-    log = replay_toy(steady(2000, 5.0), LIMITS, plan=ReplayPlan(cut=CutRule(max_wall_s=1e-6)))
-    assert log.cut_reason is not None
-    assert log.steps.steps <= 1
-
-
-def test_the_caller_hears_and_may_stop() -> None:
-    heard: list[Progress] = []
-
-    def listen(progress: Progress) -> bool:
-        heard.append(progress)
-        return False
-
-    trace = steady(20_000, 5.0)
-    engine = ToySource().start({}, LIMITS)
-    log = replay(engine, trace, ToyPrompts(trace), ReplayPlan(), listen)
-    assert log.cut_reason == "stopped by the caller"
-    assert len(heard) == 1
-    assert 0 < heard[0].ended <= heard[0].sent < heard[0].offered == 20_000
-    assert not engine.has_work()
-
-
 def test_the_wall_clock_waits_for_real() -> None:
     trace = a_trace([0.0, 0.05, 0.1])
     log = replay_toy(trace, LIMITS, plan=ReplayPlan(clock=ClockKind.WALL))
@@ -350,63 +245,3 @@ def test_plans_that_contradict_themselves_are_refused(
 def test_order_of_admission_is_the_traces() -> None:
     line = replay_toy(steady(60, 50.0), EngineLimits(1, 64)).timelines
     assert np.all(np.diff(line.first_s) > 0)
-
-
-# Costs that no sum of round numbers equals, so that no step ends just when something is due.
-UNROUND = ToyCosts(base_s=0.0101237, per_seq_s=0.00051713, per_prefill_token_s=0.000101931)
-
-
-@given(
-    trace=traces(),
-    plan=plans(),
-    cap=st.integers(1, 6),
-    num_blocks=st.sampled_from([10, 14, 1000]),
-)
-@settings(deadline=None, max_examples=200)
-def test_like_steps_taken_at_once_change_nothing(
-    trace: Trace, plan: ReplayPlan, cap: int, num_blocks: int
-) -> None:
-    limits = EngineLimits(cap, 32)
-    singly, at_once = (
-        replay_toy(trace, limits, make(UNROUND, num_blocks=num_blocks), plan)
-        for make in (ToySource, LeapingSource)
-    )
-    a, b = singly.timelines, at_once.timelines
-    assert singly.cut_reason == at_once.cut_reason
-    assert a.outcome.tolist() == b.outcome.tolist()
-    assert a.output_tokens.tolist() == b.output_tokens.tolist()
-    for column in ("due_s", "sent_s", "first_s", "last_s"):
-        expected = pytest.approx(getattr(a, column).tolist(), nan_ok=True)
-        assert getattr(b, column).tolist() == expected
-    assert at_once.clock_s == pytest.approx(singly.clock_s)
-    assert b.gap_s.total_weight == a.gap_s.total_weight
-    assert b.gap_s.values @ b.gap_s.weights == pytest.approx(a.gap_s.values @ a.gap_s.weights)
-    one, many = singly.steps, at_once.steps
-    for name in ("steps", "prefill_tokens", "preempted", "max_step_tokens"):
-        assert getattr(one, name) == getattr(many, name)
-    assert dict(many.peaks) == pytest.approx(dict(one.peaks))
-    assert many.decode_steps.total_weight == one.decode_steps.total_weight
-    for name, level in one.levels.items():
-        if level.total_weight:
-            mean = many.levels[name].mean().value
-            assert mean == pytest.approx(level.mean().value)
-
-
-def test_like_steps_are_taken_at_once_up_to_the_next_arrival_and_no_further() -> None:
-    """Negative control of the test above: there are runs, and they end where they must."""
-    plan, source = ReplayPlan(keep_steps=True), LeapingSource(SLOW.costs)
-    steps = kept(replay_toy(a_trace([0.0], output=40), LIMITS, source, plan))
-    assert steps.repeats.tolist() == [1, 39]
-    steps = kept(replay_toy(a_trace([0.0, 1.05], output=40), LIMITS, source, plan))
-    # A prefill and ten decodes until the second has come, which then prefills.
-    assert steps.repeats.tolist() == [1, 10, 1, 28, 11]
-    hurried = replace(plan, timeout_s=2.05)
-    log = replay_toy(a_trace([0.0], output=40), LIMITS, source, hurried)
-    assert log.timelines.output_tokens.tolist() == [21]
-    assert log.clock_s == pytest.approx(2.1)
-
-
-def test_nothing_is_taken_at_once_on_the_wall_clock() -> None:
-    plan = ReplayPlan(clock=ClockKind.WALL, keep_steps=True)
-    steps = kept(replay_toy(a_trace([0.0], output=40), LIMITS, LeapingSource(), plan))
-    assert steps.repeats.tolist() == [1] * 40
