@@ -1,5 +1,5 @@
 # make tune     install, then tune the demo model on a sample trace: best.yaml
-# make test     install, then run the tests             (PYTEST_ARGS="-k config -x")
+# make test     install, then run the tests             (PYTEST_ARGS="-k config -n 0")
 # make check    format, lint, types and import layers
 # make setup    install into .venv; on a GPU: make setup EXTRA=gpu
 # make clean    remove .venv, caches and what a build left; run directories stay
@@ -35,7 +35,7 @@ tune: $(STAMP)
 	$(BIN)/tune --trace $(TRACE) --budget $(BUDGET) -o best.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check tuner tests

@@ -35,13 +35,13 @@ pytest.register_assert_rewrite(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of the real engine where there is none, and say so."""
-    if importlib.util.find_spec("vllm") is not None:
-        return
+    """Keep tests of the real engine in one process; skip them where there is none."""
+    is_installed = importlib.util.find_spec("vllm") is not None
     skip = pytest.mark.skip(reason="vLLM is not installed: make setup")
     for item in items:
         if item.get_closest_marker("engine"):
-            item.add_marker(skip)
+            # One import of vLLM, and no two engines at a time.
+            item.add_marker(pytest.mark.xdist_group("engine") if is_installed else skip)
 
 
 @pytest.fixture(scope="session")

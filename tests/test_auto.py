@@ -23,13 +23,13 @@ from shadow_toy import InstalledSource
 from toy_tune import job_on, write_trace
 from traffic import replay_toy
 
+from tuner.child import Started
 from tuner.cli import tune
 from tuner.cli.replay_command import run_replay
 from tuner.engine.compat import serve
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.formats import read_trace
-from tuner.host import Started
 from tuner.lessons import Lessons
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier

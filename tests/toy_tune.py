@@ -28,6 +28,7 @@ from tuner.cli.run_command import run_job
 from tuner.console import say, say_error
 from tuner.engine.protocol import EngineLimits, Step
 from tuner.errors import EngineError, TunerError
+from tuner.spares import Spares
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
@@ -74,7 +75,7 @@ def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:
     """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError."""
     context = tune.make_context("tune", list(arguments))
     kept, options = with_stored(tune, arguments, context.params)
-    return run_job(read_job(with_tuning(options), kept), source)
+    return run_job(read_job(with_tuning(options), kept), source, Spares(0, Path(os.devnull)))
 
 
 def write_trace(

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.capacity import Capacity, loads_to_try
-from tuner.engine.protocol import EngineInfo, EngineLimits
+from tuner.child import Started
+from tuner.engine.protocol import EngineInfo, EngineLimits, EngineSource
 from tuner.errors import EngineError
-from tuner.host import Host, Started
+from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import CutRule, ReplayPlan
@@ -54,9 +55,9 @@ class Bench:
         if self.started is not None:
             self._host.load(name, trace, self._seed)
 
-    def restart_with(self, values: Mapping[str, object]) -> None:
-        """Let the next replay start an engine with other values, in the same process."""
-        self._values = values
+    def restart_from(self, source: EngineSource) -> None:
+        """Let the next replay start an engine of another source, in the same process."""
+        self._host.source = source
         self.started = None
 
     def trace(self, name: str) -> Trace:

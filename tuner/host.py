@@ -1,13 +1,11 @@
-"""The child process in which the engine and the replay loop live together.
+"""The parent's side of the process in which engine and replay loop live together.
 
-A crash or an out-of-memory of the engine is then a result and not the end, and stamps never
-cross a process border. The parent only decides and reports. The child's output goes to a log
-file, whose last words explain a death.
+The parent only decides and reports. The child's output goes to a log file, whose last words
+explain a death. What the child does is in `child`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,130 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineLimits, EngineSource
-from tuner.engine.shape import EngineShape
-from tuner.errors import EngineError, ShadowError, TunerError
+from tuner.child import STOP, Started, serve_parent
+from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
+from tuner.errors import EngineError
 from tuner.last_words import last_words
-from tuner.prompts import PromptSource
-from tuner.replay import Progress, ReplayLog, replay
+from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.traces import Trace
-from tuner.warmup import warm_up
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
 # workers on several devices take a few.
 CLOSE_S = 20.0
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
-_STOP = "stop"
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """An engine that runs: what it is and what starting and warming it up took.
-
-    `shape` is what a shadow of it has to know, None where there can be none; then `no_shadow`
-    says why.
-    """
-
-    info: EngineInfo
-    start_s: float
-    warm_up_s: float
-    shape: EngineShape | None = None
-    no_shadow: str = ""
-
-
-class _Child:
-    """What the child process holds between two requests of the parent."""
-
-    def __init__(self, connection: Connection, source: EngineSource) -> None:
-        self._connection = connection
-        self._source = source
-        self._engine: Engine | None = None
-        self._traces: dict[str, tuple[Trace, PromptSource]] = {}
-
-    def facts(self, values: Mapping[str, object]) -> EngineFacts:
-        """Resolve a configuration."""
-        return self._source.facts(values)
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> Started:
-        """Start and warm up an engine, closing the last one first."""
-        self.close()
-        began_s = time.perf_counter()
-        self._engine = self._source.start(values, ceiling)
-        start_s = time.perf_counter() - began_s
-        shape, no_shadow = None, ""
-        try:
-            shape = self._engine.shape()
-        except ShadowError as reason:
-            no_shadow = reason.message
-        # Nothing has to warm up where steps are predicted.
-        warm_s = 0.0 if self._engine.info.kind == "shadow" else warm_up(self._engine)
-        return Started(self._engine.info, start_s, warm_s, shape, no_shadow)
-
-    def load(self, name: str, trace: Trace, seed: int) -> int:
-        """Keep a trace under a name and return its length."""
-        prompts = PromptSource(trace, self._running.info.vocab_size, seed)
-        self._traces[name] = (trace, prompts)
-        return len(trace)
-
-    def replay(self, name: str, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
-        """Replay a kept trace at the limits, reporting progress on the way."""
-        trace, prompts = self._traces[name]
-        self._running.set_limits(limits)
-        return replay(self._running, trace, prompts, plan, self._report)
-
-    def _report(self, progress: Progress) -> bool:
-        self._connection.send(("progress", progress))
-        if self._connection.poll():
-            self._connection.recv()
-            return False
-        return True
-
-    @property
-    def _running(self) -> Engine:
-        if self._engine is None:
-            raise EngineError("no engine was started")
-        return self._engine
-
-    def close(self) -> None:
-        """Close the engine, if any."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-
-def _child_main(connection: Connection, source: EngineSource, log_path: str) -> None:
-    """Serve the parent until it goes."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    child = _Child(connection, source)
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            message = connection.recv()
-            if message == _STOP:
-                # It crossed the answer to the replay that it was meant for.
-                continue
-            name, arguments = message
-            if name == "close":
-                break
-            try:
-                answer: tuple[str, Any] = ("done", getattr(child, name)(*arguments))
-            except TunerError as error:
-                answer = ("error", error)
-            connection.send(answer)
-    child.close()
 
 
 def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
@@ -164,11 +56,11 @@ class Host:
 
     The process starts with the first request and again after a failure. Every request either
     returns, raises what the child raised, or raises EngineError with the last words of a
-    child that died.
+    child that died. Which engines it runs may be said, or said anew, before any start.
     """
 
-    def __init__(self, source: EngineSource, log_path: Path) -> None:
-        self._source = source
+    def __init__(self, source: EngineSource | None, log_path: Path) -> None:
+        self.source = source
         self.log_path = log_path
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
@@ -186,14 +78,27 @@ class Host:
     ) -> None:
         self.close(gently=kind is None)
 
+    @property
+    def _known_source(self) -> EngineSource:
+        if self.source is None:
+            raise EngineError("nobody has said which engine to start")
+        return self.source
+
+    def prepare(self, how: Callable[[], None]) -> None:
+        """Let the child do something that any later start needs, like an import.
+
+        Raises: UsageError, EngineError.
+        """
+        self._ask("prepare", how)
+
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let the child resolve a configuration. Raises: UsageError, EngineError."""
-        answer: EngineFacts = self._ask("facts", values)
+        answer: EngineFacts = self._ask("facts", self._known_source, values)
         return answer
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> Started:
         """Start an engine in the child. Raises: UsageError, EngineError."""
-        answer: Started = self._ask("start", values, ceiling)
+        answer: Started = self._ask("start", self._known_source, values, ceiling)
         return answer
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
@@ -233,7 +138,7 @@ class Host:
                 kind, answer = _receive(connection, process)
                 if kind == "progress":
                     if on_progress is not None and not on_progress(answer):
-                        connection.send(_STOP)
+                        connection.send(STOP)
                         on_progress = None
                 elif kind == "error":
                     raise answer
@@ -253,8 +158,8 @@ class Host:
             ours, theirs = context.Pipe()
             self._log_mark = self.log_path.stat().st_size if self.log_path.exists() else 0
             self._process = context.Process(
-                target=_child_main,
-                args=(theirs, self._source, str(self.log_path)),
+                target=serve_parent,
+                args=(theirs, str(self.log_path)),
                 name="tune-engine",
             )
             self._process.start()
@@ -278,11 +183,16 @@ class Host:
 
     def kill(self) -> None:
         """End the child and all it started, at once; another thread may be asking it."""
+        deadline_s = time.monotonic() + CLOSE_S
         _strike(self._process)
-        # Whoever asks hears of the end first, before its connection becomes another's.
-        is_ours = self._asking.acquire(timeout=CLOSE_S)
+        # Whoever asks hears of the end first, before its connection becomes another's; what it
+        # was starting a moment ago goes as well.
+        while not (is_ours := self._asking.acquire(timeout=_POLL_S)):
+            if time.monotonic() > deadline_s:
+                break
+            _strike(self._process)
         try:
-            _strike(self._process)  # one that was being started a moment ago
+            _strike(self._process)
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None

@@ -20,9 +20,9 @@ from tuner.calibrate import (
     is_steady,
     replay_length_s,
 )
+from tuner.child import Started
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.host import Started
 from tuner.live_search import fly_pilot
 from tuner.objective import Goal
 from tuner.observation import Phase

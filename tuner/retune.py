@@ -132,7 +132,7 @@ def retuning(
 ) -> Iterator[Retune]:
     """Yield shadows of the profile, the host's among them; they end with it."""
     bench = Bench(host, {}, space.ceiling, seed)
-    log = run_dir.path / "shadow.log"
+    log = run_dir.shadow_log
     with Shadows(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
         shadows.adopt(bench)
         shadows.start_all()

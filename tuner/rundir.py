@@ -79,6 +79,11 @@ class RunDir:
         return self.path / "engine.log"
 
     @property
+    def shadow_log(self) -> Path:
+        """Where the processes of further shadows write."""
+        return self.path / "shadow.log"
+
+    @property
     def storage_url(self) -> str:
         """Return the study's own SQLite database."""
         return f"sqlite:///{(self.path / 'study.db').resolve()}"

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from tuner import confirm, search
 from tuner.carried import Carried, carried, confirmed_live
+from tuner.child import Started
 from tuner.confirm import Decision
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError
-from tuner.host import Started
 from tuner.live_search import fitting, search_live, searched
 from tuner.observation import Observation, Phase
 from tuner.racing import Cold, cold_cost_s, confirm_cold, race

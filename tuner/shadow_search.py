@@ -18,10 +18,10 @@ from tuner.calibrate import (
     error_ratio,
     metric_error,
 )
+from tuner.child import Started
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.forecast import Forecast
-from tuner.host import Started
 from tuner.lessons import CALIBRATION, Lessons
 from tuner.live_search import fitting, plan_windows
 from tuner.metrics import Measurement
@@ -34,6 +34,7 @@ from tuner.records import race_records
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE
 from tuner.shadows import Shadows, Task
+from tuner.spares import Spares
 
 # The share of the budget that foretelling may take: ours.
 FORECAST_SHARE = 0.20
@@ -53,6 +54,7 @@ class ShadowSearch:
     run: RunState
     make_shadows: MakeShadows
     lessons: Lessons
+    spares: Spares
     forecast: Forecast | None = None
     compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
     """What was measured live and foretold of the same requests, by setting and metric."""
@@ -67,6 +69,7 @@ class ShadowSearch:
         Raises: EngineError, UsageError.
         """
         run, kept = self.run, self.run.run_dir.path / PROFILE_FILE
+        self.spares.settle()
         try:
             if kept.exists():
                 # The run is resumed, or was given a profile: the calibration is done.

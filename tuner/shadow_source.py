@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.compat import serve
+from tuner.engine.compat.scheduler import import_scheduler
 from tuner.engine.foresight import departure
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.engine.shadow import ShadowEngine
@@ -37,9 +38,6 @@ _ASKED_EVERY_STEP = (
     "vLLM {} does not decide as foreseen ({}), so the shadow asks it about every step: the"
     " predictions hold, and take ten times as long"
 )
-
-# Where the values of a start hold a profile in place of the source's own: not vLLM's, ours.
-NEWER = "tuner-profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +105,9 @@ class ShadowSource:
             raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ShadowEngine:
-        """Start a shadow at the ceiling, with the blocks an engine had that started so.
-
-        Under NEWER the values may hold a profile that was learnt since.
-        """
-        newer = values.get(NEWER)
-        profile = newer if isinstance(newer, Profile) else self.profile
+        """Start a shadow at the ceiling, with the blocks an engine had that started so."""
+        del values  # the profile knows them
+        profile = self.profile
         serve.prepare_environment()
         departs = departure(profile.shape) if self.is_fast else ""
         return ShadowEngine(
@@ -123,6 +118,14 @@ class ShadowSource:
             fast=self.is_fast and not departs,
             remark=_ASKED_EVERY_STEP.format(serve.vllm_version(), departs) if departs else "",
         )
+
+
+def prepare_shadow() -> None:
+    """Import, in this process, what every shadow needs; it is most of the first start's time.
+
+    Raises: UsageError when vLLM is missing.
+    """
+    import_scheduler()
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:

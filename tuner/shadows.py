@@ -15,15 +15,17 @@ from types import TracebackType
 from typing import Self
 
 from tuner.bench import Bench, Failure
+from tuner.child import Started
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import EngineError, ShadowError
-from tuner.host import Host, Started
+from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.profiles import Profile
 from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
-from tuner.shadow_source import NEWER, ShadowSource
+from tuner.shadow_source import ShadowSource
 from tuner.slo import Slo
+from tuner.spares import Spares
 from tuner.traces import Trace
 
 # How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
@@ -51,7 +53,10 @@ Done = tuple[Task, Measurement | Failure]
 
 
 class Shadows:
-    """Processes with a shadow each, started when there is a task for them."""
+    """Processes with a shadow each, started when there is a task for them.
+
+    Those among the spares are taken first.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Shadows:
         seed: int,
         *,
         is_forced: bool = False,
+        spares: Spares | None = None,
     ) -> None:
         self.profile = profile
         self.jobs = max(1, jobs)
@@ -71,7 +77,7 @@ class Shadows:
         self._hosts: list[Host] = []
         self._starting: list[tuple[Future[Started], Bench]] = []
         self._traces: dict[str, Trace] = {}
-        self._newer: dict[str, object] = {}
+        self._spares = spares
         self._pool: ThreadPoolExecutor | None = None
         self.remarks: dict[str, None] = {}
         """What the user should hear of the shadows, in order and once."""
@@ -98,9 +104,9 @@ class Shadows:
         """Let the same processes replay with another profile; nothing may be running."""
         self._let_start()
         if profile.step_model != self.profile.step_model:
-            self._newer = {NEWER: profile}
+            self._source = replace(self._source, profile=profile)
             for bench in self._idle:
-                bench.restart_with(self._newer)
+                bench.restart_from(self._source)
         self.profile = profile
 
     def adopt(self, bench: Bench) -> None:
@@ -137,9 +143,11 @@ class Shadows:
         self._starting.clear()
 
     def _made(self) -> Bench:
-        host = Host(self._source, self._log_path)
+        spare = self._spares.take() if self._spares is not None else None
+        host = spare or Host(None, self._log_path)
+        host.source = self._source
         self._hosts.append(host)
-        bench = Bench(host, self._newer, self._ceiling, self._seed)
+        bench = Bench(host, {}, self._ceiling, self._seed)
         for name, trace in self._traces.items():
             bench.use(name, trace)
         return bench

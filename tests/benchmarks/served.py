@@ -50,7 +50,7 @@ from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.retune import shadow_host
 from tuner.served import learn
-from tuner.shadow_source import NEWER
+from tuner.shadow_source import ShadowSource
 from tuner.traces import Trace
 from tuner.verify.http_replay import Endpoint, replay_http
 from tuner.windows import parse_window
@@ -155,7 +155,8 @@ def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
         bench = Bench(host, {}, LIMITS, 0)
 
         def replay(model: StepModel, name: str) -> ReplayLog:
-            bench.restart_with({NEWER: replace(profile, step_model=model)})
+            tried = replace(profile, step_model=model)
+            bench.restart_from(ShadowSource(tried, is_forced=True))
             logs: list[ReplayLog] = []
             bench.measure([name], LIMITS, ReplayPlan(), (), on_log=logs.append)
             return logs[0]

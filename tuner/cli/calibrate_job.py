@@ -21,7 +21,7 @@ from tuner.profiles import Profile, read_profile, write_profile
 from tuner.replay import ReplayLog
 from tuner.retune import shadow_host
 from tuner.served import Served, learn
-from tuner.shadow_source import NEWER
+from tuner.shadow_source import ShadowSource
 from tuner.timeline import Timelines
 
 
@@ -76,7 +76,8 @@ def _learnt(
     bench.use("recording", trace)
 
     def replay(model: StepModel) -> Timelines:
-        bench.restart_with({**engine.values, NEWER: replace(profile, step_model=model)})
+        tried = replace(profile, step_model=model)
+        bench.restart_from(ShadowSource(tried, is_forced=options["force_profile"]))
         logs: list[ReplayLog] = []
         outcome = bench.measure(["recording"], limits, plan, (), on_log=logs.append)
         if isinstance(outcome, Failure):

@@ -136,7 +136,7 @@ def _shadows(
     options: Mapping[str, Any], profile: Profile, ceiling: EngineLimits, run_dir: RunDir
 ) -> Shadows:
     jobs, seed = options["jobs"] or default_jobs(), options["seed"]
-    log, forced = run_dir.path / "shadow.log", options["force_profile"]
+    log, forced = run_dir.shadow_log, options["force_profile"]
     return Shadows(profile, ceiling, jobs, log, seed, is_forced=forced)
 
 

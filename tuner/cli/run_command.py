@@ -32,20 +32,28 @@ from tuner.shadow_session import ShadowSession
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows
 from tuner.space import SearchSpace
+from tuner.spares import Spares, spare_cores
 from tuner.traces import LoadModel, Trace
 from tuner.windows import Window
 
 
-def run_job(job: Job, source: EngineSource | None = None) -> int:
-    """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt."""
+def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None = None) -> int:
+    """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt.
+
+    Where the engines come from and who else can be a shadow is the installed vLLM's matter
+    unless given.
+    """
     for line in job.traffic.lines:
         say(line)
     if job.engine.is_demo and job.method is not Method.SHADOW:
         say(DEMO_NOTE)
     run_dir = RunDir(job.run_path, resume=job.is_resumed)
     try:
-        with Host(source or _source_of(job), run_dir.engine_log) as host:
-            return _run_in(job, run_dir, host)
+        with (
+            Host(source or _source_of(job), run_dir.engine_log) as host,
+            spares or Spares(_helpers(job), run_dir.shadow_log) as others,
+        ):
+            return _run_in(job, run_dir, host, others)
     finally:
         run_dir.close()
 
@@ -56,7 +64,14 @@ def _source_of(job: Job) -> EngineSource:
     return LiveSource()
 
 
-def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
+def _helpers(job: Job) -> int:
+    """Return how many processes will be shadows beside the engine's own, or as one more."""
+    if job.method is Method.LIVE:
+        return 0
+    return job.jobs - 1 if job.method is Method.SHADOW else min(job.jobs, spare_cores())
+
+
+def _run_in(job: Job, run_dir: RunDir, host: Host, spares: Spares) -> int:
     stored = run_dir.read_json(RUN_FILE) if job.is_resumed else {}
     _check_same(job, stored)
     facts = host.facts(job.engine.values)
@@ -70,7 +85,7 @@ def _run_in(job: Job, run_dir: RunDir, host: Host) -> int:
         run_dir.write_json(
             RUN_FILE, run_record(job, run.journal.study_name, (), run.space.ceiling)
         )
-    return Finish(job, _session(job, run), facts, told).run()
+    return Finish(job, _session(job, run, spares), facts, told).run()
 
 
 def _take_profile(job: Job, profile: Profile, run: RunState, facts: EngineFacts) -> None:
@@ -83,19 +98,25 @@ def _take_profile(job: Job, profile: Profile, run: RunState, facts: EngineFacts)
         write_profile(run.run_dir.path / PROFILE_FILE, profile)
 
 
-def _session(job: Job, run: RunState) -> AnySession:
+def _session(job: Job, run: RunState, spares: Spares) -> AnySession:
     """Return the kind of run that was asked for."""
 
     def make_shadows(profile: Profile) -> Shadows:
-        ceiling, log = run.space.ceiling, run.run_dir.path / "shadow.log"
-        seed = job.options["seed"]
-        return Shadows(profile, ceiling, job.jobs, log, seed, is_forced=job.is_forced)
+        return Shadows(
+            profile,
+            run.space.ceiling,
+            job.jobs,
+            run.run_dir.shadow_log,
+            job.options["seed"],
+            is_forced=job.is_forced,
+            spares=spares,
+        )
 
     if job.method is Method.SHADOW and job.profile is not None:
         shadows = make_shadows(job.profile)
         shadows.adopt(run.bench)
         return ShadowSession(run, shadows, is_forced=job.is_forced)
-    shadow = ShadowSearch(run, make_shadows, Lessons(run, redacted(job.engine.values)))
+    shadow = ShadowSearch(run, make_shadows, Lessons(run, redacted(job.engine.values)), spares)
     return Session(run, shadow, is_live=job.method is Method.LIVE)
 
 

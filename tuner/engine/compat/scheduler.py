@@ -22,6 +22,17 @@ from tuner.errors import EngineError, ShadowError
 _TOKEN = 0
 
 
+_STAND_IN: Mapping[str, object] = {**demo_engine_args(), "skip-tokenizer-init": True}
+
+
+def import_scheduler() -> None:
+    """Import all that a scheduler takes; vLLM loads most of it while it reads a configuration.
+
+    Raises: UsageError when vLLM is missing.
+    """
+    resolve_config(parse_serve_values(_STAND_IN))
+
+
 def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
     """Return a vLLM configuration whose scheduler behaves as the shape's.
 
@@ -34,8 +45,7 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
         )
     length = shape.max_model_len
     values: Mapping[str, object] = {
-        **demo_engine_args(),
-        "skip-tokenizer-init": True,
+        **_STAND_IN,
         "max-model-len": length,
         "hf-overrides": f'{{"max_position_embeddings": {length}}}',
         "max-num-seqs": ceiling.max_num_seqs,
