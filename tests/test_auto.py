@@ -71,7 +71,8 @@ def arguments_for(folder: Path, *more: str) -> list[str]:
 
 
 def auto(folder: Path, source: InstalledSource, *more: str) -> Run:
-    said = told(lambda: job_on(source, arguments_for(folder, "--budget", "90s", *more)))
+    arguments = arguments_for(folder, "--budget", "90s", *more)
+    said = told(lambda: job_on(source, arguments, prepares=source.has_shadow))
     return Run(folder, said.err, said.out)
 
 
@@ -251,7 +252,7 @@ def shadow_arguments(folder: Path, profile: Path, *more: str) -> list[str]:
 
 def run_shadow(arguments: list[str]) -> int:
     """Run without a source, as `tune` does: the profile is all there is."""
-    return job_on(None, arguments)
+    return job_on(None, arguments, prepares=True)
 
 
 def test_a_profile_alone_gives_a_prediction_that_says_so(

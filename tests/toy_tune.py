@@ -71,11 +71,17 @@ class FragileEngine(ToyEngine):
         raise EngineError(f"the toy has no memory for {self._cap} sequences")
 
 
-def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:
-    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError."""
+def job_on(
+    source: ToySource | None, arguments: Sequence[str], *, prepares: bool = False
+) -> int:
+    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError.
+
+    It prepares shadows while the engine starts only where a run is known to want them.
+    """
     context = tune.make_context("tune", list(arguments))
     kept, options = with_stored(tune, arguments, context.params)
-    return run_job(read_job(with_tuning(options), kept), source, Spares(0, Path(os.devnull)))
+    spares = None if prepares else Spares(0, Path(os.devnull))
+    return run_job(read_job(with_tuning(options), kept), source, spares)
 
 
 def write_trace(
