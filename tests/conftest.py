@@ -34,6 +34,8 @@ pytest.register_assert_rewrite(
 )
 
 
+# Before pytest-xdist looks at the marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests of the real engine in one process; skip them where there is none."""
     is_installed = importlib.util.find_spec("vllm") is not None
