@@ -18,7 +18,7 @@ from tuner.shadow_source import prepare_shadow
 
 
 class Spares:
-    """Processes that do `how` side by side from now on: import what shadows need, by default."""
+    """Processes that do `how` side by side from now on; the default imports vLLM."""
 
     def __init__(
         self, count: int, log_path: Path, how: Callable[[], None] = prepare_shadow
