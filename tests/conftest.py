@@ -37,13 +37,14 @@ pytest.register_assert_rewrite(
 # Before pytest-xdist looks at the marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of the real engine in one process; skip them where there is none."""
+    """Skip tests of vLLM where there is none; give one process all tests of real models."""
     is_installed = importlib.util.find_spec("vllm") is not None
     skip = pytest.mark.skip(reason="vLLM is not installed: make setup")
     for item in items:
-        if item.get_closest_marker("engine"):
-            # One import of vLLM, and no two engines at a time.
-            item.add_marker(pytest.mark.xdist_group("engine") if is_installed else skip)
+        if item.get_closest_marker("engine") and not is_installed:
+            item.add_marker(skip)
+        group = "model" if item.get_closest_marker("model") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ REPLAY_KEYS = [
 SECRET = "hf_never_to_be_seen"
 PATIENCE_S = 180.0
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 
 
 def typed(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

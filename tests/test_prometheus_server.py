@@ -38,7 +38,7 @@ from tuner.traffic_sketch import sketch_of
 
 __all__ = ["home"]
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 
 PATIENCE_S = 180.0
 HELD, HOLD_S = 6, 12.0

@@ -26,7 +26,12 @@ from tuner.demo import demo_engine_args
 from tuner.formats import read_trace
 from tuner.recorder.settings import FILE, MAX_BYTES
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 TEXT = "the quick brown fox jumps over the lazy dog "
 

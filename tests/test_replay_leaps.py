@@ -14,13 +14,14 @@ from traffic import a_trace, kept, replay_toy
 
 from tuner.arrivals import ClockKind
 from tuner.engine.protocol import EngineLimits
-from tuner.replay_plan import ReplayPlan
+from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.traces import Trace
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
 # Costs that no sum of round numbers equals, so that no step ends just when something is due.
 UNROUND = ToyCosts(base_s=0.0101237, per_seq_s=0.00051713, per_prefill_token_s=0.000101931)
+CUT_LATE = ReplayPlan(cut=CutRule(late_s=0.01, allowed_late=1))
 
 
 @given(
@@ -57,6 +58,18 @@ def test_like_steps_taken_at_once_change_nothing(
         if level.total_weight:
             mean = many.levels[name].mean().value
             assert mean == pytest.approx(level.mean().value)
+
+
+def test_a_request_that_was_sent_too_late_ends_the_leap_as_it_ends_the_steps() -> None:
+    """The second is due during the first step, which takes longer than it may wait."""
+    trace = a_trace([0.0, 1e-9, 0.25], output=25)
+    singly, at_once = (
+        replay_toy(trace, EngineLimits(1, 32), make(UNROUND), CUT_LATE)
+        for make in (ToySource, LeapingSource)
+    )
+    assert at_once.cut_reason == singly.cut_reason
+    assert at_once.timelines.output_tokens.tolist() == singly.timelines.output_tokens.tolist()
+    assert at_once.clock_s == pytest.approx(singly.clock_s)
 
 
 def test_like_steps_are_taken_at_once_up_to_the_next_arrival_and_no_further() -> None:

@@ -82,6 +82,8 @@ class RecordedTimer:
         raise NotImplementedError
 
 
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
 LIVE_CEILING = EngineLimits(16, 512)
 LIVE_BLOCKS = 24
 # The block size that vLLM's attention takes on a CPU as on a GPU, in tokens.
@@ -123,7 +125,6 @@ CHATTY = replace(PRESSED, longest_prompt=30, longest_output=120)
 SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("workload", "limits", "wanted"),
     [
@@ -165,6 +166,5 @@ def recorded(
         return replay(engine, trace, prompts, ReplayPlan(keep_steps=True)), seen
 
 
-@pytest.mark.engine
 def test_a_live_engine_as_most_run_it_has_a_fast_shadow(live: LiveEngine) -> None:
     assert is_foreseeable(live.shape())

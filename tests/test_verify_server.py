@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 TUNE = [sys.executable, "-m", "tuner.cli"]
 TRACE = Path(__file__).parents[1] / "traces" / "chat.jsonl"
 PATIENCE_S = 240.0

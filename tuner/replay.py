@@ -136,14 +136,20 @@ class _Replay:
         now_s, plan = self._clock.now_s, self._plan
         until_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
         ends = [math.inf if until_s is None else until_s]
-        for patience_s in (plan.timeout_s, plan.cut.late_s):
-            if patience_s is not None:
-                # In flight in due order: the first that is not over is the next to be.
-                over = (due_s + patience_s for due_s in self._in_flight.values())
-                ends.append(next((end for end in over if end > now_s), math.inf))
+        patience_s = plan.cut.late_s if plan.timeout_s is None else plan.timeout_s
+        if patience_s is not None:
+            ends.append(self._next_over_s(patience_s))
         if plan.cut.max_clock_s is not None and self._first_due_s is not None:
             ends.append(self._first_due_s + plan.cut.max_clock_s)
         return max(0.0, min(ends) - now_s)
+
+    def _next_over_s(self, patience_s: float) -> float:
+        """Return when the next will have taken too long: now, if one has that nobody noted."""
+        # In flight in due order: the first that is not over is the next to be.
+        for row, due_s in self._in_flight.items():
+            if row not in self._late:
+                return due_s + patience_s
+        return math.inf
 
     def _admit(self) -> None:
         """Hand over every request that is due by now."""

@@ -178,6 +178,7 @@ class TestAsynchronousShadowEngineCloses(ClosingContract):
 
 
 @pytest.mark.engine
+@pytest.mark.model
 class TestLiveEngine(EngineContract):
     """vLLM keeps the contract."""
 
@@ -191,6 +192,7 @@ class TestLiveEngine(EngineContract):
 
 
 @pytest.mark.engine
+@pytest.mark.model
 class TestLiveEngineCloses(ClosingContract):
     """vLLM closes, and starts again in a process where one was closed before."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tuner.rundir import RunDir
 from tuner.shadow_session import decide
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, default_jobs
+from tuner.spares import Spares
 from tuner.traces import Trace
 from tuner.windows import Window
 
@@ -82,42 +84,48 @@ def run_plan(options: Mapping[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
         run_dir = RunDir(Path(folder), resume=False)
         source = ShadowSource(profile, is_forced=options["force_profile"])
-        with Host(source, run_dir.engine_log) as host:
-            rows, present = _rows(host, run_dir, options, profile, ladder)
-    if options["as_json"]:
-        content = {
-            "engine": "shadow",
-            "present": _limits(present),
-            "error_ratio": error_ratio(profile),
-            "loads": [row.as_json() for row in rows],
-        }
-        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        sys.stdout.write("\n".join(_table(rows, present, error_ratio(profile))) + "\n")
+        jobs = options["jobs"] or default_jobs()
+        with (
+            Host(source, run_dir.engine_log) as host,
+            Spares(jobs - 1, run_dir.shadow_log) as spares,
+        ):
+            shadows_at = partial(
+                Shadows,
+                profile,
+                jobs=jobs,
+                log_path=run_dir.shadow_log,
+                seed=options["seed"],
+                is_forced=options["force_profile"],
+                spares=spares,
+            )
+            rows, present = _rows(host, shadows_at, run_dir, options, profile, traffic.trace)
+    wrong_ratio = error_ratio(profile)
+    told = _json if options["as_json"] else _table
+    sys.stdout.write("\n".join(told(rows, present, wrong_ratio)) + "\n")
     return 0
 
 
 def _rows(
     host: Host,
+    shadows_at: Callable[[EngineLimits], Shadows],
     run_dir: RunDir,
     options: Mapping[str, Any],
     profile: Profile,
-    ladder: tuple[int, ...],
+    recorded: Trace,
 ) -> tuple[list[Row], EngineLimits]:
     given = {**options, "engine_args": (), "config": None, "model": None}
     facts = host.facts(profiled_engine(given, profile).values)
-    traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
-    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
+    trace, told = fit_lengths(recorded, facts.max_model_len, options["too_long"])
     if told:
         say(told)
+    ladder = options["max_num_seqs"] or DEFAULT_LADDER
     space = search_space(
         facts, trace.scaled(max(options["loads"])), ladder, facts.present_limits
     )
     journal = Journal(run_dir.storage_url)
     bench = Bench(host, {}, space.ceiling, options["seed"])
     rows: list[Row] = []
-    with _shadows(options, profile, space.ceiling, run_dir) as shadows:
+    with shadows_at(space.ceiling) as shadows:
         shadows.adopt(bench)
         for generation, load in enumerate(options["loads"]):
             aim = _aim(options, trace, load)
@@ -130,14 +138,6 @@ def _rows(
             say(f"load {load:g} x: best {rows[-1].decision.best}")
     journal.close()
     return rows, space.present
-
-
-def _shadows(
-    options: Mapping[str, Any], profile: Profile, ceiling: EngineLimits, run_dir: RunDir
-) -> Shadows:
-    jobs, seed = options["jobs"] or default_jobs(), options["seed"]
-    log, forced = run_dir.shadow_log, options["force_profile"]
-    return Shadows(profile, ceiling, jobs, log, seed, is_forced=forced)
 
 
 def _aim(options: Mapping[str, Any], trace: Trace, load: float) -> Aim:
@@ -173,6 +173,17 @@ def _limits(limits: EngineLimits) -> dict[str, int]:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
+
+
+def _json(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> list[str]:
+    """Return the lines of the object for programs."""
+    content = {
+        "engine": "shadow",
+        "present": _limits(present),
+        "error_ratio": wrong_ratio,
+        "loads": [row.as_json() for row in rows],
+    }
+    return [msgspec.json.format(msgspec.json.encode(content), indent=2).decode()]
 
 
 def _table(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> list[str]:
