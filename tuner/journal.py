@@ -32,6 +32,7 @@ from tuner.duel import RaceRun
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.heartbeat import Heart
+from tuner.interrupts import undisturbed_methods
 from tuner.objective import Score, Tier
 from tuner.observation import Observation, Phase
 from tuner.records import observation_of, race_records, record_of
@@ -54,6 +55,7 @@ _STATES = {Tier.CUT: TrialState.PRUNED, Tier.FAILED: TrialState.FAIL}
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
+@undisturbed_methods
 class Journal:
     """An Optuna study as the list of what was measured and the queue of what is to be.
 
