@@ -171,6 +171,7 @@ class ShadowSearch:
         self.forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
         run.on_parts(self.forecast.parts, generation)
         seen = Ranking(run, self.forecast).rank()
+        shadows.settle()
         run.walls_s["shadow"] = run.walls_s.get("shadow", 0.0) + time.monotonic() - began_s
         self._race_at_capacity(seen)
         near = max(error_ratio(profile), search.FINALIST_RATIO / 2)
@@ -202,6 +203,7 @@ class ShadowSearch:
             shadows.use(name, window.of(run.trace))
         allowed = DISAGREEMENT * error_ratio(shadows.profile)
         foretold = self.forecast.predict(field_, run.names)
+        shadows.settle()
         said = []
         for limits, outcome in zip(field_, foretold, strict=True):
             live = race_records(run.journal.records(), limits)

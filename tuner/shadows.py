@@ -7,12 +7,13 @@ tasks other machines take to `journal`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tuner.bench import Bench, Failure
 from tuner.child import Started
@@ -30,6 +31,9 @@ from tuner.traces import Trace
 
 # How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
 _POLL_S = 0.2
+# A process that has to import vLLM first is started once replays have taken so long: ours,
+# about half of what the import takes.
+IMPORT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +99,14 @@ class Shadows:
 
     def use(self, name: str, trace: Trace) -> None:
         """Make a trace replayable under a name; nothing may be running."""
-        self._let_start()
+        self.settle()
         self._traces[name] = trace
         for bench in self._idle:
             bench.use(name, trace)
 
     def speak_for(self, profile: Profile) -> None:
         """Let the same processes replay with another profile; nothing may be running."""
-        self._let_start()
+        self.settle()
         if profile.step_model != self.profile.step_model:
             self._source = replace(self._source, profile=profile)
             for bench in self._idle:
@@ -118,8 +122,11 @@ class Shadows:
     def start_all(self) -> None:
         """Start in the background as many processes as replay beside each other."""
         for _ in range(self.jobs - len(self._idle) - len(self._starting)):
-            bench = self._made()
-            self._starting.append((self._threads.submit(bench.ensure_started), bench))
+            self._start_one()
+
+    def _start_one(self) -> None:
+        bench = self._made()
+        self._starting.append((self._threads.submit(bench.ensure_started), bench))
 
     @property
     def _threads(self) -> ThreadPoolExecutor:
@@ -127,20 +134,27 @@ class Shadows:
             self._pool = ThreadPoolExecutor(self.jobs, "shadow")
         return self._pool
 
-    def _bench(self) -> Bench:
-        """Return a process that has nothing to do, a new one where none is idle."""
-        if not self._idle:
-            self._let_start()
-        return self._idle.pop() if self._idle else self._made()
+    def settle(self) -> None:
+        """Wait until no process is being started, so that a measurement has the cores alone."""
+        wait([start for start, _ in self._starting])
+        self._gather()
 
-    def _let_start(self) -> None:
-        """Wait for those that are being started, which then are idle.
+    def _gather(self) -> None:
+        """Call those idle that have been started.
 
         What went wrong is told by the replay, which starts them again.
         """
-        wait([start for start, _ in self._starting])
-        self._idle.extend(bench for _, bench in self._starting)
-        self._starting.clear()
+        self._idle.extend(bench for start, bench in self._starting if start.done())
+        self._starting = [(start, bench) for start, bench in self._starting if not start.done()]
+
+    def _may_start(self, running: int, lasted_s: float) -> bool:
+        """Whether one more process is worth its start, after replaying for so long.
+
+        The first always is, and those that have imported vLLM are at hand.
+        """
+        there = running + len(self._idle) + len(self._starting)
+        is_cheap = self._spares is not None and self._spares.left > 0
+        return there < self.jobs and (there == 0 or is_cheap or lasted_s > IMPORT_S)
 
     def _made(self) -> Bench:
         spare = self._spares.take() if self._spares is not None else None
@@ -163,20 +177,39 @@ class Shadows:
         Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
         """
         running: dict[Future[Measurement | Failure], tuple[Task, Bench]] = {}
+        began_s, held = time.monotonic(), None
         while True:
-            while len(running) < self.jobs and (task := next_task()) is not None:
-                bench = self._bench()
-                future = self._threads.submit(_measure, bench, task)
-                running[future] = task, bench
-            if not running and is_over():
+            self._gather()
+            while self._idle or self._may_start(len(running), time.monotonic() - began_s):
+                held = held or next_task()
+                if held is None:
+                    break
+                if not self._idle:
+                    if not self._starting:
+                        self._start_one()
+                    break
+                bench = self._idle.pop()
+                running[self._threads.submit(_measure, bench, held)] = held, bench
+                held = None
+            if not running and held is None and is_over():
                 return
-            for future in wait(running, _POLL_S, FIRST_COMPLETED).done:
+            for future in self._wait_for(running):
                 task, bench = running.pop(future)
                 outcome = _result(future)
                 self._idle.append(bench)
                 if bench.last_info is not None and bench.last_info.remark:
                     self.remarks[bench.last_info.remark] = None
                 yield task, outcome
+
+    def _wait_for(
+        self, running: Mapping[Future[Measurement | Failure], object]
+    ) -> list[Future[Measurement | Failure]]:
+        """Wait a moment for a replay or a start to end, and return the replays that have."""
+        awaited: list[Future[Any]] = [*running, *(start for start, _ in self._starting)]
+        if not awaited:
+            time.sleep(_POLL_S)
+        wait(awaited, _POLL_S, FIRST_COMPLETED)
+        return [future for future in running if future.done()]
 
     def run(self, tasks: Sequence[Task]) -> list[Measurement | Failure]:
         """Replay every task and return what came out, in the tasks' order.

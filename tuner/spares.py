@@ -47,6 +47,11 @@ class Spares:
         """
         wait(self._importing)
 
+    @property
+    def left(self) -> int:
+        """How many nobody has taken."""
+        return len(self._left)
+
     def take(self) -> Host | None:
         """Return a process that is ready or will soon be, to be closed by whoever takes it."""
         return self._left.pop() if self._left else None

@@ -111,6 +111,7 @@ class _Worker:
         generation = int(state.split()[1])
         profile = read_profile(self._folder / PROFILE_FILE)
         with self._shadows(profile) as shadows:
+            shadows.start_all()
             forecast = self._forecast(profile, shadows, generation)
 
             def next_task() -> Task | None:
