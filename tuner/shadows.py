@@ -31,9 +31,9 @@ from tuner.traces import Trace
 
 # How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
 _POLL_S = 0.2
-# A process that has to import vLLM first is started once replays have taken so long: ours,
-# about half of what the import takes.
-IMPORT_S = 5.0
+# A process that has to import vLLM first is started once replays have taken so long: what the
+# import takes, so that waiting for it never costs more than the replays did.
+IMPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
