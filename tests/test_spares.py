@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_spare_runs_what_it_is_told_later_and_lives_until_its_taker_closes_it(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "shadow.log"
-    with Spares(2, log, say_who) as spares:
+    with closing(Spares(2, log, say_who)) as spares:
         spares.settle()
         first, second = pids(log)
         host = spares.take()
@@ -73,7 +74,7 @@ def test_a_spare_runs_what_it_is_told_later_and_lives_until_its_taker_closes_it(
 
 
 def test_there_are_no_more_spares_than_were_asked_for(tmp_path: Path) -> None:
-    with Spares(0, tmp_path / "shadow.log", say_who) as spares:
+    with closing(Spares(0, tmp_path / "shadow.log", say_who)) as spares:
         spares.settle()
         assert spares.take() is None
 
@@ -94,7 +95,7 @@ def test_a_spare_that_is_busy_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_what_a_spare_could_not_import_is_told_by_the_start(tmp_path: Path) -> None:
-    with Spares(1, tmp_path / "shadow.log", refuse) as spares:
+    with closing(Spares(1, tmp_path / "shadow.log", refuse)) as spares:
         spares.settle()
         host = spares.take()
         assert host is not None
@@ -110,7 +111,7 @@ def test_shadows_take_the_spares_first(tmp_path: Path) -> None:
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
     log = tmp_path / "shadow.log"
     began_s = time.monotonic()
-    with Spares(1, log) as spares:
+    with closing(Spares(1, log)) as spares:
         spares.settle()
         import_s = time.monotonic() - began_s
         with Shadows(profile, LIMITS, 1, log, 0, is_forced=True, spares=spares) as shadows:

@@ -237,3 +237,4 @@ class ShadowSearch:
         if self._shadows is not None:
             self._shadows.close()
             self._shadows = None
+        self.spares.close()

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tuner.host import Host
 from tuner.shadow_source import prepare_shadow
@@ -28,17 +26,6 @@ class Spares:
         self._importing: list[Future[None]] = [
             self._threads.submit(host.prepare, how) for host in self._left
         ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def settle(self) -> None:
         """Wait until nothing is imported any more, so that a measurement has the cores alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def run_plan(options: Mapping[str, Any]) -> int:
         jobs = options["jobs"] or default_jobs()
         with (
             Host(source, run_dir.engine_log) as host,
-            Spares(jobs - 1, run_dir.shadow_log) as spares,
+            closing(Spares(jobs - 1, run_dir.shadow_log)) as spares,
         ):
             shadows_at = partial(
                 Shadows,

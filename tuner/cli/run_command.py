@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 from uuid import uuid4
 
@@ -36,6 +37,10 @@ from tuner.spares import Spares, spare_cores
 from tuner.traces import LoadModel, Trace
 from tuner.windows import Window
 
+# How many processes import vLLM beside a live engine's start: ours. Each holds 0.7 GB, a few
+# replay most traces in seconds, and long work starts more of them.
+MOST_SPARES = 4
+
 
 def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None = None) -> int:
     """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt.
@@ -51,7 +56,7 @@ def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None 
     try:
         with (
             Host(source or _source_of(job), run_dir.engine_log) as host,
-            spares or Spares(_helpers(job), run_dir.shadow_log) as others,
+            closing(spares or Spares(_helpers(job), run_dir.shadow_log)) as others,
         ):
             return _run_in(job, run_dir, host, others)
     finally:
@@ -68,7 +73,9 @@ def _helpers(job: Job) -> int:
     """Return how many processes will be shadows beside the engine's own, or as one more."""
     if job.method is Method.LIVE:
         return 0
-    return job.jobs - 1 if job.method is Method.SHADOW else min(job.jobs, spare_cores())
+    if job.method is Method.SHADOW:
+        return job.jobs - 1
+    return min(job.jobs, spare_cores(), MOST_SPARES)
 
 
 def _run_in(job: Job, run_dir: RunDir, host: Host, spares: Spares) -> int:
