@@ -120,13 +120,26 @@ def test_a_tie_for_want_of_evidence_is_no_reason_to_take_what_measured_worse() -
 
 
 def test_equals_race_no_further_once_the_present_one_is_out() -> None:
-    """Seeds 0 to 99 of three equals: 27 replays to the last round, 13 with nothing to tell."""
-    equals = {SMALL: 1.0, MIDDLE: 1.0, LARGE: 1.0, PRESENT: 1.6}
-    laps = [len(raced(equals, seed)[1]) for seed in range(100)]
-    assert np.mean(laps) < 20
+    """Seeds 0 to 99 of three near ones: 27 replays to the last round, mostly 12."""
+    for near in (1.0, 1.01):
+        equals = {SMALL: near, MIDDLE: near, LARGE: 1.0, PRESENT: 1.6}
+        laps = [len(raced(equals, seed)[1]) for seed in range(100)]
+        assert np.mean(laps) < 14
     differ = {SMALL: 1.1, MIDDLE: 1.1, LARGE: 1.0, PRESENT: 1.6}
     winners = Counter(raced(differ, seed)[0].winner for seed in range(100))
     assert winners[LARGE] >= 95
+
+
+def test_a_race_among_the_better_goes_on_while_the_wrong_one_would_cost() -> None:
+    """The better one so far may be worse by half a percent, or by far more than that."""
+    field = [SMALL, LARGE, PRESENT]
+    far = {PRESENT: [2.0, 2.01, 1.99], LARGE: [1.0, 1.0, 1.0]}
+    quiet, noisy = [0.995, 1.01, 1.01], [1.4, 1.05, 1.1]
+    assert next_run(runs_of({**far, SMALL: quiet}), field, PRESENT) is None
+    following = next_run(runs_of({**far, SMALL: noisy}), field, PRESENT)
+    assert following is not None
+    assert following[0] == LEAST_ROUNDS + 1
+    assert following[1] != PRESENT
 
 
 def test_equals_whose_tiers_come_and_go_race_no_further_either() -> None:

@@ -20,6 +20,7 @@ from tuner.duel import (
     compare,
     is_equal,
     is_far,
+    is_harmless,
     is_vain,
     paired,
     ratio,
@@ -110,7 +111,7 @@ def next_run(
 
     The order rotates from round to round. The present configuration stays in until it is
     separated or shown to be equal, because the gain is measured against it; once it is out,
-    the others race on only while that is likely to tell them apart.
+    the others race on only while that is likely to tell them apart and worth it.
     """
     if len(field) < 2:
         return None
@@ -134,10 +135,14 @@ def _decided(
     best = _leader(runs, inside)
     if best is None or len(inside) == 1:
         return True
+    others = [limits for limits in inside if limits != best]
+    if present in inside:
+        return all(is_equal(runs, limits, best) for limits in others)
     return all(
-        is_equal(runs, limits, best) or (present not in inside and is_vain(runs, limits, best))
-        for limits in inside
-        if limits != best
+        is_equal(runs, limits, best)
+        or is_harmless(runs, best, limits)
+        or is_vain(runs, limits, best)
+        for limits in others
     )
 
 

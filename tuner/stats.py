@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, stdtrit
+from scipy.special import bdtr, gammaln, stdtr, stdtrit
 
 from tuner.errors import TooFewSamplesError
 
@@ -164,6 +164,30 @@ def would_hold_one(seen: Estimate, n: int, errors: float, confidence: float) -> 
     error = math.log(seen.value / seen.low) / _t(seen.n, confidence)
     reach = abs(math.log(seen.value)) + errors * error
     return reach < _t(n, confidence) * error * math.sqrt(seen.n / n)
+
+
+def expected_loss(seen: Estimate, confidence: float) -> float:
+    """Return what taking the first of a pair costs in expectation, as the ratio's logarithm.
+
+    The mean of what the ratio lies above 1, and nothing where it lies below, when the true
+    ratio is as uncertain as its interval says: near 0 where the first is surely no worse, and
+    also where both are surely close. `seen` is from paired_ratio with the same confidence.
+
+    Units: a logarithm, so that 0.01 is 1 %; without end where there is no interval or it is of
+        two pairs.
+    Source: expected opportunity cost, Chick & Inoue (2001), New two-stage and sequential
+        procedures for selecting the best simulated system, with Student's t.
+    """
+    if seen.low is None or seen.low <= 0 or seen.n < 3:
+        return math.inf
+    centre, df = math.log(seen.value), seen.n - 1
+    error = (centre - math.log(seen.low)) / _t(seen.n, confidence)
+    if error == 0:
+        return max(0.0, centre)
+    x = centre / error
+    log_density = float(gammaln((df + 1) / 2) - gammaln(df / 2)) - 0.5 * math.log(df * math.pi)
+    density = math.exp(log_density - (df + 1) / 2 * math.log1p(x * x / df))
+    return error * ((df + x * x) / (df - 1) * density + x * float(stdtr(df, x)))
 
 
 def _t(n: int, confidence: float) -> float:
