@@ -25,7 +25,7 @@ REPLAY_KEYS = [
     *("aborted", "requests_per_s", "output_tokens_per_s", "ttft_s", "tpot_s", "itl_s"),
     *("e2e_s", "decode_step_s", "queue_depth", "running", "gpu_cache_usage_perc"),
     *("preemptions", "prefix_cache_hit_ratio", "sustained", "caveats", "steps"),
-    *("virtual_duration_s", "wall_s"),
+    *("busy_s", "virtual_duration_s", "wall_s"),
 ]
 SECRET = "hf_never_to_be_seen"
 PATIENCE_S = 180.0

@@ -239,7 +239,7 @@ def test_the_json_has_every_documented_key_and_only_numbers_that_json_knows() ->
         documented = (
             "offered completed refused timed_out aborted requests_per_s output_tokens_per_s "
             "queue_depth running gpu_cache_usage_perc preemptions prefix_cache_hit_ratio "
-            "sustained caveats steps virtual_duration_s wall_s"
+            "sustained caveats steps busy_s virtual_duration_s wall_s"
         )
         assert set(documented.split()) <= set(said)
         assert said["gpu_cache_usage_perc"] == said["kv_cache_usage_perc"]

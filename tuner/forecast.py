@@ -14,7 +14,7 @@ from tuner.bench import Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
 from tuner.objective import Goal, Objective, Score, parse_goal
-from tuner.replay_plan import CutRule
+from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
 from tuner.traces import Trace
@@ -73,7 +73,7 @@ class Forecast:
             self.load_parts()
             # A glance, not all of it: the present one may be the slowest of all.
             rule = CutRule(max_wall_s=min(max(per_setting_s, 1.0), PROBE_S))
-            first = self.predict([space.present], cut=rule)[0]
+            first = self.predict([space.present], plan=replace(self.aim.plan, cut=rule))[0]
             if isinstance(first, Measurement) and first.cut_reason is not None:
                 ended = max(first.completed + first.refused, 1)
                 share = per_setting_s / (first.wall_s * len(trace) / ended)
@@ -91,12 +91,14 @@ class Forecast:
         self,
         settings: Sequence[EngineLimits],
         names: Sequence[str] | None = None,
-        cut: CutRule | None = None,
+        plan: ReplayPlan | None = None,
     ) -> list[Measurement | Failure]:
-        """Return what the shadow says of settings, without keeping it."""
+        """Return what the shadow says of settings, without keeping it.
+
+        Of the forecast's parts by the aim's plan, unless told otherwise.
+        """
         used = self.names if names is None else tuple(names)
-        plan = replace(self.aim.plan, cut=cut or CutRule())
-        tasks = [Task(used, limits, plan, self.aim.slos) for limits in settings]
+        tasks = [Task(used, s, plan or self.aim.plan, self.aim.slos) for s in settings]
         return self.shadows.run(tasks)
 
     def task(self, limits: EngineLimits, number: int, cut: CutRule) -> Task:

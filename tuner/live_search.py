@@ -25,6 +25,7 @@ from tuner.plan import (
     Pilot,
     choose_windows,
 )
+from tuner.race_time import fitting
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
@@ -109,14 +110,6 @@ def _must_race(run: RunState) -> bool:
     least_s = (search.FINALISTS + 1) * LEAST_ROUNDS * run.usual_wall_s
     reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
     return run.left_s < reserved_s
-
-
-def fitting(run: RunState, field: list[EngineLimits]) -> list[EngineLimits]:
-    """Return who races: fewer where the time would not hold three rounds of all."""
-    field = list(field)
-    while len(field) > 2 and (LEAST_ROUNDS * len(field) * run.usual_wall_s > run.left_s):
-        del field[-2]
-    return field
 
 
 def longest_wall_s(run: RunState) -> float:

@@ -82,7 +82,8 @@ class Measurement:
     """What a replay measured.
 
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
-    replay's own duration, `wall_s` the real one, `max_step_tokens` the fullest step. `load` is
+    replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
+    real one, `max_step_tokens` the fullest step. `load` is
     the multiple of the recorded load that was offered, `capacity` the largest at which the
     SLOs hold where that was looked for.
     """
@@ -107,6 +108,7 @@ class Measurement:
     send_lag_p99_s: float | None
     max_step_tokens: int
     steps: int
+    busy_s: float
     clock_s: float
     wall_s: float
     cut_reason: str | None
@@ -163,6 +165,7 @@ class Measurement:
             "cut_reason": self.cut_reason,
             "caveats": [str(caveat) for caveat in self.caveats],
             "steps": self.steps,
+            "busy_s": self.busy_s,
             "virtual_duration_s": self.clock_s,
             "wall_s": self.wall_s,
             "load": self.load,
@@ -209,6 +212,7 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         send_lag_p99_s=_send_lag_p99_s(lines),
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
         steps=sum(s.steps for s in steps),
+        busy_s=sum(s.duration_s for s in steps),
         clock_s=sum(log.clock_s for log in logs),
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,

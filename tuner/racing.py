@@ -17,6 +17,7 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
 from tuner.objective import Score
 from tuner.observation import TIE_RATIO, Phase
+from tuner.race_time import cold_cost_s
 from tuner.records import observation_of
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
@@ -69,9 +70,9 @@ def race(
     while True:
         runs = run.journal.race_runs()
         following = confirm.next_run(runs, field, run.space.present)
-        is_over = run.left_s - reserved_s < run.usual_wall_s
+        is_over = _is_over(run, following, reserved_s)
         if following is None or is_over or _is_beyond(following[0], until_round):
-            if is_over and following is not None and len(field) > 1:
+            if is_over and len(field) > 1:
                 run.caveats.add(Caveat.BUDGET_SPENT)
             run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
             return confirm.decide(runs, field, run.space.present)
@@ -102,15 +103,15 @@ def _first_round(
         run.keep_timelines(limits, "live", windows)
 
 
+def _is_over(
+    run: RunState, following: tuple[int, EngineLimits] | None, reserved_s: float
+) -> bool:
+    """Whether the time does not hold what would follow."""
+    return following is not None and run.left_s - reserved_s < run.replay_s(following[1])
+
+
 def _is_beyond(number: int, last: int | None) -> bool:
     return last is not None and number > last
-
-
-def cold_cost_s(run: RunState) -> float:
-    """Return what starting and replaying two cold engines will take."""
-    started = run.bench.started
-    start_s = started.start_s + started.warm_up_s if started is not None else 0.0
-    return 2 * (start_s + run.usual_wall_s)
 
 
 def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | None]:
@@ -123,7 +124,7 @@ def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | No
     if decision.verdict is Verdict.KEEP or run.bench.restarts_per_config:
         return decision, None
     known = [_known_cold(run, s) for s in (decision.winner, run.space.present)]
-    if None in known and run.left_s < cold_cost_s(run):
+    if None in known and run.left_s < cold_cost_s(run, decision.winner):
         run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
     began_s = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -71,7 +71,8 @@ class RunState:
     """A run in progress.
 
     `windows` is empty until they are chosen, unless the run is resumed. `walls_s` says where
-    real time went, by stage.
+    real time went, by stage. `foreseen_s` is how long the shadow foretells a replay of the
+    windows to take.
     """
 
     trace: Trace
@@ -84,6 +85,7 @@ class RunState:
     windows: tuple[Window, ...] = ()
     caveats: set[Caveat] = field(default_factory=set)
     walls_s: dict[str, float] = field(default_factory=dict)
+    foreseen_s: dict[EngineLimits, float] = field(default_factory=dict)
     on_windows: Callable[[tuple[Window, ...]], None] | None = None
     on_forecast: Callable[[tuple[Window, ...], int], None] | None = None
     _deadline_s: float = field(default=0.0, init=False)
@@ -141,14 +143,23 @@ class RunState:
     @property
     def usual_wall_s(self) -> float:
         """What a whole replay of the windows took so far, in the middle; 0 before the first."""
-        walls = sorted(
-            r["measurement"]["wall_s"]
-            for r in self.journal.records()
-            if Phase(r["phase"]).is_on_windows
-            and r["measurement"]
-            and not r["measurement"]["cut_reason"]
-        )
-        return float(walls[len(walls) // 2]) if walls else 0.0
+        return _middle([wall_s for _, wall_s in self._whole_replays()])
+
+    def replay_s(self, limits: EngineLimits) -> float:
+        """Return what a replay of the windows takes: as it did, as foretold, or as others do.
+
+        Units: seconds, 0 where nothing is known.
+        """
+        mine = [wall_s for at, wall_s in self._whole_replays() if at == limits]
+        return _middle(mine) or self.foreseen_s.get(limits, 0.0) or self.usual_wall_s
+
+    def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
+        """Yield the limits of each whole replay of the windows, and how long it took."""
+        for record in self.journal.records():
+            measured = record["measurement"]
+            is_whole = measured and not measured["cut_reason"]
+            if is_whole and Phase(record["phase"]).is_on_windows:
+                yield observation_of(record).limits, float(measured["wall_s"])
 
     def trial(
         self,
@@ -233,6 +244,10 @@ class RunState:
     def _heard(self, progress: Progress) -> bool:
         self.listener.progress(progress)
         return True
+
+
+def _middle(walls_s: Sequence[float]) -> float:
+    return sorted(walls_s)[len(walls_s) // 2] if walls_s else 0.0
 
 
 def judged(

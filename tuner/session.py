@@ -17,9 +17,10 @@ from tuner.child import Started
 from tuner.confirm import Decision
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError
-from tuner.live_search import fitting, search_live, searched
+from tuner.live_search import search_live, searched
 from tuner.observation import Observation, Phase
-from tuner.racing import Cold, cold_cost_s, confirm_cold, race
+from tuner.race_time import fitting, reserve_s
+from tuner.racing import Cold, confirm_cold, race
 from tuner.ranking import Ranking
 from tuner.replay import ReplayLog
 from tuner.run_state import RunState
@@ -83,7 +84,7 @@ class Session:
         field = self.shadow.finalists(started) if self.shadow is not None and ranks else None
         if field is None:
             field = search_live(run, self._learner(started))
-            decision = race(run, field, self._reserve_s())
+            decision = race(run, field, reserve_s(run, field))
             if self.shadow is not None:
                 self.shadow.keep_profile()
         else:
@@ -110,17 +111,13 @@ class Session:
             return None
         return self.shadow.lessons.learn
 
-    def _reserve_s(self) -> float:
-        """Return the time to keep for the cold engines, where the budget can bear it."""
-        wanted_s = cold_cost_s(self.run_state)
-        return wanted_s if wanted_s < 0.4 * self.run_state.left_s else 0.0
-
     def _race_with_shadow(self, field: list[EngineLimits]) -> Decision:
         """Race; where live and shadow disagree, recalibrate once and let more of them race."""
         run, shadow = self.run_state, self.shadow
+        reserved_s = reserve_s(run, field)
         if shadow is None or len(field) < 2:
-            return race(run, field, self._reserve_s())
-        race(run, field, self._reserve_s(), shadow.lessons.learn, until_round=1)
+            return race(run, field, reserved_s)
+        race(run, field, reserved_s, shadow.lessons.learn, until_round=1)
         differ = shadow.disagreement(field)
         if differ:
             run.listener.note(f"live and shadow disagree: {differ}; recalibrating once")
@@ -129,7 +126,7 @@ class Session:
                 field = fitting(run, list(dict.fromkeys([*field[:-1], *more])))
             if shadow.disagreement(field):
                 run.caveats.add(Caveat.SHADOW_DISAGREES)
-        return race(run, field, self._reserve_s())
+        return race(run, field, reserved_s)
 
     def close(self) -> None:
         """End whatever runs beside the engine."""

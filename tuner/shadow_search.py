@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner import search
+from tuner.arrivals import ClockKind
 from tuner.calibrate import (
     apart,
     beside,
@@ -23,12 +24,13 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons
-from tuner.live_search import fitting, plan_windows
+from tuner.live_search import plan_windows
 from tuner.metrics import Measurement
 from tuner.objective import Objective, Tier
 from tuner.observation import Observation, leader
 from tuner.plan import RACE_REPLAYS
 from tuner.profiles import Profile, read_profile, write_profile
+from tuner.race_time import fitting
 from tuner.ranking import Ranking
 from tuner.records import race_records
 from tuner.run_state import RunState
@@ -80,6 +82,7 @@ class ShadowSearch:
             check_rank_by(profile)
             field_ = self._foretell(profile, generation=0)
             plan_windows(run, self._rate, LIVE_REPLAYS)
+            self._foresee(field_)
         except (ShadowError, TooFewSamplesError) as unfit:
             run.caveats.add(Caveat.SHADOW_UNFIT)
             self._is_unfit = True
@@ -191,6 +194,28 @@ class ShadowSearch:
             run.aim = replace(run.aim, plan=replace(run.aim.plan, load=load))
             run.listener.note(f"racing at {load:.3g} x the recorded load")
 
+    def _foresee(self, field_: Sequence[EngineLimits]) -> dict[EngineLimits, Measurement]:
+        """Foretell the race's own replays: what they will measure and how long they will take.
+
+        Who fails in the shadow is left out.
+        """
+        if self.forecast is None:
+            return {}
+        run, shadows = self.run, self.forecast.shadows
+        for name, window in zip(run.names, run.windows, strict=True):
+            shadows.use(name, window.of(run.trace))
+        outcomes = self.forecast.predict(field_, run.names, run.aim.plan)
+        shadows.settle()
+        foretold = {
+            limits: outcome
+            for limits, outcome in zip(field_, outcomes, strict=True)
+            if isinstance(outcome, Measurement)
+        }
+        jumps = run.aim.plan.clock is ClockKind.VIRTUAL
+        for limits, outcome in foretold.items():
+            run.foreseen_s[limits] = outcome.busy_s if jumps else outcome.clock_s
+        return foretold
+
     def disagreement(self, field_: Sequence[EngineLimits]) -> str:
         """Say where live and shadow differ by more than the stated error; empty if nowhere.
 
@@ -198,16 +223,12 @@ class ShadowSearch:
         """
         if self.forecast is None:
             return ""
-        run, shadows = self.run, self.forecast.shadows
-        for name, window in zip(run.names, run.windows, strict=True):
-            shadows.use(name, window.of(run.trace))
-        allowed = DISAGREEMENT * error_ratio(shadows.profile)
-        foretold = self.forecast.predict(field_, run.names)
-        shadows.settle()
+        run = self.run
+        allowed = DISAGREEMENT * error_ratio(self.forecast.shadows.profile)
         said = []
-        for limits, outcome in zip(field_, foretold, strict=True):
+        for limits, outcome in self._foresee(field_).items():
             live = race_records(run.journal.records(), limits)
-            if not isinstance(outcome, Measurement) or not live:
+            if not live:
                 continue
             pairs = beside(list(live.values()), outcome.as_json())
             for metric, (measured, predicted) in pairs.items():

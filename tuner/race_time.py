@@ -1,0 +1,51 @@
+"""How long the end of a run will take, and who races so that it fits into the time left.
+
+What a replay takes is what it took before, or what the shadow foretells (`RunState.replay_s`).
+Three rounds come before anything else, since fewer tell nothing; then the cold engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tuner.duel import LEAST_ROUNDS
+from tuner.engine.protocol import EngineLimits
+from tuner.run_state import RunState
+
+# What is left bears the cold engines if they take less than this share of it: ours.
+MOST_COLD_RATIO = 0.4
+
+
+def cold_cost_s(run: RunState, winner: EngineLimits) -> float:
+    """Return what starting and replaying the winner and the present one cold will take."""
+    started = run.bench.started
+    start_s = started.start_s + started.warm_up_s if started is not None else 0.0
+    return 2 * start_s + run.replay_s(winner) + run.replay_s(run.space.present)
+
+
+def reserve_s(run: RunState, field: Sequence[EngineLimits]) -> float:
+    """Return the time to keep for the cold engines, 0 where the time cannot bear them as well.
+
+    Before the race; `field` begins with who is thought best.
+    """
+    wanted_s = cold_cost_s(run, field[0])
+    is_small = wanted_s < MOST_COLD_RATIO * run.left_s
+    return wanted_s if is_small and wanted_s + _least_s(run, field) < run.left_s else 0.0
+
+
+def fitting(run: RunState, field: Sequence[EngineLimits]) -> list[EngineLimits]:
+    """Return who races: fewer where the time would not hold three rounds of all.
+
+    The last before the present one go first, and somebody always races against it.
+    """
+    field = list(field)
+    wanted_s = cold_cost_s(run, field[0])
+    cold_s = wanted_s if wanted_s < MOST_COLD_RATIO * run.left_s else 0.0
+    while len(field) > 2 and _least_s(run, field) + cold_s > run.left_s:
+        del field[-2]
+    return field
+
+
+def _least_s(run: RunState, field: Sequence[EngineLimits]) -> float:
+    """Return what the fewest rounds take that tell anything."""
+    return LEAST_ROUNDS * sum(run.replay_s(limits) for limits in field)
