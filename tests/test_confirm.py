@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.confirm import Decision, Verdict, decide, next_run, survivors
-from tuner.duel import LEAST_ROUNDS, MOST_ROUNDS, RaceRun, compare, ratio
+from tuner.duel import LEAST_ROUNDS, MOST_ROUNDS, RaceRun, compare, ratio, ratios
 from tuner.engine.protocol import EngineLimits
 from tuner.objective import Score, Tier
 
@@ -198,6 +198,19 @@ def test_a_tier_that_changes_from_round_to_round_hides_no_gain() -> None:
     against = [*larger[:3], at_the_edge(29.5, is_sustained=False)]
     once = [*present[:3], at_the_edge(12.5, is_sustained=True)]
     assert compare(runs_of({LARGE: against, PRESENT: once}), LARGE, PRESENT) == 0
+
+
+def test_one_look_drops_who_never_sustains_what_the_other_always_does() -> None:
+    """By half as much again in every round, though three rounds leave a wide interval."""
+    present = [at_the_edge(rate, is_sustained=False) for rate in (1.3, 1.9, 1.5)]
+    larger = [at_the_edge(rate, is_sustained=True) for rate in (2.5, 2.4, 2.5)]
+    gains = ratios(runs_of({LARGE: larger, PRESENT: present}), LARGE, PRESENT)
+    assert gains
+    assert all(gain.high is not None and gain.high >= 1 for gain in gains)
+    for once, following in ((False, None), (True, (LEAST_ROUNDS + 1, LARGE))):
+        last = at_the_edge(1.5, is_sustained=once)
+        runs = runs_of({LARGE: larger, PRESENT: [*present[:2], last]})
+        assert next_run(runs, [LARGE, PRESENT], PRESENT) == following
 
 
 def test_a_gain_in_the_tail_shows_where_both_serve_the_same_rate() -> None:

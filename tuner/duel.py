@@ -106,6 +106,14 @@ def ratios(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> list[Es
     is in one tier in some rounds and in another in others: then it is every metric that both
     have. Empty where there is none.
     """
+    pairs = _shared_values(runs, a, b)
+    return [stats.paired_ratio(mine, other, CONFIDENCE_PER_LOOK) for mine, other in pairs]
+
+
+def _shared_values(
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
+) -> list[tuple[list[float], list[float]]]:
+    """Return the values of both, round by round, by each metric that `ratios` tells of."""
     ours, theirs = paired(runs, a, b)
     scores = (*ours, *theirs)
     if len(ours) < 2 or any(score.tier in (Tier.CUT, Tier.FAILED) for score in scores):
@@ -116,7 +124,7 @@ def ratios(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> list[Es
         known = [value for value in values if value is not None and 0 < value < math.inf]
         if len(known) == len(values):
             found.append((known[: len(ours)], known[len(ours) :]))
-    return [stats.paired_ratio(mine, other, CONFIDENCE_PER_LOOK) for mine, other in found]
+    return found
 
 
 def _shared_metrics(scores: Sequence[Score]) -> list[str]:
@@ -174,6 +182,15 @@ def is_harmless(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits
 
 
 def is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
-    """Whether the other is of a worse tier, or worse by FAR_RATIO at least."""
+    """Whether the other is worse by FAR_RATIO at least, or of a worse tier and incomparable.
+
+    By the interval, or in every single round if the tier was worse in every round as well.
+    """
+    limit = 1 / (1 + FAR_RATIO)
     gains = ratios(runs, best, other)
-    return not gains or any(g.high is not None and g.high < 1 / (1 + FAR_RATIO) for g in gains)
+    if not gains or any(g.high is not None and g.high < limit for g in gains):
+        return True
+    return _tier_signs(runs, best, other) == {-1} and any(
+        all(mine < limit * its for mine, its in zip(*pair, strict=True))
+        for pair in _shared_values(runs, best, other)
+    )

@@ -6,7 +6,6 @@ tasks other machines take to `journal`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -22,6 +21,7 @@ from tuner.errors import EngineError, ShadowError
 from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.profiles import Profile
+from tuner.quota import usable_cores
 from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
@@ -254,5 +254,5 @@ def _measure(bench: Bench, task: Task) -> Measurement | Failure:
 
 
 def default_jobs() -> int:
-    """Return how many shadows this machine can run beside each other: one per core."""
-    return len(os.sched_getaffinity(0))
+    """Return how many shadows can run beside each other here: one per usable core."""
+    return usable_cores()

@@ -6,12 +6,12 @@ nothing to do. What the processes do later is up to `shadows`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from tuner.host import Host
+from tuner.quota import usable_cores
 from tuner.shadow_source import prepare_shadow
 
 
@@ -53,4 +53,4 @@ class Spares:
 
 def spare_cores() -> int:
     """Return how many cores an engine that starts leaves idle: all but one."""
-    return len(os.sched_getaffinity(0)) - 1
+    return usable_cores() - 1
