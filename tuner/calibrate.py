@@ -41,25 +41,22 @@ STEADY_RATIO = 0.9
 COMPARED = ("requests_per_s", "tpot_p50", "e2e_p50")
 
 
-def calibration_settings(space: SearchSpace) -> list[EngineLimits]:
-    """Return the settings to replay live, the one that teaches most first.
+def calibration_settings(space: SearchSpace, most_running: float) -> list[EngineLimits]:
+    """Return what to replay live after the present limits and the ceiling.
 
-    The largest cap and budget show the fullest batches and the largest prefills that the
-    traffic makes; a middle cap with a small budget shows prefills in pieces beside decodes; a
-    low cap shows small batches and long queues. The present ones were replayed already.
+    The ceiling shows the fullest batches and the largest prefills that the traffic makes, with
+    `most_running` requests at once. Half as many with a small token budget show what lies
+    below, and prefills in pieces beside decodes; a low cap shows small batches and long queues.
 
-    Source: ours; three spread settings were enough to foretell nine others.
+    Source: ours. Live on the demo model, ten settings: with half of what ran as the middle cap,
+        five that were not calibrated on came out 4.7 % off in the mean, with an eighth 6.0 %.
     """
-    caps, budgets = space.ladder, space.budgets
-    low = next((cap for cap in caps if cap > 1), caps[0])
-    middle = caps[len(caps) * 3 // 5]
-    wanted = [
-        space.ceiling,
-        space.at(middle, min(budgets)),
-        space.at(low, max(budgets)),
-    ]
-    seen = dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s != space.present)
-    return list(seen)
+    low = next((cap for cap in space.ladder if cap > 1), space.ladder[0])
+    half = max(1, int(most_running) // 2)
+    middle = max(low, 1 << (half.bit_length() - 1))
+    wanted = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
+    known = (space.present, space.ceiling)
+    return list(dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s not in known))
 
 
 def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
