@@ -179,6 +179,20 @@ def test_a_profile_is_left_that_reads_back(tuned: Run, profile_path: Path) -> No
     assert facts["calibrated_on"] == list(profile.calibrated_on)
 
 
+def test_at_capacity_live_and_shadow_are_compared_at_the_load_that_raced(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    slo = ("--objective", "capacity", "--slo", "e2e_p90=4s", "--profile", str(profile_path))
+    found = auto(tmp_path, SOURCE, *slo)
+    loads = {trial["measurement"]["load"] for trial in by_phase(found, "race")}
+    assert len(loads) == 1
+    assert not 0.9 < loads.pop() < 1.1
+    assert "live and shadow disagree" not in found.talk
+    assert found.result["live_against_shadow"]
+    for pair in found.result["live_against_shadow"]:
+        assert pair["shadow"] == pytest.approx(pair["live"], rel=0.2)
+
+
 def test_with_the_profile_of_an_earlier_run_nothing_is_calibrated(
     tmp_path: Path, tuned: Run, profile_path: Path
 ) -> None:

@@ -133,8 +133,8 @@ def test_equals_race_no_further_once_the_present_one_is_out() -> None:
 def test_a_race_among_the_better_goes_on_while_the_wrong_one_would_cost() -> None:
     """The better one so far may be worse by half a percent, or by far more than that."""
     field = [SMALL, LARGE, PRESENT]
-    far = {PRESENT: [2.0, 2.01, 1.99], LARGE: [1.0, 1.0, 1.0]}
-    quiet, noisy = [0.995, 1.01, 1.01], [1.4, 1.05, 1.1]
+    far = {PRESENT: [5.0, 5.01, 4.99], LARGE: [1.0, 1.0, 1.0]}
+    quiet, noisy = [0.995, 1.01, 1.01], [2.2, 1.1, 1.3]
     assert next_run(runs_of({**far, SMALL: quiet}), field, PRESENT) is None
     following = next_run(runs_of({**far, SMALL: noisy}), field, PRESENT)
     assert following is not None

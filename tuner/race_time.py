@@ -1,7 +1,8 @@
 """How long the end of a run will take, and who races so that it fits into the time left.
 
 What a replay takes is what it took before, or what the shadow foretells (`RunState.replay_s`).
-Three rounds come before anything else, since fewer tell nothing; then the cold engines.
+Three rounds come before anything else, since fewer tell nothing; the cold engines come before
+more finalists, since what is deployed starts cold and finalists are much alike.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from tuner.duel import LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
 from tuner.run_state import RunState
 
-# What is left bears the cold engines if they take less than this share of it: ours.
+# The race waits for the cold engines if they take less than this share of what is left: ours,
+# it may need more than three rounds.
 MOST_COLD_RATIO = 0.4
 
 
@@ -34,13 +36,12 @@ def reserve_s(run: RunState, field: Sequence[EngineLimits]) -> float:
 
 
 def fitting(run: RunState, field: Sequence[EngineLimits]) -> list[EngineLimits]:
-    """Return who races: fewer where the time would not hold three rounds of all.
+    """Return who races: fewer where the time would not hold three rounds of all, and the cold.
 
     The last before the present one go first, and somebody always races against it.
     """
     field = list(field)
-    wanted_s = cold_cost_s(run, field[0])
-    cold_s = wanted_s if wanted_s < MOST_COLD_RATIO * run.left_s else 0.0
+    cold_s = cold_cost_s(run, field[0])
     while len(field) > 2 and _least_s(run, field) + cold_s > run.left_s:
         del field[-2]
     return field
