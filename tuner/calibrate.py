@@ -49,7 +49,7 @@ def calibration_settings(space: SearchSpace, most_running: float) -> list[Engine
     below, and prefills in pieces beside decodes; a low cap shows small batches and long queues.
 
     Source: ours. Live on the demo model, ten settings: with half of what ran as the middle cap,
-        five that were not calibrated on came out 4.7 % off in the mean, with an eighth 6.0 %.
+        six that were not calibrated on came out 4.7 % off in the mean, with a seventh 6.0 %.
     """
     low = next((cap for cap in space.ladder if cap > 1), space.ladder[0])
     half = max(1, int(most_running) // 2)

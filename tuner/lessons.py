@@ -45,7 +45,7 @@ MOST_PRESENT, MOST_OTHERS, MOST_LOW = 4.0, 2.0, 1.0
 # Later rounds show the machine's mood and little else that is new but at the ceiling, whose
 # batches fill late. All others are cut after this long, or once the middle request has decoded:
 # ours. In half of the time that rounds of whole replays took, as many rounds then led to models
-# that were as right about five settings that they had not seen.
+# that were as right about six settings that they had not seen.
 LATER_S = 2.0
 
 
