@@ -124,6 +124,7 @@ class Session:
             more = shadow.recalibrate()
             if more is not None:
                 field = fitting(run, list(dict.fromkeys([*field[:-1], *more])))
+                reserved_s = reserve_s(run, field)
             if shadow.disagreement(field):
                 run.caveats.add(Caveat.SHADOW_DISAGREES)
         return race(run, field, reserved_s)
