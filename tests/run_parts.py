@@ -86,6 +86,9 @@ class ToyShadows(Shadows):
             ]
         except EngineError as error:
             return Failure(error.message)
+        for log in logs:
+            if task.on_log is not None:
+                task.on_log(log)
         return measure(logs, task.slos)
 
 

@@ -22,10 +22,12 @@ from tuner.metrics import Measurement, measure
 from tuner.objective import Goal, Objective, Tier
 from tuner.observation import TIE_RATIO, leader
 from tuner.ranking import Ranking
+from tuner.replay import ReplayLog
 from tuner.run_state import RunState
 from tuner.shadow_session import decide
 from tuner.shadows import Task
 from tuner.space import SearchSpace
+from tuner.timeline import Outcome
 from tuner.traces import Trace
 from tuner.windows import Window, whole
 
@@ -226,15 +228,35 @@ def test_everything_is_replayed_where_time_allows(tmp_path: Path) -> None:
         assert run.journal.observations() == []
 
 
+def _begun(log: ReplayLog) -> ReplayLog:
+    """Return what a replay had done after two seconds and a tenth of all of its work."""
+    lines, steps = log.timelines, log.steps
+    begun = np.arange(len(lines)) < len(lines) // 10
+    lines = replace(
+        lines,
+        output_tokens=np.where(begun, lines.output_tokens, 0),
+        outcome=np.full(len(lines), int(Outcome.ABORTED)),
+    )
+    early = replace(
+        steps, prefill_tokens=steps.prefill_tokens // 10, duration_s=steps.duration_s / 10
+    )
+    return replace(log, timelines=lines, steps=early, wall_s=2.0, cut_reason="time")
+
+
 def test_a_glance_tells_how_much_of_a_long_trace_there_is_time_for(tmp_path: Path) -> None:
-    """A tenth of the requests in two seconds: twenty for all, of which there are five."""
+    """A tenth of the work in two seconds: twenty for all, of which there are five.
+
+    Not one request had ended by then.
+    """
 
     class Slow(ToyShadows):
         def _replayed(self, task: Task) -> Measurement | Failure:
-            found = super()._replayed(task)
-            assert isinstance(found, Measurement)
             assert task.plan.cut.max_wall_s == PROBE_S
-            return replace(found, completed=len(trace) // 10, wall_s=2.0, cut_reason="time")
+            logs: list[ReplayLog] = []
+            found = super()._replayed(replace(task, on_log=logs.append))
+            assert task.on_log is not None
+            task.on_log(_begun(logs[0]))
+            return found
 
     trace, space = steady(1200, per_s=1.0, prompt=20, output=5), a_space(PRESENT)
     shadows = Slow(ToySource(), a_profile(), tmp_path / "shadow.log")

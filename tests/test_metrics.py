@@ -44,12 +44,16 @@ def test_known_instants_give_known_numbers() -> None:
     assert (m.offered, m.completed, m.refused, m.timed_out, m.aborted) == (5, 3, 1, 1, 0)
     assert m.latency("ttft_s", "mean") == pytest.approx((1 + 2 + 8) / 3)
     assert m.latency("e2e_s", "p50") == 4.0
-    assert m.latency("tpot_s", "p99") == 2.0
-    assert m.count("tpot_s") == 2
+    # The one that timed out is slower than any other, however soon its first token came.
+    assert m.latency("tpot_s", "p50") == 2.0
+    assert m.latency("tpot_s", "p99") == m.latency("ttft_s", "p99") == math.inf
+    assert m.as_json()["tpot_s"]["p99"] is None
+    assert (m.as_json()["tpot_s"]["lost"], m.lost_ratio) == (1, 0.2)
+    assert m.count("tpot_s") == 3
     assert m.count("itl_s") == 3
-    # Ten seconds from the first due time to the last token; seven tokens came out.
+    # Ten seconds from the first due time to the last token; answers had six tokens.
     assert m.requests_per_s == pytest.approx(0.3)
-    assert m.output_tokens_per_s == pytest.approx(0.7)
+    assert m.output_tokens_per_s == pytest.approx(0.6)
     assert m.goodput_per_s == pytest.approx(0.1)
     assert m.slo_attainment_ratio == pytest.approx(1 / 5)
 

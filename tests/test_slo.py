@@ -19,7 +19,7 @@ class Said:
 
     value: float | None
 
-    def latency(self, metric: str, statistic: str) -> float | None:
+    def slo_value(self, metric: str, statistic: str) -> float | None:
         """Return the number."""
         assert (metric, statistic) == ("ttft_s", "p99")
         return self.value

@@ -196,6 +196,11 @@ class ToyEngine:
             scheduler={"enable_chunked_prefill": True},
         )
 
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold now."""
+        return self._limits
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
         if self.has_work():

@@ -45,7 +45,8 @@ class Bench:
         self._traces: dict[str, Trace] = {}
         self.ceiling = ceiling
         self.started: Started | None = None
-        self.last_info: EngineInfo | None = None
+        self.info: EngineInfo | None = None
+        """The engine that configurations are measured on; those started cold are others."""
         self.starts = 0
         self.cold_blocks: dict[EngineLimits, int] = {}
 
@@ -76,20 +77,25 @@ class Bench:
         hides = not started.info.can_change_limits
         if limits is not None and hides and started.info.ceiling != limits:
             started = self._start(limits)
+        self.info = started.info
         return started
 
     def _start(self, ceiling: EngineLimits) -> Started:
         self.started = self._host.start(self._values, ceiling)
-        self.last_info = self.started.info
         self.starts += 1
         for name, trace in self._traces.items():
             self._host.load(name, trace, self._seed)
         return self.started
 
     @property
+    def process_s(self) -> float:
+        """Seconds until a process that was just started can be asked something."""
+        return self._host.first_answer_s
+
+    @property
     def restarts_per_config(self) -> bool:
         """Whether this vLLM hides its limits."""
-        return self.started is not None and not self.started.info.can_change_limits
+        return self.info is not None and not self.info.can_change_limits
 
     def measure(
         self,
@@ -155,18 +161,30 @@ class Bench:
     ) -> Measurement | Failure:
         """Measure on an engine of its own, started with the limits as it would be deployed.
 
-        The number of KV-cache blocks that such a start has is kept in `cold_blocks`.
+        It starts in a process of its own, so that nothing of another engine is in its way, and
+        once more if it does not start. The number of KV-cache blocks that such a start has is
+        kept in `cold_blocks`.
         """
-        try:
-            started = self._start(limits)
-        except EngineError as error:
-            self.started = None
-            return Failure(error.message)
+        started = self._start_cold(limits)
+        if isinstance(started, EngineError):
+            started = self._start_cold(limits)
+        if isinstance(started, EngineError):
+            return Failure(started.message)
         self.cold_blocks[limits] = started.info.num_blocks
+        self.started, info = started, self.info
         outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
         # The next replay needs an engine that can take any limits again.
-        self.started = None
+        self.started, self.info = None, info
         return outcome
+
+    def _start_cold(self, limits: EngineLimits) -> Started | EngineError:
+        """Start in a fresh process; return what went wrong if it does not start."""
+        self._host.close()
+        try:
+            return self._start(limits)
+        except EngineError as error:
+            self.started = None
+            return error
 
 
 def holds(measured: Measurement, slos: Sequence[Slo]) -> bool:

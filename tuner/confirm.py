@@ -15,15 +15,17 @@ from tuner.duel import (
     EQUAL_RATIO,
     LEAST_ROUNDS,
     MOST_ROUNDS,
+    Forecasts,
     RaceRun,
+    agreed,
     by_round,
     compare,
+    gain,
     is_equal,
     is_far,
     is_harmless,
     is_vain,
     paired,
-    ratio,
     ratios,
 )
 from tuner.engine.protocol import EngineLimits
@@ -41,9 +43,10 @@ class Verdict(StrEnum):
 class Decision:
     """The race's outcome.
 
-    `gain` is the ratio winner / present of the score's value (less is better) with its
-    interval, None when they are not comparable by value; `tied` are those that the evidence
-    cannot tell from the best.
+    `gain` is the ratio winner / present of `metric` (less is better) with its interval, None
+    when they are not comparable by value; `tied` are those that three rounds or more cannot
+    tell from the best. `is_thin` says that there were too few rounds to tell anything, and
+    `is_predicted` that no round was looked at.
     """
 
     verdict: Verdict
@@ -53,6 +56,9 @@ class Decision:
     gain: Estimate | None
     rounds: int
     why: str
+    metric: str = ""
+    is_thin: bool = False
+    is_predicted: bool = False
 
     @property
     def shown(self) -> EngineLimits:
@@ -64,7 +70,8 @@ def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLim
     """Return who has the best middle round so far."""
     medians = []
     for limits in field:
-        scores = sorted(by_round(runs, limits).values(), key=lambda s: s.order)
+        mine = by_round(runs, limits).values()
+        scores = sorted((run.score for run in mine), key=lambda s: s.order)
         if scores:
             medians.append((scores[len(scores) // 2].order, limits))
     return min(medians)[1] if medians else None
@@ -106,12 +113,14 @@ def next_run(
     runs: Sequence[RaceRun],
     field: Sequence[EngineLimits],
     present: EngineLimits,
+    attempt: str = "",
 ) -> tuple[int, EngineLimits] | None:
     """Return the round and the configuration to replay next, or None when all is decided.
 
     The order rotates from round to round. The present configuration stays in until it is
     separated or shown to be equal, because the gain is measured against it; once it is out,
-    the others race on only while that is likely to tell them apart and worth it.
+    the others race on only while that is likely to tell them apart and worth it. A round that
+    another process left half done is run anew in this `attempt`.
     """
     if len(field) < 2:
         return None
@@ -120,12 +129,23 @@ def next_run(
         inside = _still_in(before, field) if number > LEAST_ROUNDS else list(field)
         if number > LEAST_ROUNDS and _decided(before, inside, present):
             return None
-        turn = number % len(inside)
-        ran = {run.limits for run in runs if run.round == number}
-        for limits in (*inside[turn:], *inside[:turn]):
-            if limits not in ran:
-                return number, limits
+        missing = _missing([run for run in runs if run.round == number], inside, attempt)
+        if missing:
+            turn = number % len(inside)
+            return number, next(x for x in (*inside[turn:], *inside[:turn]) if x in missing)
     return None
+
+
+def _missing(
+    ran: Sequence[RaceRun], inside: Sequence[EngineLimits], attempt: str
+) -> set[EngineLimits]:
+    """Return who has to run for one process to have made a whole round."""
+    by_attempt: dict[str, set[EngineLimits]] = {attempt: set()}
+    for run in ran:
+        by_attempt.setdefault(run.attempt, set()).add(run.limits)
+    if any(set(inside) <= done for done in by_attempt.values()):
+        return set()
+    return set(inside) - by_attempt[attempt]
 
 
 def _decided(
@@ -154,21 +174,35 @@ def _is_near(runs: Sequence[RaceRun], limits: EngineLimits, best: EngineLimits) 
 
 def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits) -> str:
     """Say whether the evidence shows a tie or is merely too thin."""
-    if len(paired(runs, best, present)[0]) < LEAST_ROUNDS:
+    if _is_thin(runs, best, present):
         return "the budget ended before three rounds could tell"
     if is_equal(runs, best, present):
         return f"the two differ by less than {EQUAL_RATIO:.0%}"
     return "the gain is within noise"
 
 
+def _is_thin(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
+    return len(paired(runs, a, b)[0]) < LEAST_ROUNDS
+
+
+def whole_rounds(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> int:
+    """Return how many rounds the present configuration and another have both run."""
+    present = field[-1]
+    return max((len(paired(runs, x, present)[0]) for x in field if x != present), default=0)
+
+
 def decide(
-    runs: Sequence[RaceRun], field: Sequence[EngineLimits], present: EngineLimits
+    runs: Sequence[RaceRun],
+    field: Sequence[EngineLimits],
+    present: EngineLimits,
+    forecasts: Forecasts = Forecasts(),  # noqa: B008 - frozen
 ) -> Decision:
     """Name the winner and say whether the present configuration should go.
 
     A tie goes to the smaller cap, then the smaller budget, among those that measured worse
     than the best by no more than matters. A winner that is not separated from the present
-    configuration, or by less than matters, means: keep what you have.
+    configuration, or by less than matters, means: keep what you have. What the rounds alone
+    leave open is told where every one of them and the prediction agree on a large difference.
     """
     rounds = max((run.round for run in runs), default=0)
     inside = survivors(runs, field)
@@ -176,18 +210,56 @@ def decide(
     if best is None:
         alone = list(field) == [present]
         why = "nothing that was tried is better" if alone else "there was no time to race"
-        return Decision(Verdict.KEEP, present, present, (), None, 0, why)
-    tied = tuple(sorted(inside))
+        return Decision(Verdict.KEEP, present, present, (), None, 0, why, is_thin=not alone)
+    tied = _tied(runs, inside, best, forecasts)
     if present in inside:
-        is_best = best == present
-        why = "nothing that was tried is better" if is_best else _why_tied(runs, best, present)
-        gain = None if is_best else ratio(runs, best, present)
-        return Decision(Verdict.KEEP, present, best, tied, gain, rounds, why)
+        found = agreed(runs, best, present, forecasts)
+        if found is not None:
+            why = f"all {rounds} rounds and the prediction agree"
+            return Decision(Verdict.CHANGE, best, best, tied, found[1], rounds, why, found[0])
+        return _kept(runs, best, present, tied, rounds)
     better = [
         limits
         for limits in inside
         if compare(runs, limits, present) < 0 and not is_equal(runs, limits, present)
     ]
     winner = min(limits for limits in better if limits == best or _is_near(runs, limits, best))
-    gain = ratio(runs, winner, present)
-    return Decision(Verdict.CHANGE, winner, best, tied, gain, rounds, "better beyond noise")
+    metric, change = gain(runs, winner, present) or ("", None)
+    why = "better beyond noise"
+    return Decision(Verdict.CHANGE, winner, best, tied, change, rounds, why, metric)
+
+
+def _kept(
+    runs: Sequence[RaceRun],
+    best: EngineLimits,
+    present: EngineLimits,
+    tied: tuple[EngineLimits, ...],
+    rounds: int,
+) -> Decision:
+    """Keep the present configuration, and say what the best there was measured."""
+    if best == present:
+        why = "nothing that was tried is better"
+        return Decision(Verdict.KEEP, present, best, tied, None, rounds, why)
+    why, is_thin = _why_tied(runs, best, present), _is_thin(runs, best, present)
+    metric, change = gain(runs, best, present) or ("", None)
+    return Decision(Verdict.KEEP, present, best, tied, change, rounds, why, metric, is_thin)
+
+
+def _tied(
+    runs: Sequence[RaceRun],
+    inside: Sequence[EngineLimits],
+    best: EngineLimits,
+    forecasts: Forecasts,
+) -> tuple[EngineLimits, ...]:
+    """Return the best and who raced with it long enough and cannot be told from it."""
+    return tuple(
+        sorted(
+            limits
+            for limits in inside
+            if limits == best
+            or not (
+                _is_thin(runs, best, limits)
+                or agreed(runs, best, limits, forecasts) is not None
+            )
+        )
+    )

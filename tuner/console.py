@@ -251,13 +251,17 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
     if decision.shown != outcome.present:
         against = "the present configuration"
-        how = f"{decision.rounds} rounds in turns" if decision.rounds else "not raced"
+        how = (
+            f"{decision.rounds} rounds in turns" if decision.rounds else "predicted, not raced"
+        )
         say(f"{_words(decision.shown)} against {against}, {how}:")
         for row in outcome.rows:
             say(f"  {row.text}")
     ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
     if ties:
         say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
+    if outcome.load:
+        say(outcome.load)
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
     if outcome.content["capacity"] is not None:

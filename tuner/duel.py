@@ -2,18 +2,20 @@
 
 Intervals are paired by round and corrected for looking several times; where several metrics
 are looked at, tiers and metrics that speak against each other hold the rate of errors down, to
-2 % of equals. Who replays next and who has won the race is left to `confirm`.
+2 % of equals. A round in which one was cut short by the wall clock is no round, and one that
+was split by an interruption neither; failing counts as worse. Who replays next and who has won
+the race is left to `confirm`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tuner import stats
 from tuner.engine.protocol import EngineLimits
-from tuner.objective import Score, Tier
+from tuner.objective import RATE, Score, Tier
 from tuner.stats import Estimate
 
 # Three rounds are the fewest with a usable interval; eight separate a few percent on a noisy
@@ -38,46 +40,75 @@ VAIN_ERRORS = 1.0
 # three that differ by 0 to 10 %, with 2 to 10 % of noise, it saves three replays in ten, and
 # what is taken is as good.
 HARMLESS_LOSS = EQUAL_RATIO
+# Fewer rounds than LEAST_ROUNDS tell a difference that the prediction agrees on: ours.
+LEAST_AGREED = 2
+# ... if every round and the prediction show more than this many times the prediction's own
+# error: ours, since that error is a median.
+AGREED_ERRORS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RaceRun:
-    """One finalist's replay in one round."""
+    """One finalist's replay in one round; `attempt` names the process that made it."""
 
     limits: EngineLimits
     round: int
     score: Score
+    attempt: str = ""
 
 
-def by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, Score]:
-    """Return a configuration's scores by the number of the round."""
-    return {run.round: run.score for run in runs if run.limits == limits}
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """What was predicted of the finalists on the windows that they race, and how wrong it is.
+
+    `wrong_ratio` is the typical error of a prediction.
+    """
+
+    scores: Mapping[EngineLimits, Score] = field(default_factory=dict)
+    wrong_ratio: float = 0.0
+
+
+def by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, RaceRun]:
+    """Return a configuration's replays by the number of the round, the last of each.
+
+    Those that the wall clock cut short say nothing and are left out.
+    """
+    mine = (run for run in runs if run.limits == limits and run.score.tier is not Tier.CUT)
+    return {run.round: run for run in mine}
 
 
 def paired(
     runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
 ) -> tuple[list[Score], list[Score]]:
-    """Return the scores of the rounds that both ran."""
+    """Return the scores of the rounds that both ran, one after the other in one process."""
     ours, theirs = by_round(runs, a), by_round(runs, b)
-    shared = sorted(set(ours) & set(theirs))
-    return [ours[r] for r in shared], [theirs[r] for r in shared]
+    shared = sorted(r for r in set(ours) & set(theirs) if ours[r].attempt == theirs[r].attempt)
+    return [ours[r].score for r in shared], [theirs[r].score for r in shared]
 
 
 def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     """Return -1 if a is separated as better, 1 if b is, 0 if the evidence cannot tell.
 
-    Different tiers separate only when every shared round agrees on the order. Where the tiers
-    of some rounds differ, some metric must separate, and neither another metric nor any tier
-    may speak against it.
+    Who failed in some rounds is worse than who never did. Different tiers separate only when
+    every shared round agrees on the order. Where the tiers of some rounds differ, some metric
+    must separate, and neither another metric nor any tier may speak against it.
     """
-    if len(paired(runs, a, b)[0]) < LEAST_ROUNDS:
+    ours, theirs = paired(runs, a, b)
+    if len(ours) < LEAST_ROUNDS:
         return 0
+    failed, others_failed = _failures(ours), _failures(theirs)
+    if bool(failed) != bool(others_failed):
+        return 1 if failed else -1
     signs = _tier_signs(runs, a, b)
     if signs in ({-1}, {1}):
         return signs.pop()
     sides = _sides(ratios(runs, a, b))
     side = sides.pop() if len(sides) == 1 else 0
     return 0 if -side in signs - {0} else side
+
+
+def _failures(scores: Sequence[Score]) -> int:
+    return sum(score.tier is Tier.FAILED for score in scores)
 
 
 def _sides(gains: Sequence[Estimate]) -> set[int]:
@@ -104,42 +135,113 @@ def ratios(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> list[Es
 
     That is their metric where they share it. A configuration at the edge of what it sustains
     is in one tier in some rounds and in another in others: then it is every metric that both
-    have. Empty where there is none.
+    have. Two that never sustain the load and serve it at the same rate, as far as can be told,
+    are judged by the tail. Empty where there is nothing.
     """
-    pairs = _shared_values(runs, a, b)
-    return [stats.paired_ratio(mine, other, CONFIDENCE_PER_LOOK) for mine, other in pairs]
+    gains = _ratios_by_metric(runs, a, b)
+    return list(gains.values())
+
+
+def _ratios_by_metric(
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
+) -> dict[str, Estimate]:
+    values = _shared_values(runs, a, b)
+    gains = {
+        metric: stats.paired_ratio(mine, other, CONFIDENCE_PER_LOOK)
+        for metric, (mine, other) in values.items()
+    }
+    ours, theirs = paired(runs, a, b)
+    if {score.tier for score in (*ours, *theirs)} == {Tier.NOT_SUSTAINED} and RATE in gains:
+        rate = gains.pop(RATE)
+        tied = gains and (_side(rate) == 0 or _is_small(rate))
+        return gains if tied else {RATE: rate}
+    return gains
 
 
 def _shared_values(
     runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
-) -> list[tuple[list[float], list[float]]]:
+) -> dict[str, tuple[list[float], list[float]]]:
     """Return the values of both, round by round, by each metric that `ratios` tells of."""
-    ours, theirs = paired(runs, a, b)
-    scores = (*ours, *theirs)
-    if len(ours) < 2 or any(score.tier in (Tier.CUT, Tier.FAILED) for score in scores):
-        return []
-    found = []
-    for metric in _shared_metrics(scores):
-        values = [score.value_of(metric) for score in scores]
-        known = [value for value in values if value is not None and 0 < value < math.inf]
-        if len(known) == len(values):
-            found.append((known[: len(ours)], known[len(ours) :]))
+    pairs = [
+        (mine, other)
+        for mine, other in zip(*paired(runs, a, b), strict=True)
+        if Tier.FAILED not in (mine.tier, other.tier)
+    ]
+    if len(pairs) < 2:
+        return {}
+    found = {}
+    for metric in _shared_metrics([score for pair in pairs for score in pair]):
+        ours = [mine.value_of(metric) for mine, _ in pairs]
+        theirs = [other.value_of(metric) for _, other in pairs]
+        known = [
+            value for value in (*ours, *theirs) if value is not None and 0 < value < math.inf
+        ]
+        if len(known) == 2 * len(pairs):
+            found[metric] = known[: len(pairs)], known[len(pairs) :]
     return found
 
 
 def _shared_metrics(scores: Sequence[Score]) -> list[str]:
-    """Return the one metric that all are judged by, or else all metrics that come up."""
+    """Return the one metric that all are judged by, or else all metrics that come up.
+
+    All, too, where the one has no end, as of a tail that falls on lost requests, and where
+    nobody sustains the load.
+    """
     own = dict.fromkeys(score.metric for score in scores)
     others = dict.fromkeys(name for score in scores for name, _ in score.others)
-    return list(own) if len(own) == 1 else list(own | others)
+    is_enough = all(
+        math.isfinite(score.value) and score.tier is not Tier.NOT_SUSTAINED for score in scores
+    )
+    return list(own) if len(own) == 1 and is_enough else list(own | others)
+
+
+def gain(
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
+) -> tuple[str, Estimate] | None:
+    """Return the paired ratio a / b of what both are judged by and its metric, or None."""
+    ours, theirs = paired(runs, a, b)
+    scores = [score for score in (*ours, *theirs) if score.tier is not Tier.FAILED]
+    if len({score.metric for score in scores}) != 1:
+        return None
+    return next(iter(_ratios_by_metric(runs, a, b).items()), None)
 
 
 def ratio(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate | None:
     """Return the paired ratio a / b of the scores' values, or None if not comparable."""
+    found = gain(runs, a, b)
+    return None if found is None else found[1]
+
+
+def agreed(
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits, forecasts: Forecasts
+) -> tuple[str, Estimate] | None:
+    """Return the metric and the ratio a / b by which a is far better, if all say so.
+
+    Every round and the prediction must put a ahead by far more than either may be wrong, in
+    every metric that can be compared, and none may see it in a worse tier. The prediction
+    counts as one more round, so that two have an interval.
+    """
     ours, theirs = paired(runs, a, b)
-    if len({score.metric for score in (*ours, *theirs)}) != 1:
+    predicted = forecasts.scores.get(a), forecasts.scores.get(b)
+    if predicted[0] is None or predicted[1] is None or len(ours) < LEAST_AGREED:
         return None
-    return next(iter(ratios(runs, a, b)), None)
+    mine, other = [*ours, predicted[0]], [*theirs, predicted[1]]
+    if _failures(mine) or any(x.tier > y.tier for x, y in zip(mine, other, strict=True)):
+        return None
+    together = [
+        RaceRun(limits, number, score)
+        for limits, scores in ((a, mine), (b, other))
+        for number, score in enumerate(scores)
+    ]
+    gains = _ratios_by_metric(together, a, b)
+    least = max(FAR_RATIO, AGREED_ERRORS * forecasts.wrong_ratio)
+    for x, y in _shared_values(together, a, b).values():
+        if any(one * (1 + least) > two for one, two in zip(x, y, strict=True)):
+            return None
+    if not gains or any(_side(one) != -1 for one in gains.values()):
+        return None
+    metric = a_metric if (a_metric := mine[-1].metric) in gains else next(iter(gains))
+    return metric, gains[metric]
 
 
 def is_equal(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
@@ -191,5 +293,5 @@ def is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> 
         return True
     return _tier_signs(runs, best, other) == {-1} and any(
         all(mine < limit * its for mine, its in zip(*pair, strict=True))
-        for pair in _shared_values(runs, best, other)
+        for pair in _shared_values(runs, best, other).values()
     )

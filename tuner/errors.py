@@ -88,6 +88,7 @@ class Caveat(StrEnum):
     SAMPLED_TRACE = "sampled_trace"
     REQUESTS_REFUSED = "requests_refused"
     REQUESTS_CLIPPED = "requests_clipped"
+    REQUESTS_LOST = "requests_lost"
     CUT_SHORT = "cut_short"
     RESTARTED_PER_CONFIG = "restarted_per_config"
     DEMO_MODEL = "demo_model"
@@ -95,6 +96,7 @@ class Caveat(StrEnum):
     BUDGET_SPENT = "budget_spent"
     WINDOWED = "windowed"
     SHADOW_ONLY = "shadow_only"
+    NOT_RACED = "not_raced"
     SHADOW_UNFIT = "shadow_unfit"
     SHADOW_DISAGREES = "shadow_disagrees"
     PROFILE_FORCED = "profile_forced"
@@ -107,7 +109,7 @@ class Caveat(StrEnum):
 
 
 _CAVEAT_TEXTS: dict[Caveat, str] = {
-    Caveat.NOT_SUSTAINED: "the engine did not keep up: the queue grew through the window",
+    Caveat.NOT_SUSTAINED: "the engine did not keep up with the load",
     Caveat.NOISY_MACHINE: (
         "the machine disturbed many steps; intervals are wider than they look"
     ),
@@ -122,6 +124,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.SAMPLED_TRACE: "the trace was sampled from aggregates, not recorded",
     Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
     Caveat.REQUESTS_CLIPPED: "requests longer than the engine's max_model_len were clipped",
+    Caveat.REQUESTS_LOST: (
+        "requests timed out or were aborted; they count as longer than any latency"
+    ),
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
     Caveat.RESTARTED_PER_CONFIG: (
         "this vLLM hides its limits: the engine restarted per configuration"
@@ -131,6 +136,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.BUDGET_SPENT: "the time budget ended the search",
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
+    Caveat.NOT_RACED: (
+        "predicted, not raced: the time did not hold two rounds against the present "
+        "configuration"
+    ),
     Caveat.SHADOW_UNFIT: "the shadow was unfit to rank by; the search was live throughout",
     Caveat.SHADOW_DISAGREES: (
         "shadow and live disagreed beyond the stated error; the live numbers decided"

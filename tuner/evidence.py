@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner import stats
+from tuner import metrics, stats
 from tuner.calibrate import read_metric
 from tuner.duel import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
 from tuner.engine.protocol import EngineLimits
-from tuner.observation import Phase
-from tuner.records import decisive, observation_of, race_records, ranked
+from tuner.records import decisive, observation_of, paired_records, predictions, ranked
 from tuner.slo import Slo
 from tuner.stats import Estimate
 
@@ -33,6 +32,7 @@ class Row:
     """One metric of the winner beside the present configuration's.
 
     `change` is the paired ratio minus one with its interval, None where rounds are missing.
+    With `is_helped` the prediction counted as one more round for it, beside `rounds` of them.
     """
 
     metric: str
@@ -41,6 +41,7 @@ class Row:
     after: float
     change: Estimate | None
     rounds: int
+    is_helped: bool = False
 
     @property
     def text(self) -> str:
@@ -53,6 +54,8 @@ class Row:
             gain = f"{self.change.value:+.1%}"
             if self.change.low is not None and self.change.high is not None:
                 gain += f", interval {self.change.low:+.1%} … {self.change.high:+.1%}"
+            if self.is_helped:
+                gain += f" of {self.rounds} rounds and the prediction"
         return (
             f"{self.metric:<16} {_number(self.before)}{self.unit} -> "
             f"{_number(self.after)}{self.unit}   ({gain})"
@@ -69,6 +72,7 @@ class Row:
             "change_ratio": None if change is None else change.value,
             "change_interval": None if change is None else [change.low, change.high],
             "rounds": self.rounds,
+            "is_helped": self.is_helped,
         }
 
 
@@ -85,16 +89,20 @@ def rows(
     winner: EngineLimits,
     present: EngineLimits,
     tail: str,
+    predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
 ) -> list[Row]:
     """Return the comparison of two configurations over the rounds that both raced.
 
-    Where nothing raced, what the shadow foretold of them, in no round.
+    Where both raced too few for an interval, `predicted` of the same requests counts as one
+    more. Where nothing raced, what was predicted of them, in no round.
     """
-    ours, theirs = race_records(records, winner), race_records(records, present)
-    is_raced = any(r["phase"] == str(Phase.RACE) for r in records)
+    pairs: list[_Pair] = [*paired_records(records, winner, present)]
+    is_raced, extra = bool(pairs), list[_Pair]()
     if not is_raced:
-        ours, theirs = _foretold(records, winner), _foretold(records, present)
-    shared = sorted(set(ours) & set(theirs))
+        ours, theirs = _predicted(records, winner), _predicted(records, present)
+        pairs = [(ours, theirs)] if ours and theirs else []
+    elif len(pairs) < LEAST_ROUNDS and predicted and {winner, present} <= set(predicted):
+        extra = [(predicted[winner], predicted[present])]
     wanted = [
         (f"e2e_{tail}", " s"),
         ("e2e_p50", " s"),
@@ -106,31 +114,39 @@ def rows(
     ]
     made = []
     for metric, unit in dict(wanted).items():
-        after = [read_metric(ours[r], metric) for r in shared]
-        before = [read_metric(theirs[r], metric) for r in shared]
-        row = _row(metric, unit, after, before)
+        row = _row(metric, unit, _values(pairs, metric), _values(extra, metric))
         if row is not None:
             made.append(row if is_raced else replace(row, rounds=0))
     return made
 
 
-def _foretold(
+_Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _values(pairs: Sequence[_Pair], metric: str) -> list[tuple[float, float]]:
+    """Return a metric of both where both have it."""
+    found = ((read_metric(a, metric), read_metric(b, metric)) for a, b in pairs)
+    return [(after, before) for after, before in found if after and before]
+
+
+def _predicted(
     records: Sequence[Mapping[str, Any]], limits: EngineLimits
-) -> dict[int, Mapping[str, Any]]:
-    found = (r for r in ranked(records) if r["engine"] == "shadow" and r["measurement"])
-    mine = next((r["measurement"] for r in found if observation_of(r).limits == limits), None)
-    return {} if mine is None else {0: mine}
+) -> Mapping[str, Any] | None:
+    found = (r for r in predictions(records) if r["measurement"])
+    return next((r["measurement"] for r in found if observation_of(r).limits == limits), None)
 
 
 def _row(
-    metric: str, unit: str, after: Sequence[float | None], before: Sequence[float | None]
+    metric: str,
+    unit: str,
+    pairs: Sequence[tuple[float, float]],
+    extra: Sequence[tuple[float, float]],
 ) -> Row | None:
-    pairs = [(a, b) for a, b in zip(after, before, strict=True) if a and b]
     if not pairs:
         return None
-    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    change = None
-    if len(pairs) >= LEAST_ROUNDS:
+    change, counted = None, [*pairs, *extra]
+    if len(counted) >= LEAST_ROUNDS:
+        ours, theirs = zip(*counted, strict=True)
         ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
         change = Estimate(
             ratio.value - 1,
@@ -138,8 +154,9 @@ def _row(
             None if ratio.high is None else ratio.high - 1,
             ratio.n,
         )
-    middle = statistics.median
-    return Row(metric, unit, middle(theirs), middle(ours), change, len(pairs))
+    after, before = (statistics.median(values) for values in zip(*pairs, strict=True))
+    is_helped = change is not None and bool(extra)
+    return Row(metric, unit, before, after, change, len(pairs), is_helped)
 
 
 def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
@@ -161,13 +178,29 @@ def _of(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> list[dict
     ]
 
 
+def load_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
+    """Say what was offered and whether it is more than the configuration can take."""
+    mine = _of(records, limits)
+    told = [m for m in mine if m.get("utilisation") is not None]
+    if not told:
+        return ""
+    used = statistics.median(m["utilisation"] for m in told)
+    rate = statistics.median(m["requests_per_s"] for m in told)
+    text = metrics.load_text(told[-1]["offered_per_s"], rate, used)
+    lost = max(m.get("lost_ratio", 0.0) for m in mine)
+    return f"{text}; {lost:.1%} of the requests timed out" if lost else text
+
+
 def limited_by(
     records: Sequence[Mapping[str, Any]],
     limits: EngineLimits,
     slos: Sequence[Slo],
     tail: str,
 ) -> str:
-    """Say what keeps the configuration from doing better, from what was measured."""
+    """Say what keeps the configuration from doing better, from what was measured.
+
+    What was predicted says so.
+    """
     mine = _of(records, limits)
     if not mine:
         return "nothing that was measured"
@@ -176,6 +209,9 @@ def limited_by(
         value = read_metric(mine[-1], slo.name)
         if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
             said.append(f"SLO {slo}")
+    used = [m["utilisation"] for m in mine if m.get("utilisation") is not None]
+    if used and statistics.median(used) > 1:
+        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain")
     if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
         said.append("the KV cache, which was full")
     said.extend(_neighbours(records, limits, tail))
@@ -188,7 +224,7 @@ def limited_by(
 def _neighbours(
     records: Sequence[Mapping[str, Any]], limits: EngineLimits, tail: str
 ) -> list[str]:
-    """Say what the next lower and the next higher measured cap would do."""
+    """Say what the next lower and the next higher cap would do, and whether it was measured."""
     along = {
         observation_of(r).limits.max_num_seqs: r
         for r in ranked(records)
@@ -199,11 +235,12 @@ def _neighbours(
         return []
     lower = max((n for n in along if n < limits.max_num_seqs), default=None)
     higher = min((n for n in along if n > limits.max_num_seqs), default=None)
-    return [
-        text
-        for cap in (lower, higher)
-        if cap is not None and (text := _effect(along[cap], own, cap, tail))
-    ]
+    said = []
+    for cap in (lower, higher):
+        text = None if cap is None else _effect(along[cap], own, cap, tail)
+        if cap is not None and text:
+            said.append(f"{text} (predicted)" if along[cap]["engine"] == "shadow" else text)
+    return said
 
 
 def _effect(

@@ -14,11 +14,13 @@ from tuner.bench import Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
 from tuner.objective import Goal, Objective, Score, parse_goal
+from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
 from tuner.traces import Trace
 from tuner.windows import Window, busiest, typical, whole
+from tuner.work import share_done
 
 # A whole trace that takes longer than this share of the forecast's time per setting is cut
 # into windows: ours.
@@ -73,10 +75,12 @@ class Forecast:
             self.load_parts()
             # A glance, not all of it: the present one may be the slowest of all.
             rule = CutRule(max_wall_s=min(max(per_setting_s, 1.0), PROBE_S))
-            first = self.predict([space.present], plan=replace(self.aim.plan, cut=rule))[0]
-            if isinstance(first, Measurement) and first.cut_reason is not None:
-                ended = max(first.completed + first.refused, 1)
-                share = per_setting_s / (first.wall_s * len(trace) / ended)
+            logs: list[ReplayLog] = []
+            glance = replace(self.aim.plan, cut=rule)
+            self.shadows.run([Task(self.names, space.present, glance, on_log=logs.append)])
+            if logs and logs[0].cut_reason is not None:
+                done = share_done(trace, logs[0].timelines, logs[0].steps)
+                share = per_setting_s * done / logs[0].wall_s
                 if share < 1:
                     length_s = max(trace.duration_s * share, LEAST_WINDOW_S)
                     self.parts = _stretches(trace, length_s)

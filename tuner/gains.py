@@ -122,6 +122,7 @@ def _taken(lines: Timelines, rows: Ints) -> Timelines:
         last_s=lines.last_s[rows],
         output_tokens=lines.output_tokens[rows],
         outcome=lines.outcome[rows],
+        work_s=lines.work_s[rows],
     )
 
 

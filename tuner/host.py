@@ -66,6 +66,9 @@ class Host:
         self._connection: Connection | None = None
         self._log_mark = 0
         self._asking = threading.RLock()
+        self._process_began_s = 0.0
+        self.first_answer_s = 0.0
+        """What a process takes to give its first answer, its imports included."""
 
     def __enter__(self) -> Self:
         return self
@@ -143,6 +146,8 @@ class Host:
                 elif kind == "error":
                     raise answer
                 else:
+                    if not self.first_answer_s:
+                        self.first_answer_s = time.monotonic() - self._process_began_s
                     return answer
         except (EOFError, ConnectionError) as gone:
             raise self._death(name, process) from gone
@@ -162,6 +167,7 @@ class Host:
                 args=(theirs, str(self.log_path)),
                 name="tune-engine",
             )
+            self._process_began_s = time.monotonic()
             self._process.start()
             theirs.close()
             self._connection = ours

@@ -291,5 +291,9 @@ class Journal:
 
     def race_runs(self) -> list[RaceRun]:
         """Return the replays of the race."""
-        raced = (o for o in self.observations() if o.phase is Phase.RACE)
-        return [RaceRun(o.limits, o.race_round, o.score) for o in raced]
+        seen = ((observation_of(record), record) for record in self.records())
+        return [
+            RaceRun(o.limits, o.race_round, o.score, str(record.get("attempt", "")))
+            for o, record in seen
+            if o.phase is Phase.RACE
+        ]

@@ -30,6 +30,7 @@ from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
 from tuner.windows import busiest
+from tuner.work import pace_s, share_done
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.
@@ -46,22 +47,30 @@ def searched(run: RunState) -> list[Observation]:
 def fly_pilot(run: RunState) -> Pilot:
     """Return what a part of the trace costs at the present limits.
 
+    Counted by the work that was done when the pilot ended, not by who was answered in full.
+
     Raises: EngineError if the engine fails at them.
     """
     pilot = busiest(run.trace, min(run.trace.duration_s, 60.0) or 1.0).of(run.trace)
     run.bench.use("pilot", pilot)
     plan = replace(run.aim.plan, cut=CutRule(max_wall_s=run.aim.budget.pilot_s))
-    measured = run.bench.measure(["pilot"], run.space.present, plan, ())
+    logs: list[ReplayLog] = []
+    measured = run.bench.measure(["pilot"], run.space.present, plan, (), on_log=logs.append)
     if isinstance(measured, Failure):
         raise EngineError(
             f"the engine failed at the present configuration: {measured.cause}",
             "run it once with `tune replay` and look at the engine's log",
         )
-    done = max(measured.completed + measured.refused, 1) / len(pilot)
+    (log,) = logs
+    done = share_done(pilot, log.timelines, log.steps) if measured.cut_reason else 1.0
+    if done == 0:
+        raise EngineError(
+            f"the engine computed nothing in {measured.wall_s:.0f} s of the trace",
+            "give --budget more, or look at the engine's log",
+        )
     rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
     run.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
-    tpot_s = measured.latency("tpot_s", "p50") or 0.0
-    return Pilot(rate, tpot_s * float(np.median(pilot.output_tokens)))
+    return Pilot(rate, pace_s(log.timelines) * float(np.median(pilot.output_tokens)))
 
 
 def plan_windows(run: RunState, rate: float | None = None, replays: int | None = None) -> None:

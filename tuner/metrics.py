@@ -6,6 +6,7 @@ several windows of the trace. Comparing measurements is left to `search` and `co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from tuner.stats import Estimate
 from tuner.sustained import is_sustained
 from tuner.tally import Weighted, pooled
 from tuner.timeline import Outcome, Timelines
+from tuner.work import arrival_span_s, utilisation
 
 Floats = NDArray[np.float64]
 
@@ -34,12 +36,17 @@ NOISY_RATIO = 0.05
 class Distribution:
     """Mean and quantiles of one latency over all its samples.
 
-    Units: seconds. A quantile has an interval only where ten samples lie beyond it.
+    `lost` of the samples are requests that were never answered in full: they count in every
+    quantile as longer than any other, which is exact, and the mean is that of the others.
+
+    Units: seconds, infinite where the quantile falls on a lost request. A quantile has an
+    interval only where ten samples lie beyond it.
     """
 
     mean: Estimate
     quantiles: dict[str, Estimate]
     n: int
+    lost: int = 0
 
     def value(self, name: str) -> float:
         """Return the mean or a quantile by its name."""
@@ -49,23 +56,32 @@ class Distribution:
         """Return the numbers with their intervals."""
         parts = {"mean": self.mean, **self.quantiles}
         return {
-            **{name: estimate.value for name, estimate in parts.items()},
+            **{name: _finite(estimate.value) for name, estimate in parts.items()},
             "n": self.n,
+            "lost": self.lost,
             "intervals": {
-                name: [estimate.low, estimate.high]
+                name: [estimate.low, estimate.high and _finite(estimate.high)]
                 for name, estimate in parts.items()
-                if estimate.has_interval
+                if estimate.has_interval and math.isfinite(estimate.value)
             },
         }
 
 
-def distribution(samples: Floats) -> Distribution | None:
-    """Return the distribution of samples, or None when there is none."""
+def _finite(value: float) -> float | None:
+    """Return a number as JSON can hold it: nothing for one without end."""
+    return value if math.isfinite(value) else None
+
+
+def distribution(samples: Floats, lost: int = 0) -> Distribution | None:
+    """Return the distribution of samples and of `lost` without end, None without a sample."""
     n = int(samples.size)
-    if n == 0:
+    if n + lost == 0:
         return None
+    mean = stats.mean(samples) if n else Estimate(math.inf, None, None, 0)
+    if lost:
+        samples = np.concatenate([samples, np.full(lost, math.inf)])
     quantiles = {name: stats.quantile(samples, q) for name, q in QUANTILES.items()}
-    return Distribution(stats.mean(samples), quantiles, n)
+    return Distribution(mean, quantiles, n + lost, lost)
 
 
 def counted_distribution(samples: Weighted) -> Distribution | None:
@@ -83,9 +99,10 @@ class Measurement:
 
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
     replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
-    real one, `max_step_tokens` the fullest step. `load` is
-    the multiple of the recorded load that was offered, `capacity` the largest at which the
-    SLOs hold where that was looked for.
+    real one, `max_step_tokens` the fullest step. `utilisation` is the offered work over the
+    time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
+    that time, None where either cannot be told. `load` is the multiple of the recorded load
+    that was offered, `capacity` the largest at which the SLOs hold where that was looked for.
     """
 
     offered: int
@@ -115,6 +132,25 @@ class Measurement:
     caveats: tuple[Caveat, ...]
     load: float = 1.0
     capacity: float | None = None
+    utilisation: float | None = None
+    offered_per_s: float | None = None
+
+    @property
+    def lost_ratio(self) -> float:
+        """The share of the offered requests that were timed out or aborted."""
+        return (self.timed_out + self.aborted) / self.offered if self.offered else 0.0
+
+    @property
+    def load_text(self) -> str:
+        """Say what was offered and whether it is too much, nothing where it cannot be told."""
+        return load_text(self.offered_per_s, self.requests_per_s, self.utilisation)
+
+    def slo_value(self, metric: str, statistic: str) -> float | None:
+        """Return a statistic as an SLO bounds it: without end for a mean with lost requests."""
+        spread = self.latencies[metric]
+        if spread is not None and spread.lost and statistic == "mean":
+            return math.inf
+        return self.latency(metric, statistic)
 
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
@@ -131,6 +167,7 @@ class Measurement:
             "mean": None,
             **dict.fromkeys(QUANTILES),
             "n": 0,
+            "lost": 0,
             "intervals": {},
         }
         return {
@@ -147,6 +184,8 @@ class Measurement:
             "refused": self.refused,
             "timed_out": self.timed_out,
             "aborted": self.aborted,
+            "lost_ratio": self.lost_ratio,
+            "offered_per_s": self.offered_per_s,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
@@ -159,6 +198,7 @@ class Measurement:
             "preemptions": self.preemptions,
             "prefix_cache_hit_ratio": self.prefix_cache_hit_ratio,
             "sustained": self.is_sustained,
+            "utilisation": self.utilisation,
             "distorted_steps_ratio": self.distorted_steps_ratio,
             "send_lag_p99_s": self.send_lag_p99_s,
             "max_step_tokens": self.max_step_tokens,
@@ -171,6 +211,22 @@ class Measurement:
             "load": self.load,
             "capacity": self.capacity,
         }
+
+
+def load_text(
+    offered_per_s: float | None, finished_per_s: float, utilisation: float | None
+) -> str:
+    """Say what was offered and whether it is too much, nothing where it cannot be told.
+
+    >>> load_text(58.3, 34.4, 1.7)
+    'offered 58/s, finished 34/s: overloaded 1.7 x'
+    """
+    if offered_per_s is None or utilisation is None:
+        return ""
+    told = f"offered {offered_per_s:.2g}/s, finished {finished_per_s:.2g}/s"
+    if utilisation > 1:
+        return f"{told}: overloaded {utilisation:.2g} x"
+    return f"{told}: utilisation {utilisation:.0%}"
 
 
 def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
@@ -186,10 +242,10 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         raise ValueError("nothing was replayed")
     lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
     span_s = sum(_busy_span_s(log) for log in logs)
+    arrivals_s = sum(arrival_span_s(line) for line in lines)
     offered = sum(len(line) for line in lines)
     completed = sum(line.count(Outcome.COMPLETED) for line in lines)
     good = sum(_good_requests(line, slos) for line in lines)
-    tokens = sum(int(line.output_tokens.sum()) for line in lines)
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
     measurement = Measurement(
         offered=offered,
@@ -198,10 +254,10 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         timed_out=sum(line.count(Outcome.TIMED_OUT) for line in lines),
         aborted=sum(line.count(Outcome.ABORTED) for line in lines),
         requests_per_s=completed / span_s if span_s > 0 else 0.0,
-        output_tokens_per_s=tokens / span_s if span_s > 0 else 0.0,
+        output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
-        latencies=_latencies(lines, steps),
+        latencies=_latencies(logs),
         queue_depth=levels(logs, "waiting"),
         running=levels(logs, "running"),
         kv_usage=levels(logs, "kv_usage_ratio"),
@@ -217,6 +273,8 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
         caveats=(),
+        utilisation=utilisation(lines),
+        offered_per_s=offered / arrivals_s if arrivals_s > 0 else None,
     )
     return _with_caveats(measurement)
 
@@ -231,6 +289,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.PREEMPTED, m.preemptions > 0),
         (Caveat.NOISY_MACHINE, (m.distorted_steps_ratio or 0.0) > NOISY_RATIO),
         (Caveat.REQUESTS_REFUSED, m.refused > 0),
+        (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
     ]
     caveats = tuple(caveat for caveat, holds in found if holds)
     return replace(m, caveats=caveats)
@@ -260,17 +319,26 @@ def _busy_span_s(log: ReplayLog) -> float:
     return max(end_s, float(due_s.max())) - float(due_s.min())
 
 
-def _latencies(
-    lines: Sequence[Timelines], steps: Sequence[StepSummary]
-) -> dict[str, Distribution | None]:
-    """Return the distribution of every latency, pooled over windows."""
+def _answered_tokens(logs: Sequence[ReplayLog]) -> int:
+    """Return the output tokens of answers; those of a cut replay's unfinished ones as well."""
+    kept = [(log.timelines, log.cut_reason is not None) for log in logs]
+    return sum(int(line.output_tokens[line.completed | is_cut].sum()) for line, is_cut in kept)
+
+
+def _latencies(logs: Sequence[ReplayLog]) -> dict[str, Distribution | None]:
+    """Return the distribution of every latency, pooled over windows.
+
+    What was in flight when a replay was cut was not lost: nobody knows how it would have ended.
+    """
+    lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
+    lost = sum(int(log.timelines.lost.sum()) for log in logs if log.cut_reason is None)
     columns: dict[str, list[Floats]] = {
         "ttft_s": [line.ttft_s for line in lines],
         "tpot_s": [line.tpot_s for line in lines],
         "e2e_s": [line.e2e_s for line in lines],
     }
     return {
-        **{name: distribution(np.concatenate(parts)) for name, parts in columns.items()},
+        **{name: distribution(np.concatenate(parts), lost) for name, parts in columns.items()},
         "itl_s": counted_distribution(pooled([line.gap_s for line in lines])),
         "decode_step_s": counted_distribution(pooled([s.decode_steps for s in steps])),
     }

@@ -22,6 +22,11 @@ from tuner.slo import QUANTILES, Slo
 # ours, well beyond the noise of a single replay.
 HOPELESS_RATIO = 1.5
 WORST_SLACK = "worst SLO slack"
+RATE = "requests_per_s"
+# Rates of settings that all do not sustain the load tie within this, unless a larger error is
+# known: ours, what two live replays of the same differ by on a quiet machine. Then the tail
+# decides.
+RATE_TIE_RATIO = 0.05
 
 
 class Objective(StrEnum):
@@ -50,23 +55,91 @@ class Score:
 
     `metric` names what value is made of; a rate stands as its inverse, so that less is better
     throughout and ratios of values are ratios of the metric. `others` are the values by which
-    the other tiers are judged, for the race between replays of different tiers.
+    the other tiers are judged, for the race between replays of different tiers. `slo_used` is
+    how much of its tightest SLO is used up and `load_used` how much of what the engine can
+    sustain, 1 is all of it; None where that does not count.
     """
 
     tier: Tier
     value: float
     metric: str
     others: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    slo_used: float | None = field(default=None, compare=False)
+    load_used: float | None = field(default=None, compare=False)
 
     def value_of(self, metric: str) -> float | None:
         """Return the value by a metric of its own or of another tier, None if unknown."""
         return self.value if metric == self.metric else dict(self.others).get(metric)
 
+    def value_in(self, tier: Tier) -> float:
+        """Return the value by which it would be judged in a tier, without end if unknown."""
+        if tier is self.tier:
+            return self.value
+        names = {Tier.NOT_SUSTAINED: RATE, Tier.BREAKS_SLO: WORST_SLACK}
+        value = self.value_of(names.get(tier, self._own_metric))
+        return math.inf if value is None else value
+
+    @property
+    def _own_metric(self) -> str:
+        """The metric that the objective optimises."""
+        if self.tier is Tier.GOOD:
+            return self.metric
+        own = (name for name, _ in self.others if name not in (RATE, WORST_SLACK))
+        return next(own, RATE)
+
+    def tier_at(self, times: float) -> Tier:
+        """Return the tier of a setting that is so many times as slow as was predicted."""
+        if self.tier in (Tier.CUT, Tier.FAILED):
+            return self.tier
+        if self.slo_used is not None and self.slo_used * times > 1:
+            return Tier.BREAKS_SLO
+        if self.load_used is not None and self.load_used * times > 1:
+            return Tier.NOT_SUSTAINED
+        return Tier.GOOD
+
+    def could_beat(self, other: Score, wrong_ratio: float) -> bool:
+        """Tell whether this may be the better one where both may be wrong by so much.
+
+        In the value and in every bound: what lies just beyond a bound may hold it, and what
+        lies just within may not.
+        """
+        mine, its = self.tier_at(1 / (1 + wrong_ratio)), other.tier_at(1 + wrong_ratio)
+        if mine is not its:
+            return mine < its
+        if mine is Tier.NOT_SUSTAINED:
+            return not self.clearly_worse_than(replace(other, tier=mine), wrong_ratio)
+        return self.value_in(mine) <= other.value_in(mine) * (1 + wrong_ratio)
+
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
-        """Tell whether the other wins by more than the tolerance."""
+        """Tell whether the other wins by more than the tolerance.
+
+        Where neither sustains the load, by its rate; of about the same rate by its tail.
+        """
         if self.tier is not other.tier:
             return self.tier > other.tier
+        if self.tier is Tier.NOT_SUSTAINED:
+            tie_ratio = max(tolerance_ratio, RATE_TIE_RATIO)
+            if not self.value <= other.value * (1 + tie_ratio):
+                return True
+            if other.value > self.value * (1 + tie_ratio):
+                return False
+            return self.value_in(Tier.GOOD) > other.value_in(Tier.GOOD) * (1 + tolerance_ratio)
         return self.value > other.value * (1.0 + tolerance_ratio)
+
+    def ratio_to(self, other: Score) -> tuple[str, float] | None:
+        """Return the ratio of the values and what they are of, None where none compares.
+
+        Where neither sustains the load and both serve about the same rate, it is the tail's.
+        """
+        if self.tier is not other.tier or self.metric != other.metric:
+            return None
+        metric, ours, theirs = self.metric, self.value, other.value
+        if self.tier is Tier.NOT_SUSTAINED and abs(ours / theirs - 1) <= RATE_TIE_RATIO:
+            metric = self._own_metric
+            ours, theirs = self.value_in(Tier.GOOD), other.value_in(Tier.GOOD)
+        if not (math.isfinite(ours) and math.isfinite(theirs) and theirs > 0):
+            return None
+        return metric, ours / theirs
 
     @property
     def order(self) -> tuple[str, float]:
@@ -106,11 +179,17 @@ class Goal:
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
         placed = self._place(m)
-        values = [("requests_per_s", 1 / m.requests_per_s), *self._own_value(m)]
+        values = [(RATE, 1 / m.requests_per_s), *self._own_value(m)]
         if self.slos:
             values.append((WORST_SLACK, self._slo_used(m)))
         others = tuple((name, value) for name, value in values if name != placed.metric)
-        return replace(placed, others=others)
+        is_bound = self.objective not in (Objective.CAPACITY, Objective.GOODPUT)
+        return replace(
+            placed,
+            others=others,
+            slo_used=self._slo_used(m) if self.slos and is_bound else None,
+            load_used=_load_used(m) if self.objective is Objective.BALANCED else None,
+        )
 
     def _place(self, m: Measurement) -> Score:
         """Place a whole measurement in the order."""
@@ -134,9 +213,10 @@ class Goal:
         """Place a whole measurement by its SLOs first, then by rate or latency."""
         if self._worst_slack(m) > 0:
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
-        if self.objective is Objective.BALANCED and not m.is_sustained:
-            return Score(Tier.NOT_SUSTAINED, 1 / m.requests_per_s, "requests_per_s")
         metric, value = next(iter(self._own_value(m)), (f"e2e_{self._statistic}", math.inf))
+        is_kept_up = m.is_sustained or self.objective is not Objective.BALANCED
+        if not (is_kept_up and math.isfinite(value)):
+            return Score(Tier.NOT_SUSTAINED, 1 / m.requests_per_s, RATE)
         return Score(Tier.GOOD, value, metric)
 
     @property
@@ -147,7 +227,7 @@ class Goal:
         """Return the value by what the objective optimises, in any tier; none if unknown."""
         match self.objective:
             case Objective.THROUGHPUT:
-                return [("requests_per_s", 1 / m.requests_per_s)]
+                return [(RATE, 1 / m.requests_per_s)]
             case Objective.GOODPUT:
                 return [("goodput_per_s", 1 / m.goodput_per_s)] if m.goodput_per_s else []
             case Objective.CAPACITY:
@@ -176,8 +256,11 @@ class Goal:
         """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
         said = []
         for slo in self.slos:
-            value_s = measurement[slo.metric][slo.statistic]
-            if value_s is not None and value_s > slo.bound_s:
+            spread = measurement[slo.metric]
+            value_s, lost = spread[slo.statistic], spread.get("lost", 0)
+            if lost and (value_s is None or slo.statistic == "mean"):
+                said.append(f"{slo.name} is without end: {lost} requests were never answered")
+            elif value_s is not None and value_s > slo.bound_s:
                 said.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
         return said
 
@@ -189,13 +272,19 @@ class Goal:
         """
         if best is None or not math.isfinite(best.value):
             return CutRule()
-        if best.metric == "requests_per_s":
+        if best.metric == RATE:
             return CutRule(max_clock_s=HOPELESS_RATIO * requests * best.value)
         if best.metric.startswith("e2e_"):
             q = QUANTILES[best.metric.removeprefix("e2e_")]
             allowed = requests - math.ceil(q * requests - 1e-9)
             return CutRule(late_s=HOPELESS_RATIO * best.value, allowed_late=allowed)
         return CutRule()
+
+
+def _load_used(m: Measurement) -> float:
+    """Return how much of what the engine can sustain the load takes, above 1 if too much."""
+    used = 0.0 if m.utilisation is None else m.utilisation
+    return used if m.is_sustained else max(used, 1.0 + 1e-9)
 
 
 def tail_statistic(requests: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tuner.engine.protocol import EngineLimits
-from tuner.objective import Score, Tier
+from tuner.objective import RATE_TIE_RATIO, Score, Tier
 
 # Single replays differ by a few percent on a quiet machine; closer ones tie here and are
 # told apart, if at all, by the race: ours.
@@ -103,11 +103,23 @@ class Proposal:
     phase: Phase
 
 
-def leader(seen: Sequence[Observation]) -> Observation | None:
-    """Return the best observation; among ties the smallest limits."""
+def leader(seen: Sequence[Observation], rate_tie: float = RATE_TIE_RATIO) -> Observation | None:
+    """Return the best observation; among ties the smallest limits.
+
+    Of settings that all do not sustain the load those within `rate_tie` of the best rate are
+    told apart by their tails.
+    """
     whole = [o for o in seen if o.is_whole]
     if not whole:
         return None
     best = min(whole, key=lambda o: o.score.order)
+    if best.score.tier is Tier.NOT_SUSTAINED:
+        whole = [
+            o
+            for o in whole
+            if o.score.tier is best.score.tier
+            and o.score.value <= best.score.value * (1 + rate_tie)
+        ]
+        best = min(whole, key=lambda o: o.score.value_in(Tier.GOOD))
     tied = [o for o in whole if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
     return min(tied, key=lambda o: o.limits)

@@ -30,7 +30,9 @@ SCHEMA = 1
 class Circumstances:
     """Where and on what a run was made; without secrets.
 
-    `compared` holds what was measured live and foretold of the same requests.
+    `compared` holds what was measured live and foretold of the same requests, `predicted` all
+    that was foretold of them. `info` is of the engine that was measured on, `cold_blocks` how
+    many KV blocks engines had that were started cold at some limits.
     """
 
     trace: Trace
@@ -52,6 +54,8 @@ class Circumstances:
     compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
         default_factory=dict
     )
+    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
+    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Outcome:
     present: EngineLimits
     rows: tuple[Row, ...]
     limited_by: str
+    load: str
     kv: str
     caveats: tuple[Caveat, ...]
     state: str
@@ -79,7 +84,9 @@ def make_outcome(
     state: str,
 ) -> Outcome:
     """Return everything there is to say about a run."""
-    rows = tuple(evidence.rows(records, decision.shown, present, goal.tail))
+    predicted = around.predicted if decision.rounds else None
+    raced = records if decision.rounds else [r for r in records if r["phase"] != "race"]
+    rows = tuple(evidence.rows(raced, decision.shown, present, goal.tail, predicted))
     limited = evidence.limited_by(records, decision.winner, goal.slos, goal.tail)
     best = leader([observation_of(r) for r in decisive(records)])
     feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
@@ -94,13 +101,15 @@ def make_outcome(
         "baseline": {**_limits(present), "source": around.present_source},
         "evidence": [row.as_json() for row in rows],
         "limited_by": limited,
+        "load": evidence.load_text(records, decision.shown),
         **_surroundings(around),
         "caveats": [{"id": str(c), "text": c.text} for c in caveats],
         "trials": list(records),
     }
     kv = evidence.kv_text(records, decision.winner)
+    load = str(content["load"])
     return Outcome(
-        decision, present, rows, limited, kv, tuple(caveats), state, feasible, content
+        decision, present, rows, limited, load, kv, tuple(caveats), state, feasible, content
     )
 
 
@@ -139,6 +148,8 @@ def _recommendation(decision: Decision) -> dict[str, Any]:
         "gain_interval": None
         if gain is None or gain.low is None or gain.high is None
         else [gain.low - 1, gain.high - 1],
+        "gain_metric": decision.metric,
+        "is_predicted": decision.is_predicted,
     }
 
 
@@ -169,6 +180,10 @@ def _provenance(around: Circumstances) -> dict[str, Any]:
             "num_blocks": info.num_blocks,
             "started_at_limits": _limits(info.ceiling),
         },
+        "cold_engines": [
+            {**_limits(limits), "num_blocks": blocks}
+            for limits, blocks in around.cold_blocks.items()
+        ],
         "model": around.model,
         "options": dict(around.options),
         "engine_starts": around.engine_starts,
@@ -202,7 +217,8 @@ def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
     else:
         lines.append(f"against the present {present}:")
         lines.extend(f"  {row.text}" for row in outcome.rows)
-    lines.extend([outcome.kv, f"limited by: {outcome.limited_by}"])
+    lines.extend(filter(None, [outcome.load, outcome.kv]))
+    lines.append(f"limited by: {outcome.limited_by}")
     if content["capacity"] is not None:
         lines.append(f"capacity at the SLOs: {content['capacity']['text']}")
     lines.extend(f"caveat: {caveat.text}" for caveat in outcome.caveats)
@@ -215,7 +231,9 @@ def _how(content: Mapping[str, Any], decision: Decision) -> str:
     if content["method"] == "shadow":
         made = (content["provenance"]["profile"] or {}).get("made_at", "")[:10]
         return f"PREDICTED by the shadow of a profile of {made}, not measured"
-    foretold = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
-    first = f"{len(foretold)} settings replayed in the shadow, " if foretold else ""
+    made = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
+    first = f"{len(made)} settings replayed in the shadow, " if made else ""
+    if decision.is_predicted:
+        return f"{first}PREDICTED, not raced: the time did not hold two rounds"
     cold = ", confirmed on engines started cold" if content["confirmed_cold"] else ""
     return f"{first}measured live, {decision.rounds} rounds in turns{cold}"

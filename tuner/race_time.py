@@ -22,7 +22,8 @@ def cold_cost_s(run: RunState, winner: EngineLimits) -> float:
     """Return what starting and replaying the winner and the present one cold will take."""
     started = run.bench.started
     start_s = started.start_s + started.warm_up_s if started is not None else 0.0
-    return 2 * start_s + run.replay_s(winner) + run.replay_s(run.space.present)
+    replays_s = run.replay_s(winner) + run.replay_s(run.space.present)
+    return 2 * (run.bench.process_s + start_s) + replays_s
 
 
 def reserve_s(run: RunState, field: Sequence[EngineLimits]) -> float:

@@ -15,7 +15,7 @@ from tuner import confirm
 from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
-from tuner.objective import Score
+from tuner.objective import Score, Tier
 from tuner.observation import TIE_RATIO, Phase
 from tuner.race_time import cold_cost_s
 from tuner.records import observation_of
@@ -69,13 +69,13 @@ def race(
     began_s = time.monotonic()
     while True:
         runs = run.journal.race_runs()
-        following = confirm.next_run(runs, field, run.space.present)
+        following = confirm.next_run(runs, field, run.space.present, run.attempt)
         is_over = _is_over(run, following, reserved_s)
         if following is None or is_over or _is_beyond(following[0], until_round):
             if is_over and len(field) > 1:
                 run.caveats.add(Caveat.BUDGET_SPENT)
             run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
-            return confirm.decide(runs, field, run.space.present)
+            return confirm.decide(runs, field, run.space.present, run.forecasts)
         race_round, limits = following
         cut = CutRule(max_wall_s=max(30.0, run.left_s))
         if race_round == 1:
@@ -130,17 +130,36 @@ def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | No
     began_s = time.monotonic()
     ours, theirs = (_cold_score(run, s) for s in (decision.winner, run.space.present))
     run.walls_s["cold"] = time.monotonic() - began_s
-    comparable = ours.metric == theirs.metric and theirs.value > 0 and ours.tier is theirs.tier
-    cold = Cold(ours, theirs, ours.value / theirs.value if comparable else None)
+    compared = ours.ratio_to(theirs)
+    cold = Cold(ours, theirs, None if compared is None else compared[1])
+    if Tier.CUT in (ours.tier, theirs.tier) or (
+        theirs.tier is Tier.FAILED and ours.tier is not Tier.FAILED
+    ):
+        who = decision.winner if ours.tier is Tier.CUT else run.space.present
+        run.listener.note(f"nothing to compare, {who} started cold: {_cold_cause(run, who)}")
+        run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+        return decision, cold
     if ours.clearly_worse_than(theirs, 0.0) or (
         cold.ratio is not None and cold.ratio > 1 - TIE_RATIO / 3
     ):
         why = "the gain did not show on engines started cold"
+        if ours.tier is Tier.FAILED:
+            why = f"it failed when it was started cold: {_cold_cause(run, decision.winner)}"
         return replace(decision, verdict=Verdict.KEEP, winner=run.space.present, why=why), cold
-    gain = None if decision.gain is None else decision.gain.value
-    if cold.ratio and gain and abs(cold.ratio / gain - 1) > COLD_DIFFERS_RATIO:
+    change = None if decision.gain is None else decision.gain.value
+    if cold.ratio and change and abs(cold.ratio / change - 1) > COLD_DIFFERS_RATIO:
         run.caveats.add(Caveat.COLD_DIFFERS)
     return decision, cold
+
+
+def _cold_cause(run: RunState, limits: EngineLimits) -> str:
+    """Return what went wrong on the last cold engine with these limits."""
+    mine = (
+        record
+        for record in reversed(run.journal.records())
+        if record["phase"] == str(Phase.COLD) and observation_of(record).limits == limits
+    )
+    return next((str(record["cause"] or "its replay was cut short") for record in mine), "")
 
 
 def _known_cold(run: RunState, limits: EngineLimits) -> Score | None:

@@ -6,6 +6,7 @@ Answers what a record says to the search and the race. Where records are kept is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,22 +23,39 @@ def record_of(
     score: Score,
     measurement: Mapping[str, Any] | None,
     cause: str = "",
+    attempt: str = "",
 ) -> dict[str, Any]:
-    """Return a trial as JSON: what `trials.jsonl` and `result.json` hold."""
+    """Return a trial as JSON: what `trials.jsonl` and `result.json` hold.
+
+    `attempt` names the process that measured it, which a resumed run has several of.
+    """
     return {
         "number": number,
         "engine": "shadow" if phase is Phase.SHADOW else "live",
         "phase": str(phase),
         "race_round": race_round,
+        "attempt": attempt,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "tier": str(score.tier),
-        "value": score.value if score.tier not in (Tier.CUT, Tier.FAILED) else None,
+        "value": _known(score.value),
         "metric": score.metric,
-        "others": dict(score.others),
+        "others": {name: value for name, value in score.others if math.isfinite(value)},
+        # Without end where a bound falls on a lost request, which JSON has no number for.
+        "slo_used": "inf" if score.slo_used == math.inf else score.slo_used,
+        "load_used": score.load_used,
         "cause": cause,
         "measurement": measurement,
     }
+
+
+def _known(value: float | None) -> float | None:
+    """Return a number as JSON can hold it: nothing for one without end."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _used(value: object) -> float | None:
+    return None if value is None else float(str(value))
 
 
 def observation_of(record: Mapping[str, Any]) -> Observation:
@@ -54,6 +72,8 @@ def observation_of(record: Mapping[str, Any]) -> Observation:
             float("inf") if value is None else float(value),
             str(record["metric"]),
             tuple(record.get("others", {}).items()),
+            _used(record.get("slo_used")),
+            _used(record.get("load_used")),
         ),
         peak_running=int((measured.get("running") or {}).get("max") or 0),
         peak_step_tokens=int(measured.get("max_step_tokens") or 0),
@@ -65,14 +85,31 @@ def observation_of(record: Mapping[str, Any]) -> Observation:
 def race_records(
     records: Sequence[Mapping[str, Any]], limits: EngineLimits
 ) -> dict[int, Mapping[str, Any]]:
-    """Return the race's measurements of one configuration by round."""
-    return {
-        int(r["race_round"]): r["measurement"]
-        for r in records
-        if r["phase"] == str(Phase.RACE)
-        and r["measurement"] is not None
-        and EngineLimits(r["max_num_seqs"], r["max_num_batched_tokens"]) == limits
-    }
+    """Return the race's whole measurements of one configuration by round, the last of each."""
+    return {int(r["race_round"]): r["measurement"] for r in records if _raced(r, limits)}
+
+
+def paired_records(
+    records: Sequence[Mapping[str, Any]], a: EngineLimits, b: EngineLimits
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return the race's whole measurements of two configurations, round by round.
+
+    Of rounds that both ran in one process.
+    """
+    ours = {(r["race_round"], r.get("attempt", "")): r for r in records if _raced(r, a)}
+    theirs = {(r["race_round"], r.get("attempt", "")): r for r in records if _raced(r, b)}
+    shared = sorted(set(ours) & set(theirs))
+    return [(ours[key]["measurement"], theirs[key]["measurement"]) for key in shared]
+
+
+def _raced(record: Mapping[str, Any], limits: EngineLimits) -> bool:
+    measured = record["measurement"]
+    return (
+        record["phase"] == str(Phase.RACE)
+        and measured is not None
+        and not measured.get("cut_reason")
+        and EngineLimits(record["max_num_seqs"], record["max_num_batched_tokens"]) == limits
+    )
 
 
 def decisive(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -89,6 +126,11 @@ def ranked(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     live = [r for r in records if Phase(r["phase"]).is_search]
     if live:
         return live
-    foretold = [r for r in records if r["phase"] == str(Phase.SHADOW)]
-    last = max((int(r["race_round"]) for r in foretold), default=0)
-    return [r for r in foretold if int(r["race_round"]) == last]
+    return predictions(records)
+
+
+def predictions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what the shadow predicted last, by the profile that was corrected last."""
+    made = [r for r in records if r["phase"] == str(Phase.SHADOW)]
+    last = max((int(r["race_round"]) for r in made), default=0)
+    return [r for r in made if int(r["race_round"]) == last]

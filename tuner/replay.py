@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tuner.arrivals import ClockKind, ReplayClock, arrivals_of
@@ -20,7 +20,8 @@ from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.traces import Trace
+from tuner.traces import LoadModel, Trace
+from tuner.work import offered_work_s
 
 # How often the caller hears of progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25
@@ -109,6 +110,11 @@ class _Replay:
         self._clear()
         steps, kept = self._steps.finish()
         timelines = self._record.finish()
+        if self._plan.load_model is LoadModel.OPEN:
+            batches = self._plan.batches
+            most = math.inf if batches is None else batches.size
+            work_s = offered_work_s(self._trace, timelines, steps, self._engine.limits, most)
+            timelines = replace(timelines, work_s=work_s)
         return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept)
 
     def _turn(self) -> bool:

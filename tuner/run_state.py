@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+from uuid import uuid4
 
 from tuner.aim import Aim
 from tuner.bench import Bench, Failure
+from tuner.duel import Forecasts
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.journal import Journal
@@ -72,7 +74,8 @@ class RunState:
 
     `windows` is empty until they are chosen, unless the run is resumed. `walls_s` says where
     real time went, by stage. `foreseen_s` is how long the shadow foretells a replay of the
-    windows to take.
+    windows to take, and `forecasts` what it foretells of them. `attempt` names this process
+    among those that a run was made by.
     """
 
     trace: Trace
@@ -86,6 +89,8 @@ class RunState:
     caveats: set[Caveat] = field(default_factory=set)
     walls_s: dict[str, float] = field(default_factory=dict)
     foreseen_s: dict[EngineLimits, float] = field(default_factory=dict)
+    forecasts: Forecasts = field(default_factory=Forecasts)
+    attempt: str = field(default_factory=lambda: uuid4().hex[:8])
     on_windows: Callable[[tuple[Window, ...]], None] | None = None
     on_forecast: Callable[[tuple[Window, ...], int], None] | None = None
     _deadline_s: float = field(default=0.0, init=False)
@@ -216,7 +221,9 @@ class RunState:
         race_round: int = 0,
     ) -> dict[str, Any]:
         """Judge what came out of a trial, put it on disk, and return the record."""
-        record, score, slacks = judged(number, limits, phase, outcome, goal, race_round)
+        record, score, slacks = judged(
+            number, limits, phase, outcome, goal, race_round, self.attempt
+        )
         if self.journal.finish(number, score, slacks, record):
             self.write_trials()
             self.listener.trial_ended(observation_of(record), record, self.left_s)
@@ -257,6 +264,7 @@ def judged(
     outcome: Measurement | Failure,
     goal: Goal,
     race_round: int = 0,
+    attempt: str = "",
 ) -> tuple[dict[str, Any], Score, dict[str, float]]:
     """Return a trial's record, its score and the SLOs' slacks."""
     if isinstance(outcome, Measurement):
@@ -266,7 +274,7 @@ def judged(
         score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
         measured, cause = None, outcome.cause
     return (
-        record_of(number, limits, phase, race_round, score, measured, cause),
+        record_of(number, limits, phase, race_round, score, measured, cause, attempt),
         score,
         slacks,
     )

@@ -225,26 +225,44 @@ def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
 def finalists(
     history: Sequence[Observation], space: SearchSpace, near_ratio: float = FINALIST_RATIO
 ) -> list[EngineLimits]:
-    """Return who races: the best few within reach of the leader, and the present one last.
+    """Return who races: the best few that could be the best, and the present one last.
 
-    `history` holds replays that can be compared: all live, or all shadow. Those that made the
-    same batches as the present configuration, or as another finalist, stay out: nothing could
-    be learned about them.
+    Whoever could be the best where every prediction may be wrong by `near_ratio`, in its value
+    and in every bound. The best as it stands comes first, then who would be the best if all
+    were slower, and if all were faster. `history` holds replays that can be compared: all
+    live, or all shadow. Those that made the same batches as the present configuration, or as
+    another finalist, stay out: nothing could be learned about them.
 
     Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
     """
     seen = [o for o in history if o.is_whole]
-    best = leader(seen)
+    best = leader(seen, near_ratio)
     if best is None:
         return [space.present]
     present = _measured(seen, space.present)
+    able = [o for o in seen if all(o.score.could_beat(p.score, near_ratio) for p in seen)]
     chosen: list[Observation] = []
-    for o in (best, *sorted(seen, key=lambda o: (o.score.order, o.limits))):
-        near = not o.score.clearly_worse_than(best.score, near_ratio)
+    for o in (best, *_in_turns(able, near_ratio)):
         others = [*chosen, present] if present is not None else chosen
-        if near and len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
+        if len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
             chosen.append(o)
     return [*(o.limits for o in chosen), space.present]
+
+
+def _in_turns(able: Sequence[Observation], wrong_ratio: float) -> list[Observation]:
+    """Return the best by what is slower, by what is faster and as it stands, in turns."""
+
+    def order_at(times: float) -> list[Observation]:
+        def place(o: Observation) -> tuple[Tier, float, EngineLimits]:
+            tier = o.score.tier_at(times)
+            # Of those that do not sustain the load by about the same rate, the tail tells.
+            by = Tier.GOOD if tier is Tier.NOT_SUSTAINED else tier
+            return tier, o.score.value_in(by), o.limits
+
+        return sorted(able, key=place)
+
+    orders = [order_at(1 + wrong_ratio), order_at(1 / (1 + wrong_ratio)), order_at(1.0)]
+    return [o for places in zip(*orders, strict=True) for o in places]
 
 
 def _alike(a: Observation, b: Observation) -> bool:

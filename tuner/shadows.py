@@ -197,8 +197,8 @@ class Shadows:
                 task, bench = running.pop(future)
                 outcome = _result(future)
                 self._idle.append(bench)
-                if bench.last_info is not None and bench.last_info.remark:
-                    self.remarks[bench.last_info.remark] = None
+                if bench.info is not None and bench.info.remark:
+                    self.remarks[bench.info.remark] = None
                 yield task, outcome
 
     def _wait_for(

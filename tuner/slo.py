@@ -25,8 +25,8 @@ LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")
 class Measured(Protocol):
     """What an SLO asks of a measurement."""
 
-    def latency(self, metric: str, statistic: str) -> float | None:
-        """Return one statistic of one latency, or None where nothing was measured."""
+    def slo_value(self, metric: str, statistic: str) -> float | None:
+        """Return one statistic as an SLO bounds it, or None where nothing was measured."""
 
     def count(self, metric: str) -> int:
         """Return how many samples the latency has."""
@@ -71,8 +71,11 @@ class Slo:
             )
 
     def slack_ratio(self, measured: Measured) -> float | None:
-        """Return measured / bound - 1, feasible at or below zero; None if not measured."""
-        value = measured.latency(self.metric, self.statistic)
+        """Return measured / bound - 1, feasible at or below zero; None if not measured.
+
+        Requests that were never answered exceed every bound.
+        """
+        value = measured.slo_value(self.metric, self.statistic)
         return None if value is None else value / self.bound_s - 1.0
 
     def is_met_by(self, ttft_s: Floats, tpot_s: Floats, e2e_s: Floats) -> NDArray[np.bool_]:

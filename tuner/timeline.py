@@ -86,6 +86,9 @@ class RequestTimeline:
 class Timelines:
     """The timelines of a replay as columns, one row per offered request in the trace's order.
 
+    `work_s` is for how long each request keeps the engine busy when batches are full
+    (`work.offered_work_s`), nan where that is not known.
+
     Shapes: every column is [n] but gap_s, which counts the gaps between tokens of all.
     Units: seconds on the replay's clock; nan where a request never got that far.
     """
@@ -97,6 +100,7 @@ class Timelines:
     output_tokens: Ints
     outcome: Ints
     gap_s: Weighted
+    work_s: Floats
 
     def __len__(self) -> int:
         return int(self.due_s.size)
@@ -109,6 +113,18 @@ class Timelines:
     def completed(self) -> NDArray[np.bool_]:
         """Mark the requests that were answered in full."""
         mask: NDArray[np.bool_] = self.outcome == int(Outcome.COMPLETED)
+        return mask
+
+    @property
+    def lost(self) -> NDArray[np.bool_]:
+        """Mark the requests that were accepted and never answered in full.
+
+        Who asked got nothing, however long it took: their latency is without end. Refused
+        requests are not among them; they were too long for the engine at any setting.
+        """
+        mask: NDArray[np.bool_] = (self.outcome == int(Outcome.TIMED_OUT)) | (
+            self.outcome == int(Outcome.ABORTED)
+        )
         return mask
 
     @property
@@ -221,4 +237,5 @@ class TimelineRecorder:
             output_tokens=self._tokens,
             outcome=self._outcome,
             gap_s=self._gaps.finish(),
+            work_s=np.full(self._due_s.size, np.nan),
         )

@@ -138,12 +138,12 @@ class Finish:
         if not decisive(records) or not windows:
             return None
         goal = run.goal if run.is_planned else Goal(run.aim.objective, run.aim.slos, "p50")
-        started = run.bench.started
         around = Circumstances(
             trace=run.trace,
             replayed_requests=sum(len(w.of(run.trace)) for w in windows),
             window=window_text(windows, run.trace),
-            info=started.info if started else run.bench.last_info,
+            info=run.bench.info,
+            cold_blocks=run.bench.cold_blocks,
             present_source="configuration" if job.engine.names_limits else "vLLM's default",
             model=job.engine.model,
             options={"arguments": list(job.arguments)},

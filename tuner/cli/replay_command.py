@@ -127,7 +127,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         ("max_num_seqs", f"{limits.max_num_seqs}"),
         ("max_num_batched_tokens", f"{limits.max_num_batched_tokens}"),
         ("requests offered", f"{m.offered} = {m.completed} completed + {m.refused} refused"),
-        ("", f"+ {m.timed_out} timed out + {m.aborted} aborted"),
+        ("", f"+ {m.timed_out} timed out + {m.aborted} aborted ({m.lost_ratio:.1%} lost)"),
         ("throughput", f"{m.requests_per_s:.2f} requests/s"),
         ("", f"{m.output_tokens_per_s:.0f} output tokens/s"),
         *((name.removesuffix("_s"), _spread(m, name)) for name in LATENCIES),
@@ -138,6 +138,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         ("preemptions", f"{m.preemptions}"),
         ("prefix-cache hits", "no prompt" if hit is None else f"{hit:.1%} of prompt tokens"),
         ("sustained", "yes" if m.is_sustained else "no"),
+        ("utilisation", m.load_text or "cannot be told"),
         (
             "steps",
             f"{m.steps} in {m.clock_s:.2f} s of the replay's clock, {m.wall_s:.2f} s real",

@@ -101,12 +101,15 @@ def outcome_of(content: Mapping[str, Any]) -> Outcome:
         gain=_estimate(found["gain_ratio"], found["gain_interval"], found["rounds"], 1.0),
         rounds=found["rounds"],
         why=found["why"],
+        metric=found.get("gain_metric", ""),
+        is_predicted=found.get("is_predicted", False),
     )
     return Outcome(
         decision=decision,
         present=_limits(content["baseline"]),
         rows=tuple(map(_row, content["evidence"])),
         limited_by=content["limited_by"],
+        load=content.get("load", ""),
         kv=evidence.kv_text(content["trials"], winner),
         caveats=tuple(Caveat(caveat["id"]) for caveat in content["caveats"]),
         state=content["state"],
@@ -230,4 +233,5 @@ def _row(found: Mapping[str, Any]) -> Row:
         after=found["after"],
         change=_estimate(found["change_ratio"], found["change_interval"], rounds),
         rounds=rounds,
+        is_helped=found.get("is_helped", False),
     )

@@ -58,6 +58,11 @@ class LiveEngine:
             raise EngineError("the engine is closed")
         return self._core
 
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold now."""
+        return self._limits
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy, above the ceiling, or hidden."""
         if self.has_work():

@@ -252,6 +252,10 @@ class Engine(Protocol):
     def shape(self) -> EngineShape:
         """Return what a shadow of this engine has to know. Raises: ShadowError."""
 
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold now; the start-up values at first."""
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
 

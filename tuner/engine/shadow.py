@@ -68,6 +68,11 @@ class ShadowEngine:
             raise EngineError("the engine is closed")
         return self._pipeline
 
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold now."""
+        return self._limits
+
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
         if self.has_work():

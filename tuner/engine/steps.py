@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,12 +74,86 @@ def _columns(rows: array[float]) -> StepColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a replay's steps took, as a straight line: what it costs to make batches fuller.
+
+    Fitted so that all steps together take what they took: `base_s` a step, `decode_s` each
+    decoding sequence in it, `prefill_s` each prompt token computed. Good enough to say how
+    long work takes in fuller batches, not to predict a step.
+
+    Units: seconds.
+    """
+
+    base_s: float
+    decode_s: float
+    prefill_s: float
+
+    def busy_s(self, steps: float, decode_tokens: float, prefill_tokens: float) -> float:
+        """Return how long so much work takes in so many steps."""
+        decoding_s = self.base_s * steps + self.decode_s * decode_tokens
+        return decoding_s + self.prefill_s * prefill_tokens
+
+
+class _CostSums:
+    """Sums over steps from which `StepCosts` are fitted, decode-only and mixed ones apart."""
+
+    def __init__(self) -> None:
+        # Steps, sequences, sequences squared, seconds, seconds times sequences.
+        self._alone = np.zeros(5)
+        # Steps, sequences, prompt tokens, seconds.
+        self._mixed = np.zeros(4)
+
+    def add(self, rows: StepColumns) -> None:
+        """Add steps; a run of like steps counts as often as it stands for one."""
+        alone = rows.is_decode_only
+        times, seqs, took_s = (
+            rows.repeats[alone],
+            rows.decode_seqs[alone],
+            rows.duration_s[alone],
+        )
+        self._alone += (
+            times.sum(),
+            (times * seqs).sum(),
+            (times * seqs * seqs).sum(),
+            took_s.sum(),
+            (took_s * seqs).sum(),
+        )
+        mixed = ~alone
+        self._mixed += (
+            (rows.repeats * (rows.prefill_tokens > 0))[mixed].sum(),
+            (rows.repeats * rows.decode_seqs)[mixed].sum(),
+            rows.prefill_tokens[mixed].sum(),
+            rows.duration_s[mixed].sum(),
+        )
+
+    def fit(self) -> StepCosts:
+        """Return the non-negative line that leaves the sum of all steps as it was."""
+        n, seqs, squares, took_s, product = self._alone.tolist()
+        base_s = decode_s = 0.0
+        if n:
+            spread = squares - seqs * seqs / n
+            # Where all batches were of one size, nothing is known of fuller ones: they are
+            # taken to gain nothing.
+            decode_s = (
+                (product - took_s * seqs / n) / spread
+                if spread > 1e-9 * squares
+                else took_s / seqs
+            )
+            decode_s = min(max(decode_s, 0.0), took_s / seqs)
+            base_s = (took_s - decode_s * seqs) / n
+        steps, beside, tokens, mixed_s = self._mixed.tolist()
+        rest_s = mixed_s - base_s * steps - decode_s * beside
+        return StepCosts(base_s, decode_s, max(rest_s, 0.0) / tokens if tokens else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class StepSummary:
     """All steps of a replay in a size that does not grow with it.
 
     `decode_steps` holds how long steps took in which nothing but decoding happened,
     `by_batch` the same by the number of sequences, `levels` how long running, waiting and KV
-    usage held which value, `peaks` their largest.
+    usage held which value, `peaks` their largest. `prefill_tokens` and `decode_tokens` were
+    computed, again after a preemption too.
 
     Units: seconds; weights of levels in seconds.
     """
@@ -94,6 +168,8 @@ class StepSummary:
     cached_tokens: int
     preempted: int
     max_step_tokens: int
+    decode_tokens: int = 0
+    costs: StepCosts = field(default_factory=lambda: StepCosts(0.0, 0.0, 0.0))
 
     def distorted(self) -> tuple[float, float]:
         """Return how many steps the machine's noise stretched, and of how many comparable.
@@ -130,6 +206,7 @@ class StepLog:
         self._decode, self._by_batch = Tally(), dict[int, Tally]()
         self._levels = {name: Tally() for name in LEVELS}
         self._peaks = dict.fromkeys(LEVELS, 0.0)
+        self._decoded, self._costs = 0, _CostSums()
 
     def append(self, step: Step, end_s: float) -> None:
         """Note a turn that ended at end_s on the replay's clock."""
@@ -166,6 +243,8 @@ class StepLog:
         self._prefill += int(rows.prefill_tokens.sum())
         self._cached += int(rows.cached_tokens.sum())
         self._preempted += int(rows.preempted.sum())
+        self._decoded += int((rows.decode_seqs * rows.repeats).sum())
+        self._costs.add(rows)
         fullest = int((rows.decode_seqs + rows.prefill_tokens).max())
         self._fullest = max(self._fullest, fullest)
         for name in LEVELS:
@@ -199,6 +278,8 @@ class StepLog:
             cached_tokens=self._cached,
             preempted=self._preempted,
             max_step_tokens=self._fullest,
+            decode_tokens=self._decoded,
+            costs=self._costs.fit(),
         )
         return summary, joined(self._kept) if self._keep else None
 

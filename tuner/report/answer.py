@@ -92,6 +92,8 @@ def _inverted(bounds: Bounds | None) -> Bounds | None:
 
 def scored_by(result: Result, advice: Recommendation) -> str:
     """Return the metric that placed the one whose gain is told."""
+    if advice.gain_metric:
+        return advice.gain_metric
     shown = advice.limits if advice.verdict == "change" else advice.best_measured.limits
     metrics = [r["metric"] for r in decisive(result.trials) if _limits_of(r) == shown]
     return str(metrics[-1]) if metrics else ""

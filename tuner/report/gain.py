@@ -99,12 +99,18 @@ def _table(rows: Sequence[EvidenceRow], meanings: Sequence[str], caption: str) -
             number(row.after, quantity(row.metric, row.after)),
             number(_change(row), change(_change(row))),
             Cell(interval(bounds) if bounds else NOTHING, mark="number"),
-            number(row.rounds, f"{row.rounds}" if row.rounds else "predicted"),
+            number(row.rounds, _rounds(row)),
             Cell(meaning),
         )
         made.append(shown)
     heads = ("metric", "present", "then", "change", "interval", "rounds", "meaning")
     return Table("gain-table", caption, heads, tuple(made))
+
+
+def _rounds(row: EvidenceRow) -> str:
+    if not row.rounds:
+        return "predicted"
+    return f"{row.rounds} and the prediction" if row.is_helped else f"{row.rounds}"
 
 
 def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:

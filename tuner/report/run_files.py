@@ -49,6 +49,8 @@ class Recommendation(Limits, frozen=True):
     rounds: int
     gain_ratio: float | None
     gain_interval: Bounds | None
+    gain_metric: str = ""
+    is_predicted: bool = False
 
 
 class EvidenceRow(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class EvidenceRow(msgspec.Struct, frozen=True):
     change_ratio: float | None
     change_interval: Bounds | None
     rounds: int
+    is_helped: bool = False
 
 
 class CaveatText(msgspec.Struct, frozen=True):
@@ -110,6 +113,9 @@ class Trial(TypedDict):
     value: float | None
     metric: str
     others: NotRequired[dict[str, float]]
+    attempt: NotRequired[str]
+    slo_used: NotRequired[float | str | None]
+    load_used: NotRequired[float | None]
     cause: str
     measurement: dict[str, Any] | None
 
