@@ -92,10 +92,9 @@ def run_check(*arguments: str) -> int:
 def a_kept_profile(folder: Path) -> Path:
     """Write a profile and the sketch of the traffic that it was made for."""
     write_profile(folder / "profile.yaml", a_profile())
-    before = read_traces(
-        [str(a_trace_file(folder / "before.jsonl", 1000))], None, ReadOptions()
-    )
-    write_sketch(folder / TRAFFIC_FILE, sketch_of(before.scaled(0.1)))
+    path = a_trace_file(folder / "before.jsonl", 1000, per_s=4.0)
+    before = read_traces([str(path)], None, ReadOptions())
+    write_sketch(folder / TRAFFIC_FILE, sketch_of(before))
     return folder / "profile.yaml"
 
 
@@ -109,12 +108,12 @@ def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
         *("--baseline", profile, "--trace", str(tmp_path / "today.jsonl"), "--force-profile"),
         *("--max-num-seqs", "6,12", "--json"),
     ]
-    assert run_check(*command, "--load", "0.1") == 0
+    assert run_check(*command) == 0
     told = json.loads(capfd.readouterr().out)
     assert (told["verdict"], told["gain"]) == ("unchanged", None)
 
     # Three times the load: more than the present cap of four can bear.
-    assert run_check(*command, "--load", "0.3") == 10
+    assert run_check(*command, "--load", "3") == 10
     told = json.loads(capfd.readouterr().out)
     assert told["verdict"] == "shifted, re-tune pays"
     assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}

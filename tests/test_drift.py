@@ -20,6 +20,7 @@ from tuner.drift import compare
 from tuner.errors import UsageError
 from tuner.read_notes import ReadNotes
 from tuner.recent_reuse import held_tokens
+from tuner.scaling import at_load
 from tuner.sketch_file import TRAFFIC_FILE, read_sketch, write_sketch
 from tuner.traces import Trace
 from tuner.traffic_sketch import sketch_of
@@ -42,10 +43,10 @@ def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> 
 @pytest.mark.parametrize(
     ("plant", "expected", "effect"),
     [
-        (lambda trace: trace.scaled(1.5), "arrival_rate", 0.5),
+        (lambda trace: at_load(trace, 1.5), "arrival_rate", 0.5),
         (longer_outputs, "output_tokens_mean", 1.0),
         (longer_outputs, "output_tokens_p95", 1.0),
-        (lambda trace: longer_outputs(trace.scaled(1.5)), "in_flight_mean", 2.0),
+        (lambda trace: longer_outputs(at_load(trace, 1.5)), "in_flight_mean", 2.0),
         (in_bursts, "burstiness_1s", None),
         (without_reuse, "prefix_reuse_within_64s", None),
     ],
@@ -68,7 +69,7 @@ def test_with_much_data_what_is_beyond_chance_need_not_be_felt() -> None:
     due_s = np.sort(rng.uniform(0, 3600, 300_000))
     lengths = np.full(len(due_s), 1000)
     before = Trace(due_s, lengths, lengths)
-    found = compare(sketch_of(before), sketch_of(before.scaled(1.03)))
+    found = compare(sketch_of(before), sketch_of(at_load(before, 1.03)))
     rate = next(shift for shift in found.shifts if shift.name == "arrival_rate")
     assert rate.effect.low is not None
     assert rate.effect.low > 0
@@ -87,7 +88,7 @@ def test_swapping_the_two_turns_every_shift_around(one: int, two: int) -> None:
 
 
 def test_a_comparison_says_the_same_when_asked_again_and_nothing_of_itself() -> None:
-    a, b = sketch_of(busy_traffic(1)), sketch_of(busy_traffic(2).scaled(1.5))
+    a, b = sketch_of(busy_traffic(1)), sketch_of(at_load(busy_traffic(2), 1.5))
     assert compare(a, b, seed=3) == compare(a, b, seed=3)
     assert compare(a, a).felt == ()
 

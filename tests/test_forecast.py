@@ -15,7 +15,7 @@ from toy_tune import CROWDED
 from traffic import a_trace, replay_toy, steady
 
 from tuner.bench import Failure
-from tuner.confirm import Verdict
+from tuner.confirm import Verdict, decide_predicted
 from tuner.engine.protocol import EngineLimits
 from tuner.forecast import PROBE_S, Forecast
 from tuner.metrics import Measurement, measure
@@ -24,7 +24,6 @@ from tuner.observation import TIE_RATIO, leader
 from tuner.ranking import Ranking
 from tuner.replay import ReplayLog
 from tuner.run_state import RunState
-from tuner.shadow_session import decide
 from tuner.shadows import Task
 from tuner.space import SearchSpace
 from tuner.timeline import Outcome
@@ -176,7 +175,7 @@ def test_what_is_as_good_as_the_present_one_does_not_replace_it(tmp_path: Path) 
     trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(PRESENT)
     with forecast_on(tmp_path, trace, space, ToySource()) as (run, forecast, _):
         seen = Ranking(run, forecast).rank()
-    assert decide(seen, PRESENT, 0.03).verdict is Verdict.KEEP
+    assert decide_predicted(seen, PRESENT, 0.03).verdict is Verdict.KEEP
 
 
 def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked(tmp_path: Path) -> None:

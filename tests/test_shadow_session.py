@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.confirm import Verdict
+from tuner.confirm import Verdict, decide_predicted
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.objective import Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
-from tuner.shadow_session import decide
 
 PRESENT, OTHER = EngineLimits(16, 2048), EngineLimits(8, 1024)
 WRONG_RATIO = 0.05
@@ -30,7 +29,9 @@ def foretold(
 
 
 def test_a_gain_beyond_the_error_is_a_change_with_the_error_as_its_interval() -> None:
-    found = decide([foretold(PRESENT, 2.0), foretold(OTHER, 1.6)], PRESENT, WRONG_RATIO)
+    found = decide_predicted(
+        [foretold(PRESENT, 2.0), foretold(OTHER, 1.6)], PRESENT, WRONG_RATIO
+    )
     assert (found.verdict, found.winner, found.best) == (Verdict.CHANGE, OTHER, OTHER)
     assert found.gain is not None
     assert found.gain.value == pytest.approx(0.8)
@@ -39,7 +40,9 @@ def test_a_gain_beyond_the_error_is_a_change_with_the_error_as_its_interval() ->
 
 
 def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> None:
-    found = decide([foretold(PRESENT, 2.0), foretold(OTHER, 1.92)], PRESENT, WRONG_RATIO)
+    found = decide_predicted(
+        [foretold(PRESENT, 2.0), foretold(OTHER, 1.92)], PRESENT, WRONG_RATIO
+    )
     assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, OTHER)
     assert found.why == "the gain is within the shadow's error"
     assert found.gain is not None
@@ -48,12 +51,14 @@ def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> N
 
 def test_a_surer_shadow_decides_what_a_less_sure_one_leaves_open() -> None:
     seen = [foretold(PRESENT, 2.0), foretold(OTHER, 1.8)]
-    verdicts = [decide(seen, PRESENT, wrong).verdict for wrong in (0.10, 0.12)]
+    verdicts = [decide_predicted(seen, PRESENT, wrong).verdict for wrong in (0.10, 0.12)]
     assert verdicts == [Verdict.CHANGE, Verdict.KEEP]
 
 
 def test_nothing_better_keeps_the_present_one() -> None:
-    found = decide([foretold(PRESENT, 1.0), foretold(OTHER, 2.0)], PRESENT, WRONG_RATIO)
+    found = decide_predicted(
+        [foretold(PRESENT, 1.0), foretold(OTHER, 2.0)], PRESENT, WRONG_RATIO
+    )
     assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, PRESENT)
     assert found.gain is None
 
@@ -61,18 +66,18 @@ def test_nothing_better_keeps_the_present_one() -> None:
 @pytest.mark.parametrize("tier", [Tier.FAILED, Tier.CUT])
 def test_a_present_one_that_fails_is_left_without_a_gain_to_quote(tier: Tier) -> None:
     seen = [foretold(PRESENT, 0.0, tier, "failed"), foretold(OTHER, 5.0)]
-    found = decide(seen, PRESENT, WRONG_RATIO)
+    found = decide_predicted(seen, PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner, found.gain) == (Verdict.CHANGE, OTHER, None)
 
 
 def test_a_present_one_that_breaks_an_slo_is_left_for_any_that_does_not() -> None:
     broken = foretold(PRESENT, 1.01, Tier.BREAKS_SLO, "worst SLO slack")
-    found = decide([broken, foretold(OTHER, 9.0)], PRESENT, WRONG_RATIO)
+    found = decide_predicted([broken, foretold(OTHER, 9.0)], PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner, found.gain) == (Verdict.CHANGE, OTHER, None)
 
 
 def test_without_the_present_one_there_is_nothing_to_compare_with() -> None:
-    found = decide([foretold(OTHER, 1.0)], PRESENT, WRONG_RATIO)
+    found = decide_predicted([foretold(OTHER, 1.0)], PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
 
 
@@ -80,7 +85,7 @@ def test_when_nothing_survives_it_says_so() -> None:
     failed = [foretold(limits, 0, Tier.FAILED, "failed") for limits in (PRESENT, OTHER)]
     for seen in ([], failed):
         with pytest.raises(NoFeasibleConfigError, match="no configuration survived"):
-            decide(seen, PRESENT, WRONG_RATIO)
+            decide_predicted(seen, PRESENT, WRONG_RATIO)
 
 
 @given(values, st.lists(values, min_size=1, max_size=6), st.floats(0.03, 0.2))
@@ -89,7 +94,7 @@ def test_a_change_is_always_better_than_the_present_one_beyond_the_error(
 ) -> None:
     seen = [foretold(PRESENT, present)]
     seen += [foretold(EngineLimits(1 + i, 512), value) for i, value in enumerate(others)]
-    found = decide(seen, PRESENT, wrong)
+    found = decide_predicted(seen, PRESENT, wrong)
     value_of = {o.limits: o.score.value for o in seen}
     assert value_of[found.best] <= min(value_of.values()) * (1 + TIE_RATIO)
     if found.verdict is Verdict.CHANGE:

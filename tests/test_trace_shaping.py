@@ -16,6 +16,7 @@ from tuner.errors import TraceError, UsageError
 from tuner.fleet import Router, thin
 from tuner.hashes import HashIds
 from tuner.merging import merge
+from tuner.scaling import at_load
 from tuner.spreading import clock_tick_s, spread
 from tuner.traces import ClockOrigin, Trace
 from tuner.turns import Turns
@@ -175,7 +176,7 @@ def test_a_recording_of_requests_in_flight_says_what_it_is_and_scales() -> None:
     assert found.in_flight.peak == 6
     assert found.in_flight.mean == pytest.approx(4.0)
     assert "closed_loop" in {warning.code for warning in found.warnings}
-    double = trace.scaled(1.5).concurrency
+    double = at_load(trace, 1.5).concurrency
     assert double is not None
     assert double.in_flight.tolist() == [3, 9, 0]
     part = trace.between(5, 12).concurrency

@@ -115,16 +115,6 @@ def test_a_window_keeps_the_silence_before_its_first_request() -> None:
         a_trace([0.0, 5.0]).between(1.0, 4.0)
 
 
-def test_twice_the_load_halves_every_due_time_and_keeps_latencies() -> None:
-    trace = a_trace([0.0, 3.0], e2e_s=[1.0, 2.0]).scaled(2.0)
-    assert trace.due_s.tolist() == [0.0, 1.5]
-    assert trace.e2e_s is not None
-    assert trace.e2e_s.tolist() == [1.0, 2.0]
-    for load in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError):
-            trace.scaled(load)
-
-
 def test_recorded_concurrency_is_the_step_function_of_known_latencies() -> None:
     trace = a_trace([0.0, 1.0, 2.0], e2e_s=[2.0, 3.0, float("nan")])
     times_s, counts = trace.recorded_concurrency()

@@ -79,12 +79,6 @@ def test_a_window_begins_with_the_turns_whose_predecessors_it_lacks() -> None:
     assert part.due_s.tolist() == [5, 15]
 
 
-def test_scaling_brings_sessions_closer_and_leaves_their_pauses() -> None:
-    trace = with_turns(a_trace([0, 10]), [-1, 0], [0, 4.0]).scaled(2)
-    assert trace.turns is not None
-    assert (trace.due_s[1], trace.turns.pause_s[1]) == (5, 4.0)
-
-
 def test_a_pause_is_what_lay_between_an_answer_and_the_next_request() -> None:
     found = pauses_of(
         np.array([-1, 0, 0]), np.array([0.0, 5.0, 1.0]), np.array([2.0, np.nan, 1.0])

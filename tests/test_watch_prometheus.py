@@ -91,9 +91,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def home(tmp_path: Path) -> Path:
     """Return a folder with a profile, the traffic it was made for, and a file in use."""
     write_profile(tmp_path / "profile.yaml", a_profile())
-    path = a_trace_file(tmp_path / "before.jsonl", 2600)
+    path = a_trace_file(tmp_path / "before.jsonl", 2600, per_s=4.0)
     before = read_traces([str(path)], None, ReadOptions())
-    write_sketch(tmp_path / TRAFFIC_FILE, sketch_of(before.scaled(0.1)))
+    write_sketch(tmp_path / TRAFFIC_FILE, sketch_of(before))
     served = "model: none\nmax-num-seqs: 4\nmax-num-batched-tokens: 512\n"
     (tmp_path / "best.yaml").write_text(served)
     return tmp_path

@@ -41,9 +41,9 @@ def a_profile() -> Profile:
     )
 
 
-def a_trace_file(path: Path, requests: int) -> Path:
-    """Write traffic that keeps a few dozen requests running."""
-    trace = steady(requests, per_s=40.0, prompt=200, output=80, seed=3)
+def a_trace_file(path: Path, requests: int, per_s: float = 40.0) -> Path:
+    """Write traffic that keeps a few dozen requests running, unless it comes more slowly."""
+    trace = steady(requests, per_s=per_s, prompt=200, output=80, seed=3)
     rows = zip(trace.due_s, trace.prompt_tokens, trace.output_tokens, strict=True)
     lines = [
         json.dumps({"arrived_at_s": float(t), "input_length": int(p), "output_length": int(o)})

@@ -14,6 +14,7 @@ from tuner.engine.steps import StepColumns, StepLog
 from tuner.prompts import TokenPrompt
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
+from tuner.scaling import at_load
 from tuner.timeline import Outcome, TimelineRecorder
 from tuner.traces import Trace
 
@@ -64,7 +65,9 @@ def replay_toy(
 ) -> ReplayLog:
     """Replay a trace on a fresh toy at the limits."""
     engine = (source or ToySource()).start({}, limits)
-    return replay(engine, trace, ToyPrompts(trace), plan or ReplayPlan())
+    plan = plan or ReplayPlan()
+    loaded = at_load(trace, plan.load)
+    return replay(engine, loaded, ToyPrompts(loaded), plan)
 
 
 def kept(log: ReplayLog) -> StepColumns:

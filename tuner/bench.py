@@ -17,6 +17,7 @@ from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.scaling import at_load
 from tuner.slo import Slo
 from tuner.timeline import Outcome
 from tuner.traces import Trace
@@ -47,6 +48,8 @@ class Bench:
         self.started: Started | None = None
         self.info: EngineInfo | None = None
         """The engine that configurations are measured on; those started cold are others."""
+        self.start_s = 0.0
+        """What starting and warming up that engine took."""
         self.starts = 0
         self.cold_blocks: dict[EngineLimits, int] = {}
 
@@ -77,7 +80,7 @@ class Bench:
         hides = not started.info.can_change_limits
         if limits is not None and hides and started.info.ceiling != limits:
             started = self._start(limits)
-        self.info = started.info
+        self.info, self.start_s = started.info, started.start_s + started.warm_up_s
         return started
 
     def _start(self, ceiling: EngineLimits) -> Started:
@@ -108,9 +111,12 @@ class Bench:
     ) -> Measurement | Failure:
         """Replay the named traces one after the other and pool what they say.
 
-        on_log hears of each trace's log before it is pooled.
+        At the plan's load, where that is another than theirs. on_log hears of each trace's log
+        before it is pooled.
         """
         self.ensure_started(limits)
+        recorded = self._traces[names[0]].load
+        names = [self._at_load(name, plan.load) for name in names]
         logs: list[ReplayLog] = []
         cut = plan.cut
         try:
@@ -125,14 +131,27 @@ class Bench:
         except EngineError as error:
             self.started = None
             return Failure(error.message)
-        return replace(measure(logs, slos), load=plan.load)
+        return replace(measure(logs, slos), load=plan.load * recorded)
+
+    def _at_load(self, name: str, load: float) -> str:
+        """Return the name under which a trace is replayable at a load."""
+        if load == 1:
+            return name
+        scaled = f"{name} at another load"
+        trace = at_load(self._traces[name], load)
+        # Not kept among the traces: a later load takes its place.
+        self._host.load(scaled, trace, self._seed)
+        return scaled
 
     def measure_capacity(
         self, names: Sequence[str], limits: EngineLimits, plan: ReplayPlan, slos: Sequence[Slo]
     ) -> Measurement | Failure:
         """Return the measurement at the largest load at which the SLOs hold, and that load.
 
-        Where they hold at none, the measurement at the plan's own load, and capacity 0.
+        Capacity is a multiple of the recorded load, whatever load the traces already are at. It
+        is never above what the engine finishes when it is never idle, since more is not
+        sustained. Where the SLOs hold at no load, the measurement at the plan's own, and
+        capacity 0.
         """
         taken: dict[float, Measurement] = {}
         asked = loads_to_try(plan.load)
@@ -148,7 +167,8 @@ class Bench:
             answer: Capacity = found.value
         if answer.load is None:
             return replace(taken[plan.load], capacity=0.0)
-        return replace(taken[answer.load], capacity=answer.load)
+        best = taken[answer.load]
+        return replace(best, capacity=best.load)
 
     def measure_cold(
         self,
@@ -171,10 +191,11 @@ class Bench:
         if isinstance(started, EngineError):
             return Failure(started.message)
         self.cold_blocks[limits] = started.info.num_blocks
-        self.started, info = started, self.info
+        self.started, kept = started, (self.info, self.start_s)
         outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
         # The next replay needs an engine that can take any limits again.
-        self.started, self.info = None, info
+        self.started = None
+        self.info, self.start_s = kept
         return outcome
 
     def _start_cold(self, limits: EngineLimits) -> Started | EngineError:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from tuner.aim import Aim
+from tuner.confirm import decide_predicted
 from tuner.drift import Drift
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import NoFeasibleConfigError
@@ -24,7 +25,6 @@ from tuner.gains import Gain, gain_over
 from tuner.objective import Tier
 from tuner.observation import Observation
 from tuner.retune import Ranked, Retune
-from tuner.shadow_session import decide
 from tuner.traces import Trace
 
 
@@ -112,7 +112,7 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     shifted = ", ".join(shift.name for shift in drift.felt[:3]) + " shifted"
     ranked = retune.rank(trace, aim)
     try:
-        decision = decide(list(ranked.seen), present, retune.wrong_ratio)
+        decision = decide_predicted(list(ranked.seen), present, retune.wrong_ratio)
     except NoFeasibleConfigError as error:
         why = f"{shifted}, and {error.message}: the shadows cannot tell"
         return Checked(Verdict.STILL_BEST, why, drift, present)

@@ -29,6 +29,9 @@ from tuner.duel import (
     ratios,
 )
 from tuner.engine.protocol import EngineLimits
+from tuner.errors import NoFeasibleConfigError
+from tuner.objective import Tier
+from tuner.observation import Observation, leader
 from tuner.stats import Estimate
 
 
@@ -262,4 +265,36 @@ def _tied(
                 or agreed(runs, best, limits, forecasts) is not None
             )
         )
+    )
+
+
+def decide_predicted(
+    seen: Sequence[Observation], present: EngineLimits, wrong_ratio: float
+) -> Decision:
+    """Name the best of what was predicted; a gain within the prediction's error is none.
+
+    Raises: NoFeasibleConfigError if nothing could be predicted.
+    """
+    best = leader(seen, wrong_ratio)
+    baseline = next((o for o in seen if o.limits == present), None)
+    if best is None:
+        raise NoFeasibleConfigError(
+            "no configuration survived its shadow replay", "see trials.jsonl"
+        )
+    if best.limits == present or baseline is None:
+        why = "nothing that was tried is better"
+        return Decision(
+            Verdict.KEEP, present, present, (present,), None, 0, why, is_predicted=True
+        )
+    metric, change = "", None
+    if (found := best.score.ratio_to(baseline.score)) is not None:
+        metric, value = found
+        change = Estimate(value, value * (1 - wrong_ratio), value * (1 + wrong_ratio), 1)
+    is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
+    if not is_better or best.score.tier is Tier.FAILED:
+        verdict, winner, why = Verdict.KEEP, present, "the gain is within the shadow's error"
+    else:
+        verdict, winner, why = Verdict.CHANGE, best.limits, "better beyond the shadow's error"
+    return Decision(
+        verdict, winner, best.limits, (winner,), change, 0, why, metric, is_predicted=True
     )

@@ -136,10 +136,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.BUDGET_SPENT: "the time budget ended the search",
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
-    Caveat.NOT_RACED: (
-        "predicted, not raced: the time did not hold two rounds against the present "
-        "configuration"
-    ),
+    Caveat.NOT_RACED: "predicted, not raced against the present configuration",
     Caveat.SHADOW_UNFIT: "the shadow was unfit to rank by; the search was live throughout",
     Caveat.SHADOW_DISAGREES: (
         "shadow and live disagreed beyond the stated error; the live numbers decided"

@@ -115,12 +115,15 @@ class Forecast:
         """Return when a replay of the parts is certain to lose to the best so far."""
         return self.goal.cut_rule(best, self._requests)
 
-    def capacities(self, settings: Sequence[EngineLimits]) -> list[float | None]:
-        """Return the largest load at which the SLOs hold for each setting; None if at none."""
+    def capacities(self, settings: Sequence[EngineLimits]) -> list[Measurement | None]:
+        """Return what is foretold at the largest load at which the SLOs hold; None if at none.
+
+        That load is the measurement's capacity.
+        """
         aim = self.aim
         tasks = [Task(self.names, s, aim.plan, aim.slos, wants_capacity=True) for s in settings]
         found = self.shadows.run(tasks)
-        return [f.capacity or None if isinstance(f, Measurement) else None for f in found]
+        return [f if isinstance(f, Measurement) and f.capacity else None for f in found]
 
 
 def _stretches(trace: Trace, length_s: float) -> tuple[Window, ...]:

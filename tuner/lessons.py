@@ -22,11 +22,11 @@ from tuner.calibrate import (
 )
 from tuner.child import Started
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.live_search import fly_pilot
 from tuner.objective import Goal
 from tuner.observation import Phase
-from tuner.plan import Pilot
+from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
 from tuner.profiles import KvStart, Profile
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
@@ -94,6 +94,7 @@ class Lessons:
         run, began_s = self.run, time.monotonic()
         self.begin(started)
         pilot = fly_pilot(run)
+        run.listener.note(self._outlook(pilot))
         share_s = CALIBRATION_SHARE * run.aim.budget.total_s
         each_s = share_s / SETTINGS
         length_s = replay_length_s(run.trace, pilot, each_s)
@@ -118,6 +119,23 @@ class Lessons:
             errors.extend(self._error())
         run.walls_s["calibrate"] = time.monotonic() - began_s
         return pilot
+
+    def _outlook(self, pilot: Pilot) -> str:
+        """Say what the time that is left can answer."""
+        run, bench = self.run, self.run.bench
+        windows, trace = run.windows, run.trace
+        if not windows and run.aim.window is not None:
+            windows = (run.aim.window,)
+        if not windows:
+            left_s = run.left_s - CALIBRATION_SHARE * run.aim.budget.total_s
+            least = (busiest(trace, trace.duration_s * LEAST_REQUESTS / len(trace)),)
+            try:
+                windows = choose_windows(trace, pilot.wall_per_trace_s, left_s, RACE_REPLAYS)
+            except UsageError:
+                windows = least
+        replay_s = sum(w.length_s for w in windows) * pilot.wall_per_trace_s
+        cold_s = 2 * (bench.process_s + bench.start_s)
+        return outlook(run.aim.budget, run.left_s, CALIBRATION_SHARE, replay_s, cold_s)
 
     def _first_round(self, planned_s: float) -> list[EngineLimits]:
         """Replay all settings; return them. Whole replays later show how true the model is.

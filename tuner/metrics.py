@@ -30,6 +30,8 @@ Floats = NDArray[np.float64]
 
 # Above this share of distorted steps the machine is called noisy: ours.
 NOISY_RATIO = 0.05
+# A window shorter than so many lives of a request shows an engine fill: ours.
+SHOWN_LIVES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,18 @@ class Measurement:
     capacity: float | None = None
     utilisation: float | None = None
     offered_per_s: float | None = None
+
+    @property
+    def spans_lives(self) -> bool:
+        """Whether requests came for long enough to see what becomes of a queue.
+
+        For several times as long as one of them lives; otherwise most of what is seen is how
+        an empty engine fills.
+        """
+        life_s, per_s = self.latency("e2e_s", "mean"), self.offered_per_s
+        if life_s is None or not per_s:
+            return False
+        return self.offered / per_s >= SHOWN_LIVES * life_s
 
     @property
     def lost_ratio(self) -> float:

@@ -20,7 +20,7 @@ from tuner.errors import Caveat
 from tuner.evidence import Row
 from tuner.objective import Goal, Tier
 from tuner.observation import leader
-from tuner.records import decisive, observation_of, ranked
+from tuner.records import decisive, observation_of, predictions, ranked
 from tuner.traces import Trace
 
 SCHEMA = 1
@@ -84,11 +84,10 @@ def make_outcome(
     state: str,
 ) -> Outcome:
     """Return everything there is to say about a run."""
-    predicted = around.predicted if decision.rounds else None
-    raced = records if decision.rounds else [r for r in records if r["phase"] != "race"]
-    rows = tuple(evidence.rows(raced, decision.shown, present, goal.tail, predicted))
-    limited = evidence.limited_by(records, decision.winner, goal.slos, goal.tail)
-    best = leader([observation_of(r) for r in decisive(records)])
+    told = predictions(records) if decision.is_predicted else records
+    rows = tuple(evidence.rows(told, decision.shown, present, goal.tail, around.predicted))
+    limited = evidence.limited_by(told, decision.winner, goal.slos, goal.tail)
+    best = leader([observation_of(r) for r in decisive(told)])
     feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
     content = {
         "schema": SCHEMA,
@@ -101,12 +100,12 @@ def make_outcome(
         "baseline": {**_limits(present), "source": around.present_source},
         "evidence": [row.as_json() for row in rows],
         "limited_by": limited,
-        "load": evidence.load_text(records, decision.shown),
+        "load": evidence.load_text(told, decision.shown),
         **_surroundings(around),
         "caveats": [{"id": str(c), "text": c.text} for c in caveats],
         "trials": list(records),
     }
-    kv = evidence.kv_text(records, decision.winner)
+    kv = evidence.kv_text(told, decision.winner)
     load = str(content["load"])
     return Outcome(
         decision, present, rows, limited, load, kv, tuple(caveats), state, feasible, content
@@ -234,6 +233,6 @@ def _how(content: Mapping[str, Any], decision: Decision) -> str:
     made = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
     if decision.is_predicted:
-        return f"{first}PREDICTED, not raced: the time did not hold two rounds"
+        return f"{first}PREDICTED, not raced"
     cold = ", confirmed on engines started cold" if content["confirmed_cold"] else ""
     return f"{first}measured live, {decision.rounds} rounds in turns{cold}"

@@ -6,6 +6,7 @@ Pure: facts of trace and engine in, choices out. Searching is left to `search`, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tuner.engine.protocol import EngineFacts, EngineLimits
@@ -31,6 +32,8 @@ LEAST_REQUESTS = 40
 # A present configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
 LEAST_REPLAYS = 5
+# More rounds than these are not told of: ours, a race seldom has more.
+MOST_TOLD = 8
 # How far the sweep may go past the top of the ladder.
 PAST_LADDER = 4
 
@@ -124,6 +127,52 @@ def choose_windows(
         return (busiest(trace, length_s),)
     busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
     return (busiest(trace, length_s),) if busy.overlaps(usual) else (busy, usual)
+
+
+def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:
+    """Return the busiest stretch of the first window of so much of its length.
+
+    None where it would hold too few requests to tell anything.
+    """
+    window = windows[0]
+    inside = window.of(trace)
+    if inside.duration_s <= 0:
+        return None
+    busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
+    start_s = window.start_s + busy.start_s
+    found = Window(start_s, min(start_s + busy.length_s, window.end_s))
+    return found if len(found.of(trace)) >= LEAST_REQUESTS else None
+
+
+def outlook(
+    budget: Budget, left_s: float, calibration_share: float, replay_s: float, cold_s: float
+) -> str:
+    """Say how long a run will take and what it can answer, and the option that would help.
+
+    `replay_s` is what one replay of the wanted window takes at the present limits, `cold_s`
+    what starting two engines cold takes besides. Others may be faster, so this is careful.
+    """
+    most_s = min(calibration_share * budget.total_s, left_s)
+    race_s, round_s = left_s - most_s, 2 * replay_s
+    rounds = int(race_s / round_s) if round_s > 0 else MOST_TOLD
+    told = (
+        f"outlook: calibrating takes up to {most_s:.0f} s of the {left_s:.0f} s left, then a "
+        f"replay of the window takes about {replay_s:.3g} s"
+    )
+    needed_s = (budget.total_s - left_s + 3 * round_s + cold_s + round_s) / (
+        1 - calibration_share
+    )
+    if rounds < 2:
+        return (
+            f"{told}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
+            "race all of it, --window peak:LENGTH says which stretch"
+        )
+    if race_s < 3 * round_s + cold_s + round_s:
+        return (
+            f"{told}: {rounds} rounds of two settings fit, cold engines may not; "
+            f"--budget {math.ceil(needed_s / 60)}m holds both"
+        )
+    return f"{told}: {min(rounds, MOST_TOLD)} rounds of two settings and cold engines fit"
 
 
 def window_text(windows: tuple[Window, ...], trace: Trace) -> str:

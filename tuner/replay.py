@@ -288,14 +288,15 @@ def replay(
     called a few times a second; when it returns False the replay stops and what was in flight
     counts as aborted.
 
+    The trace is taken as it is; whoever plans another load hands over that one.
+
     Units: seconds on the replay's clock, zero at the trace's own zero.
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
         TraceError when a closed loop asks for a concurrency that was not recorded.
     """
-    loaded = trace if plan.load == 1 else trace.scaled(plan.load)
     engine.reset(sharing=prompts.may_share)
     try:
-        return _Replay(engine, loaded, prompts, plan).run(on_progress)
+        return _Replay(engine, trace, prompts, plan).run(on_progress)
     except PrefixCacheNeeded:
         engine.reset()
-        return _Replay(engine, loaded, prompts, plan).run(on_progress)
+        return _Replay(engine, trace, prompts, plan).run(on_progress)

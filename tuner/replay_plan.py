@@ -34,8 +34,8 @@ class ReplayPlan:
     `concurrency` is the number in flight that a closed loop holds; None takes the one that
     the trace recorded. `timeout_s` is the patience of a client, None for no end of it. With
     `keep_steps` the log holds every step, to fit a step-time model to. `load` is a multiple of
-    the trace's arrival rate. `sessions` says whether the turns of a session wait for answers;
-    with `batches` requests go in static batches, in an open loop only.
+    the trace's arrivals, over the same time. `sessions` says whether the turns of a session
+    wait for answers; with `batches` requests go in static batches, in an open loop only.
 
     Raises: UsageError if the parts contradict each other.
     """

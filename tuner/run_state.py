@@ -175,11 +175,31 @@ class RunState:
         on_log: Callable[[ReplayLog], None] | None = None,
         *,
         is_cold: bool = False,
-        load: float | None = None,
         names: Sequence[str] | None = None,
         goal: Goal | None = None,
     ) -> dict[str, Any]:
         """Measure once, live, and put it on disk, whatever came out; return the record.
+
+        As `measure`.
+        """
+        return self.measure(
+            limits, phase, cut, race_round, on_log, is_cold=is_cold, names=names, goal=goal
+        )[1]
+
+    def measure(
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        cut: CutRule,
+        race_round: int = 0,
+        on_log: Callable[[ReplayLog], None] | None = None,
+        *,
+        is_cold: bool = False,
+        load: float | None = None,
+        names: Sequence[str] | None = None,
+        goal: Goal | None = None,
+    ) -> tuple[Measurement | Failure, dict[str, Any]]:
+        """Measure once, live, and put it on disk, whatever came out; return it and its record.
 
         on_log hears of each window's log, with every step in it. A cold trial starts an engine
         of its own with the limits as start-up values; `load` is in place of the plan's.
@@ -209,7 +229,7 @@ class RunState:
                 )
         else:
             self._deaths = 0
-        return record
+        return outcome, record
 
     def keep(
         self,

@@ -7,7 +7,7 @@ hear of everything through a Listener.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from tuner import confirm, search
 from tuner.carried import Carried, carried, confirmed_live
 from tuner.child import Started
 from tuner.confirm import Decision
+from tuner.duel import LEAST_AGREED, RaceRun, paired
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, ShadowError
 from tuner.live_search import search_live, searched
@@ -96,7 +97,7 @@ class Session:
         forecast = None if self.shadow is None else self.shadow.forecast
         if run.aim.slos and forecast is not None and run.left_s > 0:
             self.carried = carried(run, forecast, decision)
-            self.carried = confirmed_live(run, decision.winner, self.carried)
+            self.carried = confirmed_live(run, forecast, decision.winner, self.carried)
         run.journal.set_state("done")
         return decision
 
@@ -114,9 +115,13 @@ class Session:
     def _race_with_shadow(self, field: list[EngineLimits]) -> Decision:
         """Race; where live and shadow disagree, recalibrate once and let more of them race."""
         run, shadow = self.run_state, self.shadow
+        if shadow is None:
+            return race(run, field, reserve_s(run, field))
+        if not shadow.can_race:
+            run.caveats.add(Caveat.BUDGET_SPENT)
+        if len(field) < 2 or not shadow.can_race:
+            return shadow.decision()
         reserved_s = reserve_s(run, field)
-        if shadow is None or len(field) < 2:
-            return race(run, field, reserved_s)
         race(run, field, reserved_s, shadow.lessons.learn, until_round=1)
         differ = shadow.disagreement(field)
         if differ:
@@ -127,7 +132,20 @@ class Session:
                 reserved_s = reserve_s(run, field)
             if shadow.disagreement(field):
                 run.caveats.add(Caveat.SHADOW_DISAGREES)
-        return race(run, field, reserved_s)
+        decision = race(run, field, reserved_s)
+        runs = run.journal.race_runs()
+        if decision.is_thin and confirm.whole_rounds(runs, field) < LEAST_AGREED:
+            return self._without_a_race(shadow.decision(), runs)
+        return decision
+
+    def _without_a_race(self, predicted: Decision, runs: Sequence[RaceRun]) -> Decision:
+        """Return what was predicted, unless the little that was raced speaks against it."""
+        present = self.run_state.space.present
+        ours, theirs = paired(runs, predicted.winner, present)
+        if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
+            why = "the only round that there was time for speaks against what was predicted"
+            return replace(predicted, verdict=confirm.Verdict.KEEP, winner=present, why=why)
+        return predicted
 
     def close(self) -> None:
         """End whatever runs beside the engine."""
@@ -143,6 +161,9 @@ class Session:
             "capacity": None if self.carried is None else self.carried.as_json(),
             "profile": None if forecast is None else profile_facts(forecast.shadows),
             "compared": {} if shadow is None else shadow.compared,
+            "predicted": {}
+            if shadow is None
+            else {limits: m.as_json() for limits, m in shadow.predicted.items()},
         }
 
     def doubts(self, decision: Decision) -> list[Caveat]:
@@ -153,8 +174,11 @@ class Session:
         said = [Caveat(c) for record in mine for c in record["measurement"]["caveats"]]
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
-        if decision.verdict is confirm.Verdict.KEEP and decision.best != run.space.present:
+        is_kept = decision.verdict is confirm.Verdict.KEEP
+        if is_kept and decision.best != run.space.present and not decision.is_thin:
             found.add(Caveat.WITHIN_NOISE)
+        if decision.is_predicted:
+            found.add(Caveat.NOT_RACED)
         history = searched(run) or self._foretold()
         if search.disturbed(searched(run)):
             found.add(Caveat.NOISY_MACHINE)
@@ -164,8 +188,6 @@ class Session:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if run.windows != (whole(run.trace),):
             found.add(Caveat.WINDOWED)
-        if not any(Phase(r["phase"]).is_on_windows for r in run.journal.records()):
-            found.add(Caveat.SHADOW_ONLY)
         is_change = decision.verdict is confirm.Verdict.CHANGE
         if is_change and self.cold is None and not run.bench.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
@@ -182,6 +204,6 @@ class Session:
             r
             for r in self.run_state.journal.records()
             if r["measurement"]
-            and r["engine"] == "live"
+            and Phase(r["phase"]).is_on_windows
             and (r["max_num_seqs"], r["max_num_batched_tokens"]) == wanted
         ]

@@ -20,15 +20,17 @@ from tuner.calibrate import (
     metric_error,
 )
 from tuner.child import Started
+from tuner.confirm import Decision, decide_predicted
+from tuner.duel import LEAST_AGREED, Forecasts
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons
-from tuner.live_search import plan_windows
+from tuner.live_search import fly_pilot
 from tuner.metrics import Measurement
 from tuner.objective import Objective, Tier
 from tuner.observation import Observation, leader
-from tuner.plan import RACE_REPLAYS
+from tuner.plan import RACE_REPLAYS, choose_windows, shorter_window, window_text
 from tuner.profiles import Profile, read_profile, write_profile
 from tuner.race_time import fitting
 from tuner.ranking import Ranking
@@ -37,6 +39,7 @@ from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE
 from tuner.shadows import Shadows, Task
 from tuner.spares import Spares
+from tuner.windows import Window, busiest
 
 # The share of the budget that foretelling may take: ours.
 FORECAST_SHARE = 0.20
@@ -45,6 +48,11 @@ LIVE_REPLAYS = RACE_REPLAYS + 2
 # Shadow and live disagree if they differ by more than this many times the stated error, which
 # is a median: ours.
 DISAGREEMENT = 3.0
+# Two rounds have to fit into this share of the time that is left: ours, for a shadow that is
+# wrong.
+ROUNDS_SHARE = 0.8
+# A window that does not fit is shortened to this share of it, again and again: ours.
+SHORTER_RATIO = 0.7
 
 MakeShadows = Callable[[Profile], Shadows]
 
@@ -60,6 +68,10 @@ class ShadowSearch:
     forecast: Forecast | None = None
     compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
     """What was measured live and foretold of the same requests, by setting and metric."""
+    predicted: dict[EngineLimits, Measurement] = field(default_factory=dict)
+    """What was foretold of those that race, on the windows they race on."""
+    can_race: bool = True
+    """Whether the time holds two rounds of the best and the present one."""
     _rate: float | None = None
     _is_unfit: bool = False
     _kept: Profile | None = None
@@ -81,8 +93,9 @@ class ShadowSearch:
                 profile = self._checked_profile()
             check_rank_by(profile)
             field_ = self._foretell(profile, generation=0)
-            plan_windows(run, self._rate, LIVE_REPLAYS)
-            self._foresee(field_)
+            self.can_race = self._choose_windows(field_)
+            if not self.can_race:
+                return field_
         except (ShadowError, TooFewSamplesError) as unfit:
             run.caveats.add(Caveat.SHADOW_UNFIT)
             self._is_unfit = True
@@ -194,11 +207,53 @@ class ShadowSearch:
             run.aim = replace(run.aim, plan=replace(run.aim.plan, load=load))
             run.listener.note(f"racing at {load:.3g} x the recorded load")
 
-    def _foresee(self, field_: Sequence[EngineLimits]) -> dict[EngineLimits, Measurement]:
-        """Foretell the race's own replays: what they will measure and how long they will take.
+    def _choose_windows(self, field_: Sequence[EngineLimits]) -> bool:
+        """Choose what races so that the time holds two rounds of the best and the present one.
 
-        Who fails in the shadow is left out.
+        What was asked for, or what the time holds by what a replay costs; where the shadow says
+        that even that takes too long, the busiest stretch of it that does not. Returns whether
+        there is one: one with too few requests tells nothing.
         """
+        run = self.run
+        if not run.windows:
+            run.windows = self._wanted_windows()
+            wanted = run.windows
+            while not self._holds_rounds(field_):
+                shorter = shorter_window(run.trace, run.windows, SHORTER_RATIO)
+                if shorter is None:
+                    run.windows = ()
+                    return False
+                run.windows = (shorter,)
+            if run.windows != wanted:
+                run.listener.note(
+                    f"two rounds of {window_text(wanted, run.trace)} do not fit into the time; "
+                    f"racing {window_text(run.windows, run.trace)}"
+                )
+        run.use_windows()
+        self._foresee(field_)
+        return True
+
+    def _wanted_windows(self) -> tuple[Window, ...]:
+        """Return the windows as asked for, or as much as the time is thought to hold."""
+        run = self.run
+        if run.aim.window is not None:
+            return (run.aim.window,)
+        rate = fly_pilot(run).wall_per_trace_s if self._rate is None else self._rate
+        try:
+            return choose_windows(run.trace, rate, run.left_s, LIVE_REPLAYS)
+        except UsageError:
+            # By the pilot nothing fits; the shadow knows better, and shortens what does not.
+            return (busiest(run.trace, run.trace.duration_s),)
+
+    def _holds_rounds(self, field_: Sequence[EngineLimits]) -> bool:
+        """Whether the time holds two rounds of the first of the field and the present one."""
+        pair = list(dict.fromkeys([field_[0], self.run.space.present]))
+        took_s = [_duration_s(self.run, m) for m in self._replayed(pair).values()]
+        rounds_s = LEAST_AGREED * sum(took_s)
+        return len(took_s) == len(pair) and rounds_s < ROUNDS_SHARE * self.run.left_s
+
+    def _replayed(self, field_: Sequence[EngineLimits]) -> dict[EngineLimits, Measurement]:
+        """Return what the shadow says of settings on the run's windows; not of who fails."""
         if self.forecast is None:
             return {}
         run, shadows = self.run, self.forecast.shadows
@@ -206,14 +261,23 @@ class ShadowSearch:
             shadows.use(name, window.of(run.trace))
         outcomes = self.forecast.predict(field_, run.names, run.aim.plan)
         shadows.settle()
-        foretold = {
-            limits: outcome
-            for limits, outcome in zip(field_, outcomes, strict=True)
-            if isinstance(outcome, Measurement)
-        }
-        jumps = run.aim.plan.clock is ClockKind.VIRTUAL
+        pairs = zip(field_, outcomes, strict=True)
+        return {limits: m for limits, m in pairs if isinstance(m, Measurement)}
+
+    def _foresee(self, field_: Sequence[EngineLimits]) -> dict[EngineLimits, Measurement]:
+        """Foretell the race's own replays: what they will measure and how long they will take.
+
+        Who fails in the shadow is left out.
+        """
+        if self.forecast is None:
+            return {}
+        run, foretold = self.run, self._replayed(field_)
         for limits, outcome in foretold.items():
-            run.foreseen_s[limits] = outcome.busy_s if jumps else outcome.clock_s
+            run.foreseen_s[limits] = _duration_s(run, outcome)
+        self.predicted |= foretold
+        scores = {limits: run.goal.score(m) for limits, m in self.predicted.items()}
+        wrong_ratio = error_ratio(self.forecast.shadows.profile)
+        run.forecasts = Forecasts(scores, wrong_ratio)
         return foretold
 
     def disagreement(self, field_: Sequence[EngineLimits]) -> str:
@@ -253,9 +317,30 @@ class ShadowSearch:
             self.run.listener.note(f"recalibrated, and unfit now: {unfit.message}")
             return None
 
+    def decision(self) -> Decision:
+        """Decide by what was foretold alone, where the time held no race.
+
+        Raises: NoFeasibleConfigError if nothing could be foretold.
+        """
+        if self.forecast is None:
+            raise ShadowError("nothing was foretold")
+        run = self.run
+        if not run.windows:
+            run.windows = self.forecast.parts
+            run.use_windows()
+        seen = Ranking(run, self.forecast).seen()
+        wrong_ratio = error_ratio(self.forecast.shadows.profile)
+        return decide_predicted(seen, run.space.present, wrong_ratio)
+
     def close(self) -> None:
         """End the shadows' processes."""
         if self._shadows is not None:
             self._shadows.close()
             self._shadows = None
         self.spares.close()
+
+
+def _duration_s(run: RunState, foretold: Measurement) -> float:
+    """Return how long the live replay of what was foretold takes, in real time."""
+    jumps = run.aim.plan.clock is ClockKind.VIRTUAL
+    return foretold.busy_s if jumps else foretold.clock_s

@@ -14,17 +14,14 @@ from typing import Any
 from tuner import search
 from tuner.calibrate import error_ratio
 from tuner.carried import Carried, carried
-from tuner.confirm import Decision, Verdict
+from tuner.confirm import Decision, Verdict, decide_predicted
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import Caveat, NoFeasibleConfigError
+from tuner.errors import Caveat
 from tuner.forecast import Forecast
-from tuner.objective import Tier
-from tuner.observation import Observation, leader
 from tuner.ranking import Ranking
 from tuner.replay import ReplayLog
 from tuner.run_state import RunState
 from tuner.shadows import Shadows, Task
-from tuner.stats import Estimate
 from tuner.timeline_record import TimelineRecord, timeline_record
 from tuner.windows import whole
 
@@ -63,7 +60,8 @@ class ShadowSession:
         run.listener.note(
             f"the shadow ranked {len(run.space.grid())} settings with {len(seen)} replays"
         )
-        decision = decide(seen, run.space.present, error_ratio(self.shadows.profile))
+        wrong_ratio = error_ratio(self.shadows.profile)
+        decision = decide_predicted(seen, run.space.present, wrong_ratio)
         if run.aim.slos:
             self.carried = carried(run, forecast, decision)
         self._keep_timelines(forecast, dict.fromkeys([decision.shown, run.space.present]))
@@ -126,30 +124,3 @@ def profile_facts(shadows: Shadows) -> dict[str, Any]:
         "calibrated_on": list(profile.calibrated_on),
         "error_ratio": error_ratio(profile),
     }
-
-
-def decide(seen: list[Observation], present: EngineLimits, wrong_ratio: float) -> Decision:
-    """Name the best of what was foretold; a gain within the shadow's error is none.
-
-    Raises: NoFeasibleConfigError if nothing could be foretold.
-    """
-    best = leader(seen)
-    baseline = next((o for o in seen if o.limits == present), None)
-    if best is None:
-        raise NoFeasibleConfigError(
-            "no configuration survived its shadow replay", "see trials.jsonl"
-        )
-    if best.limits == present or baseline is None:
-        why = "nothing that was tried is better"
-        return Decision(Verdict.KEEP, present, present, (present,), None, 0, why)
-    comparable = baseline.score.metric == best.score.metric and baseline.is_whole
-    gain = None
-    if comparable and baseline.score.tier is best.score.tier:
-        ratio = best.score.value / baseline.score.value
-        gain = Estimate(ratio, ratio * (1 - wrong_ratio), ratio * (1 + wrong_ratio), 1)
-    is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
-    if not is_better or best.score.tier is Tier.FAILED:
-        why = "the gain is within the shadow's error"
-        return Decision(Verdict.KEEP, present, best.limits, (present,), gain, 0, why)
-    why = "better beyond the shadow's error"
-    return Decision(Verdict.CHANGE, best.limits, best.limits, (best.limits,), gain, 0, why)

@@ -101,7 +101,8 @@ class Trace:
     recording tells; `concurrency` is set for a recording of requests in flight in place of
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
-    block if their `hash_scope` is the same, which is empty for ids of a whole data set.
+    block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
+    is the multiple of the recorded arrivals that these are (`scaling.at_load`).
 
     Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s are [n], n >= 1; due_s ascends.
     Units: seconds from the start of the trace; e2e_s and ttft_s are nan where not recorded.
@@ -125,6 +126,7 @@ class Trace:
     origin: ClockOrigin = ClockOrigin.OWN
     zero_s: float = 0.0
     hash_scope: str = ""
+    load: float = 1.0
 
     def __post_init__(self) -> None:
         n = len(self.due_s)
@@ -209,20 +211,6 @@ class Trace:
         flow = self.concurrency and self.concurrency.between(first_s, math.inf)
         zero_s = self.zero_s + first_s
         return replace(self, due_s=self.due_s - first_s, zero_s=zero_s, concurrency=flow)
-
-    def scaled(self, load: float) -> Trace:
-        """Return the trace at `load` times its arrival rate; recorded latencies stay.
-
-        Sessions come so much denser, the pauses within them stay: more users, not faster ones.
-        A recorded number in flight is multiplied.
-
-        Raises: UsageError if load is not above 0.
-        """
-        if not (math.isfinite(load) and load > 0):
-            raise UsageError(f"load must be a number above 0, got {load}", "1 is as recorded")
-        if self.concurrency is not None:
-            return replace(self, concurrency=self.concurrency.scaled(load))
-        return replace(self, due_s=self.due_s / load)
 
     def recorded_concurrency(self) -> tuple[Floats, Ints]:
         """Return when the recorded number of requests in flight changed, and to what.

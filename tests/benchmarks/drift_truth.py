@@ -55,6 +55,7 @@ from tuner.plan import Budget
 from tuner.profiles import Profile, read_profile
 from tuner.replay_plan import ReplayPlan
 from tuner.retune import Retune, retuning, shadow_host
+from tuner.scaling import at_load
 from tuner.space import SearchSpace
 from tuner.traces import Trace
 from tuner.traffic_sketch import sketch_of
@@ -145,7 +146,7 @@ def _joined(trace: Trace, blocks: Ints, block_s: float) -> Trace:
 
 
 PLANTED: dict[str, Callable[[Trace], Trace]] = {
-    "rate x1.5": lambda trace: trace.scaled(1.5),
+    "rate x1.5": lambda trace: at_load(trace, 1.5),
     "outputs x2": longer_outputs,
     "bursts": lambda trace: in_bursts(trace, period_s=30.0, share=1 / 3),
     "reuse gone": without_reuse,

@@ -49,6 +49,7 @@ from tuner.recorder.settings import FILE
 from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.retune import shadow_host
+from tuner.scaling import at_load
 from tuner.served import learn
 from tuner.shadow_source import ShadowSource
 from tuner.traces import Trace
@@ -184,7 +185,7 @@ def check_lengths(sent: Trace, recording: Path) -> Trace:
 
 def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
     """Measure in turns, each round on a server of its own."""
-    whole = read_trace(options.trace).scaled(options.load)
+    whole = at_load(read_trace(options.trace), options.load)
     trace = parse_window(options.window).resolve(whole).of(whole)
     found: list[dict[str, Figures]] = []
     before: Trace | None = None

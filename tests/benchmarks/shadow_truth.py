@@ -48,6 +48,7 @@ from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import KvStart, Profile
 from tuner.replay_plan import ReplayPlan
+from tuner.scaling import at_load
 from tuner.shadows import Shadows, Task
 from tuner.traces import TooLong, Trace
 from tuner.windows import busiest
@@ -120,7 +121,7 @@ def suite(folder: Path) -> list[Scenario]:
 def traffic(scenario: Scenario) -> Trace:
     """Return the scenario's window."""
     trace = read_trace(Path(scenario.trace), None, ReadOptions())
-    trace = trace.limit_lengths(scenario.clip, TooLong.CLIP).scaled(scenario.load)
+    trace = at_load(trace.limit_lengths(scenario.clip, TooLong.CLIP), scenario.load)
     trace = shrunk(trace, scenario.shrink)
     return busiest(trace, scenario.window_s).of(trace)
 

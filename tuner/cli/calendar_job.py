@@ -21,6 +21,7 @@ from tuner.objective import Objective
 from tuner.plan import DEFAULT_LADDER, Budget, search_space
 from tuner.profiles import Profile, read_profile
 from tuner.retune import retuning, shadow_host
+from tuner.scaling import at_load
 from tuner.shadows import default_jobs
 from tuner.traces import Trace
 
@@ -74,7 +75,7 @@ def _foretold(
         if told:
             say(told)
         ladder = options["max_num_seqs"] or DEFAULT_LADDER
-        scaled = trace.scaled(options["load"])
+        scaled = at_load(trace, options["load"])
         space = search_space(facts, scaled, ladder, facts.present_limits)
         jobs, seed = options["jobs"] or default_jobs(), options["seed"]
         with retuning(

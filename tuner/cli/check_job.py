@@ -19,6 +19,7 @@ from tuner.console import say
 from tuner.drift import Drift, compare
 from tuner.errors import UsageError
 from tuner.retune import shadow_host
+from tuner.scaling import at_load
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch, sketch_of
 
@@ -93,7 +94,7 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
         for remark in trace.notes.remarks:
             say(remark)
     if options["load"] != 1:
-        trace = trace.scaled(options["load"])
+        trace = at_load(trace, options["load"])
     return _Traffic(trace, sketch_of(trace, drawn_s), known_in_part(trace.notes.remarks))
 
 

@@ -21,6 +21,7 @@ from tuner.errors import Caveat, TraceError, UsageError
 from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay_plan import ReplayPlan
+from tuner.scaling import at_load
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.traces import LoadModel, TooLong, Trace
 
@@ -60,7 +61,7 @@ def read_traffic(options: Mapping[str, Any], largest_cap: int) -> Traffic:
         raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
     trace = read_named(options["trace"], options)
     if options["load"] != 1:
-        trace = trace.scaled(options["load"])
+        trace = at_load(trace, options["load"])
     if options["window"]:
         options["window"].resolve(trace).of(trace)  # raises if no request is due in it
     described = describe(trace, largest_cap=largest_cap)

@@ -17,7 +17,7 @@ from tuner.aim import Aim
 from tuner.bench import Bench
 from tuner.calibrate import error_ratio
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
-from tuner.confirm import Decision, Verdict
+from tuner.confirm import Decision, Verdict, decide_predicted
 from tuner.console import say
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
@@ -31,7 +31,7 @@ from tuner.profiles import Profile, read_profile
 from tuner.ranking import Ranking
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
-from tuner.shadow_session import decide
+from tuner.scaling import at_load
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, default_jobs
 from tuner.spares import Spares
@@ -121,7 +121,7 @@ def _rows(
         say(told)
     ladder = options["max_num_seqs"] or DEFAULT_LADDER
     space = search_space(
-        facts, trace.scaled(max(options["loads"])), ladder, facts.present_limits
+        facts, at_load(trace, max(options["loads"])), ladder, facts.present_limits
     )
     journal = Journal(run_dir.storage_url)
     bench = Bench(host, {}, space.ceiling, options["seed"])
@@ -155,7 +155,7 @@ def _aim(options: Mapping[str, Any], trace: Trace, load: float) -> Aim:
 def _row(
     seen: list[Observation], present: EngineLimits, load: float, wrong_ratio: float
 ) -> Row:
-    decision = decide(seen, present, wrong_ratio)
+    decision = decide_predicted(seen, present, wrong_ratio)
     best = next(o for o in seen if o.limits == decision.best)
     before = next((o for o in seen if o.limits == present), None)
     comparable = before is not None and before.score.metric == best.score.metric

@@ -9,6 +9,7 @@ import click
 from tuner.cli.option_types import LOAD, WINDOW
 from tuner.cli.options import CONTEXT, reading_options
 from tuner.cli.prometheus_options import prometheus_options
+from tuner.scaling import at_load
 
 _FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...")
 _OUTPUT = click.option(
@@ -98,7 +99,13 @@ def slice_(**options: Any) -> int:
 
 @trace.command("scale", context_settings=CONTEXT)
 @_FILES
-@click.option("--load", type=LOAD, required=True, metavar="X", help="Multiple of the rate.")
+@click.option(
+    "--load",
+    type=LOAD,
+    required=True,
+    metavar="X",
+    help="Multiple of the recorded arrivals, over the same time.",
+)
 @reading_options
 @_OUTPUT
 def scale(**options: Any) -> int:
@@ -109,7 +116,7 @@ def scale(**options: Any) -> int:
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.trace_jobs import run_reshape
 
-    return run_reshape(options, lambda read: read.scaled(options["load"]))
+    return run_reshape(options, lambda read: at_load(read, options["load"]))
 
 
 @trace.command("thin", context_settings=CONTEXT)
