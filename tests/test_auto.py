@@ -35,6 +35,8 @@ from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
 from tuner.plan import Pilot
 from tuner.profiles import read_profile, write_profile
+from tuner.report.run_files import read_run
+from tuner.report.sweep import rung_points
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -140,6 +142,21 @@ def test_what_was_foretold_of_the_race_stands_beside_what_was_measured(tuned: Ru
     assert {pair["metric"] for pair in pairs} == {"requests_per_s", "tpot_p50", "e2e_p50"}
     for pair in pairs:
         assert pair["shadow"] == pytest.approx(pair["live"], rel=0.2)
+
+
+def test_every_rung_of_the_ladder_has_a_value_in_the_report(tuned: Run) -> None:
+    """The chart that the tool is for: also those that lose, and those that never bind."""
+    assert tuned.result["ladder"] == [4, 16, 32, 64]
+    points = rung_points(read_run(tuned.run_dir))
+    assert {4, 16, 32, 64} <= {p.limits.max_num_seqs for p in points}
+    assert {p.limits.max_num_batched_tokens for p in points} == {2048}
+    for metric in ("decode_step_p50", "e2e_p90", "gpu_cache_usage_perc"):
+        assert all(p.value(metric) is not None for p in points)
+    assert not any(p.is_cut for p in points)
+    # Where the cap never binds another one's replay stands for it, and says so.
+    twins = [p for p in points if p.twin is not None]
+    assert twins
+    assert all(f"at {p.twin}, the same batches" in p.how for p in twins)
 
 
 def test_nothing_is_doubted_that_went_well(tuned: Run) -> None:

@@ -122,6 +122,27 @@ def test_a_rate_is_compared_stretch_by_stretch() -> None:
     assert found.pays
 
 
+def test_losing_the_slowest_is_no_gain_and_answering_them_is_one() -> None:
+    """A fifth gives up, and takes its latency along; the others are a third faster."""
+    everybody = lasting(3.0)
+    lives = [
+        (float(i), (i + 2.0,), Outcome.COMPLETED)
+        if i % 5
+        else (float(i), (), Outcome.TIMED_OUT)
+        for i in range(REQUESTS)
+    ]
+    some = [a_log(lives)]
+    worse, better = (
+        gain_over(a, b, TAIL, wrong_ratio=0.05)
+        for a, b in ((everybody, some), (some, everybody))
+    )
+    assert worse is not None
+    assert worse.metric == "requests_per_s"
+    assert not worse.pays
+    assert better is not None
+    assert better.pays
+
+
 def test_a_replay_that_was_cut_short_or_is_too_short_is_not_compared() -> None:
     cut = [a_log([(0.0, (1.0,), Outcome.COMPLETED)], cut_reason="time")]
     assert gain_over(cut, lasting(1.0), LATENCY, 0.03) is None

@@ -188,6 +188,15 @@ def _is_thin(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
     return len(paired(runs, a, b)[0]) < LEAST_ROUNDS
 
 
+def _shared_rounds(
+    runs: Sequence[RaceRun], field: Sequence[EngineLimits], best: EngineLimits | None
+) -> int:
+    """Return how many rounds the best shared with any other of the field."""
+    if best is None:
+        return 0
+    return max((len(paired(runs, best, x)[0]) for x in field if x != best), default=0)
+
+
 def whole_rounds(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> int:
     """Return how many rounds the present configuration and another have both run."""
     present = field[-1]
@@ -207,9 +216,9 @@ def decide(
     configuration, or by less than matters, means: keep what you have. What the rounds alone
     leave open is told where every one of them and the prediction agree on a large difference.
     """
-    rounds = max((run.round for run in runs), default=0)
     inside = survivors(runs, field)
     best = _leader(runs, inside)
+    rounds = _shared_rounds(runs, field, best)
     if best is None:
         alone = list(field) == [present]
         why = "nothing that was tried is better" if alone else "there was no time to race"
@@ -255,6 +264,8 @@ def _tied(
     forecasts: Forecasts,
 ) -> tuple[EngineLimits, ...]:
     """Return the best and who raced with it long enough and cannot be told from it."""
+    if all(_is_thin(runs, best, limits) for limits in inside if limits != best):
+        inside = [best]
     return tuple(
         sorted(
             limits

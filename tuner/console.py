@@ -258,7 +258,7 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
         for row in outcome.rows:
             say(f"  {row.text}")
     ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
-    if ties:
+    if ties and not decision.is_thin:
         say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
     if outcome.load:
         say(outcome.load)

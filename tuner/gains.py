@@ -22,7 +22,7 @@ from scipy.special import stdtrit
 from tuner import stats
 from tuner.hashes import Floats, Ints
 from tuner.metrics import Measurement, measure
-from tuner.objective import Goal, Objective, Score, Tier, tail_statistic
+from tuner.objective import RATE, Goal, Objective, Score, Tier, tail_statistic
 from tuner.replay import ReplayLog
 from tuner.resampling import LEAST_RUNS, resampled
 from tuner.slo import QUANTILES, Slo
@@ -148,6 +148,9 @@ def gain_over(
         # A rate whose stretches are judged by other metrics is compared by the tail as well.
         metric = metric if metric.startswith("e2e_") else f"e2e_{goal.tail}"
         ratio = _quantile_ratio(old, new, QUANTILES[metric.removeprefix("e2e_")])
+    if ratio is None and any(bool(log.timelines.lost.any()) for log in (*old, *new)):
+        # A tail that falls on who was never answered has no end: the rate of answers tells.
+        metric, ratio = RATE, _rate_ratio(old, new, goal)
     if ratio is None:
         return None
     return Gain(metric, _widened(ratio, wrong_ratio), is_tier_better)
@@ -179,6 +182,22 @@ def _paired_ratio(
     return stats.paired_ratio([n for _, n in pairs], [o for o, _ in pairs])
 
 
+def _rate_ratio(
+    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Goal
+) -> Estimate | None:
+    """Return the inverse ratio of answers per second, from pairs of stretches."""
+    counts = [max(1, len(log.timelines) // LEAST_PER_STRETCH) for log in old]
+    count = min(STRETCHES, *counts)
+    before, after = (
+        [m.requests_per_s for log in logs for m in by_stretch(log, count, goal.slos)]
+        for logs in (old, new)
+    )
+    pairs = [(o, n) for o, n in zip(before, after, strict=True) if o > 0 and n > 0]
+    if len(pairs) < 2:
+        return None
+    return stats.paired_ratio([o for o, _ in pairs], [n for _, n in pairs])
+
+
 def _quantile_ratio(
     old: Sequence[ReplayLog], new: Sequence[ReplayLog], q: float
 ) -> Estimate | None:
@@ -207,9 +226,11 @@ def _quantile_ratio(
 
 @dataclass(frozen=True, slots=True)
 class _Latencies:
-    """The end-to-end latencies of completed requests, ascending, and the block of each.
+    """The end-to-end latencies of accepted requests, ascending, and the block of each.
 
-    Shapes: both [completed].
+    Who timed out or was aborted took longer than any other, without end.
+
+    Shapes: both [completed and lost].
     """
 
     e2e_s: Floats
@@ -218,9 +239,13 @@ class _Latencies:
     @classmethod
     def of(cls, logs: Sequence[ReplayLog], blocks: int) -> _Latencies:
         """Return those of all pieces, cut into blocks of as many requests by due order."""
-        completed = np.concatenate([log.timelines.completed for log in logs])
-        e2e_s = np.concatenate([log.timelines.e2e_s for log in logs])
-        block = np.flatnonzero(completed) * blocks // completed.size
+        lines = [log.timelines for log in logs]
+        asked = np.concatenate([line.completed | line.lost for line in lines])
+        took_s = np.concatenate(
+            [np.where(line.lost, np.inf, line.last_s - line.due_s) for line in lines]
+        )
+        e2e_s = took_s[asked]
+        block = np.flatnonzero(asked) * blocks // asked.size
         order = np.argsort(e2e_s)
         return cls(e2e_s[order], block[order])
 

@@ -32,7 +32,8 @@ class Circumstances:
 
     `compared` holds what was measured live and foretold of the same requests, `predicted` all
     that was foretold of them. `info` is of the engine that was measured on, `cold_blocks` how
-    many KV blocks engines had that were started cold at some limits.
+    many KV blocks engines had that were started cold at some limits, `ladder` the caps that
+    were to be tried.
     """
 
     trace: Trace
@@ -56,6 +57,7 @@ class Circumstances:
     )
     predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
+    ladder: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ def _surroundings(around: Circumstances) -> dict[str, Any]:
         "serve_values": dict(around.serve_values),
         "trace_description": around.description,
         "live_against_shadow": compared,
+        "ladder": list(around.ladder),
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tuner import search
 from tuner.engine.protocol import EngineLimits
 from tuner.forecast import Forecast
-from tuner.objective import Objective
+from tuner.objective import Objective, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.run_state import RunState
 from tuner.shadows import Task
@@ -39,7 +39,8 @@ class Ranking:
         """Foretell the grid and what lies between its best and their neighbours.
 
         Larger limits come first: what never bound tells of every smaller one that would not
-        have bound either, and a good one early lets what is hopeless be cut short soon.
+        have bound either, and a good one early lets what is hopeless be cut short soon. The
+        ladder at the present token budget is replayed whole, also where it loses.
         """
         space = self.run.space
         settings = space.grid()
@@ -48,6 +49,10 @@ class Ranking:
             return self._foretell(list(dict.fromkeys([space.present, *settings])))
         seen = self._foretell(list(dict.fromkeys([space.present, max(settings)])))
         at_once = max(LEAST_AT_ONCE, self.forecast.shadows.jobs)
+        rungs = sorted(space.rungs(), reverse=True)
+        for first in range(0, len(rungs), at_once):
+            few = [s for s in rungs[first : first + at_once] if not self._is_shown(seen, s)]
+            seen = self._foretell(few, is_cut=False)
         while unknown := [s for s in settings if not search.same_schedule(seen, s)]:
             seen = self._foretell(_of_other_kinds(sorted(unknown, reverse=True))[:at_once])
         for _ in range(REFINEMENTS):
@@ -57,15 +62,25 @@ class Ranking:
             seen = self._foretell([best, *_between(seen, space, best)])
         return seen
 
-    def _foretell(self, settings: Sequence[EngineLimits]) -> list[Observation]:
+    @staticmethod
+    def _is_shown(seen: Sequence[Observation], limits: EngineLimits) -> bool:
+        """Whether a whole replay tells of the limits; one that failed has nothing to tell."""
+        told = [o for o in seen if o.is_whole or o.score.tier is Tier.FAILED]
+        return any(o.limits == limits for o in told) or search.same_schedule(
+            [o for o in told if o.is_whole], limits
+        )
+
+    def _foretell(
+        self, settings: Sequence[EngineLimits], *, is_cut: bool = True
+    ) -> list[Observation]:
         """Have all settings replayed, here or elsewhere, and return all that is known.
 
-        What is certain to lose to the best of before is cut short: small caps under load, whose
-        queue never ends, would take the most time.
+        What is certain to lose to the best of before is cut short, if it may be: small caps
+        under load, whose queue never ends, would take the most time.
         """
         run, journal = self.run, self.run.journal
         best = leader(self.seen())
-        cut = self.forecast.cut_rule(best.score if best is not None else None)
+        cut = self.forecast.cut_rule(best.score if best is not None and is_cut else None)
         for limits in settings:
             journal.enqueue(limits, Phase.SHADOW, self.forecast.generation, cut)
 

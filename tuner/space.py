@@ -43,13 +43,22 @@ class SearchSpace:
         """Return the token budget at which the ladder is climbed: the present one."""
         return max(self.present.max_num_batched_tokens, self.least_budget)
 
-    def grid(self) -> list[EngineLimits]:
-        """Return every setting: caps of the ladder and past it, times token budgets."""
+    def caps(self) -> list[int]:
+        """Return the caps of the ladder and past it, ascending."""
         caps, cap = list(self.ladder), self.ladder[-1]
         while (cap := 2 * cap) <= self.ceiling.max_num_seqs:
             caps.append(cap)
+        return caps
+
+    def rungs(self) -> list[EngineLimits]:
+        """Return the settings along the ladder at the present token budget."""
+        found = [self.at(cap, self.reference_budget) for cap in self.caps()]
+        return [limits for limits in found if limits.within(self.ceiling)]
+
+    def grid(self) -> list[EngineLimits]:
+        """Return every setting: caps of the ladder and past it, times token budgets."""
         budgets = sorted({*self.budgets, self.reference_budget})
-        found = [self.at(cap, budget) for cap in caps for budget in budgets]
+        found = [self.at(cap, budget) for cap in self.caps() for budget in budgets]
         return list(dict.fromkeys(f for f in found if f.within(self.ceiling)))
 
     def at(self, seqs: int, budget: int) -> EngineLimits:

@@ -144,6 +144,7 @@ class Finish:
             window=window_text(windows, run.trace),
             info=run.bench.info,
             cold_blocks=run.bench.cold_blocks,
+            ladder=run.space.caps(),
             present_source="configuration" if job.engine.names_limits else "vLLM's default",
             model=job.engine.model,
             options={"arguments": list(job.arguments)},

@@ -30,6 +30,10 @@ class Point:
     limits: EngineLimits
     is_live: bool
     measurements: tuple[Mapping[str, Any], ...]
+    twin: EngineLimits | None = None
+    """The configuration that was replayed, where another stands for it: the same batches."""
+    is_cut: bool = False
+    """Whether no replay came to its end: the values are those until then."""
 
     def value(self, metric: str) -> float | None:
         """Return the middle of the replays, None where nothing was measured."""
@@ -48,9 +52,12 @@ class Point:
     def how(self) -> str:
         """Say whether it was measured, and how often."""
         n = len(self.measurements)
-        if not self.is_live:
-            return "predicted"
-        return "measured once" if n == 1 else f"measured {n} times, the middle is shown"
+        how = "predicted"
+        if self.is_live:
+            how = "measured once" if n == 1 else f"measured {n} times, the middle is shown"
+        if self.is_cut:
+            how = f"{how}, cut short: latencies are at least that"
+        return how if self.twin is None else f"{how} at {self.twin}, the same batches"
 
 
 def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:

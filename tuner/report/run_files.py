@@ -147,6 +147,7 @@ class Result(msgspec.Struct, frozen=True):
     trials: list[Trial]
     trace_description: dict[str, Any] | None = None
     live_against_shadow: list[Compared] | None = None
+    ladder: list[int] = []
 
 
 class SavedTimeline(msgspec.Struct, frozen=True):

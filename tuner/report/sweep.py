@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tuner.engine.protocol import EngineLimits
 from tuner.observation import Observation, Phase, leader
-from tuner.records import observation_of, ranked
+from tuner.records import observation_of, predictions, ranked
 from tuner.report.looks import (
     CHOSEN,
     INK,
@@ -21,10 +22,10 @@ from tuner.report.looks import (
     upright,
 )
 from tuner.report.parts import Plot, Section
-from tuner.report.points import Point, ranked_points, with_values
+from tuner.report.points import Point, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
 from tuner.report.words import listed, metric_name, percent, quantity, seconds
-from tuner.search import climb_is_over
+from tuner.search import climb_is_over, same_schedule
 
 DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
 
@@ -41,10 +42,10 @@ def sweep(run: RunFiles) -> Section:
     """Return the three curves over one axis."""
     title = "Decode time, tail latency and gpu_cache_usage_perc against max_num_seqs"
     latency = f"e2e_{run.result.tail}"
+    points = with_values(rung_points(run), USAGE)
     rungs = rungs_of(run)
-    points = with_values(_points_of(run, rungs), latency, USAGE)
-    if not points:
-        return Section("sweep", title, ("No max_num_seqs was replayed to its end.",))
+    if not points or not rungs:
+        return Section("sweep", title, ("No max_num_seqs was replayed.",))
     stop = stop_of(rungs)
     budget = run.present.max_num_batched_tokens
     said = (
@@ -120,16 +121,53 @@ def _why(climbed: Sequence[Observation]) -> str:
     return f"{listed(above)} were worse{than}, {how}"
 
 
-def _points_of(run: RunFiles, rungs: Sequence[Observation]) -> list[Point]:
-    """Return the points with the measurements behind observations."""
-    whole = [o.limits for o in rungs if o.is_whole]
-    return [p for p in ranked_points(run.result) if p.limits in whole]
+def rung_points(run: RunFiles) -> list[Point]:
+    """Return a point for every cap of the ladder along the present token budget, by cap.
+
+    What was replayed to its end there, or what made the same batches; what was predicted where
+    that was not measured; else as far as its replay came.
+    """
+    result, budget = run.result, run.present.max_num_batched_tokens
+    caps = {o.limits.max_num_seqs for o in rungs_of(run)} | set(result.ladder)
+    kinds = [ranked_points(result), shadow_points(result)]
+    trials = [list(ranked(result.trials)), predictions(result.trials)]
+    found = []
+    for cap in sorted({run.present.max_num_seqs, *caps}):
+        limits = EngineLimits(cap, max(budget, cap))
+        made = (_twin(limits, points, seen) for points, seen in zip(kinds, trials, strict=True))
+        point = next((p for p in made if p is not None), None) or _cut(limits, trials[0])
+        if point is not None:
+            found.append(point)
+    return found
+
+
+def _twin(
+    limits: EngineLimits, points: Sequence[Point], trials: Sequence[Mapping[str, Any]]
+) -> Point | None:
+    """Return the point of the limits, or of others that are known to make the same batches."""
+    by_limits = {p.limits: p for p in points}
+    if limits in by_limits:
+        return by_limits[limits]
+    whole = sorted(
+        (o for o in map(observation_of, trials) if o.limits in by_limits),
+        key=lambda o: o.limits,
+    )
+    like = next((o.limits for o in whole if same_schedule([o], limits)), None)
+    return None if like is None else replace(by_limits[like], limits=limits, twin=like)
+
+
+def _cut(limits: EngineLimits, trials: Sequence[Mapping[str, Any]]) -> Point | None:
+    """Return what a replay that was cut short had shown until then."""
+    for trial in trials:
+        if trial["measurement"] and observation_of(trial).limits == limits:
+            is_live = trial["engine"] != "shadow"
+            return Point(limits, is_live, (trial["measurement"],), is_cut=True)
+    return None
 
 
 def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> Plot:
     caps = [p.limits.max_num_seqs for p in points]
     places = [math.log2(cap) for cap in caps]
-    colour = LIVE if points[0].is_live else SHADOW
     domains = stacked(3)
     traces = []
     more: dict[str, Any] = {}
@@ -141,7 +179,7 @@ def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> P
         usage = {"rangemode": "tozero"} if metric == USAGE else {}
         made = axis(title, **usage) if usage else seconds_axis(title, known)
         more[f"yaxis{name}"] = {**made, "domain": domains[i - 1]}
-        traces.append(_curve(points, places, values, f"y{name}", metric, colour))
+        traces.append(_curve(points, places, values, f"y{name}", metric))
     named = _named(run, stop)
     lines, notes = _marks(named)
     return Plot(
@@ -166,8 +204,8 @@ def _curve(
     values: Sequence[float | None],
     where: str,
     metric: str,
-    colour: str,
 ) -> dict[str, Any]:
+    colours = [LIVE if p.is_live else SHADOW for p in points]
     said = [_value_words(metric, value) for value in values]
     return {
         "type": "scatter",
@@ -179,8 +217,12 @@ def _curve(
             [str(p.limits), text, p.how] for p, text in zip(points, said, strict=True)
         ],
         "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
-        "line": {"color": colour, "width": 2},
-        "marker": {"color": colour, "size": 8},
+        "line": {"color": colours[0], "width": 2},
+        "marker": {
+            "color": colours,
+            "size": 8,
+            "symbol": ["circle-open" if p.is_cut else "circle" for p in points],
+        },
     }
 
 
@@ -236,11 +278,15 @@ def _value_words(metric: str, value: float | None) -> str:
 
 
 def _told(points: Sequence[Point], latency: str) -> str:
-    how = "Measured" if points[0].is_live else "Predicted"
-    said = [
-        f"{p.limits.max_num_seqs}: decode step {seconds(p.value(DECODE))}, "
-        f"{metric_name(latency)} {seconds(p.value(latency))}, "
-        f"KV cache {percent(p.value(USAGE))}"
-        for p in points
-    ]
+    is_live = points[0].is_live
+    said = []
+    for p in points:
+        other = "" if p.is_live == is_live else " (measured)" if p.is_live else " (predicted)"
+        least = "at least " if p.is_cut else ""
+        said.append(
+            f"{p.limits.max_num_seqs}{other}: decode step {seconds(p.value(DECODE))}, "
+            f"{metric_name(latency)} {least}{seconds(p.value(latency))}, "
+            f"KV cache {percent(p.value(USAGE))}"
+        )
+    how = "Measured" if is_live else "Predicted"
     return f"{how}, by max_num_seqs. {'; '.join(said)}."
