@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.confirm import Decision, Verdict, decide, next_run, survivors
-from tuner.duel import LEAST_ROUNDS, MOST_ROUNDS, RaceRun, compare, ratio, ratios
+from tuner.duel import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Forecasts,
+    RaceRun,
+    compare,
+    paired,
+    ratio,
+    ratios,
+)
 from tuner.engine.protocol import EngineLimits
 from tuner.objective import Score, Tier
 
@@ -281,6 +290,122 @@ def test_failed_rounds_are_never_a_number() -> None:
     assert ratio(runs, SMALL, PRESENT) is None
     assert survivors(runs, [SMALL, PRESENT]) == [PRESENT]
     assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is Verdict.KEEP
+
+
+CUT, FAILED = (Score(tier, math.inf, str(tier)) for tier in (Tier.CUT, Tier.FAILED))
+
+
+@pytest.mark.parametrize("cut", [SMALL, PRESENT])
+def test_a_round_that_the_clock_cut_short_takes_nothing_back(cut: EngineLimits) -> None:
+    """Five rounds at 0.67 of the present value were proof; the sixth did not end."""
+    five = {SMALL: [1.0, 1.01] * 2 + [1.0], PRESENT: [1.5, 1.51, 1.52, 1.5, 1.51]}
+    proven = decide(runs_of(five), [SMALL, PRESENT], PRESENT)
+    other = PRESENT if cut == SMALL else SMALL
+    sixth = {cut: [*five[cut], CUT], other: [*five[other], 1.2]}
+    assert proven.verdict is Verdict.CHANGE
+    assert decide(runs_of(sixth), [SMALL, PRESENT], PRESENT) == proven
+
+
+@pytest.mark.parametrize("failing", [SMALL, PRESENT])
+def test_failing_in_some_rounds_speaks_against_who_failed(failing: EngineLimits) -> None:
+    values = {SMALL: [1.0, 1.01, 1.0, 1.01], PRESENT: [1.5, 1.51, 1.52, 1.5]}
+    runs = runs_of({**values, failing: [*values[failing][:3], FAILED]})
+    found = decide(runs, [SMALL, PRESENT], PRESENT)
+    assert found.winner == (PRESENT if failing == SMALL else SMALL)
+    # What the whole rounds measured is told all the same.
+    if found.winner == SMALL:
+        assert found.gain is not None
+        assert found.gain.value == pytest.approx(0.67, abs=0.01)
+        assert found.gain.n == 3
+
+
+def test_a_round_that_was_split_by_an_interruption_is_run_anew() -> None:
+    """Its halves are hours apart and share nothing: the second process begins it again."""
+    before = [RaceRun(limits, 1, good(1.0), "before") for limits in (SMALL, PRESENT)] + [
+        RaceRun(PRESENT, 2, good(9.0), "before")
+    ]
+    field = [SMALL, PRESENT]
+    assert next_run(before, field, PRESENT, "before") == (2, SMALL)
+    runs = list(before)
+    for _ in range(2):
+        following = next_run(runs, field, PRESENT, "after")
+        assert following is not None
+        assert following[0] == 2
+        runs.append(RaceRun(following[1], 2, good(1.0), "after"))
+    assert {run.limits for run in runs if run.attempt == "after"} == set(field)
+    assert paired(runs, SMALL, PRESENT)[1] == [good(1.0), good(1.0)]
+
+
+def overloaded(rate_per_s: float, tail_s: float) -> Score:
+    return at_the_edge(rate_per_s, is_sustained=False, tail_s=tail_s)
+
+
+THRICE = Forecasts({LARGE: overloaded(44.0, 2.9), PRESENT: overloaded(15.0, 9.5)}, 0.1)
+
+
+def test_two_rounds_and_the_prediction_tell_a_factor_of_three() -> None:
+    """The budget ended after two rounds of -74 % in the tail and thrice the rate."""
+    rounds = {
+        LARGE: [overloaded(45.0, 2.6), overloaded(44.0, 2.7)],
+        PRESENT: [overloaded(15.3, 10.1), overloaded(15.1, 10.2)],
+    }
+    found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, THRICE)
+    assert (found.verdict, found.winner, found.rounds) == (Verdict.CHANGE, LARGE, 2)
+    assert found.gain is not None
+    assert found.gain.low is not None
+    assert found.gain.high is not None
+    assert found.gain.low < found.gain.value < found.gain.high < 1
+    assert found.tied == (LARGE,)
+    # Rounds alone, without a prediction, are too few.
+    alone = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT)
+    assert (alone.verdict, alone.is_thin, alone.tied) == (Verdict.KEEP, True, (LARGE,))
+
+
+@pytest.mark.parametrize(
+    ("second", "forecasts"),
+    [
+        # One round says the contrary.
+        (overloaded(15.0, 10.3), THRICE),
+        # The prediction sees no difference, or says that it may be wrong by as much.
+        (
+            overloaded(44.0, 2.7),
+            Forecasts({LARGE: overloaded(15, 9), PRESENT: overloaded(15, 9)}, 0.1),
+        ),
+        (overloaded(44.0, 2.7), Forecasts(THRICE.scores, 2.0)),
+        (FAILED, THRICE),
+    ],
+)
+def test_what_does_not_agree_is_not_told_from_two_rounds(
+    second: Score, forecasts: Forecasts
+) -> None:
+    rounds = {
+        LARGE: [overloaded(45.0, 2.6), second],
+        PRESENT: [overloaded(15.3, 10.1), overloaded(15.1, 10.2)],
+    }
+    found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, forecasts)
+    assert found.verdict is Verdict.KEEP
+    assert found.is_thin
+
+
+def test_a_right_prediction_of_equals_makes_no_change_from_two_rounds() -> None:
+    """Seeds 0 to 399 with 10 % noise: two rounds of equals are never called a change."""
+    equal = Forecasts({SMALL: good(1.0), PRESENT: good(1.0)}, 0.05)
+    rng, changed = np.random.default_rng(0), 0
+    for _ in range(RACES):
+        first, second = np.exp(0.1 * rng.standard_normal((2, 2))).tolist()
+        runs = runs_of({SMALL: first, PRESENT: second})
+        changed += decide(runs, [SMALL, PRESENT], PRESENT, equal).verdict is Verdict.CHANGE
+    assert changed == 0
+
+
+def test_two_that_never_sustain_the_load_at_the_same_rate_are_told_by_their_tails() -> None:
+    rates, tails = (31.0, 30.8, 31.1), (4.3, 4.31, 4.29)
+    small = [overloaded(r, t) for r, t in zip(rates, tails, strict=True)]
+    large = [overloaded(r, 4.9) for r in (30.9, 31.0, 31.0)]
+    runs = runs_of({SMALL: small, LARGE: large})
+    assert compare(runs, SMALL, LARGE) == -1
+    faster = [overloaded(40.0, 4.9) for _ in rates]
+    assert compare(runs_of({SMALL: small, LARGE: faster}), SMALL, LARGE) == 1
 
 
 @pytest.mark.parametrize("rounds", [1, LEAST_ROUNDS - 1])

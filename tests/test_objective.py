@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import TooFewSamplesError, UsageError
+from tuner.errors import Caveat, TooFewSamplesError, UsageError
 from tuner.metrics import Measurement, measure
 from tuner.objective import (
     HOPELESS_RATIO,
@@ -75,6 +76,35 @@ def test_an_slo_at_its_very_bound_holds() -> None:
     exact = goal(Objective.LATENCY, "e2e_p90=500ms")
     assert exact.slacks(m) == {"e2e_p90": 0.0}
     assert exact.score(m).tier is Tier.GOOD
+
+
+def test_a_time_out_does_not_mend_the_tail_of_who_timed_out() -> None:
+    """At a cap of 18 the p99 of TTFT breaks; dropping the slowest 3 % must not hold it."""
+    due_s = np.sort(np.random.default_rng(3).uniform(0, 120, 1116))
+    lengths = np.random.default_rng(4).integers(50, 150, 1116).tolist()
+    trace = a_trace((due_s - due_s[0]).tolist(), 60, lengths)
+    source = ToySource(ToyCosts(0.010, 0.0005, 0.00005), max_model_len=100_000)
+    strict = goal(Objective.BALANCED, "ttft_p99=2500ms")
+    scores = {}
+    for patience_s in (None, 4.5):
+        plan = ReplayPlan(timeout_s=patience_s)
+        m = measure([replay_toy(trace, EngineLimits(18, 8192), source, plan)], strict.slos)
+        scores[patience_s] = strict.score(m)
+    assert m.timed_out > 0.01 * m.offered
+    assert m.lost_ratio == m.timed_out / m.offered
+    assert m.latency("ttft_s", "p99") == m.latency("e2e_s", "p99") == math.inf
+    assert Caveat.REQUESTS_LOST in m.caveats
+    assert {score.tier for score in scores.values()} == {Tier.BREAKS_SLO}
+    (said,) = strict.broken_in(m.as_json())
+    assert f"{m.timed_out} requests were never answered" in said
+
+
+def test_an_slo_on_a_mean_breaks_where_somebody_was_never_answered() -> None:
+    lives = [(float(i), [i + 0.1], Outcome.COMPLETED) for i in range(99)]
+    m = measure([a_log([*lives, (99.0, [], Outcome.TIMED_OUT)])])
+    assert m.latency("e2e_s", "mean") == pytest.approx(0.1)
+    assert goal(Objective.LATENCY, "e2e_mean=1s").score(m).tier is Tier.BREAKS_SLO
+    assert goal(Objective.LATENCY, "e2e_p90=1s").score(m).tier is Tier.GOOD
 
 
 def test_an_slo_on_what_was_not_measured_breaks_nothing() -> None:

@@ -15,7 +15,7 @@ from traffic import ToyPrompts, steady
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import EngineError
 from tuner.metrics import measure
-from tuner.objective import Goal, Objective, Score, Tier
+from tuner.objective import WORST_SLACK, Goal, Objective, Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
@@ -296,6 +296,55 @@ def test_finalists_are_few_near_and_end_with_the_present_one() -> None:
     chosen = finalists(history, SPACE)
     assert [limits.max_num_seqs for limits in chosen] == [2, 4, 5, 16]
     assert len(chosen) == FINALISTS + 1
+
+
+def bounded(
+    cap: int, tail_s: float, ttft_s: float, load: float = 0.5, per_s: float = 30.0
+) -> Observation:
+    """Return a replay with an SLO of 0.5 s on TTFT, and so much of its capacity used."""
+    used, rate = ttft_s / 0.5, ("requests_per_s", 1 / per_s)
+    others = (("e2e_p95", tail_s), rate, (WORST_SLACK, used))
+    if used > 1:
+        score = Score(Tier.BREAKS_SLO, used, WORST_SLACK, others[:2], used, load)
+    elif load > 1:
+        score = Score(Tier.NOT_SUSTAINED, rate[1], rate[0], others[::2], used, load)
+    else:
+        score = Score(Tier.GOOD, tail_s, "e2e_p95", others[1:], used, load)
+    return replace(seen_at(cap, tail_s, peak=cap), score=score)
+
+
+def racing(*history: Observation, near_ratio: float = 0.1) -> list[int]:
+    """Return the caps that race against the present one."""
+    present = replace(bounded(16, 50.0, 5.0), limits=PRESENT)
+    chosen = finalists([present, *history], SPACE, near_ratio)
+    return [limits.max_num_seqs for limits in chosen[:-1]]
+
+
+def test_a_hair_beyond_a_bound_is_no_reason_to_stay_out_of_the_race() -> None:
+    """505 ms against 500, told by a shadow that may be wrong by a tenth, with the best tail."""
+    within, beyond, far = bounded(4, 2.0, 0.40), bounded(6, 1.0, 0.505), bounded(8, 0.5, 0.70)
+    assert set(racing(within, beyond, far)) == {4, 6}
+    assert racing(within, beyond, far, near_ratio=0.001) == [4]
+    # A load that is a hair too much is a bound like another.
+    hasty = bounded(6, 1.0, 0.1, load=1.05)
+    assert set(racing(within, hasty)) == {4, 6}
+    assert racing(within, hasty, near_ratio=0.001) == [4]
+
+
+def test_a_hair_within_a_bound_is_no_reason_to_race_alone() -> None:
+    """If 495 ms are 520 live, somebody has to be there who holds the bound for certain."""
+    edge, safe, worse = bounded(6, 1.0, 0.495), bounded(4, 3.0, 0.2), bounded(2, 5.0, 0.2)
+    assert racing(edge, safe, worse) == [6, 4]
+
+
+def test_where_nobody_sustains_the_load_about_the_same_rate_is_told_by_the_tail() -> None:
+    """34 and 32/s with tails of 4.87 and 4.30 s: the tier decides nothing between them."""
+    all_in = bounded(32, 4.87, 0.1, load=1.6, per_s=34.0)
+    smaller = bounded(8, 4.30, 0.1, load=1.8, per_s=32.5)
+    slow = bounded(2, 9.0, 0.1, load=3.0, per_s=20.0)
+    assert won([all_in, smaller, slow]) is smaller
+    assert racing(all_in, smaller, slow) == [8, 32]
+    assert won([bounded(8, 4.3, 0.1, load=2.0, per_s=28.0), all_in]) is all_in
 
 
 @st.composite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,9 +12,12 @@ from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.protocol import EngineLimits
+from tuner.metrics import measure
 from tuner.replay_plan import ReplayPlan
 from tuner.sustained import is_sustained
 from tuner.timeline import Outcome
+from tuner.traces import LoadModel, Trace
+from tuner.work import utilisation
 
 DONE = Outcome.COMPLETED
 SERVER = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
@@ -90,6 +95,81 @@ def test_refused_requests_wait_for_nobody() -> None:
 
 def test_what_never_answers_is_not_sustained() -> None:
     assert not is_sustained(a_log([(float(i), [], Outcome.ABORTED) for i in range(50)]))
+
+
+# A request of 60 prompt tokens and 100 answered ones takes 100 steps of 10 ms that it shares
+# with as many as the cap lets in, and 53 ms of its own.
+SHARED_S, OWN_S = 100 * 0.010, 99 * 0.0005 + 60 * 0.00005
+BATCHING = ToySource(ToyCosts(0.010, 0.0005, 0.00005), max_model_len=100_000)
+
+
+def even(per_s: float, length_s: float, tokens: int = 100) -> Trace:
+    """Return arrivals at any instant that all ask for the same."""
+    due_s = np.sort(np.random.default_rng(0).uniform(0, length_s, int(per_s * length_s)))
+    return a_trace((due_s - due_s[0]).tolist(), 60, tokens)
+
+
+@pytest.mark.parametrize("length_s", [4.0, 30.0, 120.0])
+@pytest.mark.parametrize("cap", [16, 128, 1024])
+def test_no_cap_sustains_what_the_engine_cannot_do_however_short_the_window(
+    length_s: float, cap: int
+) -> None:
+    """30/s are offered, 19/s possible: who admits everybody has no queue, and is late."""
+    log = replay_toy(even(30.0, length_s), EngineLimits(cap, 8192), BATCHING)
+    assert not is_sustained(log)
+    used = utilisation([log.timelines])
+    assert used == pytest.approx(30.0 * (SHARED_S / cap + OWN_S), rel=0.05)
+    assert measure([log]).load_text.endswith(f"overloaded {used:.2g} x")
+
+
+@pytest.mark.parametrize(("cap", "share"), [(16, 0.8), (128, 0.5), (128, 0.9), (1024, 0.9)])
+def test_what_the_engine_can_do_is_sustained_in_a_window_that_it_does_not_fill(
+    cap: int, share: float
+) -> None:
+    per_s = share / (SHARED_S / cap + OWN_S)
+    log = replay_toy(even(per_s, 30.0), EngineLimits(cap, 8192), BATCHING)
+    assert utilisation([log.timelines]) == pytest.approx(share, rel=0.06)
+    assert is_sustained(log)
+
+
+@pytest.mark.parametrize(("cap", "sustained"), [(64, False), (128, False), (1024, True)])
+def test_long_answers_are_judged_in_a_window_that_is_shorter_than_they_live(
+    cap: int, *, sustained: bool
+) -> None:
+    """2/s of 1,000 tokens at 20 ms and more each: for good some 400 run, here at most 40 do."""
+    source = ToySource(ToyCosts(0.020, 0.0004, 0.00002), max_model_len=100_000)
+    log = replay_toy(even(2.0, 20.0, tokens=1000), EngineLimits(cap, 8192), source)
+    used = 2.0 * (1000 * 0.020 / cap + 999 * 0.0004)
+    assert utilisation([log.timelines]) == pytest.approx(used, rel=0.1)
+    assert is_sustained(log) is sustained
+
+
+def test_the_kv_cache_bounds_the_batch_that_work_is_shared_by() -> None:
+    """Blocks for twelve requests of 160 tokens: no cap is worth more than those."""
+    roomy, tight = (
+        replay_toy(
+            even(10.0, 20.0), EngineLimits(128, 8192), replace(BATCHING, num_blocks=blocks)
+        )
+        for blocks in (100_000, 120)
+    )
+    assert is_sustained(roomy)
+    assert not is_sustained(tight)
+    used = utilisation([tight.timelines])
+    assert used is not None
+    assert used > 1.1
+
+
+def test_more_arrivals_in_the_second_half_are_no_overload() -> None:
+    """A rise from 3/s to 7/s of 10/s: more are in flight, and nobody waits any longer."""
+    due_s = [i / 3 for i in range(180)] + [60 + i / 7 for i in range(420)]
+    assert is_sustained(replay_toy(a_trace(due_s, output=1), ONE, SERVER))
+
+
+def test_a_closed_loop_offers_what_the_engine_takes() -> None:
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=20)
+    log = replay_toy(even(30.0, 10.0), EngineLimits(16, 8192), BATCHING, plan)
+    assert utilisation([log.timelines]) is None
+    assert is_sustained(log)
 
 
 @pytest.mark.parametrize("due_s", [[0.0], [1.0, 1.0, 1.0]])

@@ -35,6 +35,9 @@ from tuner.observation import Observation, leader
 from tuner.stats import Estimate
 
 
+TOO_FEW = "the budget ended before three rounds could tell"
+
+
 class Verdict(StrEnum):
     """What to do with the present configuration."""
 
@@ -178,7 +181,7 @@ def _is_near(runs: Sequence[RaceRun], limits: EngineLimits, best: EngineLimits) 
 def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits) -> str:
     """Say whether the evidence shows a tie or is merely too thin."""
     if _is_thin(runs, best, present):
-        return "the budget ended before three rounds could tell"
+        return TOO_FEW
     if is_equal(runs, best, present):
         return f"the two differ by less than {EQUAL_RATIO:.0%}"
     return "the gain is within noise"
@@ -250,8 +253,9 @@ def _kept(
 ) -> Decision:
     """Keep the present configuration, and say what the best there was measured."""
     if best == present:
-        why = "nothing that was tried is better"
-        return Decision(Verdict.KEEP, present, best, tied, None, rounds, why)
+        is_thin = rounds < LEAST_ROUNDS
+        why = TOO_FEW if is_thin else "nothing that was tried is better"
+        return Decision(Verdict.KEEP, present, best, tied, None, rounds, why, is_thin=is_thin)
     why, is_thin = _why_tied(runs, best, present), _is_thin(runs, best, present)
     metric, change = gain(runs, best, present) or ("", None)
     return Decision(Verdict.KEEP, present, best, tied, change, rounds, why, metric, is_thin)

@@ -106,9 +106,12 @@ class Score:
         mine, its = self.tier_at(1 / (1 + wrong_ratio)), other.tier_at(1 + wrong_ratio)
         if mine is not its:
             return mine < its
-        if mine is Tier.NOT_SUSTAINED:
-            return not self.clearly_worse_than(replace(other, tier=mine), wrong_ratio)
-        return self.value_in(mine) <= other.value_in(mine) * (1 + wrong_ratio)
+        if self.value_in(mine) > other.value_in(mine) * (1 + wrong_ratio):
+            return False
+        if mine is not Tier.NOT_SUSTAINED or self.value_in(mine) < other.value_in(mine):
+            return True
+        # At no better a rate it must have a chance by its tail.
+        return self.value_in(Tier.GOOD) <= other.value_in(Tier.GOOD) * (1 + wrong_ratio)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
         """Tell whether the other wins by more than the tolerance.

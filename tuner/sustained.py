@@ -21,6 +21,9 @@ Floats = NDArray[np.float64]
 GROWTH_RATIO = 0.05
 GROWTH_REQUESTS = 4.0
 GROWTH_ERRORS = 3.0
+# An empty engine fills for about so many lives of a request, over the share of its capacity
+# that is spare, which counts as this at least: ours, a batch grows until as many end as come.
+FILLING_LIVES, LEAST_SPARE = 2.0, 0.05
 # Stretches of the middle from which the noise of the requests in flight is taken: ours.
 STRETCHES = 10
 # Rounding of the offered work: what is just full is not overloaded.
@@ -47,7 +50,7 @@ def is_sustained(log: ReplayLog) -> bool:
     offered = utilisation([line])
     if offered is not None and offered > 1 + _ROUNDING:
         return False
-    return not _grows(due_s, _ends_s(line)[waits])
+    return not _grows(due_s, _ends_s(line)[waits], offered or 0.0)
 
 
 def _ends_s(line: Timelines) -> Floats:
@@ -56,19 +59,21 @@ def _ends_s(line: Timelines) -> Floats:
     return np.where(answered, line.last_s, np.inf)
 
 
-def _grows(due_s: Floats, ends_s: Floats) -> bool:
+def _grows(due_s: Floats, ends_s: Floats, offered: float) -> bool:
     """Whether the requests in flight rise through the middle of the window.
 
     The middle begins when the first batch of requests has come and gone, and ends with the
-    arrivals; where it is shorter than two lives of a request nothing can be told. What more
-    arrivals in its second half explain is no growth, nor is a burst that is worked off.
+    arrivals. An engine fills for some lives of a request, and the longer the nearer it is to
+    what it can take; where the middle is shorter nothing can be told. What more arrivals in its
+    second half explain is no growth, nor is a burst that is worked off.
     """
     finite = np.isfinite(ends_s)
     if not finite.any():
         return True
     life_s = float(ends_s[finite].mean()) - float(due_s[finite].mean())
     begin_s, end_s = float(due_s[0]) + life_s, float(due_s[-1])
-    if end_s - begin_s < 2 * life_s:
+    filling_s = FILLING_LIVES * life_s / max(1.0 - offered, LEAST_SPARE)
+    if end_s - begin_s < filling_s:
         return not finite.all()
     edges_s = np.linspace(begin_s, end_s, STRETCHES + 1)
     flight = _mean_in_flight(due_s, np.sort(ends_s), edges_s)
