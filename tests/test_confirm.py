@@ -301,7 +301,10 @@ def test_a_round_that_the_clock_cut_short_takes_nothing_back(cut: EngineLimits) 
     five = {SMALL: [1.0, 1.01] * 2 + [1.0], PRESENT: [1.5, 1.51, 1.52, 1.5, 1.51]}
     proven = decide(runs_of(five), [SMALL, PRESENT], PRESENT)
     other = PRESENT if cut == SMALL else SMALL
-    sixth = {cut: [*five[cut], CUT], other: [*five[other], 1.2]}
+    sixth: dict[EngineLimits, list[float | Score]] = {
+        cut: [*five[cut], CUT],
+        other: [*five[other], 1.2],
+    }
     assert proven.verdict is Verdict.CHANGE
     assert decide(runs_of(sixth), [SMALL, PRESENT], PRESENT) == proven
 
@@ -309,7 +312,9 @@ def test_a_round_that_the_clock_cut_short_takes_nothing_back(cut: EngineLimits) 
 @pytest.mark.parametrize("failing", [SMALL, PRESENT])
 def test_failing_in_some_rounds_speaks_against_who_failed(failing: EngineLimits) -> None:
     values = {SMALL: [1.0, 1.01, 1.0, 1.01], PRESENT: [1.5, 1.51, 1.52, 1.5]}
-    runs = runs_of({**values, failing: [*values[failing][:3], FAILED]})
+    rounds: dict[EngineLimits, list[float | Score]] = {x: [*v] for x, v in values.items()}
+    rounds[failing][3] = FAILED
+    runs = runs_of(rounds)
     found = decide(runs, [SMALL, PRESENT], PRESENT)
     assert found.winner == (PRESENT if failing == SMALL else SMALL)
     # What the whole rounds measured is told all the same.

@@ -19,7 +19,9 @@ from tuner.plan import (
     SEARCH_REPLAYS,
     Budget,
     choose_windows,
+    outlook,
     search_space,
+    shorter_window,
     window_text,
 )
 from tuner.windows import Window, whole
@@ -104,6 +106,38 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
     assert length_s <= allowed_s * 1.01 or windows == (whole(trace),)
     assert all(0 <= w.start_s < w.end_s for w in windows)
     assert sum(len(w.of(trace)) for w in windows) > 0
+
+
+def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
+    quiet, busy = np.arange(0, 100, 1.0), np.arange(60, 70, 0.2)
+    trace = a_trace(np.sort(np.concatenate([quiet, busy])).tolist())
+    window = Window(20.0, 90.0)
+    lengths = []
+    while (shorter := shorter_window(trace, (window,), 0.7)) is not None:
+        assert window.start_s <= shorter.start_s < shorter.end_s <= window.end_s
+        assert len(shorter.of(trace)) >= LEAST_REQUESTS
+        window = shorter
+        lengths.append(window.length_s)
+    assert lengths == sorted(lengths, reverse=True)
+    assert 60 <= window.start_s < window.end_s <= 71
+    at_once = a_trace([5.0] * 80)
+    assert shorter_window(at_once, (whole(at_once),), 0.7) is None
+
+
+@pytest.mark.parametrize(
+    ("replay_s", "words"),
+    [
+        (5.0, "8 rounds of two settings and cold engines fit"),
+        (30.0, "2 rounds of two settings fit, cold engines may not; --budget 7m holds both"),
+        (154.0, "a stretch of it will race; --budget 31m would race all of it"),
+    ],
+)
+def test_what_the_time_can_answer_is_told_with_the_option_that_helps(
+    replay_s: float, words: str
+) -> None:
+    told = outlook(Budget(240), 226.0, 0.3, replay_s, cold_s=30.0)
+    assert words in told
+    assert "calibrating takes up to 72 s of the 226 s left" in told
 
 
 def test_one_window_is_named_by_its_ends() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from run_parts import a_run, a_space
-from toy import ToySource
+from toy import ToyEngine, ToySource
 from toy_tune import CROWDED, FragileSource
 from traffic import replay_toy, steady
 
 from tuner.confirm import Decision, Verdict
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import Caveat
+from tuner.errors import Caveat, EngineError
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
 from tuner.observation import Phase
@@ -142,6 +144,53 @@ def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bo
     assert cold is not None
     assert cold.winner.tier is Tier.FAILED
     assert cold.ratio is None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSource(ToySource):
+    """A toy that writes down each start at the limits, and may refuse the first of them."""
+
+    log: str = ""
+    refuses: int = 0
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
+        """Start a toy, unless it is to be refused. Raises: EngineError."""
+        with Path(self.log).open("a") as log:
+            log.write(f"{ceiling} {os.getpid()}\n")
+        tries = [
+            line for line in Path(self.log).read_text().splitlines() if f"{BETTER} " in line
+        ]
+        if ceiling == BETTER and len(tries) <= self.refuses:
+            raise EngineError("the device has 1 of 80 GiB free")
+        return ToySource.start(self, values, ceiling)
+
+
+def logged(folder: Path, refuses: int = 0) -> LoggedSource:
+    return LoggedSource(CROWDED, log=str(folder / "starts"), refuses=refuses)
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
+    tmp_path: Path, refuses: int
+) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses)) as run:
+        run.bench.ensure_started()
+        found, _ = confirm_cold(run, a_change(BETTER, known_ratio(BETTER)))
+    assert found.verdict is Verdict.CHANGE
+    starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
+    assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
+        str(PRESENT)
+    ]
+    assert len({pid for _, pid in starts}) == len(starts)
+
+
+def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses=2)) as run:
+        run.bench.ensure_started()
+        found, cold = confirm_cold(run, a_change(BETTER, 0.8))
+    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
+    assert cold is not None
 
 
 def test_a_present_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
