@@ -224,6 +224,24 @@ def test_with_the_profile_of_an_earlier_run_nothing_is_calibrated(
     assert set(given.kv_starts) <= set(kept.kv_starts)
 
 
+def test_too_little_time_for_the_whole_window_is_no_reason_to_keep_what_is_there(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    """Two rounds take 48 s by the prediction: a stretch races, or the prediction stands."""
+    found = auto(tmp_path, SOURCE, "--budget", "40s", "--profile", str(profile_path))
+    advice = found.result["recommendation"]
+    assert advice["verdict"] == "change"
+    assert advice["gain_interval"][1] < 0
+    is_stretch = "do not fit into the time; racing" in found.talk
+    assert is_stretch or advice["is_predicted"]
+    assert advice["is_predicted"] == ("not_raced" in found.caveats)
+    if is_stretch:
+        assert found.result["provenance"]["trace"]["replayed_requests"] < REQUESTS
+    if advice["is_predicted"]:
+        assert "predicted, not raced" in found.talk
+        assert "PREDICTED, not raced" in (found.run_dir.parent / "best.yaml").read_text()
+
+
 def test_a_profile_that_is_wrong_here_is_learnt_anew_from_the_race(
     tmp_path: Path, profile_path: Path
 ) -> None:

@@ -34,7 +34,6 @@ from tuner.objective import Tier
 from tuner.observation import Observation, leader
 from tuner.stats import Estimate
 
-
 TOO_FEW = "the budget ended before three rounds could tell"
 
 

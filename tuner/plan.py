@@ -167,12 +167,13 @@ def outlook(
             f"{told}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
             "race all of it, --window peak:LENGTH says which stretch"
         )
+    rounds = min(rounds, MOST_TOLD)
     if race_s < 3 * round_s + cold_s + round_s:
         return (
             f"{told}: {rounds} rounds of two settings fit, cold engines may not; "
             f"--budget {math.ceil(needed_s / 60)}m holds both"
         )
-    return f"{told}: {min(rounds, MOST_TOLD)} rounds of two settings and cold engines fit"
+    return f"{told}: {rounds} rounds of two settings and cold engines fit"
 
 
 def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
