@@ -11,12 +11,17 @@ import pytest
 import yaml
 from emit_parts import KEYED, QWEN, a_run_dir, emitted
 from emit_targets import STARTED, in_a_shell, kubectl, loaded
+from run_parts import a_profile
 from test_emit import vllm_serve_parser
 
 from tuner.cli import run
 from tuner.emit.names import Format
 from tuner.emit.registry import TARGETS
 from tuner.emit.target import ApiKey
+from tuner.errors import UsageError
+from tuner.profiles import write_profile
+from tuner.redact import redacted
+from tuner.watch.publish import Publisher
 
 Output = pytest.CaptureFixture[str]
 HELD = (Format.VLLM, Format.VLLM_EXACT)
@@ -179,6 +184,38 @@ def test_several_keys_become_one_and_it_is_said(tmp_path: Path, capsys: Output) 
     for chosen in (*OF_KUBERNETES, *OF_A_SHELL):
         text = emitted(capsys, str(path), "--format", str(chosen))
         assert "# api-key lists 2 keys, and VLLM_API_KEY holds one of them" in text
+
+
+def test_a_run_refuses_before_it_starts_what_it_could_not_write(
+    tmp_path: Path, capsys: Output
+) -> None:
+    config, trace = tmp_path / "mine.yaml", tmp_path / "t.jsonl"
+    config.write_text("model: m\napi-key: k3y-value\n")
+    trace.write_text('{"arrived_at_s": 0, "input_length": 4, "output_length": 4}\n' * 9)
+    command = ["--trace", str(trace), "--config", str(config), "--run-dir", str(tmp_path / "r")]
+    assert run([*command, "--format", "kserve"]) == 2
+    assert "a server of --format kserve answers without one" in capsys.readouterr().err
+    # A profile keeps no secrets, and a shadow run needs none until it writes its file.
+    profile = tmp_path / "profile.yaml"
+    write_profile(profile, a_profile(serve_values=redacted(KEYED)))
+    shadow = [*command[:2], *command[4:], "--method", "shadow", "--profile", str(profile)]
+    assert run(shadow) == 2
+    assert "an api-key which is not kept here" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_watch_refuses_at_its_start_a_file_without_the_key(tmp_path: Path) -> None:
+    path, profile = tmp_path / "out.yaml", a_profile()
+    for chosen, told in (
+        (Format.VLLM, "an api-key which is not kept here"),
+        (Format.KSERVE, "answers without one"),
+        (Format.VLLM_RUNTIME, "changes an object that exists"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            Publisher(path, chosen, profile, {"model": "m"}, ("api_key",))
+    Publisher(path, Format.ARGS, profile, {"model": "m"}, ("api_key",))
+    path.write_text("model: m\nmax-num-seqs: 4\nmax-num-batched-tokens: 64\n")
+    Publisher(path, Format.VLLM, profile, {"model": "m"}, ("api_key",))
 
 
 def models() -> dict[str, str]:
