@@ -44,9 +44,12 @@ QWEN: dict[str, object] = {
     "max-num-batched-tokens": 8192,
     "generation-config": "vllm",
     "kv-transfer-config": {"kv_connector": "X", "kv_role": "kv_both"},
-    "api-key": "s3cret-value",
+    "hf-token": "s3cret-value",
 }
 """A configuration with one of each: a list, a number, a false, a mapping, a secret."""
+
+KEYED: dict[str, object] = {**QWEN, "api-key": "k3y-value"}
+"""The same behind a key: whoever has none is not answered."""
 
 RUN_ID = "2026-11-20T14-03-00"
 

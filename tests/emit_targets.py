@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tuner.emit.names import Format
@@ -32,18 +34,34 @@ def by_vllm(text: str, folder: Path) -> list[str]:
 
 def by_shell(text: str, folder: Path) -> list[str]:
     """Let a shell run the file, with a `vllm` that prints what it is given."""
-    (folder / "vllm").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    (folder / "vllm").chmod(0o755)
-    done = subprocess.run(
-        ["/bin/sh", "-c", text],
-        env={"PATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    serve, *words = done.stdout.split("\0")[:-1]
+    done = in_a_shell(text, folder)
+    assert done.returncode == 0, done.stderr
+    serve, *words = done.stdout.split("\0")[1:-1]
     assert serve == "serve"
     return words
+
+
+def in_a_shell(
+    text: str,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    shell: tuple[str, ...] = ("/bin/sh",),
+) -> subprocess.CompletedProcess[str]:
+    """Return what a shell made of a text on its standard input.
+
+    The `vllm` that it finds prints the key that it is given, and its arguments.
+    """
+    (folder / "vllm").write_text('#!/bin/sh\nprintf \'%s\\0\' "$VLLM_API_KEY" "$@"\n')
+    (folder / "vllm").chmod(0o755)
+    return subprocess.run(
+        [*shell],
+        input=text,
+        env={"PATH": str(folder), **(variables or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def by_compose(text: str, _: Path) -> list[str]:
@@ -83,10 +101,10 @@ def by_stack_chart(text: str, _: Path) -> list[str]:
 
 
 def by_operator(text: str, _: Path) -> list[str]:
-    """Read the patch as the operator reads the object that it makes: its model stays."""
+    """Read an object as the operator does."""
     spec = yaml.safe_load(text)["spec"]
     model, config = dict(spec["model"]), dict(spec["vllmConfig"])
-    words = ["Qwen/Qwen2.5-7B-Instruct", "--port", "8000"]
+    words = [model.pop("modelURL"), "--port", str(config.pop("port"))]
     for held, key, flag in (
         (model, "maxModelLen", "--max-model-len"),
         (model, "dtype", "--dtype"),
@@ -102,7 +120,9 @@ def by_operator(text: str, _: Path) -> list[str]:
     ):
         words.append(f"--{flag}" if config.pop(key, False) else f"--no-{flag}")
     extra = config.pop("extraArgs")
-    assert (model, config) == ({}, {"v1": True}), "fields that the operator has not"
+    # Without it the operator asks for the engine that vLLM no longer has.
+    assert config.pop("v1") is True
+    assert (model, config) == ({}, {}), "fields that the operator has not"
     return [*words, *expanded(extra)]
 
 
@@ -125,7 +145,7 @@ def by_kserve_llm(text: str, _: Path) -> list[str]:
     spec = yaml.safe_load(text)["spec"]
     (container,) = spec["template"]["containers"]
     assert container["name"] == "main"
-    (variable,) = container["env"]
+    variable = container["env"][0]
     assert variable["name"] == "VLLM_ADDITIONAL_ARGS"
     model = re.sub(r"^\w+://", "", spec["model"]["uri"])
     first = [model, "--served-model-name", spec["model"]["name"], "--port", "8000"]
@@ -165,6 +185,18 @@ SETS_ITS_OWN_PORT = {
     Format.KSERVE_LLM,
     Format.LLM_D,
 }
+
+
+def kubectl(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Return what kubectl made of its arguments; nothing it does here needs a cluster."""
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl here: apt-get install kubernetes-client")
+    done = subprocess.run(
+        [program, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0 or not check, done.stderr
+    return done
 
 
 def loaded(text: str) -> list[dict[str, Any]]:

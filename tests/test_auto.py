@@ -328,6 +328,22 @@ def test_a_profile_alone_gives_a_prediction_that_says_so(
         assert again[key] == pytest.approx(guesses[key], rel=0.01)
 
 
+def test_a_key_that_the_profile_hides_is_still_asked_for(
+    tmp_path: Path, profile_path: Path
+) -> None:
+    profile, hidden = read_profile(profile_path), tmp_path / "hidden.yaml"
+    write_profile(
+        hidden, replace(profile, serve_values={**profile.serve_values, "api-key": "k3y-value"})
+    )
+    folder, few = tmp_path / "run", ("--max-num-seqs", "4", "--window", "peak:2s")
+    said = told(lambda: run_shadow(shadow_arguments(folder, hidden, *few, "--format", "args")))
+    done = Run(folder, said.err, said.out)
+    assert 'VLLM_API_KEY="${VLLM_API_KEY:?' in done.emitted.read_text()
+    assert done.result["serve_values"]["api-key"] == "<redacted>"
+    with pytest.raises(UsageError, match="an api-key which is not kept here"):
+        run_shadow(shadow_arguments(tmp_path / "again", hidden))
+
+
 def key_of(trial: dict[str, Any]) -> tuple[int, int]:
     return trial["max_num_seqs"], trial["max_num_batched_tokens"]
 

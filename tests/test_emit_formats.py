@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from emit_parts import CEILING, QWEN, RUN_ID, SHA256, WINNER, a_run_dir, an_outcome
 from emit_targets import SETS_ITS_OWN_PORT, STARTED, loaded
 from test_emit import vllm_serve_parser
 
-from tuner.emit.names import Format, PatchKind
+from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.registry import TARGETS, emit, emit_patch
+from tuner.emit.registry import TARGETS, emit
 from tuner.emit.sources import read_run
 from tuner.emit.target import Names
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 
 WHOLE_FILES = {Format.VLLM, Format.VLLM_EXACT}
+WRITTEN = [chosen for chosen in Format if TARGETS[chosen].write is not None]
+SHARED = [chosen for chosen in WRITTEN if chosen not in WHOLE_FILES]
 OBJECTS = (Format.KUBERNETES, Format.AIBRIX)
 
 
@@ -36,10 +34,16 @@ def rec(tmp_path: Path) -> Recommendation:
 
 def test_every_format_is_written_and_tested() -> None:
     assert set(TARGETS) == set(STARTED) == set(Format)
+    assert set(Format) - set(WRITTEN) == {Format.VLLM_RUNTIME}
+
+
+def test_an_object_that_is_only_changed_is_not_written(rec: Recommendation) -> None:
+    with pytest.raises(UsageError, match="vllm-runtime changes an object that exists"):
+        emit(Format.VLLM_RUNTIME, rec)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("chosen", Format)
+@pytest.mark.parametrize("chosen", WRITTEN)
 def test_vllm_is_started_as_it_was_tuned(
     chosen: Format, rec: Recommendation, tmp_path: Path
 ) -> None:
@@ -63,7 +67,7 @@ def test_vllm_is_started_as_it_was_tuned(
     assert chosen in SETS_ITS_OWN_PORT or read.port == 8010
 
 
-@pytest.mark.parametrize("chosen", Format)
+@pytest.mark.parametrize("chosen", WRITTEN)
 def test_provenance_is_in_every_file(chosen: Format, rec: Recommendation) -> None:
     text = emit(chosen, rec)
     gain = rec.facts["gain"]
@@ -77,12 +81,12 @@ def test_provenance_is_in_every_file(chosen: Format, rec: Recommendation) -> Non
         )
 
 
-@pytest.mark.parametrize("chosen", sorted(set(Format) - WHOLE_FILES))
+@pytest.mark.parametrize("chosen", SHARED)
 def test_a_file_that_is_shared_holds_no_secret(chosen: Format, rec: Recommendation) -> None:
-    kept = replace(rec, values={**rec.values, "api-key": "s3cret-value"}, lost=())
+    kept = replace(rec, values={**rec.values, "hf-token": "s3cret-value"}, lost=())
     text = emit(chosen, kept)
     assert "s3cret" not in text
-    assert "left out api-key, which is a secret: set VLLM_API_KEY" in text
+    assert "left out hf-token, which is a secret: set HF_TOKEN" in text
     assert "s3cret-value" in emit(Format.VLLM, kept)
 
 
@@ -185,7 +189,7 @@ def test_what_a_line_cannot_carry_is_left_out_and_said() -> None:
 def test_a_run_on_a_cpu_asks_for_no_gpu(tmp_path: Path) -> None:
     cpu = an_outcome(device="CPU (2 cores, x86_64)", version="0.32.0+cpu")
     rec = read_run(a_run_dir(tmp_path, cpu))
-    for chosen in set(Format) - WHOLE_FILES:
+    for chosen in SHARED:
         text = emit(chosen, rec)
         assert "nvidia" not in text.lower()
         assert "+cpu" not in "".join(re.findall(r"(?:image|tag): .*", text))
@@ -213,100 +217,5 @@ def test_a_name_is_given_where_the_user_gives_one(rec: Recommendation) -> None:
     names = Names(workload="chat", container="engine")
     assert loaded(emit(Format.KUBERNETES, rec, names))[0]["metadata"]["name"] == "chat"
     assert "chat" in loaded(emit(Format.DOCKER_COMPOSE, rec, names))[0]["services"]
-    patch = yaml.safe_load(emit_patch(Format.KUBERNETES, rec, names))
-    assert patch["spec"]["template"]["spec"]["containers"][0]["name"] == "engine"
-
-
-def test_a_patch_is_refused_where_nothing_is_patched(rec: Recommendation) -> None:
-    with pytest.raises(UsageError, match="--patch is for aibrix, kubernetes, vllm-runtime"):
-        emit_patch(Format.LLM_D, rec, Names())
-
-
-EXISTING = {
-    "apiVersion": "apps/v1",
-    "kind": "Deployment",
-    "metadata": {"name": "chat", "annotations": {"team": "search"}},
-    "spec": {
-        "replicas": 4,
-        "selector": {"matchLabels": {"app": "chat"}},
-        "template": {
-            "metadata": {"labels": {"app": "chat"}},
-            "spec": {
-                "containers": [
-                    {"name": "proxy", "image": "envoy", "args": ["--x"]},
-                    {"name": "engine", "image": "mine:1", "args": ["old"]},
-                ]
-            },
-        },
-    },
-}
-
-
-def kubectl(*arguments: str) -> str:
-    """Return what kubectl prints; nothing it does here needs a cluster."""
-    program = shutil.which("kubectl")
-    if program is None:
-        pytest.skip("no kubectl here: apt-get install kubernetes-client")
-    done = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def check_patched(document: dict[str, Any], text: str) -> None:
-    """See that a patch changed vLLM's container and provenance, and nothing else."""
-    check_objects([document])
-    containers = document["spec"]["template"]["spec"]["containers"]
-    engine, proxy = sorted(containers, key=lambda container: str(container["name"]))
-    assert proxy == {"name": "proxy", "image": "envoy", "args": ["--x"]}
-    assert (engine["image"], document["spec"]["replicas"]) == ("mine:1", 4)
-    annotations = document["metadata"]["annotations"]
-    assert annotations["team"] == "search"
-    assert annotations["max-num-seqs-tuner/run-id"] == RUN_ID
-    whole = loaded(text)[0]["spec"]["template"]["spec"]["containers"][0]
-    assert (engine["command"], engine["args"]) == (whole["command"], whole["args"])
-
-
-def test_kubectl_applies_the_patch(rec: Recommendation, tmp_path: Path) -> None:
-    names = Names(workload="chat", container="engine")
-    (tmp_path / "old.json").write_text(json.dumps(EXISTING))
-    (tmp_path / "patch.yaml").write_text(emit_patch(Format.KUBERNETES, rec, names))
-    patched = kubectl(
-        *("patch", "--local", "-f", str(tmp_path / "old.json"), "--type", "strategic"),
-        *("--patch-file", str(tmp_path / "patch.yaml"), "-o", "json"),
-    )
-    check_patched(json.loads(patched), emit(Format.KUBERNETES, rec, names))
-
-
-def test_kustomize_takes_the_component(rec: Recommendation, tmp_path: Path) -> None:
-    names = Names(workload="chat", container="engine")
-    component = emit_patch(Format.KUBERNETES, rec, names, PatchKind.COMPONENT)
-    (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "kustomization.yaml").write_text(component)
-    (tmp_path / "old.yaml").write_text(yaml.safe_dump(EXISTING))
-    (tmp_path / "kustomization.yaml").write_text("resources: [old.yaml]\ncomponents: [tuned]\n")
-    built = yaml.safe_load(kubectl("kustomize", str(tmp_path)))
-    check_patched(built, emit(Format.KUBERNETES, rec, names))
-
-
-def test_kustomize_takes_the_component_of_a_custom_object(
-    rec: Recommendation, tmp_path: Path
-) -> None:
-    existing = {
-        "apiVersion": "production-stack.vllm.ai/v1alpha1",
-        "kind": "VLLMRuntime",
-        "metadata": {"name": "chat"},
-        "spec": {"model": {"modelURL": "m", "maxNumSeqs": 4}, "vllmConfig": {"port": 8000}},
-    }
-    component = emit_patch(
-        Format.VLLM_RUNTIME, rec, Names(workload="chat"), PatchKind.COMPONENT
-    )
-    (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "kustomization.yaml").write_text(component)
-    (tmp_path / "old.yaml").write_text(yaml.safe_dump(existing))
-    (tmp_path / "kustomization.yaml").write_text("resources: [old.yaml]\ncomponents: [tuned]\n")
-    spec = yaml.safe_load(kubectl("kustomize", str(tmp_path)))["spec"]
-    assert (spec["model"]["modelURL"], spec["model"]["maxNumSeqs"]) == ("m", 48)
-    assert spec["vllmConfig"]["port"] == 8000
-    assert "--max-num-batched-tokens=4096" in spec["vllmConfig"]["extraArgs"]
+    pod = loaded(emit(Format.KUBERNETES, rec, names))[0]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["name"] == "engine"

@@ -31,7 +31,7 @@ from tuner.objective import Tier
 from tuner.outcome import comments
 
 Output = pytest.CaptureFixture[str]
-WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "api-key"}
+WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
 
 
 @pytest.mark.parametrize("in_result", [True, False], ids=["result", "profile"])
@@ -92,8 +92,14 @@ def test_the_exact_form_can_be_emitted_again(tmp_path: Path) -> None:
 
 def test_a_secret_that_the_run_did_not_keep_is_named(tmp_path: Path) -> None:
     text = emit(Format.VLLM, read_run(a_run_dir(tmp_path)))
-    assert "# left out api-key, which is a secret: set VLLM_API_KEY in the environment" in text
+    assert "# left out hf-token, which is a secret: set HF_TOKEN in the environment" in text
     assert "redacted" not in text
+    path = tmp_path / "best.yaml"
+    path.write_text(text)
+    assert read_emitted(path).lost == ("hf-token",)
+    assert emit(Format.VLLM, read_emitted(path)) == text
+    path.write_text(text + "hf-token: found\n")
+    assert "which is a secret" not in emit(Format.VLLM, read_emitted(path))
 
 
 def broken(folder: Path, **changed: object) -> Path:

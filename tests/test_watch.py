@@ -108,6 +108,15 @@ def test_a_manifest_is_edited_in_place_and_the_state_knows_what_is_in_use(
         assert world.script.checked_at == [FOUR, FOUR, EIGHT]
 
 
+def test_a_key_that_the_file_leaves_out_is_still_named_in_the_next(tmp_path: Path) -> None:
+    remark = "# left out api-key, which is a secret: set VLLM_API_KEY in the environment\n"
+    (tmp_path / "best.yaml").write_text(remark + SERVED)
+    with a_world(tmp_path) as world:
+        world.rounds(pays(), pays())
+        assert remark in world.path.read_text()
+        assert "max-num-seqs: 8" in world.path.read_text()
+
+
 def test_a_secret_in_the_file_stays_its_owners_alone(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(SERVED + "api-key: invented\n")
     with a_world(tmp_path) as world:

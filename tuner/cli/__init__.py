@@ -89,7 +89,7 @@ _EPILOG = (
 @click.option(
     "--format",
     "emit_format",
-    type=click.Choice([str(name) for name in Format]),
+    type=click.Choice([str(name) for name in Format if name is not Format.VLLM_RUNTIME]),
     default=str(Format.VLLM),
     show_default=True,
     help="What is written; tune emit writes the others later, or into your file.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,20 @@ from tuner.errors import UsageError
     type=click.Choice([str(kind) for kind in PatchKind]),
     is_flag=False,
     flag_value=str(PatchKind.OBJECT),
-    help="Only what changes of an object that exists, for kubectl patch, or as a Kustomize "
-    "component; default: the whole object.",
+    help="Only what changes of the object in --merge FILE, which stays as it is: for kubectl "
+    "patch, or as a Kustomize component; default: the whole object.",
 )
 @click.option(
     "--merge",
     metavar="FILE",
     help="Set both limits in this file of yours and show the difference; with -o, leave it and "
     "write the result there; default: a file of its own.",
+)
+@click.option(
+    "--allow-unauthenticated",
+    is_flag=True,
+    help="Write a server that answers without the api-key of the configuration; default: it "
+    "asks for the key at its start, or is not written.",
 )
 @click.option(
     "--name", metavar="NAME", help="Name of the object or service; default: the model's."
@@ -67,12 +74,9 @@ def emit(**options: Any) -> int:
 def run_emit(options: Mapping[str, Any]) -> int:
     """Write the file, the patch or the change. Raises: UsageError."""
     from tuner.emit.registry import emit as whole
-    from tuner.emit.registry import emit_patch
     from tuner.emit.sources import read_source
     from tuner.emit.target import Names
 
-    if options["patch"] and options["merge"]:
-        raise UsageError("--patch and --merge exclude each other", "leave one of them out")
     chosen, output = Format(options["chosen"]), options["output"]
     check_ending(chosen, output)
     rec = read_source(Path(options["source"]))
@@ -80,13 +84,13 @@ def run_emit(options: Mapping[str, Any]) -> int:
         rec = rec.with_model(options["model"])
     file = Path(output).name if output else ""
     names = Names(file, options["name"] or "", options["container"] or "")
+    if options["patch"]:
+        return _patch(options, chosen, rec, names)
     if options["merge"]:
         return _merge(options, chosen, rec, names)
-    if options["patch"]:
-        text = emit_patch(chosen, rec, names, PatchKind(options["patch"]))
-    else:
-        text = whole(chosen, rec, names)
-    _put(output, text, secret=holds_secrets(chosen, rec))
+    if options["allow_unauthenticated"]:
+        rec = replace(rec, allow_unauthenticated=True)
+    _put(output, whole(chosen, rec, names), secret=holds_secrets(chosen, rec))
     return 0
 
 
@@ -115,6 +119,19 @@ def _put(output: str | None, text: str, *, secret: bool) -> None:
         write_atomic(Path(output), text, secret=secret)
     else:
         sys.stdout.write(text)
+
+
+def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
+    """Write the patch of the object in the file of --merge. Raises: UsageError."""
+    from tuner.console import say
+    from tuner.emit.registry import emit_patch
+
+    path = Path(options["merge"]) if options["merge"] else None
+    patched = emit_patch(path, chosen, rec, names, PatchKind(options["patch"]))
+    for line in patched.told:
+        say(f"note: {line}")
+    _put(options["output"], patched.text, secret=False)
+    return 0
 
 
 def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:

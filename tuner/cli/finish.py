@@ -152,7 +152,7 @@ class Finish:
             wall_s=time.monotonic() - self._began_s,
             method=str(job.method),
             walls_s=run.walls_s,
-            serve_values=redacted(job.engine.values),
+            serve_values=redacted(job.engine.deployed_values),
             description=describe(run.trace).as_json(),
             **self._session.findings(),
         )
@@ -185,7 +185,7 @@ class Finish:
 
     def _emit(self, outcome: Outcome) -> None:
         """Write what was asked for to -o or standard output."""
-        options, values = self._job.options, self._job.engine.values
+        options, values = self._job.options, self._job.engine.deployed_values
         output, path = options["output"], self._run.run_dir.path
         chosen = Format(options["emit_format"])
         kept = f"evidence in {path}, to look at: {path / REPORT_FILE}"

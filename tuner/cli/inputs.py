@@ -22,7 +22,7 @@ from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay_plan import ReplayPlan
 from tuner.scaling import at_load
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.traces import LoadModel, TooLong, Trace
 
 DEMO_NOTE = (
@@ -48,6 +48,13 @@ class EngineChoice:
     is_demo: bool
     names_limits: bool
     config_sha256: str
+    lost: tuple[str, ...] = ()
+    """Keys of a profile's configuration whose secret it does not keep."""
+
+    @property
+    def deployed_values(self) -> dict[str, object]:
+        """The configuration as it is deployed; what is lost is there, but hidden."""
+        return {**self.values, **dict.fromkeys(self.lost, REDACTED)}
 
     @property
     def model(self) -> str:
@@ -100,16 +107,21 @@ def profiled_engine(options: Mapping[str, Any], profile: Profile) -> EngineChoic
     given = parse_engine_args(options["engine_args"])
     kept = profile.serve_values.items()
     values = {key: value for key, value in kept if value != REDACTED}
+    hidden = [key for key, value in kept if value == REDACTED]
     sha256 = ""
     if options["config"]:
         path = Path(options["config"])
-        values = dict(read_config(path).values)
+        values, hidden = dict(read_config(path).values), []
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     if options["model"]:
         values["model"] = options["model"]
     values |= given
     names_limits = MAX_NUM_SEQS in values or MAX_NUM_BATCHED_TOKENS in values
-    return EngineChoice(values, is_demo=False, names_limits=names_limits, config_sha256=sha256)
+    there = {hyphenated(key) for key in values}
+    lost = tuple(key for key in hidden if hyphenated(key) not in there)
+    return EngineChoice(
+        values, is_demo=False, names_limits=names_limits, config_sha256=sha256, lost=lost
+    )
 
 
 def check_model(values: Mapping[str, object]) -> None:

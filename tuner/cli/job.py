@@ -20,6 +20,9 @@ from tuner.cli.inputs import replay_plan as plan_of
 from tuner.config import parse_engine_args
 from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.emit.names import Format
+from tuner.emit.recommendation import Recommendation, without_lost
+from tuner.emit.registry import checked_writer
+from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
@@ -79,7 +82,7 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
         raise UsageError(
             f"-o {options['output']}: its folder does not exist", "make it, or name another"
         )
-    _check_format(options, method)
+    _check_format(options, method, engine)
     run_path = Path(options["resume"] or options["run_dir"] or new_run_path(Path("runs")))
     return Job(
         options,
@@ -95,7 +98,7 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
     )
 
 
-def _check_format(options: Mapping[str, Any], method: Method) -> None:
+def _check_format(options: Mapping[str, Any], method: Method, engine: EngineChoice) -> None:
     """Refuse now what could not be written in the end. Raises: UsageError."""
     chosen = Format(options["emit_format"])
     check_ending(chosen, options["output"])
@@ -104,6 +107,8 @@ def _check_format(options: Mapping[str, Any], method: Method) -> None:
             "--format vllm-exact repeats a measured point, and --method shadow measures none",
             "leave --format out",
         )
+    values, lost = without_lost(engine.deployed_values)
+    checked_writer(chosen, Recommendation(values, EngineLimits(1, 1), lost=lost))
 
 
 def _engine(

@@ -59,11 +59,6 @@ def write(rec: Recommendation, names: Names) -> str:
             "ports": [{"name": "serve", "port": port, "targetPort": "http"}],
         },
     }
-    above = rec.lines(f"kubectl apply -f {names.file}", [*container.notes(rec), *told])
+    notes = [*container.notes(rec), *told, *container.api_key_notes(rec, named.workload)]
+    above = rec.lines(f"kubectl apply -f {names.file}", notes)
     return yaml_text(made, above) + "---\n" + yaml_text(service)
-
-
-def patch(rec: Recommendation, names: Names) -> dict[str, Any]:
-    """Return the patch of the Deployment, as plain Kubernetes takes it."""
-    routed, named, _ = _routed(rec, names)
-    return kubernetes.patch(routed, named)

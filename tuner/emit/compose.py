@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.emit import container
+from tuner.emit.args import ASKED
 from tuner.emit.edits import edit_container, label, no_place
 from tuner.emit.flags import without_expansion
-from tuner.emit.recommendation import Recommendation
+from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 
@@ -31,6 +32,14 @@ def write(rec: Recommendation, names: Names) -> str:
         ],
         "labels": _labels(rec),
     }
+    notes = container.address_notes(rec)
+    if rec.requires_api_key:
+        service["environment"] = {API_KEY_ENV: f"${{{API_KEY_ENV}:?{ASKED}}}"}
+        where = f"{API_KEY_ENV}, in the environment or in a file .env beside this one"
+        notes += [
+            f"{API_KEY} is a secret: it is read from {where}",
+            *container.one_key_note(rec),
+        ]
     if rec.is_folder:
         folder = rec.model if rec.model.startswith((".", "/", "~")) else f"./{rec.model}"
         mount = without_expansion([f"{folder}:{container.model_path(rec)}:ro"])
@@ -40,7 +49,7 @@ def write(rec: Recommendation, names: Names) -> str:
         service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
     command = f"docker compose -f {names.file} up"
     body = {"services": {names.workload or "vllm": service}}
-    return yaml_text(body, rec.lines(command, container.address_notes(rec)))
+    return yaml_text(body, rec.lines(command, notes))
 
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

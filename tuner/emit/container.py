@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tuner.emit.flags import flags, without_expansion
-from tuner.emit.recommendation import Recommendation
+from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 
 DEFAULT_PORT: Final = 8000
 """Source: vLLM vllm/entrypoints/openai/cli_args.py, --port."""
@@ -89,13 +89,53 @@ def address_notes(rec: Recommendation) -> list[str]:
     return ["left out host: a container is reached on all of its addresses"]
 
 
-def container(rec: Recommendation, name: str) -> dict[str, Any]:
-    """Return the container of a pod."""
+def secret(rec: Recommendation, workload: str) -> str:
+    """Return the name of the Kubernetes Secret that is to hold the api-key."""
+    return f"{workload or rec.name}-{API_KEY}"
+
+
+def api_key_env(rec: Recommendation, workload: str) -> list[dict[str, Any]]:
+    """Return the variable with a required api-key: without its Secret no container starts.
+
+    Source: Kubernetes, core/v1 SecretKeySelector, whose `optional` is false by default.
+    """
+    if not rec.requires_api_key:
+        return []
+    held = {"name": secret(rec, workload), "key": API_KEY}
+    return [{"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": held}}]
+
+
+def api_key_notes(rec: Recommendation, workload: str) -> list[str]:
+    """Return where a pod gets a required api-key from, and the command that puts it there."""
+    if not rec.requires_api_key:
+        return []
+    name = secret(rec, workload)
+    # An empty key would open the server, so an empty variable stops the command.
+    made = f'--from-literal={API_KEY}="${{{API_KEY_ENV}:?}}"'
+    where = f"the server reads it from the Secret {name}"
+    return [
+        f"{API_KEY} is a secret: {where}, and does not start without",
+        f"  kubectl create secret generic {name} {made}",
+        *one_key_note(rec),
+    ]
+
+
+def one_key_note(rec: Recommendation) -> list[str]:
+    """Return what becomes of a list of api-keys, which no variable can hold."""
+    keys = rec.settings.get(API_KEY)
+    if not isinstance(keys, list) or len(keys) < 2:
+        return []
+    return [f"{API_KEY} lists {len(keys)} keys, and {API_KEY_ENV} holds one of them"]
+
+
+def container(rec: Recommendation, name: str, workload: str) -> dict[str, Any]:
+    """Return the container of a pod that runs the workload."""
     made: dict[str, Any] = {
         "name": name,
         "image": image(rec),
         "command": ["vllm", "serve", *without_expansion([model_path(rec)])],
         "args": words(rec),
+        **({"env": env} if (env := api_key_env(rec, workload)) else {}),
         "ports": [{"name": "http", "containerPort": port(rec)}],
         "startupProbe": {**_probe(), "failureThreshold": _START_PROBES},
         "readinessProbe": _probe(),

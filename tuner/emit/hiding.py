@@ -11,6 +11,8 @@ _FLAG: Final = re.compile(r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value
 _PAIR: Final = re.compile(r"[\s'\"-]*(?P<key>[\w.-]+)['\"]?\s*[:=]\s*(?P<value>[^\s#].*)")
 # What says on a line of its own what the next line holds: a flag, the name of a variable.
 _ANNOUNCED: Final = re.compile(r"[\s-]*(?:name\s*:\s*)?['\"]?(?:--)?(?P<key>[\w.-]+)['\"]?\s*")
+# A variable that Kubernetes, Compose or a shell puts the secret in for.
+_REFERENCE: Final = re.compile(r"\$(?:\(\w+\)|\{\w+\}|\w+)")
 _VALUE: Final = re.compile(r"[^\s-][^\n]*")
 
 
@@ -28,6 +30,16 @@ def hidden(lines: list[str]) -> list[str]:
         shown.append(_VALUE.sub(REDACTED, line, count=1) if is_value else _shown(line))
         is_announced = announced is not None and not is_value and is_secret(announced["key"])
     return shown
+
+
+def has_secret(text: str) -> bool:
+    """Return whether a text holds a secret itself, and not just where to find one.
+
+    >>> has_secret("vllm serve m --api-key abc"), has_secret("vllm serve m --api-key $KEY")
+    (True, False)
+    """
+    lines = _REFERENCE.sub(REDACTED, text).splitlines(keepends=True)
+    return hidden(lines) != lines
 
 
 def _shown(line: str) -> str:

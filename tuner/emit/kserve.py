@@ -1,7 +1,8 @@
 """KServe: an InferenceService of its Hugging Face runtime, and an LLMInferenceService.
 
 The runtime ignores flags that it does not know, so vLLM's are written with hyphens, as vLLM's
-own parser takes them, and the runtime's own with underscores.
+own parser takes them, and the runtime's own with underscores. It serves vLLM's engine behind a
+server of its own, which knows no api-key: an InferenceService cannot ask for one.
 
 Source: kserve/kserve, python/huggingfaceserver/huggingfaceserver/__main__.py;
     config/llmisvcconfig/config-llm-template.yaml and docs/samples/llmisvc.
@@ -25,7 +26,7 @@ from tuner.emit.edits import (
 )
 from tuner.emit.flags import flags, without_expansion
 from tuner.emit.llm_d import uri
-from tuner.emit.recommendation import Recommendation
+from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 from tuner.spelling import human_integer
@@ -75,7 +76,10 @@ def write(rec: Recommendation, names: Names) -> str:
         "spec": {"predictor": {"model": model}},
     }
     notes = [*container.notes(rec), "resources are examples: fit them to your nodes"]
-    return yaml_text(body, rec.lines(f"kubectl apply -f {names.file}", notes))
+    if rec.has_api_key:
+        notes.append(f"left out {API_KEY}: this runtime knows none, guard it from outside")
+    command = f"kubectl apply -f {names.file}"
+    return yaml_text(body, rec.lines(command, notes, but=[API_KEY]))
 
 
 def _own_flags(own: Mapping[str, object]) -> list[str]:
@@ -112,7 +116,7 @@ def write_llm(rec: Recommendation, names: Names) -> str:
     line, split = _one_line(rec)
     held: dict[str, Any] = {
         "name": _LLM_CONTAINER,
-        "env": [{"name": _ENV, "value": line}],
+        "env": [{"name": _ENV, "value": line}, *container.api_key_env(rec, names.workload)],
         "resources": _resources(rec, "32Gi"),
     }
     if container.is_cpu(rec):
@@ -130,7 +134,12 @@ def write_llm(rec: Recommendation, names: Names) -> str:
             "template": {"containers": [held]},
         },
     }
-    notes = [*container.notes(rec), *split, "resources are examples: fit them to your nodes"]
+    notes = [
+        *container.notes(rec),
+        *split,
+        "resources are examples: fit them to your nodes",
+        *container.api_key_notes(rec, names.workload),
+    ]
     return yaml_text(body, rec.lines(f"kubectl apply -f {names.file}", notes))
 
 

@@ -1,4 +1,4 @@
-"""A Deployment of plain Kubernetes: whole, as a patch, or edited where it stands.
+"""A Deployment of plain Kubernetes: whole, or edited where it stands.
 
 Source: vLLM docs, deployment/k8s.md; the apps/v1 API.
 """
@@ -22,7 +22,7 @@ def deployment(rec: Recommendation, names: Names, labels: dict[str, str]) -> dic
     """Return a Deployment of one replica whose pods bear the labels."""
     name = names.workload or rec.name
     pod = {
-        "containers": [container.container(rec, names.container or "vllm")],
+        "containers": [container.container(rec, names.container or "vllm", name)],
         "volumes": container.volumes(rec),
     }
     return {
@@ -40,24 +40,9 @@ def deployment(rec: Recommendation, names: Names, labels: dict[str, str]) -> dic
 def write(rec: Recommendation, names: Names) -> str:
     """Return a Deployment."""
     labels = {"app": names.workload or rec.name}
-    above = rec.lines(f"kubectl apply -f {names.file}", container.notes(rec))
+    notes = [*container.notes(rec), *container.api_key_notes(rec, names.workload)]
+    above = rec.lines(f"kubectl apply -f {names.file}", notes)
     return yaml_text(deployment(rec, names, labels), above)
-
-
-def patch(rec: Recommendation, names: Names) -> dict[str, Any]:
-    """Return a strategic-merge patch of the container that runs vLLM.
-
-    Kubernetes replaces a list of arguments whole, so the patch says command and arguments in
-    full: those of the configuration that was measured.
-    """
-    own = container.container(rec, names.container or "vllm")
-    changed = {key: own[key] for key in ("name", "command", "args")}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": names.workload or rec.name, "annotations": rec.annotations()},
-        "spec": {"template": {"spec": {"containers": [changed]}}},
-    }
 
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

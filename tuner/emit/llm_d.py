@@ -35,6 +35,7 @@ def write(rec: Recommendation, names: Names) -> str:
         else "ghcr.io/llm-d/llm-d-cuda:latest",
         "modelCommand": "vllmServe",
         "args": container.words(rec, *set_by_chart),
+        **({"env": env} if (env := container.api_key_env(rec, names.workload)) else {}),
         "mountModelVolume": True,
     }
     body: dict[str, Any] = {
@@ -50,7 +51,11 @@ def write(rec: Recommendation, names: Names) -> str:
     }
     if container.is_cpu(rec):
         body = {"accelerator": {"type": "cpu"}, **body}
-    notes = [*container.notes(rec), "modelArtifacts.size is an example: fit it to the model"]
+    notes = [
+        *container.notes(rec),
+        "modelArtifacts.size is an example: fit it to the model",
+        *container.api_key_notes(rec, names.workload),
+    ]
     command = f"helm upgrade --install {names.workload or rec.name} "
     command += f"llm-d-modelservice/llm-d-modelservice -f {names.file}"
     return yaml_text(body, rec.lines(command, notes))

@@ -29,6 +29,9 @@ _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 # Longer than any line of a command: the library would fold it otherwise. Ours.
 _WIDTH: Final = 1_000_000
 
+Edit = Callable[[list[Any]], list[str]]
+"""Change documents in place and return what has to be said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Merged:
@@ -53,7 +56,7 @@ class Merged:
         return hidden(_lines(self.after)) != _lines(self.after)
 
 
-def merge(path: Path, edit: Callable[[list[Any]], list[str]]) -> Merged:
+def merge(path: Path, edit: Edit) -> Merged:
     """Return the file as it would be after the edit of its documents; nothing is written.
 
     Raises: UsageError if it cannot be read, is not YAML, or has no place for our keys.
@@ -63,10 +66,7 @@ def merge(path: Path, edit: Callable[[list[Any]], list[str]]) -> Merged:
     text = before.replace("\r\n", "\n")
     yaml, documents = _loaded(path, text)
     plain = _dumped(yaml, documents)
-    try:
-        told = edit(documents)
-    except UsageError as error:
-        raise UsageError(f"{path} {error.message}", error.hint) from error
+    told = edit_named(path, edit, documents)
     wanted = _dumped(yaml, documents)
     after = _kept(text, plain, wanted)
     if _values(after) != _values(wanted):
@@ -78,6 +78,22 @@ def merge(path: Path, edit: Callable[[list[Any]], list[str]]) -> Merged:
             "set both limits there by hand, or write its flow mappings as blocks",
         )
     return Merged(str(path), before, after.replace("\n", ends), tuple(told))
+
+
+def read_documents(path: Path) -> list[Any]:
+    """Return what a YAML file says, without comments and form. Raises: UsageError."""
+    try:
+        return list(YAML(typ="safe", pure=True).load_all(_read(path)))
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise _no_yaml(path, error) from None
+
+
+def edit_named(path: Path, edit: Edit, documents: list[Any]) -> list[str]:
+    """Edit a file's documents and return what has to be said. Raises: UsageError, naming it."""
+    try:
+        return edit(documents)
+    except UsageError as error:
+        raise UsageError(f"{path} {error.message}", error.hint) from error
 
 
 def _lines(text: str) -> list[str]:
@@ -109,10 +125,7 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
             documents = list(yaml.load_all(text))
             dumped = _dumped(yaml, documents)
         except (YAMLError, ValueError, RecursionError) as error:
-            raise UsageError(
-                f"{path} is not YAML: {_reason(error)}",
-                "a template is no YAML before it is filled in; name a file that is",
-            ) from None
+            raise _no_yaml(path, error) from None
         changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
         if best is None or changed < best[0]:
             best = (changed, yaml, documents)
@@ -121,6 +134,13 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
     if best is None:  # there is always a first way to indent
         raise UsageError(f"{path} is not YAML")
     return best[1], best[2]
+
+
+def _no_yaml(path: Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"{path} is not YAML: {_reason(error)}",
+        "a template is no YAML before it is filled in; name a file that is",
+    )
 
 
 def _library(text: str, indents: tuple[int, int, int]) -> YAML:

@@ -1,8 +1,11 @@
-"""vLLM production-stack: values of its Helm chart, and a patch of its operator's VLLMRuntime.
+"""vLLM production-stack: values of its Helm chart, and its operator's VLLMRuntime.
 
 The chart accepts keys that it does not know and does nothing with them; max_num_batched_tokens
 has no key and goes through `extraArgs`. Chart and operator both turn prefix caching off where
 nobody says otherwise, so it is always said.
+
+A VLLMRuntime is only changed where it stands: its image and resources are not ours to know, and
+its variables hold plain values, so that a whole one could not ask for an api-key.
 
 Source: vllm-project/production-stack, helm/templates/deployment-vllm-multi.yaml and
     helm/values.schema.json; operator/config/crd/bases.
@@ -24,7 +27,7 @@ from tuner.emit.edits import (
     set_flag,
 )
 from tuner.emit.flags import flags, without_expansion
-from tuner.emit.recommendation import LIVE_LIMIT_KEYS, Recommendation
+from tuner.emit.recommendation import API_KEY, LIVE_LIMIT_KEYS, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
@@ -102,9 +105,14 @@ def write(rec: Recommendation, names: Names) -> str:
     notes = ["requests of CPU and memory are examples: fit them to your nodes"]
     if rec.is_folder:
         notes.append(f"the model is a folder: put {rec.model} into the chart's volume, /data")
+    spec: dict[str, Any] = {"runtimeClassName": "", "modelSpec": [model]}
+    if rec.requires_api_key:
+        # The chart's own key: its router has to know the secret as well.
+        held = {"secretName": container.secret(rec, names.workload), "secretKey": API_KEY}
+        spec = {"runtimeClassName": "", "vllmApiKey": held, "modelSpec": [model]}
+        notes.extend(container.api_key_notes(rec, names.workload))
     command = f"helm upgrade --install vllm vllm/vllm-stack -f {names.file}"
-    body = {"servingEngineSpec": {"runtimeClassName": "", "modelSpec": [model]}}
-    return yaml_text(body, rec.lines(command, notes))
+    return yaml_text({"servingEngineSpec": spec}, rec.lines(command, notes))
 
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
@@ -123,42 +131,6 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     _edit_extra(config, rec)
     merge_map(fit[0], "annotations", rec.annotations())
     return _switched_off(config, rec)
-
-
-def patch(rec: Recommendation, names: Names) -> dict[str, Any]:
-    """Return a merge patch of a VLLMRuntime.
-
-    Its model keeps name and place. A merge patch replaces extraArgs whole, so they are said in
-    full: those of the configuration that was measured.
-    """
-    known = _known(rec)
-    of_model: dict[str, Any] = {
-        key: known.pop(key) for key in ("maxModelLen", "dtype") if key in known
-    }
-    if "gpuMemoryUtilization" in known:
-        known["gpuMemoryUtilization"] = str(known["gpuMemoryUtilization"])
-    return {
-        "apiVersion": "production-stack.vllm.ai/v1alpha1",
-        "kind": _RUNTIME[0],
-        "metadata": {"name": names.workload or rec.name, "annotations": rec.annotations()},
-        "spec": {
-            "model": {"maxNumSeqs": rec.limits.max_num_seqs, **of_model},
-            # Where v1 is absent, the operator asks for the engine that vLLM no longer has.
-            "vllmConfig": {
-                "v1": True,
-                **known,
-                "extraArgs": _extra(rec, {**known, **of_model}),
-            },
-        },
-    }
-
-
-def write_runtime(rec: Recommendation, names: Names) -> str:
-    """Return the patch: the object itself needs an image and resources that we do not know."""
-    made = patch(rec, names)
-    name = made["metadata"]["name"]
-    command = f"kubectl patch vllmruntime {name} --type merge --patch-file {names.file}"
-    return yaml_text(made, rec.lines(command))
 
 
 def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

@@ -31,11 +31,26 @@ EXACT: Final = "as tuned; needs vLLM 0.32 or later"
 FACT_PREFIX: Final = "max-num-seqs-tuner/"
 """What provenance is filed under where a target has annotations or labels."""
 
-_ENV_NAMES: Final = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
+API_KEY: Final = "api-key"
+"""The secret that guards the server: without it vLLM answers anybody, and no start fails.
+
+Source: FrontendArgs in vLLM's vllm/entrypoints/launchers/cli_args.py.
+"""
+
+API_KEY_ENV: Final = "VLLM_API_KEY"
+"""Where vLLM looks for the key that no flag gives; empty, it is as good as none.
+
+Source: vLLM vllm/entrypoints/serve/middleware/register.py, init_entrypoints_middleware.
+"""
+
+_ENV_NAMES: Final = {API_KEY: API_KEY_ENV, "hf-token": "HF_TOKEN"}
 """Where vLLM and the hub's client look for a secret that no flag gives.
 
 Source: vLLM vllm/envs.py; huggingface_hub, constants of the environment.
 """
+
+_KEPT_BACK: Final = re.compile(r"left out (?P<key>[\w.-]+), which is a secret: .*")
+"""The remark on a secret that a file does not hold, by which the next one knows of it."""
 
 # Kubernetes bounds a label at 63 characters; charts append words of their own: ours.
 _LONGEST_NAME = 40
@@ -57,6 +72,8 @@ class Recommendation:
     started_at: EngineLimits | None = None
     lost: tuple[str, ...] = ()
     """Keys whose secret was not kept and has to be given again."""
+    allow_unauthenticated: bool = False
+    """Whether the user wants a server without the api-key that the configuration has."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -72,6 +89,16 @@ class Recommendation:
     def shared(self) -> dict[str, object]:
         """The settings that a file may hold which many people read: no secrets."""
         return {key: v for key, v in self.settings.items() if not has_secrets({key: v})}
+
+    @property
+    def has_api_key(self) -> bool:
+        """Whether the configuration has an api-key, be it known or lost."""
+        return API_KEY in {*self.settings, *map(hyphenated, self.lost)}
+
+    @property
+    def requires_api_key(self) -> bool:
+        """Whether a server of this configuration must not start without its api-key."""
+        return self.has_api_key and not self.allow_unauthenticated
 
     def flags_but(self, *keys: str) -> dict[str, object]:
         """Return the shared settings without the model and the keys that a target sets itself.
@@ -128,13 +155,18 @@ class Recommendation:
         """Return the provenance as annotations under a prefix of our own."""
         return {FACT_PREFIX + name: text for name, text in self.facts.items()}
 
-    def lines(self, command: str, notes: Iterable[str] = ()) -> list[str]:
+    def lines(
+        self, command: str, notes: Iterable[str] = (), *, but: Iterable[str] = ()
+    ) -> list[str]:
         """Return the comments of a file: the command that takes it, evidence, what is left out.
 
-        Secrets are named there, because such a file is shared and kept in repositories.
+        Secrets are named there, because such a file is shared and kept in repositories: all but
+        those of which the notes say it, as they do of a required api-key.
         """
         secrets = [key for key in self.settings if key not in self.shared]
-        kept_back = [_kept_back(key) for key in dict.fromkeys([*secrets, *self.lost])]
+        named = dict.fromkeys([*secrets, *map(hyphenated, self.lost)])
+        told = {*but, *([API_KEY] if self.requires_api_key else [])}
+        kept_back = [_kept_back(key) for key in named if key not in told]
         return [command, *self.comments, *dropped(self.values), *notes, *kept_back]
 
     def whole_lines(self, command: str) -> list[str]:
@@ -168,7 +200,17 @@ def without_lost(values: Mapping[str, object]) -> tuple[dict[str, object], tuple
     return {key: value for key, value in values.items() if key not in lost}, lost
 
 
+def kept_back_in(comments: Iterable[str]) -> tuple[str, ...]:
+    """Return the keys whose secret a file does not hold, by the remarks it has on them.
+
+    >>> kept_back_in(["tuned", "left out api-key, which is a secret: set VLLM_API_KEY"])
+    ('api-key',)
+    """
+    found = map(_KEPT_BACK.fullmatch, comments)
+    return tuple(match["key"] for match in found if match)
+
+
 def _kept_back(key: str) -> str:
-    name = _ENV_NAMES.get(key)
+    name = _ENV_NAMES.get(hyphenated(key))
     how = f"set {name} in the environment" if name else "add it where the file is used"
     return f"left out {key}, which is a secret: {how}"

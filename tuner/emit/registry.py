@@ -20,82 +20,104 @@ from tuner.emit import (
 )
 from tuner.emit.merge import Merged, merge
 from tuner.emit.names import Format, PatchKind
-from tuner.emit.recommendation import Recommendation
-from tuner.emit.target import Names, Target
-from tuner.emit.yaml_text import Block, yaml_text
+from tuner.emit.patch import Patched, patch
+from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
+from tuner.emit.target import ApiKey, Names, Target, Write
 from tuner.errors import UsageError
 
 TARGETS: Final[Mapping[Format, Target]] = {
-    Format.VLLM: Target("best.yaml", vllm.render_plain, edit=vllm_edit.edit),
-    Format.VLLM_EXACT: Target("best.yaml", vllm.render_exact, edit=vllm_edit.edit_exact),
+    Format.VLLM: Target("best.yaml", vllm.render_plain, vllm_edit.edit, ApiKey.HELD),
+    Format.VLLM_EXACT: Target(
+        "best.yaml", vllm.render_exact, vllm_edit.edit_exact, ApiKey.HELD
+    ),
     Format.ARGS: Target("serve.sh", args.write),
-    Format.DOCKER_COMPOSE: Target("compose.yaml", compose.write, edit=compose.edit),
+    Format.DOCKER_COMPOSE: Target("compose.yaml", compose.write, compose.edit),
     Format.KUBERNETES: Target(
-        "deployment.yaml", kubernetes.write, kubernetes.patch, kubernetes.edit
+        "deployment.yaml", kubernetes.write, kubernetes.edit, is_object=True
     ),
     Format.PRODUCTION_STACK: Target(
-        "values.yaml", production_stack.write, edit=production_stack.edit
+        "values.yaml", production_stack.write, production_stack.edit
     ),
     Format.VLLM_RUNTIME: Target(
-        "vllmruntime-patch.yaml",
-        production_stack.write_runtime,
-        production_stack.patch,
-        production_stack.edit_runtime,
+        "vllmruntime.yaml", None, production_stack.edit_runtime, is_object=True
     ),
-    Format.KSERVE: Target("inferenceservice.yaml", kserve.write, edit=kserve.edit),
+    Format.KSERVE: Target(
+        "inferenceservice.yaml", kserve.write, kserve.edit, ApiKey.IGNORED, is_object=True
+    ),
     Format.KSERVE_LLM: Target(
-        "llminferenceservice.yaml", kserve.write_llm, edit=kserve.edit_llm
+        "llminferenceservice.yaml", kserve.write_llm, kserve.edit_llm, is_object=True
     ),
-    Format.LLM_D: Target("values.yaml", llm_d.write, edit=llm_d.edit),
-    Format.AIBRIX: Target("model.yaml", aibrix.write, aibrix.patch, kubernetes.edit),
+    Format.LLM_D: Target("values.yaml", llm_d.write, llm_d.edit),
+    Format.AIBRIX: Target("model.yaml", aibrix.write, kubernetes.edit, is_object=True),
 }
 
 
-def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str:
-    """Return the file of a target. Raises: UsageError if it cannot hold this."""
+def checked_writer(chosen: Format, rec: Recommendation) -> Write:
+    """Return what writes a target whole, whose server will ask for the api-key.
+
+    Raises: UsageError if it changes existing objects alone, or if its server would answer
+        anybody where the configuration has an api-key.
+    """
     target = TARGETS[chosen]
+    if target.write is None:
+        raise UsageError(
+            f"--format {chosen} changes an object that exists and writes none",
+            "tune emit with --merge FILE changes its manifest, with --patch beside it makes a "
+            "patch",
+        )
+    if rec.requires_api_key and target.api_key is ApiKey.IGNORED:
+        raise UsageError(
+            f"the configuration has an {API_KEY}, and a server of --format {chosen} answers "
+            "without one",
+            "choose another --format, or guard the server from outside and let tune emit write "
+            "it with --allow-unauthenticated",
+        )
+    is_lost = rec.requires_api_key and API_KEY not in rec.settings
+    if is_lost and target.api_key is ApiKey.HELD:
+        raise UsageError(
+            f"the configuration has an {API_KEY} which is not kept here, and a server of "
+            f"--format {chosen} would answer without one",
+            "start from the YAML file that holds the key, choose --format args, or give the "
+            f"server {API_KEY_ENV} and let tune emit write it with --allow-unauthenticated",
+        )
+    return target.write
+
+
+def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str:
+    """Return the file of a target.
+
+    Raises: UsageError if it cannot hold this, or would start a server without the api-key.
+    """
+    write = checked_writer(chosen, rec)
     wanted = names or Names()
-    file = wanted.file or target.file_name
-    return target.write(rec, Names(file, wanted.workload, wanted.container))
+    file = wanted.file or TARGETS[chosen].file_name
+    return write(rec, Names(file, wanted.workload, wanted.container))
 
 
 def emit_patch(
-    chosen: Format, rec: Recommendation, names: Names, kind: PatchKind = PatchKind.OBJECT
-) -> str:
-    """Return the change of an object that exists, as a patch or a Kustomize component.
+    path: Path | None,
+    chosen: Format,
+    rec: Recommendation,
+    names: Names,
+    kind: PatchKind = PatchKind.OBJECT,
+) -> Patched:
+    """Return the change of the object in a file, as a patch or a Kustomize component.
 
-    Raises: UsageError if the target has no objects to patch.
+    Raises: UsageError if the target has no objects to patch, the file no place for the limits,
+        or if there is no file.
     """
     target = TARGETS[chosen]
-    if target.patch is None:
-        able = ", ".join(sorted(name for name, t in TARGETS.items() if t.patch is not None))
-        how = "--merge FILE changes an existing file" if target.edit else "leave --patch out"
+    if not target.is_object:
+        able = ", ".join(sorted(name for name, t in TARGETS.items() if t.is_object))
+        how = "leave --patch out: --merge FILE changes the file itself"
         raise UsageError(f"--patch is for {able}, got --format {chosen}", how)
-    made = target.patch(rec, names)
-    name, object_kind = made["metadata"]["name"], made["kind"]
-    if kind is PatchKind.COMPONENT:
-        file = names.file or "kustomization.yaml"
-        above = rec.lines(f"in a kustomization.yaml: components, the folder of {file}")
-        return yaml_text(_component(made), above)
-    strategy = "merge" if "." in made["apiVersion"].partition("/")[0] else "strategic"
-    command = f"kubectl patch {object_kind.lower()} {name} --type {strategy} --patch-file "
-    return yaml_text(made, rec.lines(command + (names.file or "patch.yaml")))
-
-
-def _component(made: dict[str, Any]) -> dict[str, Any]:
-    """Return a Kustomize component around a patch. Source: Kustomize, kind Component."""
-    group, _, version = made["apiVersion"].partition("/")
-    target = {
-        "group": group,
-        "version": version,
-        "kind": made["kind"],
-        "name": made["metadata"]["name"],
-    }
-    return {
-        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
-        "kind": "Component",
-        "patches": [{"target": target, "patch": Block(yaml_text(made))}],
-    }
+    if path is None:
+        raise UsageError(
+            "--patch needs the manifest of what it changes: a list of arguments is replaced "
+            "whole, and the one in use may hold what the run never saw, an api-key for one",
+            "kubectl get KIND NAME -o yaml > running.yaml, then --patch --merge running.yaml",
+        )
+    return patch(path, partial(_edited, target, rec, names), rec, names.file, kind)
 
 
 def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) -> Merged:

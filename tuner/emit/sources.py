@@ -22,6 +22,7 @@ from tuner.emit.recommendation import (
     EXACT,
     LIVE_LIMIT_KEYS,
     Recommendation,
+    kept_back_in,
     without_lost,
 )
 from tuner.engine.protocol import EngineLimits
@@ -30,7 +31,7 @@ from tuner.evidence import Row
 from tuner.outcome import SCHEMA, Outcome, comments
 from tuner.profiles import read_profile
 from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.stats import Estimate
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
@@ -142,13 +143,17 @@ def read_emitted(path: Path) -> Recommendation:
     tuned = _limits_in(dict(zip((MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS), caps, strict=True)))
     # What was left out of that file, and what it was for, is no longer true of the next.
     stale = (CAPPED, EXACT)
-    said = [line for line in first_comments(path) if not line.endswith(stale)]
+    above = first_comments(path)
+    there = {hyphenated(key) for key in values}
+    lost = tuple(key for key in kept_back_in(above) if hyphenated(key) not in there)
+    said = [line for line in above if not line.endswith(stale) and not kept_back_in([line])]
     return Recommendation(
         values={key: value for key, value in values.items() if key not in LIVE_LIMIT_KEYS},
         limits=tuned,
         comments=tuple(said),
         facts=facts_in(said, tuned),
         started_at=start if is_exact else None,
+        lost=lost,
     )
 
 

@@ -1,9 +1,10 @@
-"""What every deployment target offers: a file, perhaps a patch, perhaps an edit."""
+"""What every deployment target offers: a file, an edit of one that exists, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from tuner.emit.recommendation import Recommendation
@@ -21,9 +22,6 @@ class Names:
 Write = Callable[[Recommendation, Names], str]
 """Return the text of the target's file. Raises: UsageError if it cannot hold this."""
 
-Patch = Callable[[Recommendation, Names], dict[str, Any]]
-"""Return the changed fields of an existing object, with its apiVersion, kind and name."""
-
 Edit = Callable[[list[Any], Recommendation, Names], list[str]]
 """Set both limits in a file's YAML documents, in place, and return what has to be said.
 
@@ -32,12 +30,25 @@ name, if there is no place for them.
 """
 
 
+class ApiKey(Enum):
+    """What the server of a target's file does with an api-key that the configuration has."""
+
+    HELD = auto()
+    """The file holds the key itself."""
+    REQUIRED = auto()
+    """The file refers to a place outside, and the server does not start without the key."""
+    IGNORED = auto()
+    """Nothing in the file can bring the server to ask for one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A deployment target; None where it has no such form."""
 
     file_name: str
     """What its file is usually called."""
-    write: Write
-    patch: Patch | None = None
+    write: Write | None
     edit: Edit | None = None
+    api_key: ApiKey = ApiKey.REQUIRED
+    is_object: bool = False
+    """Whether what is edited is an object of Kubernetes, which can be patched."""

@@ -38,14 +38,16 @@ _PlainDumper.add_representer(Block, _as_block)
 _PlainDumper.add_representer(str, _as_text)
 
 
-def yaml_text(body: Mapping[str, object], comments: Sequence[str] = ()) -> str:
-    r"""Return the comments and, below them, the mapping in its own order.
+def yaml_text(
+    body: Mapping[str, object] | Sequence[object], comments: Sequence[str] = ()
+) -> str:
+    r"""Return the comments and, below them, the mapping in its own order, or the list.
 
     >>> yaml_text({"b": ["1"], "a": {}}, ["why"])
     "# why\nb:\n- '1'\na: {}\n"
     """
     text = yaml.dump(
-        dict(body),
+        dict(body) if isinstance(body, Mapping) else list(body),
         Dumper=_PlainDumper,
         sort_keys=False,
         default_flow_style=False,

@@ -8,7 +8,7 @@ edited in place, so that what people added to it stays. When to write is left to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Final
 from tuner.emit.names import Format
 from tuner.emit.provenance import spelled
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.registry import TARGETS, emit, merge_into
+from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
 from tuner.emit.whole_file import write_atomic
@@ -60,7 +60,8 @@ class Publisher:
     `values` are the engine's configuration for a file that does not hold it yet, `lost` the
     keys of it whose secret was not kept.
 
-    Raises: UsageError for a form that needs a measured point.
+    Raises: UsageError for a form that needs a measured point, and for a file that is not there
+        yet and cannot be written whole, or would start a server without the api-key.
     """
 
     path: Path
@@ -70,12 +71,15 @@ class Publisher:
     lost: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse the form that no prediction can fill."""
+        """Refuse now what could not be written when there is reason to."""
         if self.chosen is Format.VLLM_EXACT:
             raise UsageError(
                 "--format vllm-exact repeats a measured point, and a watch predicts",
                 "leave --format out: it holds the two limits then",
             )
+        if not self.path.exists():
+            rec = Recommendation(self.values, EngineLimits(1, 1), lost=self.lost)
+            checked_writer(self.chosen, rec)
 
     def present(self) -> EngineLimits | None:
         """Return the limits that the file holds, None where it does not tell.
@@ -102,12 +106,12 @@ class Publisher:
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
-        lost, values = self.lost, self.values
+        said, facts = tuple(self._said(reason)), self._facts(limits, reason)
+        rec = Recommendation(self.values, limits, said, facts, lost=self.lost)
         if self.chosen is Format.VLLM and self.path.exists():
-            values, lost = read_emitted(self.path).values, ()
-        rec = Recommendation(
-            values, limits, tuple(self._said(reason)), self._facts(limits, reason), None, lost
-        )
+            # What somebody serves from already has no more and no fewer keys afterwards.
+            there = read_emitted(self.path)
+            rec = replace(rec, values=there.values, lost=there.lost, allow_unauthenticated=True)
         target = TARGETS[self.chosen]
         if self.chosen in _REWRITTEN or target.edit is None or not self.path.exists():
             return self._whole(rec)
