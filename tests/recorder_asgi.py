@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from recorder_parts import BLOCK
 
 from tuner.recorder import TraceRecorder
+from tuner.recorder.messages import Finished
 from tuner.recorder.recorder import Recorder, process_recorder
 
 PROMPT = list(range(10))
@@ -39,11 +40,15 @@ class Engine:
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
         self.generate: Callable[..., object] = self.generate_answer
 
-    def generate_answer(
+    async def generate_answer(
         self, prompt: object, sampling_params: object, request_id: str, **keywords: object
-    ) -> object:
-        """Return all that was asked, to show that it came through."""
-        return prompt, sampling_params, request_id, keywords
+    ) -> AsyncGenerator[object]:
+        """Give all that was asked, to show that it came through, or refuse what is bad."""
+        if isinstance(prompt, dict) and prompt.get("is_bad"):
+            raise ValueError("this grammar is none")
+        if isinstance(prompt, dict) and prompt.get("takes_s"):
+            await asyncio.sleep(prompt["takes_s"])
+        yield prompt, sampling_params, request_id, keywords
 
     def works_on(self, request_id: str, made: int) -> None:
         """Have a request in hand, with so many tokens made."""
@@ -69,7 +74,7 @@ def told_by_engine() -> Recorder:
     return recorder
 
 
-def ask(engine: Engine, request_id: str = "cmpl-alice-0", answers: int = 1) -> object:
+def ask(engine: Engine, request_id: str = "cmpl-alice-0", answers: int = 1) -> Any:
     prompt = {"type": "token", "prompt_token_ids": PROMPT}
     return engine.generate(
         prompt, SimpleNamespace(n=answers), request_id, priority=3, lora_request=None
@@ -105,8 +110,16 @@ def exchange(
     return sent
 
 
-def answering(*messages: Message, engine: Engine | None = None, answers: int = 1) -> App:
-    """Return an application that asks the engine and sends these messages."""
+def answering(
+    *messages: Message,
+    engine: Engine | None = None,
+    answers: int = 1,
+    reported: Finished | None = None,
+) -> App:
+    """Return an application that asks the engine and sends these messages.
+
+    What the engine reported follows its last word at once, as in vLLM.
+    """
 
     async def app(_scope: object, receive: Any, send: Any) -> None:
         await receive()
@@ -114,6 +127,8 @@ def answering(*messages: Message, engine: Engine | None = None, answers: int = 1
             ask(engine, answers=answers)
         for message in messages:
             await send(message)
+        if reported is not None:
+            the_recorder().offer(reported)
 
     return app
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class Reported:
 
 def asked(name: str, tokens: list[int] | None, number: int = 0, answers: int = 1) -> Asked:
     """Return what the middleware tells of a prompt."""
-    return Asked(name, number, tokens, BLOCK, answers=answers)
+    copied = None if tokens is None else array("I", tokens)
+    return Asked(name, number, copied, BLOCK, answers=answers)
 
 
 def finished(*requests: Reported) -> Finished:
@@ -73,8 +75,8 @@ def recording(path: Path, max_bytes: int | None = None) -> Iterator[Recorder]:
 
 
 class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -82,11 +84,19 @@ class _Kept(logging.Handler):
 
 
 @contextmanager
-def warnings_kept() -> Iterator[list[str]]:
-    """Collect what the recorder warns of; vLLM's loggers do not reach pytest's own."""
-    logger, kept = logging.getLogger("vllm.tuner.recorder"), _Kept()
+def log_kept(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect what the recorder says; vLLM's loggers do not reach pytest's own."""
+    logger, kept = logging.getLogger("vllm.tuner.recorder"), _Kept(level)
+    before = logger.level
     logger.addHandler(kept)
+    logger.setLevel(level)
     try:
         yield kept.messages
     finally:
         logger.removeHandler(kept)
+        logger.setLevel(before)
+
+
+def warnings_kept() -> AbstractContextManager[list[str]]:
+    """Collect what the recorder warns of."""
+    return log_kept(logging.WARNING)

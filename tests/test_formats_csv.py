@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tuner.errors import TunerError
 from tuner.formats.azure import AZURE
 from tuner.formats.burstgpt import BURSTGPT
 from tuner.formats.columns import ReadOptions, TimeUnit, TraceFormat
+from tuner.formats.concurrency_csv import CONCURRENCY
 from tuner.formats.lengths_only import LENGTHS_ONLY
 from tuner.formats.servegen import SERVEGEN
 from tuner.formats.splitwise import SPLITWISE
@@ -172,6 +175,84 @@ def test_what_has_arrivals_is_not_taken_for_mere_lengths(tmp_path: Path) -> None
     assert not LENGTHS_ONLY.matches(b"")
     said = message(written(tmp_path, timed), LENGTHS_ONLY)
     assert said == "t.csv is none of the files of lengths that we know"
+
+
+# --- what is too large ----------------------------------------------------------------
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import polars
+from tuner.errors import TraceError
+from tuner.formats import read_trace
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    print(len(read_trace(Path(sys.argv[1]))))
+except TraceError as error:
+    print(error.message.replace(sys.argv[1], "t.csv"))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def read_alone(path: Path) -> tuple[str, int]:
+    """Return what reading a file in a process of its own came to, and the MiB that it took."""
+    command = [sys.executable, "-c", MEASURE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said, took_mib = done.stdout.splitlines()
+    return said, int(took_mib)
+
+
+def wide(columns: int) -> str:
+    """Return a BurstGPT file with so many columns."""
+    more = columns - 6
+    head = ",".join([BURST_6, *(f"c{i}" for i in range(more))])
+    return "\n".join([head, *(f"{i},m,5,1,6,API log" + "," * more for i in range(3)), ""])
+
+
+def test_a_small_file_of_very_many_columns_takes_no_memory(tmp_path: Path) -> None:
+    said, took_mib = read_alone(written(tmp_path, wide(2003)))
+    assert said == "t.csv line 1: must have at most 256 columns, got 2,003"
+    assert took_mib < 50
+    said, took_mib = read_alone(written(tmp_path, wide(256)))
+    assert said == "3"
+    assert took_mib < 200
+    quoted = wide(7).replace(",c0", f',"c0\n",{",".join(f"d{i}" for i in range(3000))}')
+    said, took_mib = read_alone(written(tmp_path, quoted))
+    assert said == "t.csv line 1: must have at most 256 columns, got 3,007"
+    assert took_mib < 100
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_line_without_end_is_refused_before_it_is_held(tmp_path: Path, at: int) -> None:
+    lines = wide(6).splitlines()
+    lines[at] += "x" * (200 << 20)
+    said, took_mib = read_alone(written(tmp_path, "\n".join(lines)))
+    most = "a header of less than 65,536" if at == 0 else "shorter than 4,194,304"
+    assert said == f"t.csv line {at + 1}: must be {most} bytes"
+    assert took_mib < 100
+
+
+@pytest.mark.parametrize("row", ["1,m,5,1,6,{}", "1,m,5,1,6,API log\n2,m,x,1,6,{}"])
+def test_a_field_longer_than_csv_allows_is_named_by_its_line(tmp_path: Path, row: str) -> None:
+    path = written(tmp_path, f"{BURST_6}\n{row.format('x' * 140_000)}\n")
+    line = 2 + row.count("\n")
+    reason = "is not CSV: field larger than field limit (131072)"
+    assert message(path, BURSTGPT) == f"t.csv line {line}: {reason}"
+
+
+def test_a_reading_longer_than_csv_allows_is_named_by_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, f"timestamp,in_flight\n{'1' * 140_000},3\n2,3\n")
+    assert message(path, CONCURRENCY).startswith("t.csv line 2: is not CSV: field larger")
+
+
+@pytest.mark.parametrize("row", [",,,x", "5,7", "2,5,1,x,more", ",,,,more"])
+def test_a_row_of_other_columns_is_no_blank_one(tmp_path: Path, row: str) -> None:
+    head, good = f"{VIDUR_HEAD},note", "4.3,396,109,"
+    path = written(tmp_path, f"{head}\n{good}\n\n,,,\n{good}")
+    assert len(traced(path, VIDUR)) == 2
+    path = written(tmp_path, f"{head}\n{good}\n\n{row}\n{good}")
+    assert message(path, VIDUR).startswith("t.csv line 4: ")
 
 
 # --- public files ---------------------------------------------------------------------

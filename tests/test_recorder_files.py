@@ -8,15 +8,26 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorder_parts import Reported, asked, finished, recorded, recording, warnings_kept
+from recorder_parts import (
+    Reported,
+    asked,
+    finished,
+    log_kept,
+    recorded,
+    recording,
+    warnings_kept,
+)
 
 from tuner.formats import read_trace
-from tuner.recorder.recorder import process_recorder
+from tuner.recorder.faults import MOST_IN_A_ROW
+from tuner.recorder.recorder import MOST_WAITING_BYTES, process_recorder
 from tuner.recorder.rows import Source, header_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
@@ -153,16 +164,74 @@ def test_a_disk_that_hangs_ends_the_recording_before_memory_does(
         goes_on.wait(20)
 
     monkeypatch.setattr(Segments, "write", write)
-    prompt = [1] * 10_000
-    with warnings_kept() as said, recording(tmp_path / "prod.jsonl") as recorder:
-        recorder.offer(finished(Reported("a")))
-        assert hangs.wait(20)
-        for number in range(5000):
-            recorder.offer(asked("a", prompt, number))
-        assert not recorder.is_on
-        goes_on.set()
+    prompt = [1] * 100_000
+    tracemalloc.start()
+    try:
+        with warnings_kept() as said, recording(tmp_path / "prod.jsonl") as recorder:
+            recorder.offer(finished(Reported("a")))
+            assert hangs.wait(20)
+            most_bytes = 0
+            for number in range(1000):
+                recorder.offer(asked("a", prompt, number))
+                most_bytes = max(most_bytes, tracemalloc.get_traced_memory()[0])
+                if not recorder.is_on:
+                    break
+            assert not recorder.is_on
+            # What waited is let go of at once, not only when the disk comes back.
+            assert tracemalloc.get_traced_memory()[0] < MOST_WAITING_BYTES / 10
+            assert 0.9 * MOST_WAITING_BYTES < most_bytes < 1.1 * MOST_WAITING_BYTES
+            goes_on.set()
+    finally:
+        tracemalloc.stop()
     assert len(said) == 1
     assert "the disk does not keep up" in said[0]
+
+
+def test_what_fails_of_one_request_costs_that_request_and_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "prod.jsonl"
+    odd: Any = None
+    with log_kept() as said, recording(path) as recorder:
+        for number in range(50):
+            good, bad = Reported(f"good-{number}"), Reported("bad", e2e_latency=odd)
+            recorder.offer(finished(bad, good, bad))
+    assert len(recorded(path)[1]) == 50
+    assert [line for line in said if "had to leave" in line] == [
+        f"recording to {path} had to leave something out: TypeError: unsupported operand "
+        "type(s) for -: 'NoneType' and 'float'; recording and serving go on",
+        f"recorded 50 requests to {path}; had to leave something out 100 times",
+    ]
+
+
+def test_very_many_faults_without_a_request_that_goes_well_end_the_recording(
+    tmp_path: Path,
+) -> None:
+    odd: Any = None
+    with log_kept() as said, recording(tmp_path / "prod.jsonl") as recorder:
+        for _ in range(MOST_IN_A_ROW - 1):
+            recorder.offer(finished(Reported("bad", e2e_latency=odd)))
+        recorder.offer(finished(Reported("good")))
+        for _ in range(MOST_IN_A_ROW):
+            assert recorder.is_on
+            recorder.offer(finished(Reported("bad", e2e_latency=odd)))
+        recorder.close()
+    assert not recorder.is_on
+    (stopped,) = [line for line in said if "stopped" in line]
+    assert "stopped: 1000 faults in a row, the last one TypeError" in stopped
+
+
+def test_a_thread_that_the_system_refuses_ends_the_recording_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with warnings_kept() as said, recording(tmp_path / "prod.jsonl") as recorder:
+        for number in range(3):
+            recorder.offer(asked("a", [1] * 10, number))
+        assert not recorder.is_on
+    (warning,) = said
+    assert "stopped: RuntimeError: can't start new thread; serving goes on" in warning
 
 
 FULL_DISK = """

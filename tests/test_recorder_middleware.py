@@ -93,22 +93,19 @@ def test_the_engine_is_asked_what_it_would_have_been_asked(prod: Path) -> None:
     engine, asked = Engine(), []
 
     async def app(_scope: object, _receive: object, _send: object) -> None:
-        asked.append(ask(engine))
+        asked.extend([one async for one in ask(engine)])
 
     exchange(app, engine)
-    assert asked == [engine.generate_answer(*plain(asked[0])[:3], **plain(asked[0])[3])]
-    assert plain(asked[0])[3] == {"priority": 3, "lora_request": None}
+    prompt, sampling = {"type": "token", "prompt_token_ids": PROMPT}, SimpleNamespace(n=1)
+    more = {"priority": 3, "lora_request": None}
+    assert asked == [(prompt, sampling, "cmpl-alice-0", more)]
     assert not prod.exists()
 
 
-def plain(answer: object) -> Any:
-    return answer
-
-
 def test_the_engines_counts_and_the_prompts_blocks_come_together(prod: Path) -> None:
-    recorder, engine = told_by_engine(), Engine()
-    exchange(answering(START, part(REPLY), engine=engine), engine)
-    recorder.offer(finished(Reported("cmpl-alice-0")))
+    told_by_engine()
+    engine, reported = Engine(), finished(Reported("cmpl-alice-0"))
+    exchange(answering(START, part(REPLY), engine=engine, reported=reported), engine)
     (row,) = rows_of(prod, 1)
     assert (row["input_length"], row["output_length"], len(row["hash_ids"])) == (10, 3, 2)
     header = recorded(prod)[0]
@@ -130,9 +127,9 @@ def test_what_is_more_than_tokens_has_no_blocks(prod: Path, prompt: object) -> N
 
     async def app(_scope: object, _receive: object, _send: object) -> None:
         engine.generate(prompt, SimpleNamespace(n=1), "a")
+        recorder.offer(finished(Reported("a")))
 
     exchange(app, engine)
-    recorder.offer(finished(Reported("a")))
     assert "hash_ids" not in rows_of(prod, 1)[0]
 
 
@@ -199,9 +196,11 @@ def test_a_failing_server_fails_as_before(prod: Path) -> None:
     assert not prod.exists()
 
 
-def test_a_failing_recorder_stops_with_one_warning_and_serving_goes_on(prod: Path) -> None:
+def test_what_cannot_be_taken_in_is_left_out_with_one_warning_and_the_rest_recorded(
+    prod: Path,
+) -> None:
     told_by_engine()
-    engine = Engine()
+    engine, reported = Engine(), finished(Reported("cmpl-alice-0"))
 
     async def app(_scope: object, _receive: object, send: Any) -> None:
         for _ in range(2):
@@ -211,9 +210,10 @@ def test_a_failing_recorder_stops_with_one_warning_and_serving_goes_on(prod: Pat
 
     with warnings_kept() as said:
         assert exchange(app, engine) == [START, part(b"fine")]
+        exchange(answering(START, part(REPLY), engine=engine, reported=reported), engine)
+    assert len(rows_of(prod, 1)[0]["hash_ids"]) == 2
     assert len(said) == 1
-    assert "serving goes on" in said[0]
-    assert not prod.exists()
+    assert "'str' object has no attribute 'n'; recording and serving go on" in said[0]
 
 
 def test_alone_it_takes_the_usage_that_responses_tell(prod: Path) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorder_parts import recorded, rows_of
+from recorder_probe import REFUSING
 from recorder_server import (
     MIDDLEWARE,
     SEVERAL,
@@ -61,11 +63,19 @@ class Server:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve with both doors open."""
+    """Serve with both doors open, and a look at what the recorder holds."""
     folder = tmp_path_factory.mktemp("both")
     prod = folder / "prod.jsonl"
-    with serving(folder, *MIDDLEWARE, environment={FILE: str(prod)}) as port:
+    environment = {FILE: str(prod), **python_path(Path(__file__).parent)}
+    doors = (*MIDDLEWARE, "--middleware", "recorder_probe.Held")
+    with serving(folder, *doors, environment=environment) as port:
         yield Server(port, prod)
+
+
+def python_path(first: Path) -> dict[str, str]:
+    """Return the environment of a server that finds modules in this folder too."""
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(first), *([before] if before else [])])}
 
 
 def test_counts_are_those_the_server_tells(both: Server) -> None:
@@ -157,6 +167,56 @@ def test_refused_requests_are_no_rows_and_huge_ones_no_harm(both: Server) -> Non
     assert [row["output_length"] for row in both.new_rows(1)] == [2]
 
 
+@pytest.mark.parametrize("token_id", [1 << 32, 1 << 70, 600_000])
+def test_a_token_id_that_is_refused_ends_no_recording(both: Server, token_id: int) -> None:
+    body = wanted([5, token_id] * 200, 3)
+    assert posted(both.port, "/v1/completions", body)[0] == 400
+    size = recorded(both.prod)[0]["block_size"]
+    for _ in range(6):
+        completed(both.port, prompt_of(size + 3), 2)
+    assert [len(row["hash_ids"]) for row in both.new_rows(6)] == [1] * 6
+
+
+def held(server: Server) -> dict[str, int]:
+    """Return how many prompts the recorder of a server holds, when they are none or in 10 s."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        status, content = posted(server.port, "/held", None)
+        assert status == 200
+        found: dict[str, int] = json.loads(content)
+        if not found["prompts"] or time.monotonic() > deadline_s:
+            return found
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"structured_outputs": {"grammar": "root ::= ("}},
+        {"structured_outputs": {"grammar": "root ::= ("}, "stream": True},
+        {"prompt": [[7] * 30, [7, 600_000]]},
+    ],
+)
+def test_refused_requests_of_one_id_leave_no_prompt_open(
+    both: Server, bad: dict[str, object]
+) -> None:
+    def refused() -> bytes:
+        body, headers = wanted(TEXT, 3) | bad, {"X-Request-Id": "the-same"}
+        status, content = posted(both.port, "/v1/completions", body, headers)
+        assert status == 400 or b'"error"' in content
+        return content
+
+    for _ in range(100):
+        refused()
+    assert held(both) == {"prompts": 0, "bytes": 0}
+    completed(both.port, TEXT, 2)
+    rows = rows_of(both.prod, both.seen + 1)[both.seen :]
+    both.seen += len(rows)
+    # Prompts beside a bad one may have run before it was refused.
+    assert len(rows) == 1 or "prompt" in bad
+    assert rows[-1]["output_length"] == 2
+
+
 def test_what_a_server_recorded_is_a_trace(both: Server) -> None:
     header, rows = recorded(both.prod)
     trace = read_trace(both.prod)
@@ -195,6 +255,21 @@ def test_alone_the_middleware_counts_by_usage(tmp_path: Path) -> None:
     assert (header["counts_from"], header["model"]) == ("usage", "demo")
     assert header["lacks"] == ["queue_s", "prefill_s", "decode_s"]
     assert "1 responses were not recorded" in (tmp_path / "server.log").read_text()
+
+
+def test_a_server_whose_recorder_gets_no_thread_serves_on(tmp_path: Path) -> None:
+    prod, site = tmp_path / "prod.jsonl", tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(REFUSING)
+    environment = {FILE: str(prod), **python_path(site)}
+    # Without the middleware: what a stat logger raises, vLLM takes for its engine's end.
+    with serving(tmp_path, environment=environment) as port:
+        for _ in range(4):
+            assert posted(port, "/v1/completions", wanted(TEXT, 2))[0] == 200
+        assert posted(port, "/health", None)[0] == 200
+    said = (tmp_path / "server.log").read_text()
+    assert said.count("can't start new thread; serving goes on") == 1
+    assert not prod.exists()
 
 
 def test_two_api_servers_write_files_that_can_be_compared(tmp_path: Path) -> None:

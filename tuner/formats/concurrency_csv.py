@@ -8,7 +8,6 @@ reading; without them lengths come from another trace, see `concurrency_trace`.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tuner.concurrency import Concurrency
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, no_time_unit
-from tuner.formats.csv_table import Field, Kind, Table, header_names, read_table
+from tuner.formats.csv_table import Field, Kind, Table, first_value, header_names, read_table
 from tuner.hashes import Floats, Ints
 from tuner.sampling import as_changes, requests_in_flight
 from tuner.traces import ClockOrigin
@@ -134,7 +133,8 @@ def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
     with path.open("rb") as file:
         names = header_names(file.readline(_HEADER_BYTES))
     time = next((name for name in TIMES if name in names), TIME_S)
-    is_wall = time != TIME_S and not _is_number(_first_value(path, names, time))
+    place = names.index(time) if time in names else 0
+    is_wall = time != TIME_S and not _is_number(first_value(path, place))
     if is_wall or time == TIME_S:
         no_time_unit(path, options)
     table = read_table(path, _fields(names, time, is_wall=is_wall), options)
@@ -217,18 +217,6 @@ def _remarks(moved: int, doubled: int) -> list[str]:
     if doubled:
         found.append(f"{doubled:,} readings share their instant with a later one, which counts")
     return found
-
-
-def _first_value(path: Path, names: list[str], name: str) -> str:
-    """Return the first value of a column, by which its spelling is known."""
-    place = names.index(name) if name in names else 0
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        file.readline()
-        for line in file:
-            if line.strip():
-                row = next(csv.reader([line.strip().replace("\0", " ")]), [])
-                return row[place].strip() if len(row) > place else ""
-    return ""
 
 
 def _is_number(text: str) -> bool:

@@ -2,6 +2,9 @@
 
 Good data is streamed and parsed in bulk by polars. When a value turns out wrong, the rows are
 read again one by one to say which and why, so good data does not pay for exact messages.
+
+Files come from strangers: how many columns one has, and how long its lines are, is bounded
+before anything grows with it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,13 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1e16
 """Ours: past it a double no longer holds whole seconds, and no calendar reaches it."""
+
+MOST_COLUMNS = 256
+"""Ours: thirty times the widest public trace; planning the read takes time and
+memory that grow with their square."""
+
+MOST_LINE_BYTES = 1 << 22
+"""Ours: 4 MiB, thirty times what Python's csv takes for one field; a longer line is no row."""
 
 _HEADER_BYTES = 1 << 16
 
@@ -99,13 +109,29 @@ def read_table(path: Path, fields: Mapping[str, Field], options: ReadOptions) ->
     return _Reader(path, fields, options).read()
 
 
+def first_value(path: Path, place: int) -> str:
+    """Return the first value of a column, by which its spelling is known.
+
+    Raises: TraceError if the first row is none.
+    """
+    rows = _rows(path)
+    next(rows, None)
+    row = next((row for _, row in rows if row), [])
+    return row[place].strip() if len(row) > place else ""
+
+
 class _Reader:
     """One file being read; split so that each part fits on a screen."""
 
     def __init__(self, path: Path, fields: Mapping[str, Field], options: ReadOptions) -> None:
         self._path, self._options = path, options
         with path.open("rb") as file:
-            self._header = header_names(file.readline(_HEADER_BYTES))
+            line = file.readline(_HEADER_BYTES)
+        self._header = header_names(line)
+        if len(line) == _HEADER_BYTES and not line.endswith(b"\n"):
+            raise line_error(path, 1, f"must be a header of less than {_HEADER_BYTES:,} bytes")
+        if len(self._header) > MOST_COLUMNS:
+            raise _too_many(path, len(self._header))
         self._where = _locate(path, fields, self._header)
         self._fields = {key: fields[key] for key in self._where}
         self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
@@ -116,6 +142,7 @@ class _Reader:
         import polars as pl
 
         skipped = Skipped(self._path, self._options)
+        _check_lines(self._path)
         try:
             frame = self._scan(quick=True)
             if self._holes(frame).any():
@@ -170,10 +197,14 @@ class _Reader:
         header = lazy.collect_schema().names()
         if len(header) <= max(self._where.values()):
             raise line_error(self._path, 1, "has quotes that do not close")
-        is_blank = pl.all_horizontal(pl.col(name).is_null() for name in header)
+        if len(header) > MOST_COLUMNS:
+            raise _too_many(self._path, len(header))
+        # All columns are looked at: only where polars reads them all does it say of a row that
+        # it has too many fields, as where a comma within a value has moved all behind it.
+        is_blank = pl.coalesce(pl.all()).is_null()
         columns = []
         for key, place in self._where.items():
-            example = self._example(place) if quick else None
+            example = first_value(self._path, place) if quick else None
             columns.append(
                 self._typed(pl.col(header[place]), self._fields[key], example).alias(key)
             )
@@ -206,29 +237,13 @@ class _Reader:
         count = pl.when(tokens.is_between(lowest, MAX_TOKENS)).then(tokens).cast(pl.Int32)
         return pl.when(no_text).then(0).otherwise(count) if field.blank else count
 
-    def _example(self, place: int) -> str:
-        """Return the first value of a column, by which its spelling is known."""
-        with self._open() as file:
-            rows = _rows(file)
-            next(rows, None)
-            _, row = next(rows, (0, []))
-        return row[place].strip() if len(row) > place else ""
-
-    def _open(self) -> TextIO:
-        return self._path.open(encoding="utf-8", errors="replace", newline="")
-
     def _faults(self) -> Iterator[tuple[int, str, str]]:
         """Read row by row and yield line, fault and hint; slow, and only for wrong files."""
-        line = 1
-        with self._open() as file:
-            rows = _rows(file)
-            try:
-                next(rows)
-                for line, row in rows:
-                    if row and (found := self._fault(row, len(self._header))):
-                        yield line, *found
-            except csv.Error as cause:
-                raise line_error(self._path, line + 1, f"is not CSV: {cause}") from cause
+        rows = _rows(self._path)
+        next(rows)
+        for line, row in rows:
+            if row and (found := self._fault(row, len(self._header))):
+                yield line, *found
 
     def _fault(self, row: Sequence[str], width: int) -> tuple[str, str] | None:
         if len(row) != width:
@@ -269,10 +284,55 @@ def _locate(path: Path, fields: Mapping[str, Field], header: Sequence[str]) -> d
     return where
 
 
-def _rows(file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    rows = csv.reader(line.replace("\x00", " ") for line in file)
-    for row in rows:
-        yield rows.line_num, row
+def _too_many(path: Path, columns: int) -> TraceError:
+    return line_error(
+        path,
+        1,
+        f"must have at most {MOST_COLUMNS} columns, got {columns:,}",
+        "keep the columns of arrival times and lengths, and drop the others",
+    )
+
+
+def _check_lines(path: Path) -> None:
+    """Refuse a file with a line that is no row, which would be held in memory as a whole.
+
+    Raises: TraceError.
+    """
+    line = 1
+    with path.open("rb") as file:
+        while len(block := file.read(MOST_LINE_BYTES)) == MOST_LINE_BYTES:
+            breaks = block.count(b"\n")
+            if not breaks:
+                raise _too_long(path, line)
+            line += breaks
+
+
+def _too_long(path: Path, line: int) -> TraceError:
+    return line_error(path, line, f"must be shorter than {MOST_LINE_BYTES:,} bytes")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows, the header among them, with the number of their last line.
+
+    Raises: TraceError if one is no row.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        rows = csv.reader(_lines(path, file))
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as cause:
+                raise line_error(path, rows.line_num, f"is not CSV: {cause}") from cause
+            yield rows.line_num, row
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: file.readline(MOST_LINE_BYTES), ""), start=1):
+        if len(line) == MOST_LINE_BYTES and not line.endswith("\n"):
+            raise _too_long(path, number)
+        yield line.replace("\x00", " ")
 
 
 def _number(text: str) -> float | None:

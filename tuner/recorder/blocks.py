@@ -52,8 +52,9 @@ class KeyedHashes:
         state = blake2b(key=self._key, digest_size=8, person=b"blocks")
         if salt:
             state.update(blake2b(salt.encode("utf-8", "surrogatepass")).digest())
-        ids = array("q")
-        whole = len(token_ids) // block_size * block_size
+        # Made at its full size: one that grows keeps room for more, as long as it lives.
+        ids = array("q", bytes(8 * (len(token_ids) // block_size)))
+        whole, block = len(ids) * block_size, 0
         turn, width = block_size * BLOCKS_A_TURN, block_size * _TOKEN_BYTES
         for start in range(0, whole, turn):
             if start:
@@ -62,5 +63,6 @@ class KeyedHashes:
             for at in range(0, len(data), width):
                 state.update(data[at : at + width])
                 # One state runs through all blocks: each digest covers all before it.
-                ids.append(int.from_bytes(state.copy().digest(), "little") >> 1)
+                ids[block] = int.from_bytes(state.copy().digest(), "little") >> 1
+                block += 1
         return ids

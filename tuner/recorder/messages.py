@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+MESSAGE_BYTES: Final = 500
+REQUEST_BYTES: Final = 500
+"""What a message takes in memory, and each request that one tells of; measured by a test."""
 
 
 class FinishedRequest(Protocol):
@@ -29,13 +35,15 @@ class FinishedRequest(Protocol):
 class Asked:
     """The engine was asked for `answers` answers to one prompt.
 
-    `token_ids` is None where tokens alone do not tell prompts apart, as with images. Requests
-    of different `salt` share no prefix. `number` tells apart what is asked under one id.
+    `token_ids` is None where tokens alone do not tell prompts apart, as with images. They are a
+    copy of four bytes each: a list takes ten times that, and the server's own is not ours to
+    keep. Requests of different `salt` share no prefix. `number` tells apart what is asked
+    under one id.
     """
 
     request_id: str
     number: int
-    token_ids: Sequence[int] | None
+    token_ids: array[int] | None
     block_size: int
     salt: str = ""
     answers: int = 1
@@ -104,4 +112,35 @@ class Replied:
     usage: Usage | None
 
 
-Message = Asked | Finished | Left | Replied
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An HTTP request ended, and with it what it asked the engine, by id and number.
+
+    What the engine reported before is closed already; what it refused it never reports.
+    """
+
+    asked: Sequence[tuple[str, int]]
+
+
+Message = Asked | Finished | Left | Replied | Ended
+
+
+def weight_bytes(message: Message) -> int:
+    """Return what a message takes in memory until it is worked on, about.
+
+    Clients choose the lengths of ids and salts, so these are weighed as they are.
+    """
+    match message:
+        case Asked():
+            tokens = 0 if message.token_ids is None else sys.getsizeof(message.token_ids)
+            names = sys.getsizeof(message.request_id) + sys.getsizeof(message.salt)
+            return MESSAGE_BYTES + names + tokens
+        case Finished():
+            return MESSAGE_BYTES + sum(
+                REQUEST_BYTES + sys.getsizeof(one.request_id) for one in message.requests
+            )
+        case Left():
+            own = sys.getsizeof(message.request_id)
+            return MESSAGE_BYTES + own + REQUEST_BYTES * len(message.unfinished)
+        case Replied() | Ended():
+            return MESSAGE_BYTES + sum(sys.getsizeof(name) for name, _ in message.asked)

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
-from tuner.recorder.messages import Left, Replied
+from tuner.recorder.faults import Guard
+from tuner.recorder.messages import Ended, Left, Replied
 from tuner.recorder.recorder import Recorder, process_recorder
-from tuner.recorder.tap import EngineClient, Exchange, current_exchange, left_behind, listen
+from tuner.recorder.tap import (
+    Ask,
+    EngineClient,
+    Exchange,
+    current_exchange,
+    left_behind,
+    listen,
+)
 from tuner.recorder.usage import TAIL_BYTES, read_usage
 
 Scope = MutableMapping[str, Any]
@@ -36,31 +44,62 @@ class TraceRecorder:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._recorder = process_recorder()
+        self._guards: _Guards | None = None
         self._client: EngineClient | None = None
         self._has_looked = False
+        self._recorder = process_recorder()
+        if self._recorder is not None:
+            with self._recorder.opening:
+                self._guards = _Guards(self._recorder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        recorder = self._recorder
-        if recorder is None or not recorder.is_on or scope["type"] != "http":
+        recorder, guards, seen = self._recorder, self._guards, None
+        if recorder is None or guards is None or not recorder.is_on:
             await self._app(scope, receive, send)
             return
         if not self._has_looked:
-            self._has_looked = True
-            self._client = _listening_client(scope, recorder)
-        seen = _Seen(recorder, self._client, receive, send)
-        # Where the engine counts, responses go their own way: they tell nothing more.
-        is_counted = not recorder.source.has_engine_counts and _tells_usage(scope)
-        token = current_exchange.set(seen.exchange)
+            with guards.looking:
+                self._look(recorder, scope)
+        with guards.beginning:
+            seen = self._begin(recorder, guards, scope, receive, send)
+        if seen is None:
+            await self._app(scope, receive, send)
+            return
         try:
-            await self._app(scope, seen.receive, seen.send if is_counted else send)
+            # Where the engine counts, responses go their own way: they tell nothing more.
+            await self._app(scope, seen.receive, seen.send if seen.is_counted else send)
         except BaseException:
-            seen.give_up()
+            with guards.leaving:
+                seen.give_up()
             raise
         finally:
-            current_exchange.reset(token)
-            seen.end(is_counted=is_counted)
+            with guards.ending:
+                seen.end()
+
+    def _look(self, recorder: Recorder, scope: Scope) -> None:
+        """Find the application's engine, at the first request that comes."""
+        if scope["type"] == "http":
+            self._has_looked = True
+            self._client = _listening_client(scope, recorder)
+
+    def _begin(
+        self, recorder: Recorder, guards: _Guards, scope: Scope, receive: Receive, send: Send
+    ) -> _Seen | None:
+        """Return the HTTP request to be followed, None for what is none."""
+        if scope["type"] != "http":
+            return None
+        is_counted = not recorder.source.has_engine_counts and _tells_usage(scope)
+        return _Seen(recorder, guards, self._client, receive, send, is_counted=is_counted)
+
+
+class _Guards:
+    """One guard for each step beside serving that may fail."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.looking, self.beginning = recorder.guard(), recorder.guard()
+        self.noticing, self.leaving = recorder.guard(), recorder.guard()
+        self.ending, self.closing = recorder.guard(), recorder.guard()
 
 
 def _listening_client(scope: Scope, recorder: Recorder) -> EngineClient | None:
@@ -80,10 +119,17 @@ class _Seen:
     """One HTTP request as it passes by."""
 
     def __init__(
-        self, recorder: Recorder, client: EngineClient | None, receive: Receive, send: Send
+        self,
+        recorder: Recorder,
+        guards: _Guards,
+        client: EngineClient | None,
+        receive: Receive,
+        send: Send,
+        *,
+        is_counted: bool,
     ) -> None:
-        self.exchange = Exchange()
-        self._recorder, self._client = recorder, client
+        self.is_counted = is_counted
+        self._recorder, self._guards, self._client = recorder, guards, client
         self._receive, self._send = receive, send
         self._arrived_at_s, self._began_s = time.time(), time.monotonic()
         self._left: list[Left] = []
@@ -93,17 +139,20 @@ class _Seen:
         self._status = 0
         self._first_s: float | None = None
         self._tail = b""
+        self._exchange = Exchange()
+        self._before = current_exchange.set(self._exchange)
 
     async def receive(self) -> Message:
         """Pass on what the client sends, and notice when it goes away."""
         message = await self._receive()
-        if message["type"] == "http.disconnect":
-            self.give_up()
+        with self._guards.leaving:
+            if message["type"] == "http.disconnect":
+                self.give_up()
         return message
 
     async def send(self, message: Message) -> None:
         """Pass on what the server sends, and keep its last bytes in mind."""
-        with self._recorder.harmless():
+        with self._guards.noticing:
             self._notice(message)
         await self._send(message)
 
@@ -115,19 +164,23 @@ class _Seen:
         if self._is_given_up or self._is_answered or self._client is None:
             return
         self._is_given_up = True
-        with self._recorder.harmless():
-            if self._recorder.source.sees_unfinished:
-                self._left = [left_behind(self._client, ask) for ask in self.exchange.asks]
+        if self._recorder.source.sees_unfinished:
+            self._left = [left_behind(self._client, ask) for ask in self._exchange.asks]
 
-    def end(self, *, is_counted: bool) -> None:
+    def end(self) -> None:
         """Tell the recorder how it ended."""
-        with self._recorder.harmless():
-            if self._is_given_up:
-                loop = asyncio.get_running_loop()
-                for left in self._left:
-                    loop.call_later(GRACE_S, self._recorder.offer, left)
-            elif is_counted and self._is_answered and self._status == 200:
-                self._recorder.offer(self._replied())
+        if self._has_counts:
+            self._recorder.offer(self._replied())
+        elif self._exchange.asks:
+            known = (self._recorder, self._guards.closing, self._exchange.asks, self._left)
+            asyncio.get_running_loop().call_later(GRACE_S, _close, *known)
+        current_exchange.reset(self._before)
+
+    @property
+    def _has_counts(self) -> bool:
+        """Whether the response is what tells the counts."""
+        is_whole = self._is_answered and self._status == 200
+        return self.is_counted and is_whole and not self._is_given_up
 
     def _notice(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -149,6 +202,19 @@ class _Seen:
             arrived_at_s=self._arrived_at_s,
             e2e_s=time.monotonic() - self._began_s,
             ttft_s=ttft_s,
-            asked=[(ask.request_id, ask.number) for ask in self.exchange.asks],
+            asked=[(ask.request_id, ask.number) for ask in self._exchange.asks],
             usage=read_usage(self._tail),
         )
+
+
+def _close(recorder: Recorder, guard: Guard, asks: Sequence[Ask], left: Sequence[Left]) -> None:
+    """Tell the recorder what is over, now that the engine has reported what it would.
+
+    A response may leave work behind that goes on without it, and is reported later.
+    """
+    with guard:
+        for one in left:
+            recorder.offer(one)
+        over = [(ask.request_id, ask.number) for ask in asks if not ask.is_running()]
+        if over:
+            recorder.offer(Ended(over))

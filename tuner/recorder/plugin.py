@@ -7,19 +7,19 @@ vLLM promises no stability for what stat loggers are told, so the names are look
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Final
+from inspect import isabstract
+from typing import TYPE_CHECKING, Final, cast
 
 import vllm
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
 
 from tuner.recorder.messages import Finished, FinishedRequest
-from tuner.recorder.recorder import process_recorder
+from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import served_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import MultiModalCacheStats, SchedulerStats
 
 NEEDED: Final = frozenset(
     {*FinishedRequest.__annotations__, "finished_requests", "iteration_timestamp"}
@@ -28,39 +28,49 @@ NEEDED: Final = frozenset(
 
 
 class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyped in the check
-    """Hands finished requests to the recorder; one per engine, all with one recorder."""
+    """Hands finished requests to the recorder; one per engine, all with one recorder.
 
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        self.engine_index = engine_index
+    vLLM ends its engine at an exception of a stat logger. So whatever it passes is taken, and
+    read under the recorder's guard.
+    """
+
+    def __init__(self, *args: object, **keywords: object) -> None:
         self._recorder = process_recorder()
         if self._recorder is None:
             return
-        with self._recorder.harmless():
-            told = {one.name for one in fields(FinishedRequestStats)} | vars(
-                IterationStats()
-            ).keys()
-            lacking = NEEDED - told
-            if lacking:
-                names = ", ".join(sorted(lacking))
-                self._recorder.stop(f"vLLM {vllm.__version__} does not report {names}")
-            self._recorder.source.vllm = vllm.__version__
-            self._recorder.source.model = served_model(vllm_config)
-            self._recorder.source.has_engine_counts = True
+        with self._recorder.opening:
+            self._taking = self._recorder.guard()
+            self._open(self._recorder, *args, **keywords)
 
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,  # noqa: ARG002 - vLLM's interface
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,  # noqa: ARG002
-        engine_idx: int = 0,  # noqa: ARG002
+    def _open(
+        self, recorder: Recorder, vllm_config: VllmConfig, *_more: object, **_keywords: object
     ) -> None:
+        told = {one.name for one in fields(FinishedRequestStats)} | vars(
+            IterationStats()
+        ).keys()
+        lacking = NEEDED - told
+        if lacking:
+            names = ", ".join(sorted(lacking))
+            recorder.stop(f"vLLM {vllm.__version__} does not report {names}")
+        recorder.source.vllm = vllm.__version__
+        recorder.source.model = served_model(vllm_config)
+        recorder.source.has_engine_counts = True
+
+    def record(self, *args: object, **keywords: object) -> None:
         """Take the requests that this iteration finished; most finish none."""
         recorder = self._recorder
-        if recorder is None or iteration_stats is None or not recorder.is_on:
+        if recorder is None or not recorder.is_on:
             return
-        finished = iteration_stats.finished_requests
-        if finished:
-            recorder.offer(Finished(iteration_stats.iteration_timestamp, finished))
+        with self._taking:
+            found = keywords["iteration_stats"] if "iteration_stats" in keywords else args[1]
+            stats = cast("IterationStats | None", found)
+            if stats is not None and stats.finished_requests:
+                recorder.offer(Finished(stats.iteration_timestamp, stats.finished_requests))
 
     def log_engine_initialized(self) -> None:
         """Say nothing: recording begins with the first request."""
+
+
+if isabstract(RecordingStatLogger):
+    # vLLM would not start with it; a plugin that cannot be imported it logs and goes without.
+    raise ImportError(f"vLLM {vllm.__version__} asks its stat loggers for methods we lack")

@@ -1,17 +1,16 @@
 """The one recorder of a process: takes messages while serving, writes from a thread of its own.
 
 Serving comes first. Taking a message is putting it into a queue; hashing, joining and writing
-happen in a daemon thread. Whatever goes wrong here ends the recording with one warning, and
-nothing else.
+happen in a daemon thread. What cannot be recorded of one request is left out and counted; what
+leaves nothing to be recorded, such as a full disk, ends the recording with one warning. Neither
+reaches the server.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
@@ -19,8 +18,17 @@ from typing import Final
 
 from tuner.errors import UsageError
 from tuner.recorder.blocks import KeyedHashes
+from tuner.recorder.faults import (
+    MOST_IN_A_ROW,
+    Faults,
+    Guard,
+    described,
+    inform,
+    silently,
+    warn,
+)
 from tuner.recorder.join import Join
-from tuner.recorder.messages import Asked, Message
+from tuner.recorder.messages import Finished, Message, weight_bytes
 from tuner.recorder.rows import Source, header_line, row_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import RecordSettings
@@ -31,15 +39,9 @@ GATHER_S: Final = 0.25
 CLOSE_S: Final = 5.0
 """Ours: what an exiting server waits for a slow disk."""
 
-MOST_WAITING_BYTES: Final = 1 << 28
-"""Ours: 256 MiB, some 30 million prompt tokens, before a disk that hangs ends the recording."""
-
-MESSAGE_BYTES: Final = 1000
-TOKEN_BYTES: Final = 8
-"""What a message, and each token id of a prompt in it, is taken to hold on to."""
-
-# A child of vLLM's logger, so that the server's log shows it in the server's own form.
-_log = logging.getLogger("vllm.tuner.recorder")
+MOST_WAITING_BYTES: Final = 3 << 26
+"""Ours: 192 MiB, some 50 million prompt tokens, before a disk that hangs ends the recording.
+With what `open_prompts` holds it is 256 MiB."""
 
 
 class Recorder:
@@ -47,56 +49,73 @@ class Recorder:
 
     def __init__(self, settings: RecordSettings) -> None:
         self._path = settings.path
-        self._hashes = KeyedHashes(settings.key)
-        self.source = Source(self._hashes.scope)
+        hashes = KeyedHashes(settings.key)
+        self.source = Source(hashes.scope)
+        self.join = Join(hashes)
         self._segments = Segments(
             settings.path, settings.max_bytes, lambda: header_line(self.source)
         )
-        self._queue: SimpleQueue[Message | None] = SimpleQueue()
-        self._offered_bytes = self._done_bytes = 0
+        self._queue: SimpleQueue[tuple[Message, int] | None] = SimpleQueue()
+        self._offered_bytes = self._done_bytes = self._written = 0
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock, self._offer_lock = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self.is_on, self._has_failed = True, False
+        self._faults = Faults(settings.path, self.stop)
+        self.opening = self.guard(most_in_a_row=1)
+        """For a door that opens: one that cannot leaves nothing to be recorded."""
+        self._offering, self._starting = self.guard(), self.guard(most_in_a_row=1)
+        self._joining, self._working = self.guard(), self.guard(most_in_a_row=1)
 
     def offer(self, message: Message) -> None:
         """Take a message; costs next to nothing and never raises."""
-        if not self.is_on:
-            return
-        if self._thread is None:
-            self._start()
-        self._offered_bytes += _weight(message)
-        if self._offered_bytes - self._done_bytes > MOST_WAITING_BYTES:
-            self.stop("the disk does not keep up")
-            return
-        self._queue.put(message)
+        if self.is_on:
+            with self._offering:
+                self._take(message)
 
     def stop(self, reason: object) -> None:
-        """End the recording for good, with one warning; what waits to be written is dropped."""
+        """End the recording for good, with one warning; what waits to be written is dropped.
+
+        Never raises.
+        """
         with self._lock:
             if self._has_failed:
                 return
             self.is_on, self._has_failed = False, True
-        if isinstance(reason, OSError):
-            reason = reason.strerror or reason
-        _log.warning("recording to %s stopped: %s; serving goes on", self._path, reason)
-        self._end_thread()
+        with silently:
+            warn("recording to %s stopped: %s; serving goes on", self._path, described(reason))
+        with silently:
+            self._forget()
+            self._end_thread()
 
-    @contextmanager
-    def harmless(self) -> Iterator[None]:
-        """Stop recording, and do nothing else, if the block fails."""
-        try:
-            yield
-        except Exception as cause:  # noqa: BLE001 - whatever it is, it must not reach the server
-            self.stop(f"{type(cause).__name__}: {cause}")
+    def guard(self, most_in_a_row: int = MOST_IN_A_ROW) -> Guard:
+        """Return a guard for one place that may fail; with 1 its first fault ends it all."""
+        return self._faults.guard(most_in_a_row)
 
     def close(self) -> None:
         """Write what has been taken, and say what was recorded; later messages are ignored."""
         self.is_on = False
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._end_thread()
-            thread.join(CLOSE_S)
+            with self._starting:
+                self._end_thread()
+                thread.join(CLOSE_S)
+
+    def _take(self, message: Message) -> None:
+        if self._thread is None:
+            with self._starting:
+                self._start()
+            if self._has_failed:
+                return
+        weight = weight_bytes(message)
+        # Doors may open in several threads, and none of their sums may be lost.
+        with self._offer_lock:
+            waiting_bytes = self._offered_bytes + weight - self._done_bytes
+            if waiting_bytes <= MOST_WAITING_BYTES:
+                self._queue.put((message, weight))
+                self._offered_bytes += weight
+        if waiting_bytes > MOST_WAITING_BYTES:
+            self.stop("the disk does not keep up")
 
     def _end_thread(self) -> None:
         self._closing.set()
@@ -106,68 +125,90 @@ class Recorder:
         with self._lock:
             if self._thread is not None:
                 return
-            self._thread = threading.Thread(target=self._work, name="tune-record", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="tune-record", daemon=True)
+            thread.start()
+            self._thread = thread
         # vLLM's API servers are children of multiprocessing, which end without atexit.
         Finalize(None, self.close, exitpriority=1)
-        _log.info("recording requests to %s", self._path)
+        inform("recording requests to %s", self._path)
 
     def _work(self) -> None:
-        join, written = Join(self._hashes), 0
-        try:
-            is_open = True
-            while is_open:
-                messages, is_open = self._gather()
-                if self._has_failed:
-                    break
-                lines = [row_line(row) for one in messages for row in join.rows(one)]
-                if lines:
-                    self._segments.write(lines)
-                written += len(lines)
-                self._done_bytes += sum(map(_weight, messages))
-        except Exception as cause:  # noqa: BLE001 - as in harmless
-            self.stop(cause)
-        finally:
-            with self.harmless():
-                self._segments.close()
+        with self._working:
+            while self._write_next():
+                pass
+        with self._working:
+            self._segments.close()
+        with self._working:
             self._forget()
-        names = ", ".join(map(str, self._segments.paths)) or "no file"
-        _log.info("recorded %d requests to %s", written, names)
-        if join.unknown:
-            _log.warning(
-                "%d responses were not recorded, as they told no usage of a single answer",
-                join.unknown,
-            )
+            self._say_end()
 
-    def _gather(self) -> tuple[list[Message], bool]:
-        """Return the messages of the next moment, and whether more are to come."""
+    def _write_next(self) -> bool:
+        """Write what the next moment brings, and return whether more is to come."""
+        messages, weight, is_open = self._gather()
+        if self._has_failed:
+            return False
+        lines = self._lines(messages)
+        # So that a disk that hangs keeps the lines alone.
+        messages.clear()
+        if lines:
+            self._segments.write(lines)
+        self._written += len(lines)
+        self._done_bytes += weight
+        return is_open
+
+    def _lines(self, messages: list[Message]) -> list[bytes]:
+        """Return the lines that messages complete; what fails in one costs that one."""
+        lines: list[bytes] = []
+        for message in messages:
+            for one in _single(message):
+                with self._joining:
+                    lines += [row_line(row) for row in self.join.rows(one)]
+        return lines
+
+    def _gather(self) -> tuple[list[Message], int, bool]:
+        """Return the messages of the next moment, their weight, and whether more will come."""
         first = self._queue.get()
         if first is None:
-            return [], False
+            return [], 0, False
         self._closing.wait(GATHER_S)
-        messages = [first]
+        messages, weight = [first[0]], first[1]
         while True:
             try:
-                message = self._queue.get_nowait()
+                following = self._queue.get_nowait()
             except Empty:
-                return messages, True
-            if message is None:
-                return messages, False
-            messages.append(message)
+                return messages, weight, True
+            if following is None:
+                return messages, weight, False
+            messages.append(following[0])
+            weight += following[1]
 
     def _forget(self) -> None:
-        """Let go of prompts that nobody will hash any more."""
+        """Let go of what nobody will write any more."""
         while True:
             try:
                 self._queue.get_nowait()
             except Empty:
                 return
 
+    def _say_end(self) -> None:
+        names = ", ".join(map(str, self._segments.paths)) or "no file"
+        count = self._faults.count
+        left_out = f"; had to leave something out {count} times" if count else ""
+        inform("recorded %d requests to %s%s", self._written, names, left_out)
+        if self.join.unknown:
+            warn(
+                "%d responses were not recorded, as they told no usage of a single answer",
+                self.join.unknown,
+            )
 
-def _weight(message: Message) -> int:
-    if isinstance(message, Asked) and message.token_ids is not None:
-        return MESSAGE_BYTES + TOKEN_BYTES * len(message.token_ids)
-    return MESSAGE_BYTES
+
+def _single(message: Message) -> Iterator[Message]:
+    """Give a message in the parts that can fail alone: each request that an iteration ended."""
+    if isinstance(message, Finished):
+        for request in message.requests:
+            yield Finished(message.at_s, [request])
+    else:
+        yield message
 
 
 @cache
@@ -178,7 +219,9 @@ def process_recorder() -> Recorder | None:
     """
     try:
         settings = RecordSettings.from_environment(os.environ)
+        return None if settings is None else Recorder(settings)
     except UsageError as error:
-        _log.warning("nothing is recorded: %s (%s)", error.message, error.hint)
-        return None
-    return None if settings is None else Recorder(settings)
+        warn("nothing is recorded: %s (%s)", error.message, error.hint)
+    except Exception as cause:  # noqa: BLE001 - as above
+        warn("nothing is recorded, as the recorder cannot be set up: %s", described(cause))
+    return None

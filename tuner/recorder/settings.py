@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tuner.errors import UsageError
+from tuner.recorder.faults import described, warn
 from tuner.spelling import RECORD_FILE
 
 FILE: Final = RECORD_FILE
@@ -68,5 +69,11 @@ def share_key() -> None:
     reach any of them, and only hashes under one key show what the turns have in common. An
     environment variable reaches all of them and no disk.
     """
-    if os.environ.get(FILE) and not os.environ.get(KEY):
-        os.environ[KEY] = secrets.token_hex(KEY_BYTES)
+    try:
+        if os.environ.get(FILE) and not os.environ.get(KEY):
+            os.environ[KEY] = secrets.token_hex(KEY_BYTES)
+    except Exception as cause:  # noqa: BLE001 - vLLM would not start
+        warn(
+            "hashes of several API servers cannot be compared, as they share no key: %s",
+            described(cause),
+        )

@@ -9,7 +9,10 @@ whatever the API in front of them.
 from __future__ import annotations
 
 import time
+import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +23,12 @@ from tuner.recorder.recorder import Recorder
 
 TOKENS_ONLY: Final = "token"
 """Source: vLLM inputs/engine.py, TokensInput.type."""
+
+PLACES: Final = {"prompt": 0, "sampling_params": 1, "request_id": 2}
+"""Where `generate` takes what is read of its arguments, unless they are named.
+
+Source: vLLM engine/protocol.py, EngineClient.generate.
+"""
 
 _numbers = count()
 
@@ -77,13 +86,26 @@ class EngineClient(Protocol):
     output_processor: _Outputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """One prompt that an HTTP request brought to the engine, and for how many answers."""
 
     request_id: str
     number: int
     answers: int
+    stream: weakref.ref[object] | None = None
+    """What the engine returned for it; vLLM's is an asynchronous generator. None of anything
+    else that cannot be followed: then it is over with its exchange."""
+
+    def follow(self, stream: object) -> None:
+        """Keep in mind what the engine returned, without keeping it alive."""
+        with suppress(TypeError):
+            self.stream = weakref.ref(stream)
+
+    def is_running(self) -> bool:
+        """Say whether its answers are still being made or waited for."""
+        stream = None if self.stream is None else self.stream()
+        return getattr(stream, "ag_frame", None) is not None
 
 
 @dataclass(slots=True)
@@ -98,7 +120,11 @@ current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", d
 
 
 class ListeningGenerate:
-    """An engine's `generate` that tells the recorder what it is asked, and changes nothing."""
+    """An engine's `generate` that tells the recorder what it is asked, and changes nothing.
+
+    All arguments pass as they come. What is read of them is read under the recorder's guard, so
+    that a vLLM whose `generate` takes others loses its recording, and no request.
+    """
 
     def __init__(
         self, generate: Callable[..., object], recorder: Recorder, block_size: int
@@ -106,33 +132,36 @@ class ListeningGenerate:
         self._generate = generate
         self._recorder = recorder
         self._block_size = block_size
+        self._asking, self._following = recorder.guard(), recorder.guard()
 
-    def __call__(
-        self,
-        prompt: object,
-        sampling_params: _Sampling,
-        request_id: str,
-        *more: object,
-        **keywords: object,
-    ) -> object:
+    def __call__(self, *args: object, **keywords: object) -> object:
         """Tell, and return what the engine returns."""
+        ask = None
         if self._recorder.is_on:
-            with self._recorder.harmless():
-                adapter = cast("_Adapter | None", keywords.get("lora_request"))
-                self._tell(prompt, sampling_params.n, request_id, adapter)
-        return self._generate(prompt, sampling_params, request_id, *more, **keywords)
+            with self._asking:
+                ask = self._tell(args, keywords)
+        stream = self._generate(*args, **keywords)
+        if ask is not None:
+            with self._following:
+                ask.follow(stream)
+        return stream
 
-    def _tell(
-        self, prompt: object, answers: int, request_id: str, adapter: _Adapter | None
-    ) -> None:
-        ask = Ask(request_id, next(_numbers), answers)
-        tokens, salt = _plain_tokens(prompt), _salt(prompt, adapter)
-        self._recorder.offer(
-            Asked(request_id, ask.number, tokens, self._block_size, salt, answers)
+    def _tell(self, args: Sequence[object], keywords: Mapping[str, object]) -> Ask:
+        prompt, sampling, request_id = (
+            keywords[name] if name in keywords else args[place]
+            for name, place in PLACES.items()
         )
+        adapter = cast("_Adapter | None", keywords.get("lora_request"))
+        answers = cast("_Sampling", sampling).n
+        ask = Ask(cast("str", request_id), next(_numbers), answers)
         exchange = current_exchange.get()
         if exchange is not None:
             exchange.asks.append(ask)
+        tokens, salt = _plain_tokens(prompt), _salt(prompt, adapter)
+        self._recorder.offer(
+            Asked(ask.request_id, ask.number, tokens, self._block_size, salt, answers)
+        )
+        return ask
 
 
 def listen(client: EngineClient, recorder: Recorder) -> bool:
@@ -143,10 +172,11 @@ def listen(client: EngineClient, recorder: Recorder) -> bool:
             return True
         if size is None:
             return False
+        model = served_model(client.vllm_config)
         client.generate = ListeningGenerate(client.generate, recorder, size)
-        recorder.source.model = served_model(client.vllm_config)
     except AttributeError:
         return False
+    recorder.source.model = model
     recorder.source.block_size = size
     recorder.source.sees_unfinished = _shows_unfinished(client)
     return True
@@ -193,13 +223,18 @@ def _shows_unfinished(client: EngineClient) -> bool:
     return all(isinstance(one, Mapping) for one in found)
 
 
-def _plain_tokens(prompt: object) -> Sequence[int] | None:
-    """Return the tokens of a prompt that consists of nothing else."""
+def _plain_tokens(prompt: object) -> array[int] | None:
+    """Return the tokens of a prompt that consists of nothing else, as a copy of their own."""
     if not isinstance(prompt, dict) or prompt.get("type", TOKENS_ONLY) != TOKENS_ONLY:
         return None
     token_ids = prompt.get("prompt_token_ids")
-    is_plain = isinstance(token_ids, list) and "multi_modal_data" not in prompt
-    return token_ids if is_plain else None
+    if not isinstance(token_ids, list) or "multi_modal_data" in prompt:
+        return None
+    try:
+        return array("I", token_ids)
+    except OverflowError:
+        # An id that no vocabulary holds: the engine refuses the prompt, and so has no blocks.
+        return None
 
 
 def _salt(prompt: object, adapter: _Adapter | None) -> str:
