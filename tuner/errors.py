@@ -99,6 +99,7 @@ class Caveat(StrEnum):
     SHADOW_DISAGREES = "shadow_disagrees"
     PROFILE_FORCED = "profile_forced"
     COLD_DIFFERS = "cold_differs"
+    RECORDING_ENDED = "recording_ended"
 
     @property
     def text(self) -> str:
@@ -136,5 +137,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "shadow and live disagreed beyond the stated error; the live numbers decided"
     ),
     Caveat.PROFILE_FORCED: "the profile was made elsewhere and used all the same",
+    Caveat.RECORDING_ENDED: (
+        "closed loop: the recording ended before many of its requests were answered; rates "
+        "are of the time until then, latencies of those answered by then"
+    ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race",
 }

@@ -28,6 +28,9 @@ Floats = NDArray[np.float64]
 
 # Above this share of distorted steps the machine is called noisy: ours.
 NOISY_RATIO = 0.05
+# Above this share of requests the end of a closed loop's recording is told: ours, more than
+# the last few that an engine as fast as the recorded one has in flight then.
+UNFINISHED_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class Measurement:
 
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
     replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
-    real one, `max_step_tokens` the fullest step. `load` is
+    real one, `max_step_tokens` the fullest step. `unfinished` counts requests that the end of a
+    closed loop's recording left in flight or not sent. `load` is
     the multiple of the recorded load that was offered, `capacity` the largest at which the
     SLOs hold where that was looked for.
     """
@@ -115,6 +119,7 @@ class Measurement:
     caveats: tuple[Caveat, ...]
     load: float = 1.0
     capacity: float | None = None
+    unfinished: int = 0
 
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
@@ -147,6 +152,7 @@ class Measurement:
             "refused": self.refused,
             "timed_out": self.timed_out,
             "aborted": self.aborted,
+            "unfinished": self.unfinished,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
@@ -217,6 +223,7 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
         caveats=(),
+        unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
     return _with_caveats(measurement)
 
@@ -231,6 +238,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.PREEMPTED, m.preemptions > 0),
         (Caveat.NOISY_MACHINE, (m.distorted_steps_ratio or 0.0) > NOISY_RATIO),
         (Caveat.REQUESTS_REFUSED, m.refused > 0),
+        (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
     caveats = tuple(caveat for caveat, holds in found if holds)
     return replace(m, caveats=caveats)
@@ -249,11 +257,14 @@ def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:
 
 
 def _busy_span_s(log: ReplayLog) -> float:
-    """Return the seconds a rate is taken over: first due instant to the last token."""
+    """Return the seconds a rate is taken over: first due instant to the last token.
+
+    To the end of the replay where that came first: by a cut, or as the recording ended.
+    """
     due_s, last_s = log.timelines.due_s, log.timelines.last_s
     if due_s.size == 0:
         return 0.0
-    if log.cut_reason is not None:
+    if log.cut_reason is not None or log.timelines.count(Outcome.UNFINISHED):
         return max(0.0, log.clock_s - float(due_s.min()))
     ends = last_s[~np.isnan(last_s)]
     end_s = float(ends.max()) if ends.size else log.clock_s

@@ -113,6 +113,9 @@ class _Replay:
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
+        if self._clock.now_s >= self._arrivals.end_s:
+            self._leave_unfinished()
+            return False
         self._admit()
         if self._engine.has_work():
             self._take(self._engine.step(self._horizon_s()))
@@ -135,7 +138,7 @@ class _Replay:
             return 0.0
         now_s, plan = self._clock.now_s, self._plan
         until_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
-        ends = [math.inf if until_s is None else until_s]
+        ends = [self._arrivals.end_s, math.inf if until_s is None else until_s]
         patience_s = plan.cut.late_s if plan.timeout_s is None else plan.timeout_s
         if patience_s is not None:
             ends.append(self._next_over_s(patience_s))
@@ -225,6 +228,20 @@ class _Replay:
             for row in gone:
                 self._end(row, Outcome.TIMED_OUT)
 
+    def _leave_unfinished(self) -> None:
+        """Close the books where the recording ends: of what is in flight, and of the rest.
+
+        Nobody asked for the rest before: it becomes due only now.
+        """
+        now_s = self._clock.now_s
+        if in_flight := list(self._in_flight):
+            self._engine.abort(in_flight)
+        for row in in_flight:
+            self._end(row, Outcome.UNFINISHED)
+        for row in range(self._sent, len(self._trace)):
+            self._record.due(row, now_s)
+            self._record.ended(row, Outcome.UNFINISHED)
+
     def _cut_reason(self) -> str | None:
         """Say why going on is pointless, or None."""
         cut, now_s = self._plan.cut, self._clock.now_s
@@ -280,7 +297,8 @@ def replay(
 
     The engine starts with an empty prefix cache and is idle again afterwards. on_progress is
     called a few times a second; when it returns False the replay stops and what was in flight
-    counts as aborted.
+    counts as aborted. A closed loop after a recorded concurrency stops where the recording
+    does, and what was in flight or not sent by then counts as unfinished.
 
     Units: seconds on the replay's clock, zero at the trace's own zero.
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
