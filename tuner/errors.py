@@ -100,6 +100,7 @@ class Caveat(StrEnum):
     PROFILE_FORCED = "profile_forced"
     COLD_DIFFERS = "cold_differs"
     RECORDING_ENDED = "recording_ended"
+    ANSWERS_CUT = "answers_cut"
 
     @property
     def text(self) -> str:
@@ -137,6 +138,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "shadow and live disagreed beyond the stated error; the live numbers decided"
     ),
     Caveat.PROFILE_FORCED: "the profile was made elsewhere and used all the same",
+    Caveat.ANSWERS_CUT: (
+        "more than 1 % of the recorded answers were cut short as clients left: how long they "
+        "would have been is not recorded"
+    ),
     Caveat.RECORDING_ENDED: (
         "closed loop: the recording ended before many of its requests were answered; rates "
         "are of the time until then, latencies of those answered by then"

@@ -44,6 +44,7 @@ class Block:
     pause_s: Floats
     chats: Texts
     parents: Texts
+    aborted: Bools
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -74,6 +75,7 @@ def join(
     ttft_s = np.concatenate([block.ttft_s for block in blocks])
     output = np.concatenate([block.output for block in blocks])
     chats = _texts(blocks, lambda block: block.chats)
+    aborted = np.concatenate([block.aborted for block in blocks])
     remarks = header.remarks
     if dialect.has_chats and chats is not None:
         parents = _texts(blocks, lambda block: block.parents)
@@ -91,6 +93,8 @@ def join(
         ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
         request_ids=_texts(blocks, lambda block: block.request_ids),
         models=Labels.of(models) if models is not None else None,
+        aborted=aborted if aborted.any() else None,
+        aborted_before=header.aborted,
         turns=turns,
         concurrency=header.concurrency,
         origin=header.origin,
