@@ -236,3 +236,21 @@ def test_doctor_says_what_is_there_and_exits_by_it(tmp_path: Path) -> None:
     done = typed(tmp_path, "doctor")
     assert done.returncode == (2 if "MISSING" in done.stdout else 0)
     assert "vllm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "hint"),
+    [
+        (("data-parallel-size=2",), "data-parallel-size 2", "tune trace thin --replicas 2"),
+        (("nnodes=2", "tensor-parallel-size=2"), "nnodes 2", "leave nnodes and node-rank out"),
+        (("headless=true",), "is headless", "leave headless out"),
+    ],
+)
+def test_an_engine_that_would_wait_for_others_for_ever_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], named: str, hint: str
+) -> None:
+    more = [word for one in arguments for word in ("--engine-arg", one)]
+    done = typed(tmp_path, "replay", "--trace", str(TRACE), "--window", "peak:2s", *more)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert hint in " ".join(done.stderr.split())
