@@ -36,6 +36,10 @@ class UsageError(TunerError):
     exit_code = 2
 
 
+class RefusedConfigError(UsageError):
+    """vLLM refuses a configuration; its log may say more than the message."""
+
+
 class TraceError(TunerError):
     """A trace file or a line of it is wrong."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import EngineError, UsageError
+from tuner.errors import EngineError, RefusedConfigError, UsageError
 from tuner.spelling import to_argv
 
 # Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
@@ -138,14 +138,14 @@ def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:
 def resolve_config(engine_args: Any) -> Any:
     """Let vLLM resolve the arguments as its API server would, without starting anything.
 
-    Raises: UsageError with vLLM's own words when it refuses them.
+    Raises: RefusedConfigError with vLLM's own words when it refuses them.
     """
     from vllm.usage.usage_lib import UsageContext
 
     try:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, NotImplementedError) as refused:
-        raise UsageError(
+        raise RefusedConfigError(
             f"vLLM refuses the model or its options: {first_line(refused)}",
             "check --model, --config and --engine-arg; the engine's log has all of it",
         ) from refused
