@@ -17,13 +17,18 @@ class SseServer:
     """Answers /v1/completions after first_s, then a token every gap_s.
 
     Prompts that start with the token `fails_on` are answered with HTTP 500, those that start
-    with `cuts_on` break off after one token.
+    with `cuts_on` break off after one token, `hangs_on` never end; of all requests each
+    `busy_every`-th is answered with HTTP 503. Beyond max_model_len it does as vLLM 0.32: HTTP
+    400 for a prompt that does not fit, and a shorter answer for one that does.
     """
 
     first_s: float = 0.05
     gap_s: float = 0.01
     fails_on: int = -1
     cuts_on: int = -1
+    hangs_on: int = -1
+    busy_every: int = 0
+    max_model_len: int | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     _loop: asyncio.AbstractEventLoop | None = None
@@ -66,17 +71,24 @@ class SseServer:
         self.url = f"http://127.0.0.1:{port}"
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "toy"}]})
+        return web.json_response({"data": [{"id": "toy", "max_model_len": self.max_model_len}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
         if body["prompt"][0] == self.fails_on:
             return web.Response(status=500, text="out of order")
+        if self.busy_every and len(self.asked) % self.busy_every == 0:
+            return web.Response(status=503, text="too busy")
+        room = (self.max_model_len or 10**9) - len(body["prompt"])
+        if room < 0:
+            return web.Response(status=400, text=f"longer than {self.max_model_len} tokens")
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         await asyncio.sleep(self.first_s)
-        for n in range(body["max_tokens"]):
+        for n in range(min(body["max_tokens"], room)):
+            if n and body["prompt"][0] == self.hangs_on:
+                await asyncio.sleep(60)
             if n:
                 await asyncio.sleep(self.gap_s)
             event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": n + 1}}

@@ -40,10 +40,14 @@ def test_a_target_that_changes_is_followed() -> None:
     assert arrivals.next_due_s(20.0, 1) == 30.0
 
 
-def test_what_the_recording_did_not_hold_in_flight_goes_one_at_a_time_after_its_end() -> None:
-    arrivals = ClosedArrivals([0.0, 10.0], [2, 0], 99)
-    assert arrivals.next_due_s(11.0, 0) == 11.0
-    assert arrivals.next_due_s(11.0, 1) is None
+def test_after_the_recordings_end_nothing_goes() -> None:
+    arrivals = ClosedArrivals([0.0, 5.0, 10.0], [2, 0, 3], 99, end_s=20.0)
+    assert arrivals.next_due_s(6.0, 0) == 10.0
+    assert arrivals.next_due_s(19.0, 2) == 19.0
+    assert arrivals.next_due_s(20.0, 0) is None
+    silent = ClosedArrivals([0.0, 5.0], [2, 0], 99, end_s=20.0)
+    assert silent.next_due_s(6.0, 1) is None
+    assert silent.next_due_s(6.0, 0) == 20.0
 
 
 @given(
@@ -54,14 +58,16 @@ def test_what_the_recording_did_not_hold_in_flight_goes_one_at_a_time_after_its_
 def test_a_closed_loop_never_goes_back_in_time_nor_above_its_target(
     targets: list[int], in_flight: int, now_s: float
 ) -> None:
-    arrivals = ClosedArrivals([float(i) for i in range(len(targets))], targets, 5)
+    end_s = float(len(targets))
+    arrivals = ClosedArrivals([float(i) for i in range(len(targets))], targets, 5, end_s)
     due_s = arrivals.next_due_s(now_s, in_flight)
     if due_s is None:
-        assert in_flight >= max(targets[int(now_s) :], default=1)
+        assert now_s >= end_s or in_flight >= max(targets[int(now_s) :], default=1)
+    elif due_s == end_s:
+        assert max(targets[int(now_s) :]) == in_flight == 0
     else:
         assert due_s >= now_s
-        at = min(int(due_s), len(targets) - 1)
-        assert targets[at] > in_flight or in_flight == 0
+        assert targets[int(due_s)] > in_flight
 
 
 def test_the_load_model_chooses_and_a_given_number_beats_the_recorded_one() -> None:

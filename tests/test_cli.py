@@ -247,10 +247,10 @@ def test_colour_can_be_declined(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    talk().print("[red]loud[/red]")
+    talk().print("loud", style="red")
     assert "\x1b[" in capsys.readouterr().err
     monkeypatch.setenv(name, value)
-    talk().print("[red]quiet[/red]")
+    talk().print("quiet", style="red")
     assert capsys.readouterr().err == "quiet\n"
 
 

@@ -6,6 +6,7 @@ import http.client
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -236,3 +237,48 @@ def test_doctor_says_what_is_there_and_exits_by_it(tmp_path: Path) -> None:
     done = typed(tmp_path, "doctor")
     assert done.returncode == (2 if "MISSING" in done.stdout else 0)
     assert "vllm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "hint"),
+    [
+        (("data-parallel-size=2",), "data-parallel-size 2", "tune trace thin --replicas 2"),
+        (("nnodes=2", "tensor-parallel-size=2"), "nnodes 2", "leave nnodes and node-rank out"),
+        (("headless=true",), "is headless", "leave headless out"),
+    ],
+)
+def test_an_engine_that_would_wait_for_others_for_ever_is_refused(
+    tmp_path: Path, arguments: tuple[str, ...], named: str, hint: str
+) -> None:
+    more = [word for one in arguments for word in ("--engine-arg", one)]
+    done = typed(tmp_path, "replay", "--trace", str(TRACE), "--window", "peak:2s", *more)
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr
+    assert hint in " ".join(done.stderr.split())
+
+
+def test_interrupted_before_anything_was_measured_it_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ["--trace", str(TRACE), "--window", "peak:3s", "--budget", "90s"]
+    process = subprocess.Popen(
+        [*TUNE, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + PATIENCE_S
+    # From then on the engine is starting, which takes seconds.
+    while not list(tmp_path.glob("runs/*/run.json")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, said
+    assert "interrupted before anything was measured" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_vllm_said_when_it_refused_a_configuration_stays(tmp_path: Path) -> None:
+    refused = ("--engine-arg", "max-model-len=99999999")
+    done = typed(tmp_path, "--trace", str(TRACE), "--budget", "90s", *refused)
+    assert done.returncode == 2, done.stderr
+    assert "vLLM refuses the model or its options" in done.stderr
+    (log,) = tmp_path.glob("runs/*/engine.log")
+    assert log.stat().st_size > 0

@@ -276,3 +276,37 @@ def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
     seen = observation_of(record)
     assert (seen.decode_step_s, seen.peak_running) == (None, 0)
     assert url
+
+
+def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) -> None:
+    first, second = (Journal(f"sqlite:///{tmp_path / name}.db") for name in ("a", "b"))
+    kept(first, GOOD, Phase.PRESENT)
+    first.begin(LIMITS, Phase.LADDER)  # and interrupted
+    kept(first, Score(Tier.CUT, math.inf, "cut short"))
+    kept(first, FAILED)
+    kept(first, Score(Tier.NOT_SUSTAINED, 0.1 + 0.2, "requests_per_s", (("e2e_p99", 2.5),)))
+    first.enqueue(EngineLimits(4, 512), Phase.SHADOW)
+    claimed = first.claim(Phase.SHADOW)
+    assert claimed is not None
+    assert queued(first, claimed[0], GOOD, claimed[1])
+    for round_ in (1, 2):
+        kept(first, GOOD, Phase.RACE, round_)
+    records = first.records()
+    trials = [(record, {"ttft_p99": -0.25}) for record in records]
+    assert second.restore(trials) == len(records)
+    assert second.records() == records
+    assert second.observations() == first.observations()
+    assert second.race_runs() == first.race_runs()
+    for mine, theirs in zip(first._study.trials, second._study.trials, strict=True):
+        if "record" in mine.user_attrs:
+            assert (mine.number, mine.state, mine.params) == (
+                theirs.number,
+                theirs.state,
+                theirs.params,
+            )
+            assert mine.values == theirs.values
+    # What it holds is not added again, and the next trial has a number of its own.
+    assert second.restore(trials) == 0
+    assert kept(second, GOOD) == kept(first, GOOD) == records[-1]["number"] + 1
+    second.enqueue(EngineLimits(4, 512), Phase.SHADOW)
+    assert second.waiting(Phase.SHADOW) == 0

@@ -25,8 +25,9 @@ from recorder_server import (
 )
 
 from tuner.demo import demo_engine_args
-from tuner.formats import read_trace
+from tuner.formats import ReadOptions, read_trace
 from tuner.recorder.settings import FILE, MAX_BYTES
+from tuner.traces import Aborted
 
 pytestmark = [
     pytest.mark.engine,
@@ -219,8 +220,9 @@ def test_refused_requests_of_one_id_leave_no_prompt_open(
 
 def test_what_a_server_recorded_is_a_trace(both: Server) -> None:
     header, rows = recorded(both.prod)
-    trace = read_trace(both.prod)
+    trace = read_trace(both.prod, options=ReadOptions(aborted=Aborted.KEEP))
     assert len(trace) == len(rows)
+    assert trace.notes.aborted == sum(row["status"] == "abort" for row in rows) > 0
     assert trace.prompt_tokens.sum() == sum(row["input_length"] for row in rows)
     assert trace.output_tokens.sum() == sum(row["output_length"] for row in rows)
     assert trace.hashes is not None

@@ -115,6 +115,88 @@ def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(
     assert [key_of(trial) for trial in after] == [key_of(trial) for trial in uninterrupted]
 
 
+@pytest.fixture
+def killed(trace: Path) -> Path:
+    """Return the directory of a run that was killed after some trials."""
+    run_dir = trace.parent / "run"
+    with running(arguments_for(trace)) as process:
+        wait_for(lambda: has_trials(run_dir, 4), process)
+        process.kill()
+        process.communicate(timeout=60)
+    return run_dir
+
+
+@pytest.mark.parametrize("loss", ["removed", "empty", "another storage"])
+def test_a_run_whose_study_is_lost_goes_on_from_its_file_of_trials(
+    killed: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    before, study, more = lines_of(killed / "trials.jsonl"), killed / "study.db", []
+    if loss == "removed":
+        study.unlink()
+    elif loss == "empty":
+        study.write_bytes(b"")
+    else:
+        more = ["--storage", f"sqlite:///{killed / 'another.db'}"]
+    assert job_on(ToySource(CROWDED), ["--resume", str(killed), *more]) == 0
+    said = capsys.readouterr().err
+    assert f"{len(before)} trials were restored from trials.jsonl" in said
+    after = lines_of(killed / "trials.jsonl")
+    assert after[: len(before)] == before
+    assert len({trial["number"] for trial in after}) == len(after)
+
+    whole = write_trace(killed.parent / "whole.jsonl", n=400)
+    arguments = ["--trace", str(whole), "--budget", "60s", "--run-dir", str(whole) + ".run"]
+    assert job_on(ToySource(CROWDED), [*arguments, "--method", "live"]) == 0
+    uninterrupted = lines_of(Path(f"{whole}.run") / "trials.jsonl")
+    assert [key_of(trial) for trial in after] == [key_of(trial) for trial in uninterrupted]
+
+
+def test_a_run_whose_trials_are_nowhere_is_refused_and_left_as_it_is(killed: Path) -> None:
+    (killed / "study.db").unlink()
+    (killed / "trials.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"no study named .* trials\.jsonl holds no trial"):
+        job_on(ToySource(CROWDED), ["--resume", str(killed)])
+    assert not (killed / "study.db").exists()
+    assert (killed / "run.json").exists()
+
+
+def test_an_older_copy_of_the_study_is_brought_up_to_date(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = trace.parent / "run"
+    with running(arguments_for(trace)) as process:
+        wait_for(lambda: has_trials(run_dir, 2), process)
+        process.send_signal(signal.SIGSTOP)
+        copy = (run_dir / "study.db").read_bytes()
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: has_trials(run_dir, 5), process)
+        process.kill()
+        process.communicate(timeout=60)
+    before = lines_of(run_dir / "trials.jsonl")
+    (run_dir / "study.db").write_bytes(copy)
+    (run_dir / "study.db-journal").unlink(missing_ok=True)
+    assert job_on(ToySource(CROWDED), ["--resume", str(run_dir)]) == 0
+    assert "trials were restored from trials.jsonl: the study lacked" in capsys.readouterr().err
+    assert lines_of(run_dir / "trials.jsonl")[: len(before)] == before
+
+
+def test_a_file_of_trials_that_cannot_be_restored_is_kept_beside_the_new_one(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ended / "trials.jsonl"
+    lines = path.read_text().splitlines()
+    # Torn, and a trial that this study never saw under a number that it has given away.
+    strange = json.loads(lines[0]) | {"number": -1}
+    damaged = "\n".join([*lines[:-1], lines[-1][:40], json.dumps(strange), "{}"])
+    path.write_text(damaged)
+    again = ["--resume", str(ended), "--engine-arg", "api-key=sk-secret"]
+    assert job_on(ToySource(CROWDED), again) == 0
+    assert (ended / "trials.1.jsonl").read_text() == damaged
+    assert path.read_text().splitlines() == lines
+    told = capsys.readouterr().err
+    assert "1 trials that the study does not know and 2 damaged lines" in " ".join(told.split())
+
+
 def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:
     run_dir = trace.parent / "run"
     with running(arguments_for(trace)) as process:

@@ -81,3 +81,64 @@ def test_each_new_run_gets_a_path_of_its_own(tmp_path: Path) -> None:
         path.mkdir()
         paths.add(path)
     assert len(paths) == 3
+
+
+def test_a_run_that_measured_nothing_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "one"
+    run_dir = RunDir(path, resume=False)
+    run_dir.write_json("run.json", {})
+    for name in ("engine.log", "study.db", "study.db-journal", "profile.yaml"):
+        (path / name).write_text("x")
+    run_dir.discard()
+    run_dir.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["trials.jsonl", "notes.txt", "worker-host-7.log", "result.json"]
+)
+def test_what_may_be_a_result_or_somebody_elses_stays_with_all_beside_it(
+    tmp_path: Path, name: str
+) -> None:
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    (run_dir.path / "engine.log").write_text("x")
+    (run_dir.path / name).write_text("x")
+    run_dir.discard()
+    run_dir.close()
+    assert {one.name for one in run_dir.path.iterdir()} == {".lock", "engine.log", name}
+
+
+def test_what_was_measured_stays_before_its_file_is_written(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run", resume=False)
+    run_dir.is_measured = True
+    run_dir.discard()
+    run_dir.close()
+    assert run_dir.path.exists()
+
+
+def test_a_folder_that_was_there_before_stays_and_so_does_all_that_it_held(
+    tmp_path: Path,
+) -> None:
+    mine, full = tmp_path / "mine", tmp_path / "full"
+    for folder in (mine, full):
+        folder.mkdir()
+    (full / "profile.yaml").write_text("of another run")
+    for folder, left in ((mine, set()), (full, {".lock", "profile.yaml", "run.json"})):
+        run_dir = RunDir(folder, resume=False)
+        run_dir.write_json("run.json", {})
+        run_dir.discard()
+        run_dir.close()
+        assert {one.name for one in folder.iterdir()} == left
+    # A run that goes on is never discarded.
+    again = RunDir(full, resume=True)
+    again.discard()
+    again.close()
+    assert (full / "run.json").exists()
+
+
+def test_a_neighbour_of_the_run_keeps_their_folder(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "one", resume=False)
+    (tmp_path / "runs" / "two").mkdir()
+    run_dir.discard()
+    run_dir.close()
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["two"]

@@ -73,6 +73,7 @@ def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TooFewSamplesError, match="needs at least 100 requests") as caught:
         job_on(ToySource(), arguments_for(trace, "--slo", "e2e_p99=9s", *SHORT))
     assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,9 @@ def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path
     with pytest.raises(EngineError, match="the toy died of its limits") as caught:
         job_on(ToySource(dies_above=0), arguments_for(trace, *SHORT))
     assert caught.value.exit_code == 4
-    assert str(trace.parent / "run" / "engine.log") in str(caught.value.hint)
+    log = trace.parent / "run" / "engine.log"
+    assert str(log) in str(caught.value.hint)
+    assert "the toy died of its limits" in log.read_text()
     assert not (trace.parent / "best.yaml").exists()
 
 
@@ -133,4 +136,4 @@ def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
     with pytest.raises(UsageError, match="refuses the key toy-refuses"):
         job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
     assert "trial" not in capsys.readouterr().err
-    assert not (trace.parent / "run" / "trials.jsonl").exists()
+    assert [one.name for one in trace.parent.iterdir()] == ["t.jsonl"]

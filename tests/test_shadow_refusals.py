@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 from shadow_parts import a_shadow, a_shape
 
-from tuner.engine.compat.shape import _refuse_unsupported
+from tuner.demo import demo_engine_args
+from tuner.engine.compat.serve import parse_serve_values, resolve_config
+from tuner.engine.compat.shape import _refuse_unsupported, read_shape
 from tuner.engine.protocol import EngineLimits
+from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError
 
 CEILING = EngineLimits(16, 512)
@@ -48,8 +51,14 @@ def a_config(**parts: object) -> SimpleNamespace:
             "decode_context_parallel_size",
         )
     }
+    from vllm.config import SchedulerConfig
+
     plain = dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"))
-    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), **{**plain, **parts})
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        scheduler_config=SchedulerConfig.default_factory(),
+        **{**plain, **parts},
+    )
 
 
 def groups(*specs: object) -> SimpleNamespace:
@@ -85,6 +94,19 @@ def test_what_has_no_shadow_is_named(parts: dict[str, object], named: str) -> No
     with pytest.raises(ShadowError, match=f"engine with {named}$") as refused:
         _refuse_unsupported(a_config(**parts), groups(full_attention()))
     assert "--method live" in str(refused.value.hint)
+
+
+@pytest.mark.engine
+def test_a_scheduler_that_is_not_vllms_has_no_shadow() -> None:
+    def shape_of(**more: object) -> EngineShape:
+        config = resolve_config(parse_serve_values({**demo_engine_args(), **more}))
+        return read_shape(config, groups(full_attention()), "CPU", "0.32.0")
+
+    with pytest.raises(ShadowError, match=r"of its own \(own_scheduler\.OwnScheduler\)$"):
+        shape_of(**{"scheduler-cls": "own_scheduler.OwnScheduler"})
+    # Its own may be named as well.
+    named = {"scheduler-cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+    assert shape_of(**named) == shape_of()
 
 
 @pytest.mark.engine

@@ -181,4 +181,4 @@ def test_a_recording_of_requests_in_flight_says_what_it_is_and_scales() -> None:
     assert double.in_flight.tolist() == [3, 9, 0]
     part = trace.between(5, 12).concurrency
     assert part is not None
-    assert (part.times_s.tolist(), part.in_flight.tolist()) == ([0, 5], [2, 6])
+    assert (part.times_s.tolist(), part.in_flight.tolist()) == ([0, 5, 7], [2, 6, 6])

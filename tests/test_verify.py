@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from sse_server import SseServer
 from traffic import a_trace
 
+from tuner.cli import run as tune
 from tuner.errors import EngineError
 from tuner.prompts import TokenPrompt
 from tuner.replay_plan import ReplayPlan
@@ -18,9 +21,11 @@ from tuner.slo import parse_slo
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel, Trace
 from tuner.turns import Turns
-from tuner.verify.http_replay import Endpoint, HttpRun, replay_http, served_model
-from tuner.verify.outcome import verification
+from tuner.verify.http_replay import Endpoint, HttpRun, find_endpoint, replay_http
+from tuner.verify.outcome import Verification, verification
 from tuner.verify.scrape import Scraper, read_gauges
+
+TRACE = Path(__file__).parents[1] / "traces" / "chat.jsonl"
 
 
 def prompts(trace: Trace) -> Any:
@@ -82,6 +87,74 @@ def test_failures_are_counted_with_what_the_server_said() -> None:
     assert "1 for 5" in said
 
 
+def judged(run: HttpRun, *slos: str) -> Verification:
+    return verification(
+        run, Scraper("http://127.0.0.1:9"), None, [parse_slo(slo) for slo in slos], None
+    )
+
+
+def test_requests_that_fail_are_later_than_any_bound() -> None:
+    trace = a_trace([i * 0.01 for i in range(100)], output=5)
+    with SseServer(fails_on=10, cuts_on=20, hangs_on=30) as server:
+        found = judged(
+            replayed(server, trace, ReplayPlan(timeout_s=2.0)),
+            *("ttft_p95=1s", "tpot_p95=1s", "e2e_p95=1s", "itl_p95=1s"),
+            *("ttft_p99=1h", "tpot_p99=1h", "e2e_p99=1h", "itl_p99=1h", "e2e_mean=1h"),
+        )
+    assert [said.split()[0] for said in found.broken] == [
+        *("ttft_p99", "tpot_p99", "e2e_p99", "itl_p99", "e2e_mean")
+    ]
+    assert "e2e_p99 is infinite, as 3.0% failed" in found.broken
+    assert found.lines()[0] == "3 of 100 requests failed (3.0%)"
+    assert found.as_json()["failed"] == 3
+    assert found.as_json()["failed_ratio"] == 0.03
+    assert "at most 1% may" in found.failure
+
+
+def test_a_run_in_which_all_fail_holds_no_slo_and_one_in_which_none_does_says_so() -> None:
+    trace = a_trace([0, 0, 0], output=5)
+    with SseServer(busy_every=1) as server:
+        found = judged(replayed(server, trace), "ttft_p50=1h")
+    assert found.broken == ("ttft_p50 is infinite, as 100.0% failed",)
+    assert found.failure.endswith("most often: HTTP 503: too busy")
+    with SseServer() as server:
+        found = judged(replayed(server, trace), "ttft_p50=1h")
+    assert not found.broken
+    assert not found.failure
+    assert found.lines()[0] == "none of 3 requests failed"
+
+
+def test_what_exceeds_the_servers_length_is_no_failure_of_it() -> None:
+    # The second has no room for its prompt, the third none for its whole answer.
+    trace = a_trace([0, 0, 0], prompt=[10, 60, 40], output=20)
+    with SseServer(max_model_len=50) as server:
+        endpoint = find_endpoint(server.url, {})
+        run = replay_http(endpoint, trace, prompts(trace), ReplayPlan(), lambda: None)
+        unknown = replayed(server, trace)
+    assert run.timelines.outcome.tolist() == [
+        Outcome.COMPLETED,
+        Outcome.REFUSED,
+        Outcome.REFUSED,
+    ]
+    found = judged(run, "e2e_p99=5s")
+    assert (found.failed, found.broken) == (0, ())
+    assert "2 requests exceed the server's max_model_len: not counted" in found.lines()
+    assert judged(unknown).failed == 2
+
+
+@pytest.mark.engine
+def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = ["--trace", str(TRACE), "--window", "typical:2s", "--predict", "none"]
+    with SseServer(busy_every=3, first_s=0.0, gap_s=0.0) as server:
+        asked = ["verify", *traffic, "--url", server.url, "--max-send-lag", "10s"]
+        assert tune([*asked, "--slo", "e2e_p50=1h"]) == 4
+        said = capsys.readouterr()
+        assert re.match(r"\d+ of \d+ requests failed \(3\d\.\d%\)\n", said.out)
+        assert "at most 1% may; most often: HTTP 503: too busy" in said.err
+        assert tune([*asked, "--slo", "e2e_p90=1h"]) == 3
+        assert "breaks 1 SLO: e2e_p90 is infinite, as 3" in capsys.readouterr().err
+
+
 def test_a_client_that_falls_behind_voids_the_run_and_still_shows_it() -> None:
     with SseServer() as server:
         run = replayed(server, a_trace([0]))
@@ -105,9 +178,9 @@ def test_a_server_that_dies_ends_the_replay() -> None:
 
 def test_what_is_no_vllm_server_is_said_to_be_none() -> None:
     with SseServer() as server:
-        assert served_model(server.url, {}) == "toy"
+        assert find_endpoint(server.url, {}).model == "toy"
     with pytest.raises(EngineError, match="does not answer as a vLLM API server"):
-        served_model("http://127.0.0.1:9", {})
+        find_endpoint("http://127.0.0.1:9", {})
 
 
 @pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])

@@ -7,11 +7,13 @@ is in `replay`.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +66,8 @@ class ReplayClock:
 class OpenArrivals:
     """Requests go when the trace says, whatever the engine does."""
 
+    end_s: ClassVar[float] = math.inf
+
     def __init__(self, due_s: NDArray[np.float64]) -> None:
         self._due_s = due_s.tolist()
         self._next = 0
@@ -91,6 +95,8 @@ class CausalArrivals:
     A turn whose predecessor was refused, timed out or aborted goes just the same: its user
     tries again.
     """
+
+    end_s: ClassVar[float] = math.inf
 
     def __init__(self, due_s: NDArray[np.float64], turns: Turns) -> None:
         roots = np.flatnonzero(turns.after < 0)
@@ -121,15 +127,26 @@ class CausalArrivals:
 
 
 class ClosedArrivals:
-    """Requests go as soon as fewer are in flight than a target that may change with time."""
+    """Requests go as soon as fewer are in flight than a target that may change with time.
 
-    def __init__(self, times_s: list[float], targets: list[int], n: int) -> None:
+    At `end_s` the recording of that target is over, and with it the replay: past it nothing
+    says how many should be in flight. Going on with what is left, one at a time, was tried: an
+    engine 10 % slower than the recorded one then was told at 43 % less requests/s.
+    """
+
+    def __init__(
+        self, times_s: list[float], targets: list[int], n: int, end_s: float = math.inf
+    ) -> None:
         self._times_s, self._targets, self._left = times_s, targets, n
         self._next = 0
+        self.end_s = end_s
 
     def next_due_s(self, now_s: float, in_flight: int) -> float | None:
-        """Return now if there is room, else when the target next rises, else None."""
-        if self._left == 0:
+        """Return now if there is room, else when the target next rises, else None.
+
+        With nothing in flight and no rise to come it is the end, where the replay stops.
+        """
+        if self._left == 0 or now_s >= self.end_s:
             return None
         at = bisect_right(self._times_s, now_s) - 1
         if at >= 0 and self._targets[at] > in_flight:
@@ -137,8 +154,7 @@ class ClosedArrivals:
         for later in range(at + 1, len(self._targets)):
             if self._targets[later] > in_flight:
                 return self._times_s[later]
-        # Past the recording's end the last request still has to go: one at a time.
-        return now_s if in_flight == 0 else None
+        return self.end_s if in_flight == 0 else None
 
     def pop(self, now_s: float) -> tuple[int, float]:
         """Return the next request's row, due now, and move on."""
@@ -170,6 +186,8 @@ class StaticBatches:
 
 class BatchArrivals:
     """Requests are due when the trace says, and go batch by batch."""
+
+    end_s: ClassVar[float] = math.inf
 
     def __init__(self, due_s: NDArray[np.float64], batches: StaticBatches) -> None:
         self._due_s: list[float] = due_s.tolist()
@@ -225,6 +243,9 @@ def arrivals_of(
 ) -> Arrivals:
     """Choose how the trace's requests arrive; no concurrency means the recorded one.
 
+    A recorded one ends with its last change, which is its last answer where it follows from
+    latencies; a given number is held until every request has gone.
+
     Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
         open one for arrivals that were not.
     """
@@ -238,4 +259,5 @@ def arrivals_of(
     if concurrency is not None:
         return ClosedArrivals([0.0], [concurrency], len(trace))
     times_s, in_flight = trace.recorded_concurrency()
-    return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace))
+    end_s = max(float(times_s[-1]), float(trace.due_s[-1]))
+    return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace), end_s)

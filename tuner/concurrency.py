@@ -37,11 +37,19 @@ class Concurrency:
             raise ValueError("in_flight must be at least 0")
 
     def between(self, start_s: float, end_s: float) -> Concurrency:
-        """Return the stretch [start_s, end_s), counted from start_s."""
+        """Return the stretch [start_s, end_s), counted from start_s.
+
+        Where the recording goes on past end_s, a last value stands there, so that the stretch
+        is known to last until then.
+        """
         first = max(int(np.searchsorted(self.times_s, start_s, side="right")) - 1, 0)
         last = max(int(np.searchsorted(self.times_s, end_s, side="left")), first + 1)
         times_s = np.maximum(self.times_s[first:last] - start_s, 0.0)
-        return Concurrency(times_s, self.in_flight[first:last])
+        in_flight = self.in_flight[first:last]
+        if last < len(self.times_s) and end_s - start_s > times_s[-1]:
+            times_s = np.append(times_s, end_s - start_s)
+            in_flight = np.append(in_flight, in_flight[-1])
+        return Concurrency(times_s, in_flight)
 
     def scaled(self, load: float) -> Concurrency:
         """Return `load` times as many in flight, at least one wherever there was one."""

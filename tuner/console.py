@@ -34,9 +34,15 @@ _TIER_STYLES = {
 
 
 def talk() -> RichConsole:
-    """Return the console on standard error; colour only on a terminal that wants it."""
+    """Return the console on standard error; colour only on a terminal that wants it.
+
+    Texts are shown as they are: paths, vLLM's words and a user's names hold brackets and colons
+    that are neither markup nor emoji.
+    """
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    return RichConsole(stderr=True, highlight=False, no_color=plain, soft_wrap=True)
+    return RichConsole(
+        stderr=True, highlight=False, markup=False, emoji=False, no_color=plain, soft_wrap=True
+    )
 
 
 def say(text: str) -> None:

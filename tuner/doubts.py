@@ -18,6 +18,9 @@ from tuner.traces import Trace
 _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
 
+_MANY_ABORTED = 0.01
+"""Ours: the share past which a p99 of all answers may hang on lengths that nobody recorded."""
+
 _SILENCE_S = 30.0
 _SILENCE_GAPS = 20.0
 """Ours: a silence is worth a word when it is half a minute and twenty mean gaps long."""
@@ -43,6 +46,7 @@ def doubts(
     found = [
         _sampled_warning(trace),
         _closed_warning(trace),
+        _aborted_warning(trace),
         *(TraceWarning("remark", remark) for remark in trace.notes.remarks),
         _order_warning(trace),
         _clock_warning(trace.due_s),
@@ -71,6 +75,16 @@ def _closed_warning(trace: Trace) -> TraceWarning | None:
         Caveat.CLOSED_LOOP,
         "a recording of requests in flight, not of arrivals: it is replayed in a closed loop, "
         "whose latencies never compare with an open one",
+    )
+
+
+def _aborted_warning(trace: Trace) -> TraceWarning | None:
+    if trace.notes.aborted <= _MANY_ABORTED * trace.notes.rows:
+        return None
+    return TraceWarning(
+        Caveat.ANSWERS_CUT,
+        f"clients left before {trace.notes.aborted:,} answers were whole: what they asked for "
+        "is not recorded, compare with --aborted keep, which is the least that it was",
     )
 
 

@@ -36,6 +36,10 @@ class UsageError(TunerError):
     exit_code = 2
 
 
+class RefusedConfigError(UsageError):
+    """vLLM refuses a configuration; its log may say more than the message."""
+
+
 class TraceError(TunerError):
     """A trace file or a line of it is wrong."""
 
@@ -101,6 +105,8 @@ class Caveat(StrEnum):
     SHADOW_DISAGREES = "shadow_disagrees"
     PROFILE_FORCED = "profile_forced"
     COLD_DIFFERS = "cold_differs"
+    RECORDING_ENDED = "recording_ended"
+    ANSWERS_CUT = "answers_cut"
 
     @property
     def text(self) -> str:
@@ -142,5 +148,13 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "shadow and live disagreed beyond the stated error; the live numbers decided"
     ),
     Caveat.PROFILE_FORCED: "the profile was made elsewhere and used all the same",
+    Caveat.ANSWERS_CUT: (
+        "more than 1 % of the recorded answers were cut short as clients left: how long they "
+        "would have been is not recorded"
+    ),
+    Caveat.RECORDING_ENDED: (
+        "closed loop: the recording ended before many of its requests were answered; rates "
+        "are of the time until then, latencies of those answered by then"
+    ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race",
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -42,6 +42,12 @@ from tuner.storage import opened
 __all__ = ["Journal", "observation_of", "race_records", "record_of"]
 
 STUDY_NAME = "tune"
+
+
+class NoStudyError(UsageError):
+    """The storage holds no study of that name."""
+
+
 # A claim beats this often, and is given up when it has not for so long: ours; five beats may
 # be lost before a worker counts as dead, and a dead one costs seconds, not a replay.
 HEARTBEAT_S = 2
@@ -61,10 +67,11 @@ class Journal:
 
     The run's main process opens it: a trial without a record was interrupted while it ran, is
     marked failed then and does not count as measured. Workers join it, claim trials from the
-    queue and leave those of others alone.
+    queue and leave those of others alone. A study that is to be there already (`must_exist`) is
+    never made anew.
 
     Units: heartbeat_s and grace_s in whole seconds, as SQLite's clock ticks.
-    Raises: UsageError if the storage cannot be opened, or holds no such study to join.
+    Raises: UsageError if the storage cannot be opened; NoStudyError if it holds no such study.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Journal:
         study_name: str = STUDY_NAME,
         *,
         join: bool = False,
+        must_exist: bool = False,
         heartbeat_s: int = HEARTBEAT_S,
         grace_s: int = GRACE_S,
     ) -> None:
@@ -81,14 +89,14 @@ class Journal:
         self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
         try:
-            self._storage = opened(storage, heartbeat_s, grace_s, join=join)
-            if not join:
+            self._storage = opened(storage, heartbeat_s, grace_s, join=join or must_exist)
+            if not (join or must_exist):
                 optuna.create_study(
                     storage=self._storage, study_name=study_name, load_if_exists=True
                 )
             self._study = optuna.load_study(storage=self._storage, study_name=study_name)
         except KeyError as missing:
-            raise UsageError(
+            raise NoStudyError(
                 f"the storage holds no study named {study_name!r}",
                 "start the run first; its workers join it with the same --storage",
             ) from missing
@@ -248,6 +256,28 @@ class Journal:
         cause = f"{MOST_DEATHS} processes ended while they replayed it, most likely of memory"
         record = record_of(number, limits, phase, race_round, score, None, cause)
         self.finish(number, score, {}, record)
+
+    def restore(self, trials: Iterable[tuple[Mapping[str, Any], Mapping[str, float]]]) -> int:
+        """Add the records that come after all the study holds, and return how many those were.
+
+        Each becomes the trial that it was, under its own number; a number that no record has
+        was one that was interrupted. What the study holds stays as it is. A trial is its record
+        and the slacks of its SLOs; their numbers ascend.
+        """
+        held = len(self._study.get_trials(deepcopy=False))
+        added = 0
+        for record, slacks in trials:
+            if record["number"] < held:
+                continue
+            while held < record["number"]:
+                interrupted = optuna.create_trial(state=TrialState.FAIL)
+                self._storage.create_new_trial(self._study_id, interrupted)
+                held += 1
+            seen = observation_of(record)
+            number = self.begin(seen.limits, seen.phase, seen.race_round)
+            self.finish(number, seen.score, slacks, record)
+            held, added = number + 1, added + 1
+        return added
 
     def waiting(self, phase: Phase) -> int:
         """Return how many trials of a phase nobody has claimed yet."""

@@ -32,6 +32,9 @@ Floats = NDArray[np.float64]
 NOISY_RATIO = 0.05
 # A window shorter than so many lives of a request shows an engine fill: ours.
 SHOWN_LIVES = 3.0
+# Above this share of requests the end of a closed loop's recording is told: ours, more than
+# the last few that an engine as fast as the recorded one has in flight then.
+UNFINISHED_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,9 @@ class Measurement:
 
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
     replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
-    real one, `max_step_tokens` the fullest step. `utilisation` is the offered work over the
-    time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
+    real one, `max_step_tokens` the fullest step. `unfinished` counts requests that the end of a
+    closed loop's recording left in flight or not sent. `utilisation` is the offered work over
+    the time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
     that time, None where either cannot be told. `load` is the multiple of the recorded load
     that was offered, `capacity` the largest at which the SLOs hold where that was looked for.
     """
@@ -166,6 +170,8 @@ class Measurement:
             return math.inf
         return self.latency(metric, statistic)
 
+    unfinished: int = 0
+
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
         spread = self.latencies[metric]
@@ -200,6 +206,7 @@ class Measurement:
             "aborted": self.aborted,
             "lost_ratio": self.lost_ratio,
             "offered_per_s": self.offered_per_s,
+            "unfinished": self.unfinished,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
@@ -289,6 +296,7 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         caveats=(),
         utilisation=utilisation(lines),
         offered_per_s=offered / arrivals_s if arrivals_s > 0 else None,
+        unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
     return _with_caveats(measurement)
 
@@ -304,6 +312,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.NOISY_MACHINE, (m.distorted_steps_ratio or 0.0) > NOISY_RATIO),
         (Caveat.REQUESTS_REFUSED, m.refused > 0),
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
+        (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
     caveats = tuple(caveat for caveat, holds in found if holds)
     return replace(m, caveats=caveats)
@@ -322,11 +331,14 @@ def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:
 
 
 def _busy_span_s(log: ReplayLog) -> float:
-    """Return the seconds a rate is taken over: first due instant to the last token."""
+    """Return the seconds a rate is taken over: first due instant to the last token.
+
+    To the end of the replay where that came first: by a cut, or as the recording ended.
+    """
     due_s, last_s = log.timelines.due_s, log.timelines.last_s
     if due_s.size == 0:
         return 0.0
-    if log.cut_reason is not None:
+    if log.cut_reason is not None or log.timelines.count(Outcome.UNFINISHED):
         return max(0.0, log.clock_s - float(due_s.min()))
     ends = last_s[~np.isnan(last_s)]
     end_s = float(ends.max()) if ends.size else log.clock_s
@@ -334,9 +346,14 @@ def _busy_span_s(log: ReplayLog) -> float:
 
 
 def _answered_tokens(logs: Sequence[ReplayLog]) -> int:
-    """Return the output tokens of answers; those of a cut replay's unfinished ones as well."""
-    kept = [(log.timelines, log.cut_reason is not None) for log in logs]
-    return sum(int(line.output_tokens[line.completed | is_cut].sum()) for line, is_cut in kept)
+    """Return the output tokens of answers, also of those that the replay's end cut off."""
+    tokens = 0
+    for log in logs:
+        line = log.timelines
+        counts = line.completed | (line.outcome == int(Outcome.UNFINISHED))
+        counts |= log.cut_reason is not None
+        tokens += int(line.output_tokens[counts].sum())
+    return tokens
 
 
 def _latencies(logs: Sequence[ReplayLog]) -> dict[str, Distribution | None]:

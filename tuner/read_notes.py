@@ -12,8 +12,9 @@ class ReadNotes:
     """What reading did: rows read, rows sorted, rows dropped or clipped by reason.
 
     `remarks` are sentences for the reader of a description: what was spread, sampled, merged,
-    or is not in the recording at all. `sampled_from` names the source of a trace that was
-    drawn at random from aggregates; empty for a recording.
+    or is not in the recording at all. `aborted` counts answers that were cut short as their
+    clients left, and whose length is therefore drawn or too short. `sampled_from` names the
+    source of a trace that was drawn at random from aggregates; empty for a recording.
     """
 
     rows: int = 0
@@ -22,6 +23,7 @@ class ReadNotes:
     clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     remarks: tuple[str, ...] = ()
     sampled_from: str = ""
+    aborted: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
@@ -30,7 +32,7 @@ class ReadNotes:
     def __reduce__(self) -> tuple[type[ReadNotes], tuple[object, ...]]:
         """Travel between processes, which a mapping proxy cannot."""
         plain = (self.rows, self.moved, dict(self.dropped), dict(self.clipped))
-        return ReadNotes, (*plain, self.remarks, self.sampled_from)
+        return ReadNotes, (*plain, self.remarks, self.sampled_from, self.aborted)
 
     def with_dropped(self, reason: str, count: int) -> ReadNotes:
         """Return the notes with `count` more rows dropped for `reason`."""
@@ -55,7 +57,11 @@ class ReadNotes:
             notes = notes.with_clipped(reason, count)
         for remark in other.remarks:
             notes = notes.with_remark(remark)
-        return replace(notes, sampled_from=self.sampled_from or other.sampled_from)
+        return replace(
+            notes,
+            sampled_from=self.sampled_from or other.sampled_from,
+            aborted=self.aborted + other.aborted,
+        )
 
 
 def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:

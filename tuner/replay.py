@@ -43,7 +43,8 @@ class ReplayLog:
     """Everything one replay brought out.
 
     `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time,
-    `kept_steps` every step where the plan asked for them.
+    `kept_steps` every step where the plan asked for them. A closed loop offers what the engine
+    takes, so that nothing can be told of a load.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
@@ -54,6 +55,7 @@ class ReplayLog:
     wall_s: float
     cut_reason: str | None
     kept_steps: StepColumns | None = None
+    is_closed_loop: bool = False
 
     @property
     def arrivals_end_s(self) -> float:
@@ -110,15 +112,19 @@ class _Replay:
         self._clear()
         steps, kept = self._steps.finish()
         timelines = self._record.finish()
-        if self._plan.load_model is LoadModel.OPEN:
+        is_closed = self._plan.load_model is LoadModel.CLOSED
+        if not is_closed:
             batches = self._plan.batches
             most = math.inf if batches is None else batches.size
             work_s = offered_work_s(self._trace, timelines, steps, self._engine.limits, most)
             timelines = replace(timelines, work_s=work_s)
-        return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept)
+        return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept, is_closed)
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
+        if self._clock.now_s >= self._arrivals.end_s:
+            self._leave_unfinished()
+            return False
         self._admit()
         if self._engine.has_work():
             self._take(self._engine.step(self._horizon_s()))
@@ -141,7 +147,7 @@ class _Replay:
             return 0.0
         now_s, plan = self._clock.now_s, self._plan
         until_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
-        ends = [math.inf if until_s is None else until_s]
+        ends = [self._arrivals.end_s, math.inf if until_s is None else until_s]
         patience_s = plan.cut.late_s if plan.timeout_s is None else plan.timeout_s
         if patience_s is not None:
             ends.append(self._next_over_s(patience_s))
@@ -231,6 +237,20 @@ class _Replay:
             for row in gone:
                 self._end(row, Outcome.TIMED_OUT)
 
+    def _leave_unfinished(self) -> None:
+        """Close the books where the recording ends: of what is in flight, and of the rest.
+
+        Nobody asked for the rest before: it becomes due only now.
+        """
+        now_s = self._clock.now_s
+        if in_flight := list(self._in_flight):
+            self._engine.abort(in_flight)
+        for row in in_flight:
+            self._end(row, Outcome.UNFINISHED)
+        for row in range(self._sent, len(self._trace)):
+            self._record.due(row, now_s)
+            self._record.ended(row, Outcome.UNFINISHED)
+
     def _cut_reason(self) -> str | None:
         """Say why going on is pointless, or None."""
         cut, now_s = self._plan.cut, self._clock.now_s
@@ -286,7 +306,8 @@ def replay(
 
     The engine starts with an empty prefix cache and is idle again afterwards. on_progress is
     called a few times a second; when it returns False the replay stops and what was in flight
-    counts as aborted.
+    counts as aborted. A closed loop after a recorded concurrency stops where the recording
+    does, and what was in flight or not sent by then counts as unfinished.
 
     The trace is taken as it is; whoever plans another load hands over that one.
 

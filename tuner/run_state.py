@@ -25,7 +25,7 @@ from tuner.observation import Observation, Phase
 from tuner.records import observation_of, record_of
 from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import CutRule
-from tuner.rundir import RunDir
+from tuner.rundir import TRIALS_FILE, RunDir
 from tuner.space import SearchSpace
 from tuner.timeline_record import TIMELINES_FILE, TimelineRecord, with_replay
 from tuner.traces import Trace
@@ -244,6 +244,7 @@ class RunState:
         record, score, slacks = judged(
             number, limits, phase, outcome, goal, race_round, self.attempt
         )
+        self.run_dir.is_measured = True
         if self.journal.finish(number, score, slacks, record):
             self.write_trials()
             self.listener.trial_ended(observation_of(record), record, self.left_s)
@@ -251,7 +252,7 @@ class RunState:
 
     def write_trials(self) -> None:
         """Put on disk what was measured, here and by workers elsewhere."""
-        self.run_dir.write_lines("trials.jsonl", self.journal.records())
+        self.run_dir.write_lines(TRIALS_FILE, self.journal.records())
 
     def keep_timelines(
         self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]

@@ -24,10 +24,24 @@ from tuner.errors import UsageError
 RUN_FILE = "run.json"
 RESULT_FILE = "result.json"
 PROFILE_FILE = "profile.yaml"
+TRIALS_FILE = "trials.jsonl"
+LOCK_FILE = ".lock"
+STUDY_FILE = "study.db"
+ENGINE_LOG = "engine.log"
+SHADOW_LOG = "shadow.log"
+# What a run puts there before it has measured anything: its choices, a profile that it was
+# given, and logs. SQLite keeps a transaction beside its file.
+_BEFORE_ANY_TRIAL = {
+    *(LOCK_FILE, ENGINE_LOG, SHADOW_LOG, RUN_FILE, PROFILE_FILE, STUDY_FILE),
+    *(f"{STUDY_FILE}{ending}" for ending in ("-journal", "-wal", "-shm")),
+}
 
 
 class RunDir:
     """A directory that one run at a time owns.
+
+    `is_measured` is to be set before the first trial is kept; what was measured is never
+    discarded.
 
     Raises: UsageError if it cannot be made, holds a run already (unless resumed), or is in
         use by another process.
@@ -35,6 +49,7 @@ class RunDir:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
+        self.is_measured = False
         self._lock_fd: int | None = None
         if resume and not (path / RUN_FILE).is_file():
             raise UsageError(
@@ -46,8 +61,10 @@ class RunDir:
                 f"{path} holds a run already",
                 f"go on with --resume {path}, or name another --run-dir",
             )
+        self._made = [one for one in (path, *path.parents) if not one.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self._was_empty = not any(path.iterdir())
             self._lock()
         except OSError as error:
             raise UsageError(
@@ -57,7 +74,7 @@ class RunDir:
 
     def _lock(self) -> None:
         """Keep other processes out for as long as this one lives."""
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as taken:
@@ -73,20 +90,44 @@ class RunDir:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    def discard(self) -> None:
+        """Remove what a run that measured nothing leaves: its files, and folders that it made.
+
+        A folder that held anything before stays as it is, and so does one that holds anything
+        but what a run puts there before its first trial.
+        """
+        found = {one.name for one in self.path.iterdir()}
+        if self.is_measured or not self._was_empty or found - _BEFORE_ANY_TRIAL:
+            return
+        # The lock goes last: until then nobody else begins a run here.
+        for name in sorted(found, key=lambda name: name == LOCK_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # somebody else has put something there
+            for folder in self._made:
+                folder.rmdir()
+
     @property
     def engine_log(self) -> Path:
         """Where the engine's process writes."""
-        return self.path / "engine.log"
+        return self.path / ENGINE_LOG
 
     @property
     def shadow_log(self) -> Path:
         """Where the processes of further shadows write."""
-        return self.path / "shadow.log"
+        return self.path / SHADOW_LOG
 
     @property
     def storage_url(self) -> str:
         """Return the study's own SQLite database."""
-        return f"sqlite:///{(self.path / 'study.db').resolve()}"
+        return f"sqlite:///{(self.path / STUDY_FILE).resolve()}"
+
+    def set_aside(self, name: str) -> Path:
+        """Rename a file to one that nothing writes to, and return that."""
+        path, count = self.path / name, 1
+        while (kept := path.with_name(f"{path.stem}.{count}{path.suffix}")).exists():
+            count += 1
+        path.rename(kept)
+        return kept
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file whole."""

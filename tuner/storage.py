@@ -47,7 +47,7 @@ def holds_studies(url: str) -> bool:
 
 
 def opened(url: str, heartbeat_s: int, grace_s: int, *, join: bool) -> RDBStorage:
-    """Return the storage; a worker that joins creates neither its tables nor an empty file.
+    """Return the storage; who joins creates neither its tables nor an empty file.
 
     Raises: KeyError if there is nothing to join; SQLAlchemyError, StorageInternalError,
         ImportError or ValueError if the database cannot be opened.

@@ -36,11 +36,14 @@ def is_sustained(log: ReplayLog) -> bool:
     It did not when the offered work exceeds the time in which it came, however early everybody
     was admitted; nor when the requests in flight grow, beyond their noise, through the middle
     of the window. The first sees what a window shorter than its requests live cannot show,
-    the second what the cost of a step does not tell. Nor when many were given up.
+    the second what the cost of a step does not tell. Nor when many were given up. A closed loop
+    offers what the engine takes, and is always kept up with.
 
     Source: ours; the criterion of a stable queue is that its mean has no trend.
     """
     line = log.timelines
+    if log.is_closed_loop:
+        return True
     waits = line.outcome != int(Outcome.REFUSED)
     due_s = np.sort(line.due_s[waits])
     if due_s.size < 2 or due_s[-1] <= due_s[0]:

@@ -23,12 +23,17 @@ Ints = NDArray[np.int64]
 
 
 class Outcome(IntEnum):
-    """How a request ended; every offered request has exactly one."""
+    """How a request ended; every offered request has exactly one.
+
+    UNFINISHED is no failure: the recording that a closed loop follows ended first, with the
+    request in flight or still to be sent. How late it would have been nobody knows.
+    """
 
     COMPLETED = 0
     REFUSED = 1
     TIMED_OUT = 2
     ABORTED = 3
+    UNFINISHED = 4
 
 
 @dataclass(frozen=True, slots=True)

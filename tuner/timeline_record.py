@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay import ReplayLog
+from tuner.timeline import Outcome
 
 Floats = NDArray[np.float64]
 
@@ -74,8 +75,9 @@ def timeline_record(log: ReplayLog, most_points: int = MOST_POINTS) -> TimelineR
         raise ValueError("the replay's plan did not ask for its steps to be kept")
     if most_points < 1:
         raise ValueError(f"a timeline has at least one point, got {most_points}")
-    due_s = log.timelines.due_s
-    due_s = due_s[due_s <= log.clock_s]
+    line = log.timelines
+    never = (line.outcome == int(Outcome.UNFINISHED)) & np.isnan(line.sent_s)
+    due_s = line.due_s[~never & (line.due_s <= log.clock_s)]
     start_s = float(due_s.min()) if due_s.size else 0.0
     span_s = max(log.clock_s - start_s, 1e-6)
     bin_s = round_width(span_s / most_points)

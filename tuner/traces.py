@@ -44,6 +44,17 @@ class ZeroOutput(StrEnum):
     REFUSE = "refuse"
 
 
+class Aborted(StrEnum):
+    """What becomes of a recorded answer that was cut short because its client left.
+
+    What is recorded of it is what was served, which is less than what was asked for.
+    """
+
+    DRAW = "draw"
+    KEEP = "keep"
+    DROP = "drop"
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request as the trace asks for it.

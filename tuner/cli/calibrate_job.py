@@ -58,7 +58,10 @@ def _learnt(
 ) -> tuple[Profile, EngineLimits, Served]:
     """Replay the recording with one step model after the other until they agree."""
     engine = profiled_engine({**options, "engine_args": (), "model": None}, profile)
-    traffic = read_traffic(options, largest_cap=256)
+    # What was served is compared, and of an answer that was cut short no more was served.
+    traffic = read_traffic(
+        {**options, "aborted": options["aborted"] or "keep"}, largest_cap=256
+    )
     for line in traffic.lines:
         say(line)
     facts = host.facts(engine.values)

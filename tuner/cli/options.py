@@ -72,6 +72,13 @@ _READING_OPTIONS = (
         help="What becomes of recorded requests without output tokens.",
     ),
     click.option(
+        "--aborted",
+        type=click.Choice(["draw", "keep", "drop"]),
+        help="What becomes of answers that were cut short as their clients left: the rest of "
+        "their length is drawn from answers that went on, or they stay as short, or are left "
+        "out  [default: draw; for calibrate keep]",
+    ),
+    click.option(
         "--skip-invalid", is_flag=True, help="Count and skip wrong rows, up to --max-invalid."
     ),
     click.option(

@@ -66,7 +66,8 @@ def verify(**options: Any) -> int:
         tune verify --config best.yaml --trace prod.jsonl --window peak:60s
 
     Starts `vllm serve --config`, replays the trace with streaming, and prints what was measured
-    beside what was predicted. The server is stopped again. Exit code 3 if an --slo breaks.
+    beside what was predicted. The server is stopped again. Exit code 3 if an --slo breaks, for
+    which a request that fails is infinitely late; 4 if more than 1 % of them fail.
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.verify_command import run_verify
 

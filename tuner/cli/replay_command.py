@@ -128,6 +128,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         ("max_num_batched_tokens", f"{limits.max_num_batched_tokens}"),
         ("requests offered", f"{m.offered} = {m.completed} completed + {m.refused} refused"),
         ("", f"+ {m.timed_out} timed out + {m.aborted} aborted ({m.lost_ratio:.1%} lost)"),
+        *([("", f"+ {m.unfinished} unfinished at the recording's end")] * bool(m.unfinished)),
         ("throughput", f"{m.requests_per_s:.2f} requests/s"),
         ("", f"{m.output_tokens_per_s:.0f} output tokens/s"),
         *((name.removesuffix("_s"), _spread(m, name)) for name in LATENCIES),

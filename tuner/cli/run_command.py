@@ -16,14 +16,20 @@ from tuner.cli.job import Job
 from tuner.console import RunDisplay, clock_text, say
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
-from tuner.errors import Caveat, UsageError
+from tuner.errors import (
+    Caveat,
+    EngineError,
+    RefusedConfigError,
+    TunerError,
+    UsageError,
+)
 from tuner.host import Host
-from tuner.journal import Journal
 from tuner.lessons import Lessons
 from tuner.objective import Objective
 from tuner.plan import search_space
 from tuner.profiles import Profile, write_profile
 from tuner.records import observation_of
+from tuner.recovery import open_journal
 from tuner.redact import redacted
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE, RUN_FILE, RunDir
@@ -59,6 +65,11 @@ def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None 
             closing(spares or Spares(_helpers(job), run_dir.shadow_log)) as others,
         ):
             return _run_in(job, run_dir, host, others)
+    except (EngineError, RefusedConfigError):
+        raise  # what the engine said is in the directory
+    except (TunerError, KeyboardInterrupt):
+        run_dir.discard()
+        raise
     finally:
         run_dir.close()
 
@@ -149,7 +160,12 @@ def _run_state(
     display = RunDisplay("p95", job.budget.total_s)
     # Storage may be shared, and another run may have a directory of the same name.
     study = stored.get("study") or f"tune {job.run_path.name} {uuid4().hex[:8]}"
-    journal = Journal(options["storage"] or run_dir.storage_url, study)
+    storage = options["storage"] or run_dir.storage_url
+    journal, restored = open_journal(
+        storage, study, run_dir, aim.slos, is_resumed=job.is_resumed
+    )
+    for line in restored:
+        say(line)
     for record in journal.records():
         display.recall(observation_of(record), record)
     bench = Bench(host, job.engine.values, space.ceiling, options["seed"])

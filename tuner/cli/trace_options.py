@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tuner.errors import UsageError
 from tuner.formats import ReadOptions, TimeUnit, read_traces
-from tuner.traces import Trace, ZeroOutput
+from tuner.traces import Aborted, Trace, ZeroOutput
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,6 +31,7 @@ def read_options(options: Mapping[str, Any]) -> ReadOptions:
         max_invalid_ratio=usual.max_invalid_ratio if share is None else share / 100,
         seed=options["seed"],
         sample_s=options["sample"],
+        aborted=Aborted(options["aborted"] or usual.aborted),
     )
 
 

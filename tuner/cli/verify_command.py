@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tuner.console import ProgressLine, say
 from tuner.emit.vllm import render, write_atomic
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
-from tuner.errors import NoFeasibleConfigError, ReplayError, UsageError
+from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import read_profile
@@ -32,7 +32,7 @@ from tuner.prompts import PromptSource
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
 from tuner.traces import LoadModel, Trace
-from tuner.verify.http_replay import Endpoint, replay_http, served_model
+from tuner.verify.http_replay import find_endpoint, replay_http
 from tuner.verify.outcome import Verification, verification
 from tuner.verify.scrape import Scraper
 from tuner.verify.server import ServerProcess
@@ -57,7 +57,8 @@ def run_verify(options: Mapping[str, Any]) -> int:
     """Verify and print.
 
     Raises: TunerError; ReplayError when the client fell behind; NoFeasibleConfigError when an
-        SLO breaks.
+        SLO breaks, failed requests counting as infinitely late; EngineError when more requests
+        failed than may, though every SLO holds.
     """
     _check(options)
     folder = Path(tempfile.mkdtemp(prefix="tune-verify-"))
@@ -87,7 +88,7 @@ def run_verify(options: Mapping[str, Any]) -> int:
 
 
 def _told(found: Verification, *, as_json: bool) -> int:
-    """Print what was found. Raises: ReplayError, NoFeasibleConfigError."""
+    """Print what was found. Raises: ReplayError, NoFeasibleConfigError, EngineError."""
     if as_json:
         encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
         sys.stdout.write(encoded.decode() + "\n")
@@ -102,7 +103,13 @@ def _told(found: Verification, *, as_json: bool) -> int:
     if found.broken:
         raise NoFeasibleConfigError(
             f"the server breaks {len(found.broken)} SLO: {'; '.join(found.broken)}",
-            "tune again with these SLOs: what HTTP adds has to fit in as well",
+            found.failure or "tune again with these SLOs: what HTTP adds has to fit in as well",
+        )
+    if found.failure:
+        raise EngineError(
+            found.failure,
+            "see the server's log, and the proxy's in between; these numbers are of those that "
+            "were answered",
         )
     return 0
 
@@ -149,7 +156,9 @@ def _served(
             say(f"the server answers after {start_s:.0f} s")
             url = server.url
         url = url.rstrip("/")
-        endpoint = Endpoint(url, served_model(url, headers), headers)
+        endpoint = find_endpoint(url, headers)
+        if endpoint.max_model_len is None:
+            endpoint = replace(endpoint, max_model_len=asked.facts.max_model_len)
         scraper = stack.enter_context(Scraper(url))
         progress = stack.enter_context(ProgressLine())
         run = replay_http(

@@ -53,6 +53,7 @@ _READING: Mapping[str, Any] = {
     "sessions_over": None,
     "sample": None,
     "zero_output": "drop",
+    "aborted": None,
     "skip_invalid": False,
     "max_invalid": None,
 }

@@ -143,6 +143,9 @@ class LiveSource:
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> LiveEngine:
         """Start vLLM at the ceiling.
 
-        Raises: UsageError when vLLM refuses the values; EngineError when it cannot start.
+        Raises: UsageError when vLLM refuses the values, or they need engines beside this one;
+            EngineError when it cannot start.
         """
-        return LiveEngine(serve.parse_serve_values(values), ceiling)
+        engine_args = serve.parse_serve_values(values)
+        serve.check_starts_alone(engine_args, values)
+        return LiveEngine(engine_args, ceiling)

@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 
 from tuner.errors import TraceError, UsageError
+from tuner.formats.aborted import drawn_lengths
 from tuner.formats.columns import Columns, ReadOptions, shown
 from tuner.hashes import Bools
 from tuner.read_notes import ReadNotes
-from tuner.traces import Trace, ZeroOutput
+from tuner.traces import Aborted, Trace, ZeroOutput
 
 ZERO_PROMPT = "prompt of 0 tokens"
 ZERO_OUTPUT = "output of 0 tokens"
 FAILED = "failed request"
+ABORTED = "aborted request"
 
 
 def assemble(
@@ -31,6 +33,7 @@ def assemble(
     for reason, count in columns.skipped.items():
         notes = notes.with_dropped(f"invalid: {reason}", count)
     columns, notes = _of_one_model(columns, options, notes, source)
+    columns, notes = _with_aborted(columns, options, notes)
     columns, notes = _without_empty(columns, options.zero_output, notes)
     if not len(columns.prompt_tokens):
         why = ", ".join(f"{count} {reason}" for reason, count in notes.dropped.items())
@@ -80,6 +83,29 @@ def _of_one_model(
     is_other = models.codes != models.names.index(wanted)
     notes = notes.with_dropped(f"not of model {wanted}", int(is_other.sum()))
     return columns.take(np.flatnonzero(~is_other)), notes
+
+
+def _with_aborted(
+    columns: Columns, options: ReadOptions, notes: ReadNotes
+) -> tuple[Columns, ReadNotes]:
+    """Treat answers that were cut short, and say so."""
+    notes = replace(notes, aborted=columns.aborted_before)
+    if columns.aborted is None or not columns.aborted.any():
+        return columns, notes
+    count, rows = int(columns.aborted.sum()), len(columns.aborted)
+    if options.aborted is Aborted.DROP:
+        left = columns.take(np.flatnonzero(~columns.aborted))
+        return left, notes.with_dropped(ABORTED, count)
+    told = f"{count:,} of {rows:,} answers ({count / rows:.1%}) were cut short: clients left; "
+    if options.aborted is Aborted.KEEP:
+        told += "they are replayed as short as they were cut (--aborted keep)"
+    else:
+        output = drawn_lengths(
+            columns.prompt_tokens, columns.output_tokens, columns.aborted, options.seed
+        )
+        columns = replace(columns, output_tokens=output)
+        told += "the rest of their length is drawn from answers that went on (--aborted draw)"
+    return columns, replace(notes.with_remark(told), aborted=notes.aborted + count)
 
 
 def _without_empty(

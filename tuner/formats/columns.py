@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tuner.concurrency import Concurrency
 from tuner.errors import TraceError, UsageError
 from tuner.hashes import Bools, Floats, HashIds, Ints
-from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.traces import Aborted, ClockOrigin, ZeroOutput
 from tuner.turns import Turns
 
 MAX_TOKENS = 10_000_000
@@ -44,8 +44,8 @@ class ReadOptions:
 
     `time_unit` and `hash_block_size` override what a format says of numbers that carry no
     unit. With `skip_invalid` wrong rows are counted and left out, up to `max_invalid_ratio`
-    of all. `seed` is for formats that are sampled from aggregates, `sample_s` how many seconds
-    of them are wanted (None for all).
+    of all. `seed` is for what is drawn: formats that are sampled from aggregates, `sample_s`
+    being how many seconds of them are wanted (None for all), and lengths of aborted answers.
 
     Units: max_invalid_ratio is a share, 0 to 1.
     """
@@ -58,6 +58,7 @@ class ReadOptions:
     max_invalid_ratio: float = 0.05
     seed: int = 0
     sample_s: float | None = None
+    aborted: Aborted = Aborted.DRAW
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +90,9 @@ class Columns:
     Arrivals stay in the file's own ticks, so that integer clocks are subtracted exactly.
     `turns.after` names rows of these columns. Hash ids mean the same in all files of one
     `hash_scope`; with `local_hashes` in this file alone. `failed` marks requests that the
-    recording says went wrong; they are counted and left out. `skipped` counts wrong rows by
+    recording says went wrong; they are counted and left out. `aborted` marks answers that were
+    cut short as their clients left; `aborted_before` counts such rows of which the file alone
+    says how many they were, as one that was converted does. `skipped` counts wrong rows by
     what was wrong. `remarks` are sentences about what the file cannot say, and `sampled_from`
     is set where the rows were drawn from aggregates.
 
@@ -107,6 +110,8 @@ class Columns:
     ttft_s: Floats | None = None
     models: Labels | None = None
     failed: Bools | None = None
+    aborted: Bools | None = None
+    aborted_before: int = 0
     turns: Turns | None = None
     concurrency: Concurrency | None = None
     origin: ClockOrigin = ClockOrigin.OWN
@@ -130,6 +135,7 @@ class Columns:
             ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
             models=models,
             failed=self.failed[rows] if self.failed is not None else None,
+            aborted=self.aborted[rows] if self.aborted is not None else None,
             turns=self.turns.take(rows) if self.turns is not None else None,
             request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,9 +31,15 @@ MAX_LINE_BYTES = 1 << 24
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+_ABORTED = "abort"
+"""vLLM's own word for a request whose client went away, as our recorder writes it."""
+
 
 class _Row(msgspec.Struct, gc=False, kw_only=True):
-    """What a line may hold; `chat_id` only to refuse it, as it marks a clock in seconds."""
+    """What a line may hold; `chat_id` only to refuse it, as it marks a clock in seconds.
+
+    A `status` may be anything: other tools have their own.
+    """
 
     input_length: int
     output_length: int
@@ -44,6 +51,7 @@ class _Row(msgspec.Struct, gc=False, kw_only=True):
     model: str | None = None
     after: int | None = None
     pause_s: float | None = None
+    status: Any = None
     chat_id: None = None
     parent_chat_id: None = None
 
@@ -179,6 +187,7 @@ def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block |
         pause_s=np.array([row.pause_s or 0.0 for row in rows], np.float64),
         chats=_texts([row.chat_id for row in rows]),
         parents=_texts([row.parent_chat_id for row in rows]),
+        aborted=np.fromiter((row.status == _ABORTED for row in rows), np.bool_, n),
     )
     sizes = {row.block_size for row in rows} - {None, dialect.block_size}
     return block if not sizes and _is_plausible(block, dialect) else None

@@ -44,6 +44,7 @@ class Block:
     pause_s: Floats
     chats: Texts
     parents: Texts
+    aborted: Bools
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -63,42 +64,46 @@ def join(
 
     Raises: TraceError if turns wait for rows that are not there, or in a circle.
     """
-    counts = np.concatenate([block.counts for block in blocks])
-    hashes = None
-    if np.any(counts >= 0):
-        ids = np.concatenate([block.ids for block in blocks])
-        hashes = HashIds(offsets_of(np.maximum(counts, 0)), ids, dialect.block_size)
     models = _texts(blocks, lambda block: block.models)
     arrived = np.concatenate([block.arrived for block in blocks])
     e2e_s = np.concatenate([block.e2e_s for block in blocks])
     ttft_s = np.concatenate([block.ttft_s for block in blocks])
     output = np.concatenate([block.output for block in blocks])
-    chats = _texts(blocks, lambda block: block.chats)
-    remarks = header.remarks
-    if dialect.has_chats and chats is not None:
+    aborted = np.concatenate([block.aborted for block in blocks])
+    chats = _texts(blocks, lambda block: block.chats) if dialect.has_chats else None
+    if chats is None:
+        turns, told = _given_turns(path, blocks, skipped), ""
+    else:
         parents = _texts(blocks, lambda block: block.parents)
         turns, told = _chat_turns(chats, parents, arrived / dialect.ticks_per_s, e2e_s, output)
-        remarks = (*remarks, told) if told else remarks
-    else:
-        turns = _given_turns(path, blocks, skipped)
     return Columns(
         arrived=arrived,
         ticks_per_s=dialect.ticks_per_s,
         prompt_tokens=np.concatenate([block.prompt for block in blocks]),
         output_tokens=output,
-        hashes=hashes,
+        hashes=_hashes(blocks, dialect.block_size),
         e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
         ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
         request_ids=_texts(blocks, lambda block: block.request_ids),
         models=Labels.of(models) if models is not None else None,
+        aborted=aborted if aborted.any() else None,
+        aborted_before=header.aborted,
         turns=turns,
         concurrency=header.concurrency,
         origin=header.origin,
         hash_scope=header.hash_scope,
         skipped=skipped.by_reason,
-        remarks=remarks,
+        remarks=(*header.remarks, told) if told else header.remarks,
         sampled_from=header.sampled_from,
     )
+
+
+def _hashes(blocks: Sequence[Block], block_size: int) -> HashIds | None:
+    counts = np.concatenate([block.counts for block in blocks])
+    if not np.any(counts >= 0):
+        return None
+    ids = np.concatenate([block.ids for block in blocks])
+    return HashIds(offsets_of(np.maximum(counts, 0)), ids, block_size)
 
 
 def _texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Texts:

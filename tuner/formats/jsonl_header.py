@@ -22,7 +22,8 @@ _HINT = f'the first line may be {{"{KEY}": {{"version": {VERSION}, ...}}}}, see 
 class Header:
     """What a native trace says of itself.
 
-    In a file `lacks` names what the recording could not know; it is read as remarks.
+    In a file `lacks` names what the recording could not know; it is read as remarks. `aborted`
+    counts rows whose answers had been cut short before the file was converted.
     """
 
     block_size: int | None = None
@@ -31,6 +32,7 @@ class Header:
     sampled_from: str = ""
     concurrency: Concurrency | None = None
     remarks: tuple[str, ...] = ()
+    aborted: int = 0
 
     def as_json(self) -> dict[str, object]:
         """Return the header's object, without what is as usual."""
@@ -50,6 +52,8 @@ class Header:
             ]
         if self.remarks:
             found["remarks"] = list(self.remarks)
+        if self.aborted:
+            found["aborted"] = self.aborted
         return found
 
 
@@ -97,9 +101,8 @@ def _read(path: Path, number: int, value: object) -> Header:
 
 def _header(value: Mapping[str, object]) -> Header:
     """Return the header. Raises: ValueError or TypeError that says what is wrong."""
-    size = value.get("block_size")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"block_size must be a whole number above 0, got {shown(size)}")
+    size = _whole(value, "block_size", least=1)
+    aborted = _whole(value, "aborted", least=0)
     flow = value.get("in_flight")
     clock = value.get("clock", ClockOrigin.OWN)
     if clock not in set(ClockOrigin):
@@ -111,7 +114,18 @@ def _header(value: Mapping[str, object]) -> Header:
         sampled_from=str(value.get("sampled_from", "")),
         concurrency=None if flow is None else _concurrency(flow),
         remarks=(*_words(value, "remarks"), *(_lack(w) for w in _words(value, "lacks"))),
+        aborted=aborted or 0,
     )
+
+
+def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
+    found = value.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+        above = "at least 0" if not least else "above 0"
+        raise ValueError(f"{key} must be a whole number {above}, got {shown(found)}")
+    return found
 
 
 def _lack(word: str) -> str:

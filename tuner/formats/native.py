@@ -3,9 +3,11 @@
 One object per line: `timestamp` (milliseconds) or `arrived_at_s` (seconds), `input_length`,
 `output_length`, and if known `hash_ids`, `e2e_s`, `ttft_s`, `request_id`, `model`; a turn that
 waits for an answer says `after` (the number of that request in the file, from 0) and `pause_s`.
-Other keys are ignored. A first line `{"trace_header": {"version": 1, ...}}` says what holds for
-all: `block_size` of the hash ids (512 without it), `clock` (wall, shared, own), `in_flight` (a
-recording of concurrency in place of arrivals), `sampled_from`, `remarks`, `lacks`.
+A `status` of `abort` says that the client left before the answer was whole. Other keys are
+ignored. A first line `{"trace_header": {"version": 1, ...}}` says what holds for all:
+`block_size` of the hash ids (512 without it), `clock` (wall, shared, own), `in_flight` (a
+recording of concurrency in place of arrivals), `sampled_from`, `remarks`, `lacks`, `aborted`
+(how many answers had been cut short where the rows no longer say so).
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ def native_rows(trace: Trace) -> Iterator[dict[str, object]]:
         sampled_from=trace.notes.sampled_from,
         concurrency=trace.concurrency,
         remarks=trace.notes.remarks,
+        aborted=trace.notes.aborted,
     ).as_json()
     size = header.get("block_size")
     # A block size alone stands on the first line, as other tools understand it.

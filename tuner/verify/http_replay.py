@@ -19,6 +19,7 @@ import numpy as np
 
 from tuner.arrivals import Arrivals, arrivals_of
 from tuner.errors import EngineError
+from tuner.hashes import Ints
 from tuner.prompts import PromptSource
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines
@@ -47,10 +48,16 @@ _EVENTS = msgspec.json.Decoder(_Event)
 class HttpRun:
     """What came of a replay over HTTP.
 
-    `errors` counts failed requests by what the server or the network said.
+    A request that was longer than the server's max_model_len and not answered in full is
+    REFUSED; every other one without its full answer is TIMED_OUT or ABORTED: it failed.
+    `errors` counts the failed and the refused by what the server or the network said;
+    `asked_tokens` is the length of answer that each request asked for.
+
+    Shapes: asked_tokens is [n], as the timelines.
     """
 
     timelines: Timelines
+    asked_tokens: Ints
     wall_s: float
     lag_p99_s: float
     errors: dict[str, int] = field(default_factory=dict)
@@ -58,11 +65,15 @@ class HttpRun:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go: address, model name, and headers such as a login."""
+    """Where requests go: address, model name, and headers such as a login.
+
+    `max_model_len` is what the server says of itself, None where it does not.
+    """
 
     url: str
     model: str
     headers: Mapping[str, str] = field(default_factory=dict)
+    max_model_len: int | None = None
 
 
 def replay_http(
@@ -100,6 +111,11 @@ class _Client:
         self._arrivals: Arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
+        # As a server answers; what is too long is no failure of it, see `HttpRun`.
+        most = endpoint.max_model_len
+        self._too_long = (
+            np.zeros(len(trace), dtype=np.bool_) if most is None else trace.too_long(most)
+        )
         self._record = TimelineRecorder(trace.due_s)
         self._errors: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +144,9 @@ class _Client:
                     task.cancel()
                 await asyncio.gather(*self._tasks, watch, return_exceptions=True)
         lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
-        return HttpRun(self._record.finish(), self._now_s(), lag_p99_s, self._errors)
+        asked_tokens = self._trace.output_tokens
+        line = self._record.finish()
+        return HttpRun(line, asked_tokens, self._now_s(), lag_p99_s, self._errors)
 
     async def _send_all(
         self,
@@ -189,16 +207,22 @@ class _Client:
                     outcome = await self._stream(row, answer)
                 else:
                     said = (await answer.content.read(300)).decode("utf-8", "replace")
-                    outcome = Outcome.REFUSED if answer.status == 400 else Outcome.ABORTED
+                    outcome = self._unanswered(row, refused=answer.status == 400)
                     self._failed(f"HTTP {answer.status}: {said}")
-        except TimeoutError:
+        except TimeoutError as error:
             outcome = Outcome.TIMED_OUT
-        except aiohttp.ClientError as error:
+            self._failed(str(error) or "no full answer within --request-timeout")
+        except (aiohttp.ClientError, ValueError) as error:
+            # A line that is longer than aiohttp takes is a ValueError.
             self._failed(f"{type(error).__name__}: {error}")
         finally:
             self._record.ended(row, outcome)
             self._ended += 1
             self._arrivals.ended(row, self._now_s())
+
+    def _unanswered(self, row: int, *, refused: bool) -> Outcome:
+        """Tell a request that no server with this max_model_len answers from a failed one."""
+        return Outcome.REFUSED if refused and self._too_long[row] else Outcome.ABORTED
 
     def _failed(self, what: str) -> None:
         self._errors[what] = self._errors.get(what, 0) + 1
@@ -229,7 +253,8 @@ class _Client:
             self._failed(
                 f"answers of other than the recorded length, e.g. {known} for {wanted}"
             )
-            return Outcome.ABORTED
+            # vLLM 0.32 takes a prompt that fits and ends its answer at max_model_len.
+            return self._unanswered(row, refused=known < wanted)
         return Outcome.COMPLETED
 
     def _body(self, row: int) -> bytes:
@@ -246,15 +271,18 @@ class _Client:
         return json.dumps(content).encode()
 
 
-def served_model(url: str, headers: Mapping[str, str]) -> str:
-    """Return the name of the first model that a server offers.
+def find_endpoint(url: str, headers: Mapping[str, str]) -> Endpoint:
+    """Return the server at an address with the first model that it offers.
 
     Raises: EngineError when it does not say.
+    Source: vLLM, ModelCard of /v1/models.
     """
     found = asyncio.run(_get_json(f"{url}/v1/models", headers))
     try:
-        return str(found["data"][0]["id"])
-    except (KeyError, IndexError, TypeError) as cause:
+        card = found["data"][0]
+        most = card.get("max_model_len")
+        return Endpoint(url, str(card["id"]), headers, None if most is None else int(most))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
         raise EngineError(
             f"{url}/v1/models names no model", "--url is the address of a vLLM API server"
         ) from cause

@@ -1,4 +1,8 @@
-"""Measured over HTTP beside predicted: what the server and its front end add."""
+"""Measured over HTTP beside predicted: what the server and its front end add.
+
+A request that failed was never answered, so it is later than any bound: SLOs count it as
+infinitely late. Quantiles are order statistics, hence that is exact.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tuner.engine.steps import StepLog
+from tuner.hashes import Bools
 from tuner.metrics import Measurement, measure
 from tuner.replay import ReplayLog
-from tuner.slo import Slo
+from tuner.slo import QUANTILES, Slo
+from tuner.tally import Weighted
+from tuner.timeline import Outcome
 from tuner.verify.http_replay import HttpRun
 from tuner.verify.scrape import Scraper
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050
+# Past this share of failed requests no run is good, with SLOs or without: ours, the share at
+# which the p99 of all requests, the largest quantile that an SLO can name, is infinite.
+MOST_FAILED_RATIO = 0.01
 
 COMPARED = (
     *(("ttft_s", "p50"), ("ttft_s", "p95"), ("ttft_s", "p99")),
@@ -27,11 +39,13 @@ COMPARED = (
 class Verification:
     """What the server did, what was predicted, and whether the SLOs hold.
 
+    `failed` counts requests that got no full answer, but not those refused for their length.
     `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
     gpu_cache_usage_perc as the server told it, None if its page did not.
     """
 
     measured: Measurement
+    failed: int
     predicted: Measurement | None
     cache_usage: tuple[float, float] | None
     broken: tuple[str, ...]
@@ -40,6 +54,27 @@ class Verification:
     missed_scrapes: int
     start_s: float | None
     max_lag_s: float = LAG_BUDGET_S
+
+    @property
+    def failed_ratio(self) -> float:
+        """The share of the offered requests that failed."""
+        return self.failed / self.measured.offered
+
+    @property
+    def failure(self) -> str:
+        """Why so many failed that the run is no good whatever the SLOs say, or nothing."""
+        if self.failed_ratio <= MOST_FAILED_RATIO:
+            return ""
+        return (
+            f"{self._failed_line()}, at most {MOST_FAILED_RATIO:.0%} may; most often: "
+            f"{max(self.errors, key=self.errors.__getitem__, default='no word of why')}"
+        )
+
+    def _failed_line(self) -> str:
+        m = self.measured
+        if not self.failed:
+            return f"none of {m.offered} requests failed"
+        return f"{self.failed} of {m.offered} requests failed ({self.failed_ratio:.1%})"
 
     @property
     def void(self) -> str:
@@ -76,12 +111,15 @@ class Verification:
         """Return the table for people, and what has to be said with it."""
         m = self.measured
         told = [
+            self._failed_line(),
             f"{'':<26}{'predicted':>11}{'measured':>11}{'added':>11}{'':>3}",
             *(_line(*row) for row in self.rows()),
             f"{m.completed} of {m.offered} requests completed; p99 send lag "
             f"{self.lag_p99_s * 1000:.1f} ms",
         ]
-        told += [f"{count} requests failed: {what}" for what, count in self.errors.items()]
+        if m.refused:
+            told.append(f"{m.refused} requests exceed the server's max_model_len: not counted")
+        told += [f"{count} requests: {what}" for what, count in self.errors.items()]
         if self.missed_scrapes:
             told.append(f"/metrics did not answer {self.missed_scrapes} times")
         if self.predicted is None:
@@ -94,6 +132,8 @@ class Verification:
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
         return {
+            "failed": self.failed,
+            "failed_ratio": self.failed_ratio,
             "measured": self.measured.as_json(),
             "predicted": None if self.predicted is None else self.predicted.as_json(),
             "added": {
@@ -133,16 +173,21 @@ def verification(
     steps, _ = StepLog().finish()
     log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
     measured = measure([log], slos)
-    content = measured.as_json()
+    failed = int(_failed(run).sum())
     broken = []
     for slo in slos:
-        value_s = content[slo.metric][slo.statistic]
+        value_s = slo_value_s(run, slo)
         if value_s is None:
             broken.append(f"{slo.name} was not measured")
+        elif value_s == np.inf:
+            broken.append(
+                f"{slo.name} is infinite, as {failed / len(log.timelines):.1%} failed"
+            )
         elif value_s > slo.bound_s:
             broken.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
     return Verification(
         measured=measured,
+        failed=failed,
         predicted=predicted,
         cache_usage=scraper.spread("gpu_cache_usage_perc"),
         broken=tuple(broken),
@@ -152,3 +197,44 @@ def verification(
         start_s=start_s,
         max_lag_s=max_lag_s,
     )
+
+
+def slo_value_s(run: HttpRun, slo: Slo) -> float | None:
+    """Return what an SLO bounds, requests that failed being infinitely late.
+
+    None where there is nothing to measure: no request, or a latency that HTTP does not show.
+    """
+    samples = _samples_s(run, slo.metric)
+    if samples is None or not samples.total_weight:
+        return None
+    if slo.statistic == "mean":
+        return samples.mean().value
+    return samples.value_at(QUANTILES[slo.statistic])
+
+
+def _failed(run: HttpRun) -> Bools:
+    """Mark the requests that got no full answer though the server should have given one."""
+    outcome = run.timelines.outcome
+    return np.isin(outcome, (int(Outcome.TIMED_OUT), int(Outcome.ABORTED)))
+
+
+def _samples_s(run: HttpRun, metric: str) -> Weighted | None:
+    """Return a latency's samples, those of failed requests at infinity."""
+    line, failed = run.timelines, _failed(run)
+    if metric == "itl_s":
+        # Every token that was asked for and never came is a gap without end.
+        missing = np.maximum(run.asked_tokens - np.maximum(line.output_tokens, 1), 0)
+        return _with_late(line.gap_s, int(missing[failed].sum()))
+    seconds = {"ttft_s": line.ttft_s, "tpot_s": line.tpot_s, "e2e_s": line.e2e_s}.get(metric)
+    if seconds is None:
+        return None
+    if metric == "tpot_s":
+        failed &= run.asked_tokens >= 2
+    return _with_late(Weighted(np.sort(seconds), np.ones(seconds.size)), int(failed.sum()))
+
+
+def _with_late(samples: Weighted, late: int) -> Weighted:
+    """Return the samples with so many more that never ended."""
+    if not late:
+        return samples
+    return Weighted(np.append(samples.values, np.inf), np.append(samples.weights, float(late)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuner.engine.protocol import EngineLimits
-from tuner.errors import EngineError, UsageError
+from tuner.errors import EngineError, RefusedConfigError, UsageError
 from tuner.spelling import to_argv
 
 # Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
@@ -106,17 +106,46 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
     return EngineArgs.from_cli_args(arguments)
 
 
+def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:
+    """Refuse an engine that would wait for others, which nobody starts beside it.
+
+    vLLM's own launcher starts them; in one process the wait has no end.
+
+    Raises: UsageError.
+    """
+    replicas = int(getattr(engine_args, "data_parallel_size", 1) or 1)
+    if replicas > 1:
+        raise UsageError(
+            f"the configuration runs {replicas} replicas (data-parallel-size {replicas}), and "
+            "one engine in this process would wait for the others without end",
+            "tune one of them: --engine-arg data-parallel-size=1 with its share of the traffic "
+            f"(tune trace thin --replicas {replicas}); its two limits hold for each replica",
+        )
+    nodes = int(getattr(engine_args, "nnodes", 1) or 1)
+    if nodes > 1:
+        raise UsageError(
+            f"the configuration spreads one engine over {nodes} machines (nnodes {nodes}), and "
+            "it would wait here for the others without end",
+            "tune on one machine that holds the model: leave nnodes and node-rank out",
+        )
+    if values.get("headless"):
+        raise UsageError(
+            "the configuration is headless, one of several nodes of a server",
+            "tune the configuration of one whole server: leave headless out",
+        )
+
+
 def resolve_config(engine_args: Any) -> Any:
     """Let vLLM resolve the arguments as its API server would, without starting anything.
 
-    Raises: UsageError with vLLM's own words when it refuses them.
+    Raises: RefusedConfigError with vLLM's own words when it refuses them.
     """
     from vllm.usage.usage_lib import UsageContext
 
     try:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, NotImplementedError) as refused:
-        raise UsageError(
+        raise RefusedConfigError(
             f"vLLM refuses the model or its options: {first_line(refused)}",
             "check --model, --config and --engine-arg; the engine's log has all of it",
         ) from refused

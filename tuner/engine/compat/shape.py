@@ -5,6 +5,7 @@ The other way round, a scheduler from such a shape, is in `scheduler`.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
@@ -73,13 +74,14 @@ def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise for what makes a scheduler keep blocks or slots in another way."""
-    parallel = vllm_config.parallel_config
+    parallel, own = vllm_config.parallel_config, _own_scheduler(vllm_config.scheduler_config)
     said = [
         words
         for words, holds in (
             ("speculative decoding", vllm_config.speculative_config is not None),
             ("LoRA", vllm_config.lora_config is not None),
             ("a KV connector", vllm_config.kv_transfer_config is not None),
+            (f"a scheduler of its own ({own})", bool(own)),
             ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
             ("data parallelism", parallel.data_parallel_size > 1),
             (
@@ -98,6 +100,14 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             f"the shadow cannot stand in for an engine with {' and '.join(said)}",
             "it keeps account of one group of full attention; use --method live",
         )
+
+
+def _own_scheduler(scheduler_config: Any) -> str:
+    """Return the name of a scheduler that is not vLLM's usual one, or nothing."""
+    usual = copy(scheduler_config)
+    usual.scheduler_cls = None
+    chosen, expected = scheduler_config.get_scheduler_cls(), usual.get_scheduler_cls()
+    return "" if chosen is expected else f"{chosen.__module__}.{chosen.__qualname__}"
 
 
 def _is_full_attention(spec: Any) -> bool:

@@ -1,0 +1,97 @@
+"""A run's study when the run begins or goes on: nothing that was measured is lost on the way.
+
+Each trial is kept twice, in the study and in `trials.jsonl`. Where the study is gone or lacks
+trials, as after a power loss, with a copied directory or another --storage, they are restored
+from the file; the file is never overwritten with less than it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tuner.journal import Journal, NoStudyError
+from tuner.records import observation_of
+from tuner.rundir import TRIALS_FILE, RunDir
+from tuner.slo import Slo
+
+Kept = tuple[Mapping[str, Any], Mapping[str, float]]
+"""A record, and the slacks of its SLOs."""
+
+
+def open_journal(
+    storage: str, study: str, run_dir: RunDir, slos: Sequence[Slo], *, is_resumed: bool
+) -> tuple[Journal, list[str]]:
+    """Return the run's journal, and what has to be said of it.
+
+    Raises: UsageError if the storage cannot be opened; NoStudyError if a run is to go on whose
+        trials are nowhere.
+    """
+    trials, damaged = _read_trials(run_dir, slos)
+    records = [record for record, _ in trials]
+    told = []
+    if is_resumed:
+        journal, has_gone = _journal_again(storage, study, run_dir, is_restorable=bool(records))
+        restored = journal.restore(trials)
+        if restored:
+            where = (
+                "the storage has no study of this run" if has_gone else "the study lacked them"
+            )
+            told.append(f"{restored} trials were restored from {TRIALS_FILE}: {where}")
+    else:
+        journal = Journal(storage, study)
+    kept_there = journal.records()
+    known = {record["number"] for record in kept_there}
+    lacking = sum(record["number"] not in known for record in records)
+    if lacking or damaged:
+        kept = run_dir.set_aside(TRIALS_FILE)
+        what = [(lacking, "trials that the study does not know"), (damaged, "damaged lines")]
+        said = " and ".join(f"{count} {words}" for count, words in what if count)
+        told.append(f"{TRIALS_FILE} held {said}: it is kept as {kept.name}")
+        run_dir.write_lines(TRIALS_FILE, kept_there)
+    return journal, told
+
+
+def _journal_again(
+    storage: str, study: str, run_dir: RunDir, *, is_restorable: bool
+) -> tuple[Journal, bool]:
+    """Return the study of a run that goes on, and whether it had to be made anew."""
+    try:
+        return Journal(storage, study, must_exist=True), False
+    except NoStudyError as gone:
+        if not is_restorable:
+            raise NoStudyError(
+                f"{run_dir.path} cannot go on: {gone.message}, "
+                f"and {TRIALS_FILE} holds no trial",
+                "name the --storage that the run was begun with, or start a new run",
+            ) from gone
+    return Journal(storage, study), True
+
+
+def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Kept], int]:
+    """Return the file's records by number with their slacks, and how many lines are damaged."""
+    path = run_dir.path / TRIALS_FILE
+    kept: list[Kept] = []
+    damaged = 0
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            observation_of(record)
+            kept.append((record, _slacks(record, slos)))
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            damaged += 1
+    return sorted(kept, key=lambda one: int(one[0]["number"])), damaged
+
+
+def _slacks(record: Mapping[str, Any], slos: Sequence[Slo]) -> dict[str, float]:
+    """Return the SLOs' slacks of a record, as they were kept with the measurement."""
+    measured = record["measurement"]
+    if measured is None:
+        return {}
+    values = {slo: measured[slo.metric][slo.statistic] for slo in slos}
+    return {
+        slo.name: 0.0 if value is None else value / slo.bound_s - 1.0
+        for slo, value in values.items()
+    }
