@@ -20,9 +20,9 @@ Bools = NDArray[np.bool_]
 class PastEngine:
     """A vLLM engine that served known requests, and when Prometheus looked at it.
 
-    Each request lives 20 ms per output token, and `hit_ratio` of its prompt is in the prefix
-    cache, `later_hit_ratio` in the second half of the scrapes. A restart loses those in flight, and counting
-    begins anew. `lacks` names metrics that were not kept.
+    Each request lives 20 ms per output token. `hit_ratio` of its prompt is in the prefix cache,
+    `later_hit_ratio` in the second half of the scrapes. A restart loses those in flight, and
+    counting begins anew. `lacks` names metrics that were not kept.
 
     Shapes: arrived_s, prompt and output are [n], arrived_s ascending; scrapes_s ascends.
     """

@@ -225,7 +225,7 @@ def chat(seed: int, per_s: float) -> Trace:
 
 
 def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
-    """Return the profile of an engine whose prefill of all of those prompts would be too much."""
+    """Return the profile of an engine that could not compute all of those prompts."""
     knots, slopes_s = (0, 24), (0.0001, 0.0006)
     steps = StepModel.linear(0.004, 0.0, 0.00012, decode_context_s=1e-9)
     return replace(
@@ -243,7 +243,7 @@ def chat_served(folder: Path, profile: Profile, hit_ratio: float) -> Iterator[li
     write_profile(folder / "profile.yaml", profile)
     write_sketch(folder / TRAFFIC_FILE, sketch_of(chat(1, 9.5)))
     now, end_s = chat(2, 8.0), int(time.time()) // 15 * 15
-    scrapes_s = np.arange(end_s - CHAT_S, end_s + 1, 15.0)
+    scrapes_s = np.arange(end_s - CHAT_S, end_s + 1, 15.0, dtype=np.float64)
     engine = PastEngine(
         arrived_s=scrapes_s[0] + now.due_s,
         prompt=now.prompt_tokens,
