@@ -107,7 +107,7 @@ def test_what_lasts_no_longer_than_a_sixth_of_a_look_back_never_changes_anything
     confirmations: int, since_s: float, share: float, every_s: float, data: st.DataObject
 ) -> None:
     policy = Policy(0.05, 0.0, confirmations, since_s)
-    lasting_s = share * ODD_SHARE * since_s
+    lasting_s = share * since_s / 6
     start_s = 1e9 + data.draw(st.floats(0, every_s))
     checks = min(int((since_s + lasting_s) / every_s) + 3, 300)
     odd = during(start_s, start_s + lasting_s)
@@ -180,7 +180,7 @@ def test_each_reason_to_wait_is_told() -> None:
 
 
 def test_a_verdict_that_was_refuted_counts_from_the_start_again() -> None:
-    rounds = [(4000.0, EIGHT), (4000.0, None), (4000.0, EIGHT), (4000.0, EIGHT)]
+    rounds = [(5000.0, EIGHT), (5000.0, None), (5000.0, EIGHT), (5000.0, EIGHT)]
     found = [act for _, act in acts(Policy(), always(rounds))]
     assert found == [Act.CONFIRM, Act.NONE, Act.CONFIRM, Act.CHANGE]
 

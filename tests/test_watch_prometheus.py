@@ -243,6 +243,30 @@ def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_foretold(
     assert "Traceback" not in told
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_change_rests_on_what_came_after_the_verdict_alone(
+    url: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, clock = (home / "best.yaml").read_text(), JumpingClock(LOOKS_S)
+    options = ("--model", "right", "--confirmations", "2")
+    assert once(home, url, clock, *options) == 0
+    # Later traffic begins a sixth of five minutes after it, and there is not yet a minute of it.
+    clock.sleep(1.5 * MINUTE_S)
+    assert once(home, url, clock, *options) == 0
+    assert "waiting for the same verdict on later traffic" in capsys.readouterr().err
+    assert (home / "best.yaml").read_text() == served
+    clock.sleep(5 * MINUTE_S)
+    assert once(home, url, clock, *options) == 0
+    told = capsys.readouterr().err
+    assert "the later traffic alone is shifted, re-tune pays" in told
+    changed = read_emitted(home / "best.yaml")
+    assert changed.limits.max_num_seqs > 4
+    # The evidence is that of the later traffic: five minutes of it, as no check looks further.
+    count = int(changed.comments[0].split(" on ")[1].split()[0].replace(",", ""))
+    assert count == pytest.approx(8 * 5 * MINUTE_S, rel=0.1)
+
+
 def test_a_prometheus_that_is_down_changes_nothing(home: Path) -> None:
     before, clock = (home / "best.yaml").read_text(), JumpingClock()
     with pytest.raises(UsageError, match="cannot be reached"):

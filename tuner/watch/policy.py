@@ -32,6 +32,9 @@ ALIKE_RATIO: Final = 2.0
 ODD_SHARE: Final = 1 / 6
 """Ours: of the default six hours an hour; what lasts no longer never changes anything."""
 
+LEAST_SHARE: Final = 1 / 24
+"""Ours: of the default six hours a quarter; a minute's burst is no traffic to tune for."""
+
 
 class Act(StrEnum):
     """What to do about a verdict, and why not more."""
@@ -49,8 +52,7 @@ class Act(StrEnum):
 class Policy:
     """What it takes to act.
 
-    Units: seconds; since_s is how far a check looks back, least_later_s how much later traffic
-        it takes to look at it.
+    Units: seconds; since_s is how far a check looks back, least_s what it takes to look at all.
     Raises: UsageError for a value that makes no sense.
     """
 
@@ -58,7 +60,7 @@ class Policy:
     least_interval_s: float = 6 * 3600.0
     confirmations: int = 2
     since_s: float = 6 * 3600.0
-    least_later_s: float = 60.0
+    least_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what could never, or would always, act."""
@@ -72,6 +74,11 @@ class Policy:
             )
         if self.confirmations < 1:
             raise UsageError(f"--confirmations must be at least 1, got {self.confirmations}")
+
+    @property
+    def least_later_s(self) -> float:
+        """How much later traffic has to come before it is looked at."""
+        return max(self.least_s, LEAST_SHARE * self.since_s)
 
 
 @dataclass(frozen=True, slots=True)
