@@ -204,11 +204,11 @@ def test_requests_held_in_flight_are_seen_in_flight(load: Load) -> None:
 def test_the_servers_own_numbers_are_told(load: Load) -> None:
     told = " / ".join(traced(load).notes.remarks)
     assert "KV cache was at most" in told
-    # All prompts begin alike, so that nearly all of them hit.
+    # All prompts begin alike, so that most of their blocks hit.
     found = re.search(r"(\d+)% of the prompt tokens hit the server's own .*?(\d+)%", told)
     assert found is not None
     served, imitated = (int(share) for share in found.groups())
-    assert served > 80
+    assert served > 50
     assert imitated == pytest.approx(served, abs=3)
 
 

@@ -251,7 +251,7 @@ def test_a_change_rests_on_what_came_after_the_verdict_alone(
     served, clock = (home / "best.yaml").read_text(), JumpingClock(LOOKS_S)
     options = ("--model", "right", "--confirmations", "2")
     assert once(home, url, clock, *options) == 0
-    # Later traffic begins a sixth of five minutes after it, and there is not yet a minute of it.
+    # Later traffic begins a sixth of five minutes after it: there is not yet a minute of it.
     clock.sleep(1.5 * MINUTE_S)
     assert once(home, url, clock, *options) == 0
     assert "waiting for the same verdict on later traffic" in capsys.readouterr().err

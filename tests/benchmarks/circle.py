@@ -4,7 +4,7 @@ A real API server records its traffic; `tune` tunes for the recording; the emitt
 served and a real Prometheus scrapes it; `tune watch` finds nothing to do. Then the load loop
 asks for more and longer answers. The watch has to notice, re-tune from the run's profile with
 no engine, write the file and run its hook, upon which the server is started anew; and its guard
-has to come to an end. The load goes on all the while, and no process is told what the other does.
+has to come to an end. The load goes on all the while, and no process is told what others do.
 
 Some twelve minutes on two cores. Prints what happened when, and how the server did before and
 after; ends with 1 if a station of the circle was not reached or the change was taken back.

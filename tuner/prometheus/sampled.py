@@ -129,21 +129,15 @@ def trace_from_prometheus(
     else:
         drawn = _arrivals(windows, lengths, span, place, rng)
         first = on_arrivals(windows, facts)
-    shared = _prefixes(drawn, lengths, facts, rng)
-    told = [
+    drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
+    told = (
         *first,
         *on_lengths(windows, drawn.columns, len(lengths.prompt), LEAST_LENGTHS),
         *on_gaps(windows, span),
         on_prefixes(facts, shared),
         *on_the_server(windows, facts),
-    ]
-    columns = replace(
-        drawn.columns,
-        hashes=None if shared is None else shared.hashes,
-        local_hashes=shared is not None,
-        remarks=tuple(told),
-        sampled_from=place,
     )
+    columns = replace(drawn.columns, remarks=told, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
 
 
@@ -253,16 +247,21 @@ def _in_flight(
     return _Drawn(columns, rows[readings])
 
 
-def _prefixes(
+def _with_prefixes(
     drawn: _Drawn, lengths: _Lengths, facts: ServerFacts, rng: np.random.Generator
-) -> SharedPrefixes | None:
-    """Return prefixes of which as much hits as on the server, None where hardly any did."""
+) -> tuple[_Drawn, SharedPrefixes | None]:
+    """Return requests of whose prompts as much hits as on the server.
+
+    They come back as they are where hardly anything did, or nothing is known of it.
+    """
     hits = facts.prefix_hits
     if hits is None or hits.ratio < LEAST_RATIO:
-        return None
+        return drawn, None
     ratios = hits.by_stretch(lengths.stretch_of)[lengths.stretch_of[drawn.rows]]
     prompt = drawn.columns.prompt_tokens
-    return shared_prefixes(prompt, ratios, hits.ratio, facts.running or 1.0, rng)
+    shared = shared_prefixes(prompt, ratios, hits.ratio, facts.running or 1.0, rng)
+    columns = replace(drawn.columns, hashes=shared.hashes, local_hashes=True)
+    return _Drawn(columns, drawn.rows), shared
 
 
 def _check_count(count: int, span: Span, place: str) -> None:
