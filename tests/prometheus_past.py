@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,16 @@ BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PastEngine:
     """A vLLM engine that served known requests, and when Prometheus looked at it.
 
-    Each request lives 20 ms per output token. A restart loses those in flight, and counting
-    begins anew. `lacks` names metrics that were not kept.
+    Each request lives 20 ms per output token. `hit_ratio` of its prompt is in the prefix cache,
+    `later_hit_ratio` in the second half of the scrapes. A restart loses those in flight, and
+    counting begins anew. `lacks` names metrics that were not kept.
 
     Shapes: arrived_s, prompt and output are [n], arrived_s ascending; scrapes_s ascends.
     """
@@ -36,6 +38,8 @@ class PastEngine:
     lacks: tuple[str, ...] = ()
     prefix: str = "vllm:prefix_cache"
     usage: str = "vllm:kv_cache_usage_perc"
+    hit_ratio: float = 0.25
+    later_hit_ratio: float | None = None
 
     @property
     def ends_s(self) -> Floats:
@@ -58,10 +62,16 @@ class PastEngine:
         for at_s in self.scrapes_s.tolist():
             began_s = max([t for t in self.restarts_s if t <= at_s], default=-np.inf)
             done = (self.ends_s <= at_s) & (self.ends_s > began_s)
-            found += self._page(at_s, self.prompt[done], self.output[done])
+            found += self._page(at_s, self.prompt[done], self.output[done], self._hits(done))
         return found
 
-    def _page(self, at_s: float, prompt: Ints, output: Ints) -> list[str]:
+    def _hits(self, done: Bools) -> int:
+        """Return how many prompt tokens of these requests hit."""
+        later = self.hit_ratio if self.later_hit_ratio is None else self.later_hit_ratio
+        is_later = self.arrived_s > np.median(self.scrapes_s)
+        return int((self.prompt * np.where(is_later, later, self.hit_ratio))[done].sum())
+
+    def _page(self, at_s: float, prompt: Ints, output: Ints, hits: int) -> list[str]:
         """Return what a scrape at an instant read."""
         in_flight = self.in_flight(at_s)
         values = {
@@ -72,7 +82,7 @@ class PastEngine:
             "vllm:num_requests_waiting": max(in_flight - 4, 0),
             'vllm:num_requests_waiting_by_reason{reason="capacity"}': 1000,
             f"{self.prefix}_queries_total": int(prompt.sum()),
-            f"{self.prefix}_hits_total": int(prompt.sum()) // 4,
+            f"{self.prefix}_hits_total": hits,
             f"{self.prefix}_hits_created": 1.79e9,
             self.usage: 0.5,
             "vllm:e2e_request_latency_seconds_sum": 0.02 * int(output.sum()),
@@ -139,5 +149,9 @@ OLD = past(
     prefix="vllm:gpu_prefix_cache",
     usage="vllm:gpu_cache_usage_perc",
     lacks=("vllm:num_requests",),
+)
+CHATTY = past(seed=6, model="chatty", hit_ratio=0.8, later_hit_ratio=0.4)
+TERSE = replace(
+    past(seed=7, model="terse", hit_ratio=0.97), prompt=np.full_like(past(seed=7).prompt, 40)
 )
 BARE = past(seed=5, model="bare", lacks=("vllm:request_generation_tokens_bucket",))

@@ -57,6 +57,7 @@ def a_shape(
     asynchronous: bool = False,
     kv_kind: str = "full_attention",
     scheduler: Mapping[str, bool | int | float | str | None] | None = None,
+    max_model_len: int = 4096,
 ) -> EngineShape:
     """Return the shape of an engine that there is not."""
     return EngineShape(
@@ -66,7 +67,7 @@ def a_shape(
         vllm_version="0",
         parallelism={"tensor_parallel_size": 1},
         vocab_size=1000,
-        max_model_len=4096,
+        max_model_len=max_model_len,
         block_size=block_size,
         kv_kind=kv_kind,
         prefix_caching=prefix_caching,

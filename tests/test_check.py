@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drift_parts import busy_traffic, longer_outputs
 from job_parts import SHORT, arguments_for
 from prometheus_parts import need_prometheus, with_history
-from prometheus_past import SHAKEN
+from prometheus_past import SHAKEN, PastEngine
 from retune_parts import a_retune, an_aim
+from shadow_parts import a_shape
 from test_worker import a_profile, a_trace_file
 from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
@@ -19,9 +25,11 @@ from tuner.check import Checked, Verdict, check, without_replay
 from tuner.cli.check_command import check as check_command
 from tuner.drift import compare
 from tuner.engine.protocol import EngineLimits
+from tuner.engine.step_model import StepModel
 from tuner.errors import UsageError
 from tuner.formats import ReadOptions, read_traces
-from tuner.profiles import write_profile
+from tuner.hashes import HashIds, offsets_of
+from tuner.profiles import Profile, write_profile
 from tuner.sketch_file import TRAFFIC_FILE, write_sketch
 from tuner.traces import Trace
 from tuner.traffic_sketch import sketch_of
@@ -194,3 +202,98 @@ def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
     assert told["verdict"] == "too little data"
     assert "there is no data for" in told["why"]
     assert told["shifts"] == []
+
+
+HIT_RATIO, CHAT_S = 0.7, 300.0
+
+
+def chat(seed: int, per_s: float) -> Trace:
+    """Return traffic of which seven tenths of each prompt are one of eight beginnings."""
+    rng = np.random.default_rng(seed)
+    n = rng.poisson(per_s * CHAT_S)
+    prompt, output = (
+        np.rint(rng.uniform(*of, n)).astype(int) for of in ((400, 1200), (30, 90))
+    )
+    offsets = offsets_of(prompt // 16)
+    ids = np.arange(offsets[-1]) + 1_000_000
+    for row, beginning in enumerate(rng.integers(8, size=n).tolist()):
+        shared = int(HIT_RATIO * (prompt[row] // 16) + rng.random())
+        ids[offsets[row] : offsets[row] + shared] = 1000 * beginning + np.arange(shared)
+    due_s = np.sort(rng.uniform(0, CHAT_S, n))
+    return Trace(due_s - due_s[0], prompt, output, HashIds(offsets, ids, 16), source="chat")
+
+
+def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
+    """Return the profile of an engine that could not compute all of those prompts."""
+    knots, slopes_s = (0, 24), (0.0001, 0.0006)
+    steps = StepModel.linear(0.004, 0.0, 0.00012, decode_context_s=1e-9)
+    return replace(
+        a_profile(),
+        shape=a_shape(prefix_caching=prefix_caching),
+        step_model=replace(steps, decode_knots=knots, decode_slopes_s=slopes_s),
+        present_limits=EngineLimits(8, 512),
+    )
+
+
+@contextmanager
+def chat_served(folder: Path, profile: Profile, hit_ratio: float) -> Iterator[list[str]]:
+    """Serve chat of late, a little less than was tuned for; give a check's arguments."""
+    need_prometheus()
+    write_profile(folder / "profile.yaml", profile)
+    write_sketch(folder / TRAFFIC_FILE, sketch_of(chat(1, 9.5)))
+    now, end_s = chat(2, 8.0), int(time.time()) // 15 * 15
+    scrapes_s = np.arange(end_s - CHAT_S, end_s + 1, 15.0, dtype=np.float64)
+    engine = PastEngine(
+        arrived_s=scrapes_s[0] + now.due_s,
+        prompt=now.prompt_tokens,
+        output=now.output_tokens,
+        scrapes_s=scrapes_s,
+        hit_ratio=hit_ratio,
+    )
+    with with_history(folder, engine) as url:
+        asked = ("--prometheus", url, "--since", f"{CHAT_S:.0f}s", "--step", "15s", "--json")
+        shadow = ("--force-profile", "--max-num-seqs", "4,8,16", "--jobs", "1")
+        yield ["--baseline", str(folder / "profile.yaml"), *asked, *shadow]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_prefill(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with chat_served(tmp_path, a_chat_profile(), HIT_RATIO) as arguments:
+        assert run_check(*arguments) == 0
+        told = json.loads(capfd.readouterr().out)
+        assert told["verdict"] == "shifted, present config still best"
+        # Of a server on which nothing hits the same counters are another story.
+        (tmp_path / "cold").mkdir()
+    with chat_served(tmp_path / "cold", a_chat_profile(), 0.0) as arguments:
+        assert run_check(*arguments) == 10
+        told = json.loads(capfd.readouterr().out)
+        assert told["gain"]["interval"][0] > 0.3
+
+
+@pytest.mark.engine
+def test_a_shadow_that_finds_other_hits_than_the_server_had_gives_no_verdict(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = a_chat_profile(prefix_caching=False)
+    with chat_served(tmp_path, profile, HIT_RATIO) as arguments:
+        assert run_check(*arguments) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["verdict"] == "too little data"
+    assert (
+        "the shadow finds 0% of the prompt tokens cached and the server found 70%"
+        in (told["why"])
+    )
+
+
+def test_hits_that_cannot_be_imitated_give_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Whatever these prompts share, their last block is always computed.
+    with chat_served(tmp_path, a_chat_profile(), 0.999) as arguments:
+        assert run_check(*arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "too little data"
+    assert "prefix hits cannot be imitated: 100% of the prompt tokens hit" in told["why"]

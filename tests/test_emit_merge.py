@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from emit_files import (
 from emit_parts import a_run_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_parts import wait_for
 
 from tuner.cli import run
 from tuner.emit.names import Format
@@ -230,6 +235,37 @@ def test_the_file_is_changed_in_place_and_the_difference_shown(
     )
     assert run(command) == 0
     assert f"{path} has these values already" in capsys.readouterr().err
+
+
+def test_an_edit_made_while_the_difference_was_shown_is_not_written_over(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(VLLM)
+    command = [sys.executable, "-m", "tuner.cli", "emit", str(a_run_dir(tmp_path))]
+    reading, writing = os.pipe()
+    # A terminal that shows nothing yet: the difference does not fit into what is left of it.
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * 4096)
+    os.set_blocking(writing, True)
+    process = subprocess.Popen([*command, "--merge", str(path)], stderr=writing)
+    os.close(writing)
+    try:
+        wait_for(lambda: "pipe" in Path(f"/proc/{process.pid}/wchan").read_text())
+        others = VLLM + "seed: 7\n"
+        path.write_text(others)
+        with os.fdopen(reading, "rb") as terminal:
+            told = terminal.read().decode().lstrip(".")
+        assert process.wait(30) == 2
+    finally:
+        process.kill()
+        process.wait()
+    assert f"error: {path} was changed by others meanwhile and is left alone" in told
+    assert path.read_text() == others
+    assert run(["emit", command[-1], "--merge", str(path)]) == 0
+    assert path.read_text().endswith("seed: 7\n")
 
 
 def test_a_choice_is_left_to_the_user(tmp_path: Path, capsys: Output) -> None:

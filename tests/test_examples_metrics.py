@@ -120,7 +120,7 @@ def a_page(folder: Path) -> str:
             policy=Policy(),
             every_s=900,
             tuned_for=profile.present_limits,
-            sample=lambda: pytest.fail("a page asks nobody"),
+            sample=lambda _: pytest.fail("a page asks nobody"),
             sketch=lambda _: pytest.fail("a page measures nothing"),
             check=lambda *_: pytest.fail("a page decides nothing"),
             clock=Noon(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from prometheus_parts import (
     with_history,
 )
 from prometheus_past import (
+    CHATTY,
     END_S,
     GAP_S,
     HOUR_S,
@@ -25,15 +27,22 @@ from prometheus_past import (
     RESTART_S,
     SHAKEN,
     START_S,
+    TERSE,
     TWINS,
     Floats,
 )
+from shadow_parts import a_shadow, a_shape
 
-from tuner.describe import describe
+from tuner.describe import describe, prefix_reuse_ratio, reused_tokens
+from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
 from tuner.formats.registry import read_trace
 from tuner.formats.sinks import write_trace
+from tuner.metrics import measure
 from tuner.prometheus import trace_from_prometheus
+from tuner.prompts import PromptSource
+from tuner.replay import replay
+from tuner.replay_plan import ReplayPlan
 from tuner.traces import ClockOrigin, Trace
 
 
@@ -42,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a Prometheus that knows several servers' past."""
     need_prometheus()
     folder = tmp_path_factory.mktemp("prometheus")
-    with with_history(folder, PLAIN, SHAKEN, *TWINS, OLD) as found:
+    with with_history(folder, PLAIN, SHAKEN, *TWINS, OLD, CHATTY, TERSE) as found:
         yield found
 
 
@@ -89,7 +98,6 @@ def test_the_trace_says_where_it_comes_from_and_what_it_cannot_know(url: str) ->
     assert trace.zero_s == pytest.approx(PLAIN.arrived_s[0], abs=30)
     assert trace.notes.sampled_from == f"Prometheus at {url.removeprefix('http://')}"
     assert len(trace.sha256) == 64
-    assert trace.hashes is None
     for words in (
         "scrapes 30 s apart",
         "requests that clients gave up are in no counter",
@@ -104,6 +112,51 @@ def test_the_trace_says_where_it_comes_from_and_what_it_cannot_know(url: str) ->
     caveats = {warning.caveat for warning in describe(trace).warnings}
     assert Caveat.SAMPLED_TRACE in caveats
     assert Caveat.CLOSED_LOOP not in caveats
+
+
+@pytest.mark.parametrize("concurrency", [False, True])
+def test_as_many_prompt_tokens_hit_as_on_the_server_and_when_they_did(
+    url: str, tmp_path: Path, *, concurrency: bool
+) -> None:
+    trace = read(url, "chatty", concurrency=concurrency)
+    is_later = CHATTY.arrived_s > START_S + HOUR_S
+    hits = CHATTY.prompt * np.where(is_later, 0.4, 0.8)
+    true = float(hits.sum() / CHATTY.prompt.sum())
+    assert prefix_reuse_ratio(trace) == pytest.approx(true, abs=0.01)
+    assert trace.hashes is not None
+    reused = reused_tokens(trace.hashes, trace.prompt_tokens)
+    late = trace.due_s + trace.zero_s > START_S + HOUR_S
+    for part, ratio in ((late, 0.4), (~late, 0.8)):
+        found = reused[part].sum() / trace.prompt_tokens[part].sum()
+        assert found == pytest.approx(ratio, abs=0.03)
+    assert f"{true:.0%} of the prompt tokens hit the server's own prefix cache, and " in told(
+        trace
+    )
+    # Long prompts begin as others do as well as short ones.
+    shares = reused / trace.prompt_tokens
+    assert np.median(shares[~late]) == pytest.approx(0.8, abs=0.05)
+    write_trace(trace, tmp_path / "chatty.jsonl")
+    again = read_trace(tmp_path / "chatty.jsonl")
+    assert prefix_reuse_ratio(again) == prefix_reuse_ratio(trace)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("num_blocks", [20_000, 2_000])
+def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
+    url: str, num_blocks: int
+) -> None:
+    trace = read(url, "chatty", since_s=HOUR_S)
+    limits = EngineLimits(64, 2048)
+    shadow = a_shadow(a_shape(max_model_len=16_384), limits, num_blocks)
+    measured = measure([replay(shadow, trace, PromptSource(trace, 1000), ReplayPlan())])
+    assert measured.completed == len(trace)
+    assert measured.prefix_cache_hit_ratio == pytest.approx(0.4, abs=0.02)
+
+
+def test_hits_that_prompts_of_this_length_cannot_have_are_told(url: str) -> None:
+    trace = read(url, "terse")
+    assert "prefix hits cannot be imitated: 97% of the prompt tokens hit" in told(trace)
+    assert re.search(r"prompts this short share 7\d% at most", told(trace))
 
 
 def test_the_seed_decides_what_is_drawn_and_not_what_was_counted(url: str) -> None:

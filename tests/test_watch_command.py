@@ -62,7 +62,8 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
     with a_world(tmp_path) as world:
         with serving("127.0.0.1:0", world.watcher) as port:
             assert "tune_watch_last_check" not in page(port, "/metrics")[1]
-            world.rounds(UNCHANGED, pays(), pays())
+            world.rounds(UNCHANGED)
+            world.lasts(pays())
             first = values(page(port, "/metrics")[1])
             status, text = page(port, "/healthz")
             assert (status, json.loads(text)["present"]) == (200, str(EIGHT))

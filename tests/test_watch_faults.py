@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from test_watch import SERVED
 from test_watch_state import full_disk
-from watch_parts import EIGHT, FOUR, THIRTY, UNCHANGED, a_world, pays
+from watch_parts import EIGHT, FOUR, HOUR_S, THIRTY, UNCHANGED, a_world, pays
 
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
+from tuner.emit.whole_file import Held
 from tuner.errors import UsageError
 from tuner.watch.hook import HookEnd, run_hook
 from tuner.watch.policy import Act
@@ -37,7 +38,7 @@ def hand_over(told):
 with a_world(folder, run_hook=hand_over) as world:
     while True:
         other = EIGHT if world.watcher.present == FOUR else FOUR
-        world.rounds(pays(other), pays(other))
+        world.lasts(pays(other))
         world.clock.sleep(6 * HOUR_S)
         print(other, flush=True)
 """
@@ -81,10 +82,8 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
     def die(_: object) -> HookEnd:
         raise KilledError
 
-    with a_world(tmp_path, run_hook=die) as world:
-        world.rounds(pays())
-        with pytest.raises(KilledError):
-            world.rounds(pays())
+    with a_world(tmp_path, run_hook=die) as world, pytest.raises(KilledError):
+        world.lasts(pays())
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert world.hook.seen == [("change", world.path.read_text())]
@@ -95,9 +94,9 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
 class DyingPublisher(Publisher):
     """Does not live to write the file."""
 
-    def write(self, text: Text) -> None:
+    def write(self, text: Text, held: Held) -> None:
         """End the process."""
-        raise KilledError(text.text)
+        raise KilledError(text.text, held)
 
 
 def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) -> None:
@@ -107,9 +106,8 @@ def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) ->
         handing.publisher = DyingPublisher(
             world.path, Format.VLLM, handing.publisher.profile, {}
         )
-        world.rounds(pays())
         with pytest.raises(KilledError):
-            world.rounds(pays())
+            world.lasts(pays())
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert "was decided and not written: it is dropped" in world.words
@@ -140,7 +138,7 @@ def test_a_way_back_that_was_decided_is_taken_even_after_a_kill(tmp_path: Path) 
 def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
         world.hook.exit_codes = [3, 0]
-        found = world.rounds(pays(), pays())
+        found = world.lasts(pays())
         assert found[-1].startswith("the hook ended with exit code 3: done; ")
         assert "written but not handed over, try 1" in found[-1]
         assert world.watcher.book.state.counts.changes == 0
@@ -154,6 +152,7 @@ def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(served)
     with a_world(tmp_path) as world:
         world.rounds(pays())
+        world.clock.sleep(HOUR_S)
         with full_disk():
             (found,) = world.rounds(pays())
         assert "cannot be written" in found
@@ -170,7 +169,7 @@ def test_a_real_hook_is_told_what_happened_and_needs_no_shell(tmp_path: Path) ->
     )
     argv = [sys.executable, "-c", code, str(seen), "$(rm -rf /) ; *"]
     with a_world(tmp_path, run_hook=lambda told: run_hook(argv, told, 30.0)) as world:
-        assert world.rounds(pays(), pays()) == [Act.CONFIRM, Act.CHANGE]
+        assert world.lasts(pays()) == [Act.CONFIRM, Act.CHANGE]
         word, environment = json.loads(seen.read_text())
         assert word == "$(rm -rf /) ; *"
         assert environment["TUNE_EVENT"] == "change"
@@ -200,7 +199,7 @@ def test_a_hook_that_is_not_there_is_told() -> None:
 
 def test_a_damaged_state_is_told_and_the_file_says_what_is_in_use(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
-        world.rounds(pays(), pays())
+        world.lasts(pays())
     (tmp_path / "state" / "state.json").write_text("{")
     with a_world(tmp_path) as world:
         assert "is damaged and was set aside" in world.words
@@ -212,7 +211,7 @@ def test_kept_traffic_that_is_damaged_is_told_and_the_profiles_own_taken(
     tmp_path: Path,
 ) -> None:
     with a_world(tmp_path) as world:
-        world.rounds(pays(), pays())
+        world.lasts(pays())
         (kept,) = (tmp_path / "state").glob("traffic-*.json")
         kept.write_text("{}")
         assert world.rounds(UNCHANGED) == [Act.NONE]
@@ -243,4 +242,6 @@ def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_to
         assert (last.error, world.watcher.book.state.counts.errors) == ("it is down", 1)
         assert world.path.read_text() == SERVED
         # It neither confirmed nor refuted.
+        world.script.outages.clear()
+        world.clock.sleep(HOUR_S)
         assert world.rounds(pays()) == [Act.CHANGE]

@@ -1,7 +1,9 @@
-"""The watch acts on a verdict only when it is large, repeated and not too soon."""
+"""The watch acts on a verdict only when it is large, lasting and not too soon."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,61 +14,116 @@ from hypothesis import strategies as st
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.watch.policy import (
+    ODD_SHARE,
     Act,
     Memory,
     Policy,
     Proposal,
     alike,
     changed,
+    confirm,
     decide,
+    later_from_s,
     rolled_back,
 )
 
 LIMITS = st.builds(EngineLimits, st.integers(1, 64), st.sampled_from([512, 2048, 8192]))
 PROPOSALS = st.none() | st.builds(Proposal, LIMITS, st.floats(0, 0.5), st.booleans())
-POLICIES = st.builds(Policy, st.floats(0, 0.3), st.floats(0, 5000), st.integers(1, 4))
+POLICIES = st.builds(
+    Policy, st.floats(0, 0.3), st.floats(0, 5000), st.integers(1, 4), st.floats(300, 6000)
+)
 ROUNDS = st.lists(st.tuples(st.floats(0, 2000), PROPOSALS), max_size=40)
 EIGHT = Proposal(EngineLimits(8, 2048), 0.2)
+Looking = Callable[[float, float], Proposal | None]
+"""What a check of a stretch of time finds."""
 
 
 def acts(
-    policy: Policy, rounds: list[tuple[float, Proposal | None]], memory: Memory | None = None
+    policy: Policy, rounds: list[tuple[float, Looking]], memory: Memory | None = None
 ) -> list[tuple[float, Act]]:
-    """Return when what is done; every change is made at once."""
+    """Return when what is done; every change is made at once, and ends the need for it."""
     at_s, found, memory = 1e9, [], memory or Memory()
-    for later_s, proposal in rounds:
-        at_s += later_s
+    for rest_s, look in rounds:
+        at_s += rest_s
+        proposal = look(at_s - policy.since_s, at_s)
         act, memory = decide(policy, memory, proposal, at_s, on_guard=False)
+        from_s = later_from_s(policy, memory, at_s)
+        if act is Act.CONFIRM and from_s is not None:
+            later = look(from_s, at_s)
+            act, memory = confirm(policy, memory, later, at_s, on_guard=False)
         found.append((at_s, act))
         if act is Act.CHANGE:
             memory = changed(memory, at_s)
     return found
 
 
+def always(rounds: list[tuple[float, Proposal | None]]) -> list[tuple[float, Looking]]:
+    """Return rounds in which a check finds the same on whatever stretch it looks at."""
+
+    def saying(proposal: Proposal | None) -> Looking:
+        return lambda _, __: proposal
+
+    return [(rest_s, saying(proposal)) for rest_s, proposal in rounds]
+
+
+def during(start_s: float, end_s: float) -> Looking:
+    """Return checks that find that a re-tune pays if they see the least of that time."""
+    return lambda from_s, until_s: EIGHT if from_s < end_s and until_s > start_s else None
+
+
 @given(POLICIES, ROUNDS)
 def test_two_changes_are_never_closer_than_the_minimum_time(
     policy: Policy, rounds: list[tuple[float, Proposal | None]]
 ) -> None:
-    times_s = [at_s for at_s, act in acts(policy, rounds) if act is Act.CHANGE]
+    times_s = [at_s for at_s, act in acts(policy, always(rounds)) if act is Act.CHANGE]
     for before_s, after_s in pairwise(times_s):
         assert after_s - before_s >= policy.least_interval_s - 1e-6
 
 
 @given(POLICIES, ROUNDS)
-def test_before_a_change_the_same_verdict_stood_as_often_as_asked(
+def test_before_a_change_the_verdict_stood_as_often_as_asked_on_traffic_of_its_own(
     policy: Policy, rounds: list[tuple[float, Proposal | None]]
 ) -> None:
-    found = acts(policy, rounds)
-    for at, (_, act) in enumerate(found):
+    found = acts(policy, always(rounds))
+    for at, (changed_s, act) in enumerate(found):
         if act is not Act.CHANGE:
             continue
-        assert at + 1 >= policy.confirmations
-        verdicts = [proposal for _, proposal in rounds[at + 1 - policy.confirmations : at + 1]]
-        for earlier, later in zip([verdicts[0], *verdicts], verdicts, strict=False):
-            assert earlier is not None
+        first_s, later = changed_s, rounds[at][1]
+        for (at_s, _), (_, earlier) in zip(found[at::-1], rounds[at::-1], strict=True):
             assert later is not None
-            assert alike(earlier.limits, later.limits)
-            assert later.meets_more or later.gain_ratio >= policy.least_gain_ratio
+            if earlier is None or not alike(earlier.limits, later.limits):
+                break
+            if earlier.gain_ratio < policy.least_gain_ratio and not earlier.meets_more:
+                break
+            first_s, later = at_s, earlier
+        least_s = (policy.confirmations - 1) * ODD_SHARE * policy.since_s
+        assert changed_s - first_s >= least_s
+
+
+@given(
+    st.integers(2, 4), st.floats(600, 90_000), st.floats(0.01, 1), st.floats(1, 3600), st.data()
+)
+def test_what_lasts_no_longer_than_a_sixth_of_a_look_back_never_changes_anything(
+    confirmations: int, since_s: float, share: float, every_s: float, data: st.DataObject
+) -> None:
+    policy = Policy(0.05, 0.0, confirmations, since_s)
+    lasting_s = share * since_s / 6
+    start_s = 1e9 + data.draw(st.floats(0, every_s))
+    checks = min(int((since_s + lasting_s) / every_s) + 3, 300)
+    odd = during(start_s, start_s + lasting_s)
+    assert Act.CHANGE not in [act for _, act in acts(policy, [(every_s, odd)] * checks)]
+
+
+@given(st.floats(600, 90_000), st.floats(60, 3600))
+def test_what_lasts_is_acted_upon_soon_after_a_sixth_of_a_look_back(
+    since_s: float, every_s: float
+) -> None:
+    policy = Policy(0.05, 0.0, 2, since_s)
+    start_s = 1e9 + 2 * every_s
+    checks = int(since_s / every_s) + 10
+    found = acts(policy, [(every_s, during(start_s, math.inf))] * checks)
+    changed_s = next(at_s for at_s, act in found if act is Act.CHANGE)
+    assert changed_s - start_s <= ODD_SHARE * since_s + policy.least_later_s + 2 * every_s
 
 
 @given(POLICIES, st.floats(0.3, 0.9), st.floats(0, 10_000), st.none() | st.floats(0, 2e9))
@@ -75,9 +132,11 @@ def test_a_gain_that_stays_is_taken_in_the_end(
 ) -> None:
     # Even if the last change lies in the future, as after the clock was put back.
     proposal = Proposal(EngineLimits(8, 2048), gain_ratio)
-    rounds: list[tuple[float, Proposal | None]] = [(later_s, proposal)] * policy.confirmations
-    rounds += [(policy.least_interval_s + 1.0, proposal)] * 2
-    found = acts(policy, rounds, Memory(last_change_s=last_change_s))
+    step_s = ODD_SHARE * policy.since_s + policy.least_later_s + 1.0
+    checks = policy.confirmations + math.ceil(policy.least_interval_s / step_s) + 2
+    rounds: list[tuple[float, Proposal | None]] = [(later_s, proposal)]
+    rounds += [(step_s, proposal)] * checks
+    found = acts(policy, always(rounds), Memory(last_change_s=last_change_s))
     assert Act.CHANGE in [act for _, act in found]
 
 
@@ -86,35 +145,53 @@ def test_what_was_rolled_back_does_not_come_again(
     policy: Policy, rounds: list[tuple[float, Proposal | None]], barred: EngineLimits
 ) -> None:
     memory = rolled_back(Memory(), barred, 0.0)
-    for (_, act), (_, proposal) in zip(acts(policy, rounds, memory), rounds, strict=True):
+    found = acts(policy, always(rounds), memory)
+    for (_, act), (_, proposal) in zip(found, rounds, strict=True):
         if act is Act.CHANGE:
             assert proposal is not None
             assert not alike(proposal.limits, barred)
 
 
 def test_each_reason_to_wait_is_told() -> None:
-    policy = Policy(0.05, 1000.0, 2)
-    fresh, once = Memory(), Memory(EIGHT.limits, 1)
+    policy = Policy(0.05, 1000.0, 2, 600.0)
+    fresh, once = Memory(), Memory(EIGHT.limits, 1, verdict_s=500.0)
     soon = replace(once, last_change_s=500.0)
 
-    def act(memory: Memory, proposal: Proposal | None, *, on_guard: bool = False) -> Act:
-        return decide(policy, memory, proposal, 1000.0, on_guard=on_guard)[0]
+    def first(memory: Memory, proposal: Proposal | None) -> Act:
+        return decide(policy, memory, proposal, 1000.0, on_guard=False)[0]
 
-    assert act(once, None) is Act.NONE
-    assert act(once, replace(EIGHT, gain_ratio=0.049)) is Act.TOO_SMALL
-    assert act(once, replace(EIGHT, gain_ratio=0.049, meets_more=True)) is Act.CHANGE
-    assert act(fresh, EIGHT) is Act.CONFIRM
-    assert act(once, replace(EIGHT, limits=EngineLimits(17, 2048))) is Act.CONFIRM
-    assert act(once, EIGHT, on_guard=True) is Act.GUARDED
-    assert act(soon, EIGHT) is Act.TOO_SOON
-    assert act(replace(once, barred=(EIGHT.limits,)), EIGHT) is Act.BARRED
-    assert act(once, EIGHT) is Act.CHANGE
+    assert first(once, None) is Act.NONE
+    assert first(once, replace(EIGHT, gain_ratio=0.049)) is Act.TOO_SMALL
+    assert first(fresh, replace(EIGHT, gain_ratio=0.049, meets_more=True)) is Act.CONFIRM
+    assert first(replace(once, barred=(EIGHT.limits,)), EIGHT) is Act.BARRED
+    assert first(fresh, EIGHT) is Act.CONFIRM
+    assert first(once, EIGHT) is Act.CONFIRM
+
+    def later(memory: Memory, proposal: Proposal | None, *, on_guard: bool = False) -> Act:
+        return confirm(policy, memory, proposal, 1000.0, on_guard=on_guard)[0]
+
+    assert later(once, None) is Act.CONFIRM
+    assert later(once, replace(EIGHT, limits=EngineLimits(17, 2048))) is Act.CONFIRM
+    assert later(once, replace(EIGHT, against=EngineLimits(4, 2048))) is Act.CONFIRM
+    assert later(once, replace(EIGHT, gain_ratio=0.049)) is Act.CONFIRM
+    assert later(once, EIGHT, on_guard=True) is Act.GUARDED
+    assert later(soon, EIGHT) is Act.TOO_SOON
+    assert later(once, EIGHT) is Act.CHANGE
 
 
 def test_a_verdict_that_was_refuted_counts_from_the_start_again() -> None:
-    rounds = [(900.0, EIGHT), (900.0, None), (900.0, EIGHT), (900.0, EIGHT)]
-    found = [act for _, act in acts(Policy(), rounds)]
+    rounds = [(5000.0, EIGHT), (5000.0, None), (5000.0, EIGHT), (5000.0, EIGHT)]
+    found = [act for _, act in acts(Policy(), always(rounds))]
     assert found == [Act.CONFIRM, Act.NONE, Act.CONFIRM, Act.CHANGE]
+
+
+def test_a_verdict_that_waits_for_its_time_is_renewed_and_acted_on_by_traffic_of_then() -> None:
+    # Lasting, but over by the time that another change is allowed.
+    policy, over_s = Policy(least_interval_s=6 * 3600.0), 1e9 + 3 * 3600.0
+    memory = Memory(last_change_s=1e9)
+    found = acts(policy, [(900.0, during(1e9, over_s))] * 60, memory)
+    assert Act.TOO_SOON in [act for _, act in found]
+    assert Act.CHANGE not in [act for _, act in found]
 
 
 @pytest.mark.parametrize(

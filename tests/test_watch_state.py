@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.traffic_sketch import sketch_of
-from tuner.watch.policy import Memory
+from tuner.watch.policy import Memory, Policy, later_from_s
 from tuner.watch.state import (
     STATE_FILE,
     Counts,
@@ -44,11 +44,13 @@ HANDOVERS = st.builds(
     st.text(),
     FINITE,
     stage=st.sampled_from(Stage),
-    bias=st.dictionaries(st.text(), FINITE),
+    had_file=st.booleans(),
 )
 STATES = st.builds(
     WatchState,
-    memory=st.builds(Memory, LIMITS, st.integers(0), FINITE, st.lists(LIMITS).map(tuple)),
+    memory=st.builds(
+        Memory, LIMITS, st.integers(0), FINITE, st.lists(LIMITS).map(tuple), st.none() | FINITE
+    ),
     present=st.none() | LIMITS,
     handover=st.none() | HANDOVERS,
     counts=st.builds(Counts, st.dictionaries(st.text(), st.integers(0))),
@@ -74,6 +76,36 @@ def test_a_state_comes_back_as_it_was(
     with StateDir(tmp_path_factory.mktemp("state")) as kept:
         kept.save(state)
         assert kept.load() == (state, "")
+
+
+EARLIER = b"""{
+ "schema": 1, "profile_sha256": "a", "traffic": "traffic-1.json",
+ "memory": {
+  "pending": {"max_num_seqs": 8, "max_num_batched_tokens": 2048}, "confirmed": 1,
+  "last_change_s": 5.0, "barred": []
+ },
+ "handover": {
+  "old": {"max_num_seqs": 4, "max_num_batched_tokens": 2048},
+  "new": {"max_num_seqs": 8, "max_num_batched_tokens": 2048},
+  "old_text": "a", "new_text": "b", "has_secrets": false, "why": "it pays",
+  "decided_s": 6.0, "stage": "on guard", "handed_s": 7.0, "hook_tries": 0,
+  "bias": {"e2e tail": 1.2, "requests_per_s": 1.0}, "is_rollback": false
+ }
+}"""
+
+
+def test_the_state_of_an_earlier_version_is_read_and_its_change_stays_on_guard(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / STATE_FILE).write_bytes(EARLIER)
+    with StateDir(tmp_path) as kept:
+        state, told = kept.load()
+    assert told == ""
+    assert state.memory == Memory(EngineLimits(8, 2048), 1, 5.0)
+    assert state.handover is not None
+    assert (state.handover.stage, state.handover.handed_s) == (Stage.ON_GUARD, 7.0)
+    # Nobody knows on which traffic its verdict rests, so that nothing can confirm it.
+    assert later_from_s(Policy(), state.memory, 1e9) is None
 
 
 def test_the_first_state_is_empty_and_the_file_is_its_owners_alone(tmp_path: Path) -> None:
@@ -160,7 +192,7 @@ def test_a_new_profile_lifts_what_was_held_against_the_old() -> None:
     eight = EngineLimits(8, 2048)
     old = WatchState(
         profile_sha256="a",
-        memory=Memory(eight, 1, 5.0, (eight,)),
+        memory=Memory(eight, 1, 5.0, (eight,), 4.0, eight),
         present=eight,
         traffic="traffic-1.json",
     )

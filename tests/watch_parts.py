@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drift_parts import busy_traffic
@@ -72,29 +72,40 @@ class HookLog:
         return HookEnd(self.exit_codes.pop(0) if self.exit_codes else 0, "done")
 
 
+Saying = Checked | Callable[[float, float], Checked]
+"""What a check says, or how that follows from the stretch of time that it looks at."""
+
+
 @dataclass(slots=True)
 class Script:
-    """What Prometheus and the shadows answer, and what they were asked."""
+    """What Prometheus and the shadows answer and were asked, what others do meanwhile."""
 
-    verdicts: list[Checked]
-    outages: list[str]
-    checked_at: list[EngineLimits]
-    tuned_for: list[TrafficSketch | None]
+    clock: JumpingClock
+    verdict: Saying = UNCHANGED
+    outages: list[str] = field(default_factory=list)
+    looked: list[tuple[float, float]] = field(default_factory=list)
+    checked_at: list[EngineLimits] = field(default_factory=list)
+    tuned_for: list[TrafficSketch | None] = field(default_factory=list)
+    meanwhile: Callable[[], object] | None = None
 
-    def sample(self) -> Trace:
+    def sample(self, since_s: float) -> Trace:
         """Return the traffic, or fail as often as it was told to."""
         if self.outages:
             raise UsageError(self.outages.pop(0))
+        self.looked.append((since_s, self.clock.now_s()))
         return TRAFFIC
 
     def check(
         self, trace: Trace, present: EngineLimits, before: TrafficSketch | None
     ) -> Checked:
-        """Return the next verdict."""
+        """Return the verdict; others may do something meanwhile."""
         assert trace is TRAFFIC
         self.checked_at.append(present)
         self.tuned_for.append(before)
-        return self.verdicts.pop(0)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        found = self.verdict(*self.looked[-1]) if callable(self.verdict) else self.verdict
+        return replace(found, present=present)
 
 
 @dataclass(slots=True)
@@ -108,15 +119,21 @@ class World:
     told: list[str]
     script: Script
 
-    def rounds(self, *verdicts: Checked) -> list[str]:
+    def rounds(self, *verdicts: Saying) -> list[str]:
         """Do a round for each verdict, one every so often; return what happened."""
-        self.script.verdicts.extend(verdicts)
         acts = []
-        for _ in verdicts:
+        for verdict in verdicts:
+            self.script.verdict = verdict
             error = self.watcher.round()
             acts.append(error.message if error else self.watcher.book.state.last.act)
             self.clock.sleep(self.watcher.rest_s())
         return acts
+
+    def lasts(self, verdict: Saying) -> list[str]:
+        """Give a verdict, and again as soon as later traffic can confirm it."""
+        first = self.rounds(verdict)
+        self.clock.sleep(HOUR_S)
+        return [*first, *self.rounds(verdict)]
 
     @property
     def words(self) -> str:
@@ -136,7 +153,7 @@ def a_world(
     """Yield a watch over folder/best.yaml whose state is in folder/state."""
     path, clock = folder / "best.yaml", clock or JumpingClock()
     hook, told = HookLog(path), list[str]()
-    script = Script([], [], [], [])
+    script = Script(clock)
     with StateDir(folder / "state") as kept:
         state, remark = kept.load()
         if remark:
@@ -147,7 +164,7 @@ def a_world(
         watcher = Watcher(
             book=book,
             handing=Handing(book, publisher, run_hook or hook, guarding, clock, told.append),
-            policy=Policy(0.05, 6 * HOUR_S, 2),
+            policy=Policy(0.05, 6 * HOUR_S, 2, 6 * HOUR_S, MINUTE_S),
             every_s=15 * MINUTE_S,
             tuned_for=FOUR,
             sample=script.sample,

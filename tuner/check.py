@@ -11,21 +11,27 @@ every check would move it; and no planted shift was found that was missed otherw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+import numpy as np
+
 from tuner.aim import Aim
 from tuner.confirm import decide_predicted
+from tuner.describe import hits_differ, reused_tokens
 from tuner.drift import Drift
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.gains import Gain, gain_over
+from tuner.metrics import Measurement, measure
 from tuner.objective import Tier
 from tuner.observation import Observation
+from tuner.replay import ReplayLog
 from tuner.retune import Ranked, Retune
 from tuner.traces import Trace
+from tuner.windows import Window
 
 
 class Verdict(StrEnum):
@@ -111,6 +117,10 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
         return early
     shifted = ", ".join(shift.name for shift in drift.felt[:3]) + " shifted"
     ranked = retune.rank(trace, aim)
+    pieces = [part.of(trace) for part in ranked.parts]
+    old = retune.logs(pieces, present, aim)
+    if old is not None and (told := unlike_server(trace, ranked.parts, measure(old))):
+        return Checked(Verdict.TOO_LITTLE, f"{shifted}, but {told}", drift, present)
     try:
         decision = decide_predicted(list(ranked.seen), present, retune.wrong_ratio)
     except NoFeasibleConfigError as error:
@@ -122,7 +132,7 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     if best.limits == present:
         why = f"{shifted}, and {present} is best for it too{rest}"
         return Checked(Verdict.STILL_BEST, why, drift, present, present, None, state)
-    gain = _gain(retune, trace, aim, best, ranked)
+    gain = None if old is None else _gain(retune, pieces, aim, best, old, ranked)
     where = f"at {best.limits} instead of {present}"
     if gain is not None and gain.pays:
         why = f"{shifted}: {where} {gain.text}{rest}"
@@ -132,16 +142,40 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     return Checked(Verdict.STILL_BEST, why, drift, present, best.limits, gain, state)
 
 
+def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:
+    """Say that, and how, the shadow's prefix hits are not the server's, or nothing.
+
+    The server's are those that a sampled trace was given; a shadow of an engine without a
+    prefix cache, with larger blocks or with too little memory finds fewer. Of a recording only
+    what came again is known and not what the server found, so that it is never unlike.
+    """
+    if not trace.notes.sampled_from or trace.hashes is None:
+        return ""
+    is_in = np.zeros(len(trace), dtype=np.bool_)
+    for part in parts:
+        is_in |= (trace.due_s >= part.start_s) & (trace.due_s < part.end_s)
+    held = reused_tokens(trace.hashes, trace.prompt_tokens)[is_in]
+    served = float(held.sum() / trace.prompt_tokens[is_in].sum())
+    found = predicted.prefix_cache_hit_ratio or 0.0
+    if not hits_differ(found, served):
+        return ""
+    return (
+        f"the shadow finds {found:.0%} of the prompt tokens cached and the server found "
+        f"{served:.0%}: it computes another load"
+    )
+
+
 def _gain(
-    retune: Retune, trace: Trace, aim: Aim, best: Observation, ranked: Ranked
+    retune: Retune,
+    pieces: Sequence[Trace],
+    aim: Aim,
+    best: Observation,
+    old: Sequence[ReplayLog],
+    ranked: Ranked,
 ) -> Gain | None:
     """Return what the best gains over the present configuration on the same traffic."""
-    pieces = [part.of(trace) for part in ranked.parts]
-    old = retune.logs(pieces, retune.space.present, aim)
     new = retune.logs(pieces, best.limits, aim)
-    if old is None or new is None:
-        return None
-    return gain_over(old, new, ranked.goal, retune.wrong_ratio)
+    return None if new is None else gain_over(old, new, ranked.goal, retune.wrong_ratio)
 
 
 def _state(best: Observation) -> str:

@@ -216,6 +216,9 @@ def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> Look | str:
             return ""
         which = "baseline" if baseline.held is None else "present"
         return f"prefix_reuse: the {which} traffic has no hash ids"
+    if bool(baseline.sampled_from) != bool(now.sampled_from):
+        which = "baseline" if baseline.sampled_from else "present"
+        return f"prefix_reuse: of the {which} traffic only what a server's cache held is known"
     shortest_s = min(baseline.duration_s, now.duration_s)
     fitting = [s for s in baseline.held if s * LOOKBACKS_IN_TRACE <= shortest_s]
     both = baseline.held.keys() & now.held.keys()

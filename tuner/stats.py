@@ -121,6 +121,30 @@ def mean(samples: Floats | Sequence[float]) -> Estimate:
     return Estimate(centre, centre - half, centre + half, n)
 
 
+def mean_of_totals(totals: Floats, counts: Floats) -> Estimate:
+    """Return the mean of samples of which only sums and numbers by stretch of time are known.
+
+    Shapes: both [stretches] in time order; some sample was counted.
+    Raises: TooFewSamplesError if none was.
+    Source: batch means as in `mean`; ratio estimator, Cochran, Sampling Techniques, 6.4.
+
+    >>> mean_of_totals(np.array([4.0, 6.0]), np.array([2.0, 2.0])).value
+    2.5
+    """
+    n = round(float(counts.sum()))
+    if n < 1:
+        raise TooFewSamplesError("no sample to take the mean of")
+    centre = float(totals.sum() / counts.sum())
+    batches = min(MEAN_BATCHES, len(totals) // 2)
+    if batches < 2:
+        return Estimate(centre, None, None, n)
+    parts = np.array_split(np.column_stack([totals, counts]), batches)
+    by_batch = np.array([part.sum(axis=0) for part in parts])
+    off = by_batch[:, 0] - centre * by_batch[:, 1]
+    half = _half_width(off, CONFIDENCE) * batches / float(counts.sum())
+    return Estimate(centre, centre - half, centre + half, n)
+
+
 def _half_width(values: Floats, confidence: float) -> float:
     """Return half the width of Student's interval for the mean of values."""
     t = _t(values.size, confidence)

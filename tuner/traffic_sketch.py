@@ -86,7 +86,8 @@ class TrafficSketch:
 
     `resolution_s` is the time within which arrivals were drawn at random because only their
     count was recorded: 0 for a recording, inf where nobody knows. `held` has by lookback the
-    prompt tokens whose prefix came within so many seconds before; None without hash ids.
+    prompt tokens whose prefix came within so many seconds before, for a sampled trace the same
+    for all: how soon a drawn prefix comes again is a guess. None without hash ids.
 
     Shapes: counts, prompt_sum, output_sum and each of held are [blocks], the histograms
         [blocks, buckets] of EDGES, in_flight [blocks, buckets] of LEVEL_EDGES.
@@ -209,5 +210,10 @@ def _bursts(due_s: Floats, scale_s: float, block_s: float, blocks: int) -> Burst
 def _held(trace: Trace, place: Ints, blocks: int) -> dict[float, Ints] | None:
     if trace.hashes is None:
         return None
+    if trace.notes.sampled_from:
+        # Nothing comes again after longer than all of the trace.
+        ever_s = float(trace.due_s[-1])
+        held = held_tokens(trace.hashes, trace.due_s, trace.prompt_tokens, (ever_s,))
+        return dict.fromkeys(LOOKBACKS_S, _summed(place, held[ever_s], blocks))
     held = held_tokens(trace.hashes, trace.due_s, trace.prompt_tokens, LOOKBACKS_S)
     return {lookback_s: _summed(place, tokens, blocks) for lookback_s, tokens in held.items()}

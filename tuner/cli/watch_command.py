@@ -80,7 +80,8 @@ _EPILOG = (
     default=2,
     show_default=True,
     metavar="N",
-    help="Checks with the same verdict that it takes to act.",
+    help="Verdicts that it takes to act. Each after the first is on later traffic alone, which "
+    "begins a sixth of --since after the one before.",
 )
 @click.option(
     "--hook",
@@ -156,9 +157,10 @@ def watch(**options: Any) -> int:
         tune watch --prometheus http://prometheus:9090 --profile runs/2026-11-20T14-03-00 \\
             --emit best.yaml --every 15m --hook kubectl --hook apply --hook -f --hook best.yaml
 
-    A new file is written only when a re-tune pays enough, twice in a row, and not too soon
-    after the last; then it is on probation, and the old one comes back if it does worse. No
-    engine is started, and the serving process is never talked to.
+    A new file is written only when a re-tune pays enough, also by later traffic alone, not too
+    soon after the last, and never over what somebody else wrote meanwhile; then it is on
+    probation, and the old one comes back if it does worse. No engine is started, and the
+    serving process is never talked to.
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.watch_job import run_watch
 

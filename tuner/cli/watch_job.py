@@ -21,6 +21,7 @@ from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.console import say
 from tuner.doctor import installed_vllm
+from tuner.drift import LEAST_S
 from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
 from tuner.engine.protocol import EngineLimits
@@ -173,7 +174,14 @@ def _watcher(
     publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
-    policy = Policy(options["min_gain"], options["min_interval"], options["confirmations"])
+    policy = Policy(
+        options["min_gain"],
+        options["min_interval"],
+        options["confirmations"],
+        options["since"],
+        # Two readings tell of traffic, and no shorter traffic is compared.
+        max(LEAST_S, 2 * options["step"]),
+    )
     traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
     credentials(options)  # A file that cannot be read is told now, not in the first round.
     shadow = ShadowCheck(options, baseline, before, traffic)
@@ -190,7 +198,7 @@ def _watcher(
         policy=policy,
         every_s=options["every"],
         tuned_for=_configured(options) or baseline.present,
-        sample=traffic.lately,
+        sample=traffic.since,
         sketch=traffic.sketch,
         check=shadow.check,
         clock=clock,

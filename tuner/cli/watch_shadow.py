@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tuner.baseline import Baseline
-from tuner.check import Checked, Verdict, check, without_replay
+from tuner.bench import Failure
+from tuner.check import Checked, Verdict, check, unlike_server, without_replay
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import Ready, shadows_on
 from tuner.drift import Drift, compare
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError
-from tuner.prometheus import known_in_part, trace_from_prometheus
+from tuner.metrics import Measurement
+from tuner.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.retune import shadow_host
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch, sketch_of
 from tuner.watch.guard import Look
 from tuner.watch.handover import Clock
 from tuner.watch.live import Live, live_between
+from tuner.windows import whole
 
 MOST_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""
@@ -44,9 +47,10 @@ class PrometheusTraffic:
     clock: Clock
     is_closed: bool
 
-    def lately(self) -> Trace:
-        """Return the traffic of late. Raises: UsageError."""
-        return self._sampled(self.options["since"], self.clock.now_s())
+    def since(self, start_s: float) -> Trace:
+        """Return the traffic since a Unix time. Raises: UsageError."""
+        now_s = self.clock.now_s()
+        return self._sampled(now_s - start_s, now_s)
 
     def between(self, start_s: float, end_s: float) -> Trace:
         """Return the traffic between two Unix times. Raises: UsageError."""
@@ -122,6 +126,9 @@ class ShadowCheck:
                 found = ready.retune.replay([ready.trace], settings, ready.aim)
         except TunerError as error:
             return Look(live, {}, error.message)
+        in_use = found[settings[-1]][0]
+        if told := _unlike(trace, in_use):
+            return Look(live, {}, told)
         return Look(live, {limits: outcomes[0] for limits, outcomes in found.items()})
 
     @contextmanager
@@ -133,3 +140,12 @@ class ShadowCheck:
             shadows_on(read, self.baseline, present, options, host, run_dir) as ready,
         ):
             yield ready
+
+
+def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:
+    """Say why a prediction of traffic is none of what the server served, or nothing."""
+    if told := hits_missed(trace.notes.remarks):
+        return told
+    if not isinstance(predicted, Measurement):
+        return ""
+    return unlike_server(trace, [whole(trace)], predicted)

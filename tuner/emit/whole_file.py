@@ -6,25 +6,50 @@ import contextlib
 import os
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.errors import UsageError
 
 
-def write_atomic(path: Path, text: str, *, secret: bool) -> None:
+class ChangedMeanwhileError(UsageError):
+    """The file is no longer what the new text was made from; it was left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a file held when its new text was made; None where there was no file."""
+
+    text: str | None
+
+    def is_in(self, path: Path) -> bool:
+        """Tell whether the file holds just this."""
+        if self.text is None:
+            return not path.exists()
+        try:
+            return path.read_bytes() == self.text.encode()
+        except OSError:
+            return False
+
+
+def write_atomic(path: Path, text: str, *, secret: bool, held: Held | None = None) -> None:
     """Write the file whole or not at all: what stood there before survives a full disk.
 
     With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
-    target that is no regular file, as /dev/stdout, is written to as it is.
+    target that is no regular file, as /dev/stdout, is written to as it is. Where `held` says
+    what the file must still hold, it is looked at again right before the new one takes its
+    place; an edit within the microseconds between the two would be lost, as no file system
+    compares and renames in one.
 
-    Raises: UsageError if the file cannot be written.
+    Raises: UsageError if the file cannot be written; ChangedMeanwhileError if it holds
+        something else by now.
     """
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
         else:
             target = path.resolve()
-            _replace(target, text, mode=0o600 if secret else _usual_mode(target))
+            _replace(target, text, 0o600 if secret else _usual_mode(target), held)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}",
@@ -32,7 +57,7 @@ def write_atomic(path: Path, text: str, *, secret: bool) -> None:
         ) from error
 
 
-def _replace(target: Path, text: str, mode: int) -> None:
+def _replace(target: Path, text: str, mode: int, held: Held | None) -> None:
     """Put a finished copy in the target's place, within its folder so that a rename does it."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -41,11 +66,21 @@ def _replace(target: Path, text: str, mode: int) -> None:
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
+        _check_still(target, held)
         Path(name).replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+
+
+def _check_still(target: Path, held: Held | None) -> None:
+    """Refuse a file that holds something else than it did. Raises: ChangedMeanwhileError."""
+    if held is not None and not held.is_in(target):
+        raise ChangedMeanwhileError(
+            f"{target} was changed by others meanwhile and is left alone",
+            "run it again: it starts from the file as it is now",
+        )
 
 
 def _usual_mode(target: Path) -> int:

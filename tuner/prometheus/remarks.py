@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tuner.describe import SECONDS_PER_OUTPUT_TOKEN
+from tuner.describe import SECONDS_PER_OUTPUT_TOKEN, hits_differ
 from tuner.formats.columns import Columns
 from tuner.hashes import Ints
 from tuner.prometheus.counters import EngineWindows, LengthRises, uncovered_s, usual
 from tuner.prometheus.facts import ServerFacts
+from tuner.prometheus.prefixes import SharedPrefixes
 from tuner.prometheus.server import Span
 
-# How a remark begins that tells of time without data.
+# How a remark begins that tells of time without data, or of hits that are not as on the server.
 _GAPS, _SHORT = "there is no data for", "there is data for"
+_MISSED = "prefix hits cannot be imitated:"
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
@@ -101,18 +103,35 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
         yield f"the counters began anew {restarts} times, as after restarts"
 
 
+def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
+    """Say how much hit the server's prefix cache, and how the drawn prompts do as much."""
+    if facts.prefix_hits is None:
+        return "no hits of a prefix cache were counted: no two prompts share a prefix"
+    ratio = facts.prefix_hits.ratio
+    on_server = f"{ratio:.0%} of the prompt tokens hit the server's own prefix cache"
+    if shared is None:
+        return f"{on_server}: no two prompts share a prefix"
+    if hits_differ(shared.hit_ratio, ratio):
+        return f"{_MISSED} {on_server}, prompts this short share {shared.hit_ratio:.0%} at most"
+    return (
+        f"{on_server}, and {shared.hit_ratio:.0%} do here: each prompt begins as others of "
+        f"about its length, in {shared.groups} groups; which do in truth is in no counter"
+    )
+
+
 def known_in_part(remarks: Sequence[str]) -> str:
-    """Say that, and why, remarks tell of traffic that was not seen as a whole; else nothing."""
-    told = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT))]
+    """Say that, and why, remarks tell of traffic that is not as it was served; else nothing."""
+    told = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
     return f"the present traffic is known in part only: {'; '.join(told)}" if told else ""
 
 
+def hits_missed(remarks: Sequence[str]) -> str:
+    """Return the remark that tells of prefix hits that are not as on the server, or nothing."""
+    return next((remark for remark in remarks if remark.startswith(_MISSED)), "")
+
+
 def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
-    """Say what else is known of the server, and what this trace lacks of it."""
-    hits = facts.prefix_hit_ratio
-    known = f", while {hits:.0%} of the prompt tokens hit the server's own" if hits else ""
-    none = "which prompts share a prefix is in no counter: this trace finds no prefix cached"
-    yield f"{none}{known}"
+    """Say what else is known of the server."""
     if facts.peak_kv_usage_ratio is not None:
         yield f"the server's KV cache was at most {facts.peak_kv_usage_ratio:.0%} full"
     if facts.unsuccessful:

@@ -28,12 +28,14 @@ from tuner.prometheus.counters import (
     windows_of,
 )
 from tuner.prometheus.engines import RUNNING, EngineReadings, choose, read_engines, when
-from tuner.prometheus.facts import read_facts
+from tuner.prometheus.facts import ServerFacts, read_facts
+from tuner.prometheus.prefixes import LEAST_RATIO, SharedPrefixes, shared_prefixes
 from tuner.prometheus.remarks import (
     on_arrivals,
     on_gaps,
     on_in_flight,
     on_lengths,
+    on_prefixes,
     on_the_server,
 )
 from tuner.prometheus.server import Prometheus, Span
@@ -79,6 +81,17 @@ class _Lengths:
         return draw_by_group(self.prompt, at, rng), draw_by_group(self.output, at, rng)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drawn:
+    """Requests in the order in which they come, and at which places of the span that is.
+
+    Shapes: rows is [n].
+    """
+
+    columns: Columns
+    rows: Ints
+
+
 def trace_from_prometheus(
     url: str,
     since_s: float,
@@ -111,18 +124,20 @@ def trace_from_prometheus(
     lengths = _lengths(windows, span, place)
     rng = np.random.default_rng(seed)
     if concurrency:
-        columns = _in_flight(engines, lengths, span, place, rng)
+        drawn = _in_flight(engines, lengths, span, place, rng)
         first = on_in_flight(span)
     else:
-        columns = _arrivals(windows, lengths, span, place, rng)
+        drawn = _arrivals(windows, lengths, span, place, rng)
         first = on_arrivals(windows, facts)
-    told = [
+    drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
+    told = (
         *first,
-        *on_lengths(windows, columns, len(lengths.prompt), LEAST_LENGTHS),
+        *on_lengths(windows, drawn.columns, len(lengths.prompt), LEAST_LENGTHS),
         *on_gaps(windows, span),
+        on_prefixes(facts, shared),
         *on_the_server(windows, facts),
-    ]
-    columns = replace(columns, remarks=tuple(told), sampled_from=place)
+    )
+    columns = replace(drawn.columns, remarks=told, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
 
 
@@ -177,7 +192,7 @@ def _arrivals(
     span: Span,
     place: str,
     rng: np.random.Generator,
-) -> Columns:
+) -> _Drawn:
     """Return as many requests as came between the scrapes.
 
     Raises: UsageError if none did, or too many.
@@ -194,7 +209,7 @@ def _arrivals(
     )
     order = np.argsort(times_s, kind="stable")
     prompt, output = lengths.draw(rows[order], rng)
-    return _columns(times_s[order], prompt, output, None)
+    return _Drawn(_columns(times_s[order], prompt, output, None), rows[order])
 
 
 def _in_flight(
@@ -203,7 +218,7 @@ def _in_flight(
     span: Span,
     place: str,
     rng: np.random.Generator,
-) -> Columns:
+) -> _Drawn:
     """Return the number in flight over time, and requests to keep it up.
 
     Raises: UsageError if it was not recorded, or never above 0.
@@ -228,7 +243,25 @@ def _in_flight(
     _check_count(int(flow.in_flight @ (span.step_s / lives_s)), span, place)
     due_s, readings = requests_in_flight(flow, lives_s)
     prompt, output = lengths.draw(rows[readings], rng)
-    return _columns(times_s[0] + due_s, prompt, output, as_changes(flow))
+    columns = _columns(times_s[0] + due_s, prompt, output, as_changes(flow))
+    return _Drawn(columns, rows[readings])
+
+
+def _with_prefixes(
+    drawn: _Drawn, lengths: _Lengths, facts: ServerFacts, rng: np.random.Generator
+) -> tuple[_Drawn, SharedPrefixes | None]:
+    """Return requests of whose prompts as much hits as on the server.
+
+    They come back as they are where hardly anything did, or nothing is known of it.
+    """
+    hits = facts.prefix_hits
+    if hits is None or hits.ratio < LEAST_RATIO:
+        return drawn, None
+    ratios = hits.by_stretch(lengths.stretch_of)[lengths.stretch_of[drawn.rows]]
+    prompt = drawn.columns.prompt_tokens
+    shared = shared_prefixes(prompt, ratios, hits.ratio, facts.running or 1.0, rng)
+    columns = replace(drawn.columns, hashes=shared.hashes, local_hashes=True)
+    return _Drawn(columns, drawn.rows), shared
 
 
 def _check_count(count: int, span: Span, place: str) -> None:

@@ -2,10 +2,15 @@
 
 Live metrics of the time since are held against what the shadows foretell of both
 configurations on the very traffic of that time, so that a busier hour is not held against the
-new one. Taking the file back is left to `loop`.
+new one. How far the old configuration was from its own prediction before the change, in either
+direction, is allowed for; where that is more than the shadows are said to be wrong by, their
+predictions judge nothing, and the change neither passes nor is taken back. Taking the file back
+is left to `loop`.
 
 Tried and given up: comparing live before with live after. Traffic has just shifted, or there
-would have been no change; the two hours do not compare.
+would have been no change; the two hours do not compare. Looking at tails alone: vLLM's buckets
+are up to two and a half times as wide as they are low, so that a new configuration twice as
+slow stays in the old one's; means have no buckets.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
 from tuner.objective import tail_statistic
 from tuner.slo import QUANTILES
+from tuner.stats import Estimate
 from tuner.watch.live import Live
 
 LEAST_REQUESTS: Final = 200
@@ -29,17 +35,14 @@ LEAST_REQUESTS: Final = 200
 LEAST_COVERED: Final = 0.8
 """Ours: a stretch that Prometheus saw less of may have been quite another."""
 
-MOST_BIAS: Final = 2.0
-"""Ours: a live server is slower than its shadow by what HTTP and its clients add; where it is
-slower by more, the shadow is wrong, and that must not excuse the new configuration."""
-
 SETTLE_RATIO: Final = 0.2
 """Ours: a share of the guard's time for the restart and the queue that it leaves."""
 
 PATIENCE: Final = 4.0
 """Ours: after so many times the guard's own time without a verdict it gives up and says so."""
 
-TAIL, RATE = "e2e tail", "requests_per_s"
+MEAN, TAIL, RATE = "mean", "tail", "requests_per_s"
+_AS_FORETOLD: Final = Estimate(1.0, None, None, 1)
 
 
 class Guarded(StrEnum):
@@ -73,7 +76,19 @@ class Look:
 
 
 LookAt = Callable[[float, float, Sequence[EngineLimits]], Look]
-"""Look at a stretch between two Unix times. Raises: TunerError if nobody can be asked."""
+"""Look at a stretch between two Unix times, at the end of which the last of the configurations
+was in use. Raises: TunerError if nobody can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """How many times as slow a configuration was live as foretold, less than 1 where faster.
+
+    `why_not` says why nothing is known, or nothing that can be trusted, and is empty otherwise.
+    """
+
+    times: Mapping[str, Estimate]
+    why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +108,8 @@ class Guard:
         """Whether it is time to give up on a change of back then."""
         return now_s > decided_s + PATIENCE * self.lasting_s
 
-    def bias_before(self, now_s: float, old: EngineLimits) -> dict[str, float]:
-        """Return how much worse the old configuration does live than foretold, by metric.
-
-        Raises: TunerError if nobody can be asked.
-        """
-        look = self.look(now_s - self.lasting_s, now_s, (old,))
-        measured = look.foretold.get(old)
-        if _too_little(look) or not isinstance(measured, Measurement):
-            return {}
-        tail = tail_statistic(min(look.live.requests, measured.completed))
-        within_s = look.live.e2e_within_s(QUANTILES[tail])
-        foretold_s = measured.latency("e2e_s", tail)
-        found: dict[str, float] = {}
-        if within_s is not None and foretold_s:
-            found[TAIL] = _bounded(within_s[0] / foretold_s)
-        if look.live.requests_per_s > 0:
-            found[RATE] = _bounded(measured.requests_per_s / look.live.requests_per_s)
-        return found
-
     def judge(
-        self,
-        handed_s: float,
-        old: EngineLimits,
-        new: EngineLimits,
-        bias: Mapping[str, float],
+        self, decided_s: float, handed_s: float, old: EngineLimits, new: EngineLimits
     ) -> Judged:
         """Return what to make of the change. Raises: TunerError if nobody can be asked."""
         look = self.look(*self.window(handed_s), (old, new))
@@ -132,7 +124,45 @@ class Guard:
         before, after = look.foretold.get(old), look.foretold.get(new)
         if not isinstance(before, Measurement) or not isinstance(after, Measurement):
             return Judged(Guarded.UNKNOWN, look.why_not or "its traffic cannot be replayed")
-        return compared(look.live, before, after, self.wrong_ratio, bias)
+        bias = self.bias_before(decided_s, old)
+        if bias.why_not:
+            return Judged(Guarded.UNKNOWN, bias.why_not)
+        return compared(look.live, before, after, self.wrong_ratio, bias.times)
+
+    def bias_before(self, decided_s: float, old: EngineLimits) -> Bias:
+        """Return how the old configuration did before the change against its prediction.
+
+        Raises: TunerError if nobody can be asked.
+        """
+        look = self.look(decided_s - self.lasting_s, decided_s, (old,))
+        measured = look.foretold.get(old)
+        reason = _too_little(look)
+        if not reason and look.live.restarted_s is not None:
+            reason = "the server restarted then"
+        if not reason and not isinstance(measured, Measurement):
+            reason = look.why_not or "its traffic cannot be replayed"
+        if reason or not isinstance(measured, Measurement):
+            return Bias({}, f"how {old} did before the change is not known: {reason}")
+        return bias_of(look.live, measured, old, self.wrong_ratio)
+
+
+def bias_of(live: Live, measured: Measurement, old: EngineLimits, wrong_ratio: float) -> Bias:
+    """Return how a server does against its prediction, and whether that can be trusted."""
+    tail = tail_statistic(min(live.requests, measured.completed))
+    found: dict[str, Estimate] = {}
+    for metric, name in ((MEAN, MEAN), (TAIL, tail)):
+        seen, foretold = _seen(live, name), _foretold(measured, name)
+        if seen is None or foretold is None:
+            continue
+        found[metric] = _ratio(seen, foretold, metric)
+        if _is_off(found[metric], wrong_ratio):
+            took = f"e2e_{name} was {_told(seen)}, foretold was {_told(foretold)}"
+            return Bias({}, _off(old, took, wrong_ratio))
+    found[RATE] = _ratio(_rate(measured.requests_per_s), _rate_of(live), RATE)
+    if _is_off(found[RATE], wrong_ratio):
+        took = f"{live.requests_per_s:.3g} requests/s finished, foretold were "
+        return Bias({}, _off(old, f"{took}{measured.requests_per_s:.3g}", wrong_ratio))
+    return Bias(found)
 
 
 def compared(
@@ -140,33 +170,31 @@ def compared(
     old: Measurement,
     new: Measurement,
     wrong_ratio: float,
-    bias: Mapping[str, float],
+    bias: Mapping[str, Estimate],
 ) -> Judged:
-    """Return whether live metrics are worse than foretold, beyond the interval.
+    """Return whether live metrics are worse than foretold, beyond their intervals.
 
     Where the new configuration was meant to be worse in one metric, as a throughput that costs
     latency, it is held against its own prediction there.
     """
     tail = tail_statistic(min(live.requests, old.completed, new.completed))
-    within_s = live.e2e_within_s(QUANTILES[tail])
-    most_s = max(_high_s(old, tail), _high_s(new, tail)) * (1 + wrong_ratio)
-    most_s *= bias.get(TAIL, 1.0)
-    # What chance does to a count of so many requests, at two standard deviations.
-    chance = 2 / math.sqrt(live.requests)
-    least_per_s = min(old.requests_per_s, new.requests_per_s) * (1 - wrong_ratio - chance)
-    least_per_s /= bias.get(RATE, 1.0)
-    per_s = live.requests_per_s
-    if within_s is not None and within_s[0] > most_s:
-        told = f"e2e_{tail} is above {within_s[0]:.3g} s, foretold was at most {most_s:.3g} s"
-        return Judged(Guarded.WORSE, f"{told} on the same {live.requests:,} requests")
-    if per_s < least_per_s:
-        told = f"{per_s:.3g} requests/s finish, foretold were at least {least_per_s:.3g}"
-        return Judged(Guarded.WORSE, told)
-    high = (
-        "" if within_s is None else f"e2e_{tail} within {within_s[0]:g} … {within_s[1]:g} s, "
-    )
-    told = f"{high}at most {most_s:.3g} s foretold; {per_s:.3g} requests/s"
-    return Judged(Guarded.AGREES, told)
+    told = []
+    for metric, name in ((MEAN, MEAN), (TAIL, tail)):
+        seen, foretold = _seen(live, name), _slower(old, new, name)
+        if seen is None or foretold is None:
+            continue
+        times = _ratio(_ratio(seen, foretold, metric), bias.get(metric, _AS_FORETOLD), metric)
+        words = f"e2e_{name} is {_told(seen)}, foretold was {_told(foretold)}"
+        if _low(times) > 1 + wrong_ratio:
+            why = f"{words}, on the same {live.requests:,} requests"
+            return Judged(Guarded.WORSE, f"{why}{_allowed(bias, metric)}")
+        told.append(words)
+    foretold_per_s, seen_per_s = min(old.requests_per_s, new.requests_per_s), _rate_of(live)
+    times = _ratio(_rate(foretold_per_s), seen_per_s, RATE)
+    words = f"{seen_per_s.value:.3g} requests/s finish, foretold were {foretold_per_s:.3g}"
+    if _low(_ratio(times, bias.get(RATE, _AS_FORETOLD), RATE)) > 1 + wrong_ratio:
+        return Judged(Guarded.WORSE, f"{words}{_allowed(bias, RATE)}")
+    return Judged(Guarded.AGREES, "; ".join([*told, words]))
 
 
 def _too_little(look: Look) -> str:
@@ -181,14 +209,99 @@ def _too_little(look: Look) -> str:
     return ""
 
 
-def _high_s(measured: Measurement, tail: str) -> float:
-    """Return the upper end of a predicted tail."""
+def _seen(live: Live, name: str) -> Estimate | None:
+    """Return the mean or a quantile of the live latency; None where it has no interval."""
+    if name != MEAN:
+        return live.e2e_quantile(QUANTILES[name])
+    found = live.mean_e2e
+    return found if found is not None and found.has_interval else None
+
+
+def _foretold(measured: Measurement, name: str) -> Estimate | None:
+    """Return the same of the predicted one; None where it has none, or no end."""
     spread = measured.latencies["e2e_s"]
     if spread is None:
-        return math.inf
-    found = spread.quantiles[tail]
+        return None
+    found = spread.mean if name == MEAN else spread.quantiles[name]
+    return found if math.isfinite(found.value) else None
+
+
+def _slower(old: Measurement, new: Measurement, name: str) -> Estimate | None:
+    """Return the worse of two predictions."""
+    both = [_foretold(measured, name) for measured in (old, new)]
+    known = [one for one in both if one is not None]
+    return max(known, key=lambda one: one.value) if len(known) == len(both) else None
+
+
+def _rate_of(live: Live) -> Estimate:
+    """Return the rate at which requests finished, with what chance does to so many."""
+    n = live.requests
+    value, half = live.requests_per_s, 2 / math.sqrt(n)
+    return Estimate(value, value * math.exp(-half), value * math.exp(half), n)
+
+
+def _rate(per_s: float) -> Estimate:
+    """Return a predicted rate, in which chance is that of the live one."""
+    return Estimate(per_s, None, None, 1)
+
+
+def _ratio(one: Estimate, other: Estimate, metric: str) -> Estimate:
+    """Return one over the other, with its interval.
+
+    Chance in two means is independent, and what they are off by adds up as squares do. The ends
+    of a tail are bounds of its bucket, and it may lie at one of them in both.
+
+    >>> found = _ratio(Estimate(6.0, 5.0, 8.0, 9), Estimate(2.0, 1.0, 2.5, 9), TAIL)
+    >>> found.value, round(found.low, 6), round(found.high, 6)
+    (3.0, 2.0, 8.0)
+    """
+    value = one.value / other.value
+    down = _log(one.value, _low(one)), _log(_high(other), other.value)
+    up = _log(_high(one), one.value), _log(other.value, _low(other))
+    lower, upper = (sum(p) if metric == TAIL else math.hypot(*p) for p in (down, up))
+    return Estimate(value, value * math.exp(-lower), value * _exp(upper), min(one.n, other.n))
+
+
+def _log(high: float, low: float) -> float:
+    return math.log(high / low) if low > 0 and math.isfinite(high) else math.inf
+
+
+def _exp(log: float) -> float:
+    return math.exp(log) if math.isfinite(log) else math.inf
+
+
+def _is_off(times: Estimate, wrong_ratio: float) -> bool:
+    """Tell whether a server was surely further from its prediction than the stated error."""
+    return _low(times) > 1 + wrong_ratio or _high(times) < 1 / (1 + wrong_ratio)
+
+
+def _low(found: Estimate) -> float:
+    return found.value if found.low is None else found.low
+
+
+def _high(found: Estimate) -> float:
     return found.value if found.high is None else found.high
 
 
-def _bounded(ratio: float) -> float:
-    return min(max(ratio, 1.0), MOST_BIAS)
+def _told(found: Estimate) -> str:
+    """Say a latency with its interval.
+
+    >>> _told(Estimate(1.5, 1.0, 2.0, 9)), _told(Estimate(1.5, None, None, 9))
+    ('1.5 s (1 … 2)', '1.5 s')
+    """
+    within = f" ({found.low:.3g} … {found.high:.3g})" if found.has_interval else ""
+    return f"{found.value:.3g} s{within}"
+
+
+def _off(old: EngineLimits, took: str, wrong_ratio: float) -> str:
+    return (
+        f"before the change {old} was further from its prediction than the profile's error of "
+        f"{wrong_ratio:.0%}: {took}; tune calibrate corrects the profile"
+    )
+
+
+def _allowed(bias: Mapping[str, Estimate], metric: str) -> str:
+    """Say what of it was so before the change."""
+    if metric not in bias:
+        return ""
+    return f", and before the change {bias[metric].value:.2f} times as slow as foretold"

@@ -1,7 +1,9 @@
 """Hand a file over step by step, each on disk before the next: write, run the hook, guard.
 
 Answers how a change that was decided goes on, also in a process that only finds it in the
-state. A hook may run again after a kill, never not at all. Deciding is left to `loop`.
+state. A hook may run again after a kill, never not at all. The file is written only over what
+the change was decided on, so that what others put there meanwhile stays. Deciding is left to
+`loop`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tuner.emit.whole_file import ChangedMeanwhileError
 from tuner.errors import TunerError, UsageError
 from tuner.watch.guard import Guard, Guarded
 from tuner.watch.hook import HookEnd
@@ -79,7 +82,10 @@ class Handing:
         return self.guard.window(found.handed_s)[1]
 
     def begin(self, handover: Handover) -> None:
-        """Write the file and hand it over. Raises: UsageError, with the old file whole."""
+        """Write the file and hand it over, unless it was changed since this was decided.
+
+        Raises: UsageError, with the old file whole.
+        """
         self.book.put(replace(self.book.state, handover=handover))
         self._write(handover)
 
@@ -106,14 +112,26 @@ class Handing:
         # The verdict is of another time by now; the next check gives a fresh one.
         self.tell(f"a change to {found.new} was decided and not written: it is dropped")
         self.book.put(replace(self.book.state, handover=None))
+        self.book.kept.forget_traffic_but(self.book.state.traffic)
 
     def _write(self, found: Handover) -> None:
         if not self.publisher.holds(found.new_text):
-            self.publisher.write(Text(found.new_text, found.has_secrets))
+            try:
+                self.publisher.write(Text(found.new_text, found.has_secrets), found.held)
+            except ChangedMeanwhileError:
+                self._drop(found)
+                return
         self.tell(f"{self.publisher.path} now holds {found.new}: {found.why}")
         written = replace(found, stage=Stage.WRITTEN)
         self.book.put(replace(self.book.state, handover=written))
         self._hand(written)
+
+    def _drop(self, found: Handover) -> None:
+        """Forget a change, as the file is not the one that it was decided on."""
+        told = f"{self.publisher.path} was changed by others meanwhile and is left alone"
+        self.tell(f"{told}: the {_event(found)} to {found.new} is dropped")
+        self.book.put(replace(self.book.state, handover=None))
+        self.book.kept.forget_traffic_but(self.book.state.traffic)
 
     def _hand(self, found: Handover) -> None:
         """Run the hook, and note that the change is made."""
@@ -154,7 +172,7 @@ class Handing:
     def _told(self, found: Handover) -> dict[str, str]:
         """Return what the hook finds in its environment."""
         return {
-            "TUNE_EVENT": "rollback" if found.is_rollback else "change",
+            "TUNE_EVENT": _event(found),
             "TUNE_FILE": str(self.publisher.path.resolve()),
             "TUNE_MAX_NUM_SEQS": str(found.new.max_num_seqs),
             "TUNE_MAX_NUM_BATCHED_TOKENS": str(found.new.max_num_batched_tokens),
@@ -171,7 +189,7 @@ class Handing:
             return
         is_over = self.guard.is_over(found.decided_s, now_s)
         try:
-            judged = self.guard.judge(found.handed_s, found.old, found.new, found.bias)
+            judged = self.guard.judge(found.decided_s, found.handed_s, found.old, found.new)
         except TunerError as error:
             if is_over:
                 self._end_guard(f"gave up without a verdict on {found.new}: {error.message}")
@@ -221,5 +239,10 @@ class Handing:
                 stage=Stage.DECIDED,
                 hook_tries=0,
                 is_rollback=True,
+                had_file=True,
             )
         )
+
+
+def _event(found: Handover) -> str:
+    return "rollback" if found.is_rollback else "change"

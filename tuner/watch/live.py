@@ -13,10 +13,12 @@ from typing import Final
 
 import numpy as np
 
-from tuner.hashes import Bools
+from tuner import stats
+from tuner.hashes import Bools, Floats
 from tuner.prometheus.engines import FINISHED, Selection, choose
-from tuner.prometheus.facts import rise
+from tuner.prometheus.facts import rise, rises_by_reading
 from tuner.prometheus.server import Prometheus, Series, Span
+from tuner.stats import Estimate
 
 E2E: Final = "vllm:e2e_request_latency_seconds"
 """The same name in vLLM's older and newer versions. Source: vllm/v1/metrics/loggers.py."""
@@ -29,10 +31,11 @@ LAST_SHARE: Final = 0.2
 class Live:
     """What was measured of a server over a stretch of time.
 
-    `counts` are requests by the upper bound of their E2E latency. `covered_ratio` is the share
-    of the time in which Prometheus looked at anything at all, `is_there` whether the server
-    showed its metrics at the end, `lasting_s` for how long it did. `restarted_s` is the Unix
-    time at which most of its engines were up anew, None where they did not restart.
+    `counts` are requests by the upper bound of their E2E latency, `mean_e2e` is its mean, None
+    where no sum of it was kept. `covered_ratio` is the share of the time in which Prometheus
+    looked at anything at all, `is_there` whether the server showed its metrics at the end,
+    `lasting_s` for how long it did. `restarted_s` is the Unix time at which most of its engines
+    were up anew, None where they did not restart.
 
     Shapes: bounds_s and counts are [buckets], bounds_s ascending, the last inf.
     """
@@ -43,6 +46,7 @@ class Live:
     covered_ratio: float
     is_there: bool
     restarted_s: float | None = None
+    mean_e2e: Estimate | None = None
 
     @property
     def requests(self) -> int:
@@ -54,18 +58,44 @@ class Live:
         """How many requests finished per second."""
         return sum(self.counts) / self.lasting_s
 
-    def e2e_within_s(self, q: float) -> tuple[float, float] | None:
-        """Return between which bounds a quantile of the E2E latency lies; None without any.
+    def e2e_quantile(self, q: float) -> Estimate | None:
+        """Return a quantile of the E2E latency in seconds; None without any.
 
-        >>> Live(60.0, (1.0, 2.0, math.inf), (90, 8, 2), 1.0, True).e2e_within_s(0.95)
-        (1.0, 2.0)
+        The value is interpolated, as if latencies lay evenly in the logarithm between the
+        bounds; the interval, which also holds chance, does not rest on that: its ends are
+        bounds.
+
+        >>> live = Live(60.0, (1.0, 2.0, math.inf), (900, 80, 20), 1.0, True)
+        >>> found = live.e2e_quantile(0.95)
+        >>> round(found.value, 2), found.low, found.high
+        (1.54, 1.0, 2.0)
         """
         total = sum(self.counts)
         if total <= 0:
             return None
         upto = np.cumsum(self.counts)
-        at = int(np.searchsorted(upto, q * total - 1e-9))
-        return (self.bounds_s[at - 1] if at else 0.0), self.bounds_s[at]
+        low_rank, high_rank = stats.order_interval(round(total), q)
+
+        def bucket(rank: float) -> int:
+            return min(int(np.searchsorted(upto, rank - 1e-9)), len(upto) - 1)
+
+        low_s, high_s = self._range_s(bucket(low_rank))[0], self._range_s(bucket(high_rank))[1]
+        at = bucket(q * total)
+        share = (q * total - (upto[at] - self.counts[at])) / self.counts[at]
+        return Estimate(_between(*self._range_s(at), share), low_s, high_s, round(total))
+
+    def _range_s(self, bucket: int) -> tuple[float, float]:
+        """Return the bounds of a bucket."""
+        return (self.bounds_s[bucket - 1] if bucket else 0.0), self.bounds_s[bucket]
+
+
+def _between(low_s: float, high_s: float, share: float) -> float:
+    """Return the latency at a share of a bucket; an open one ends where it begins."""
+    if math.isinf(high_s):
+        return low_s
+    if low_s <= 0:
+        return high_s * share
+    return math.exp(math.log(low_s) + share * math.log(high_s / low_s))
 
 
 def live_between(
@@ -91,6 +121,7 @@ def live_between(
         if server.over(chosen.query(FINISHED), span):
             chosen = choose(server, span, model, None)
         buckets = server.over(chosen.query(f"{E2E}_bucket"), span)
+        totals = server.over(chosen.query(f"{E2E}_(sum|count)"), span)
         looked = server.over("max(up)", span)
     bounds_s, counts = _added(buckets)
     is_known = _known(buckets, span)
@@ -102,7 +133,20 @@ def live_between(
         covered_ratio=float((is_known | _known(looked, span)).mean()),
         is_there=bool(is_known[-end:].any()),
         restarted_s=_restarted_s(buckets, span),
+        mean_e2e=_mean_e2e(totals, span),
     )
+
+
+def _mean_e2e(found: Sequence[Series], span: Span) -> Estimate | None:
+    """Return the mean of the E2E latency over all engines; None where its sum was not kept."""
+    rises: dict[str, Floats] = {}
+    for series in found:
+        of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
+        of_name += rises_by_reading(series.values)
+    totals, counts = rises.get(f"{E2E}_sum"), rises.get(f"{E2E}_count")
+    if totals is None or counts is None or not counts.any():
+        return None
+    return stats.mean_of_totals(totals, counts)
 
 
 def _known(found: Sequence[Series], span: Span) -> Bools:

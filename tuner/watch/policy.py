@@ -3,8 +3,18 @@
 Pure: a memory, a proposal and the time go in, an act and the next memory come out. What to
 propose is left to `check`, doing it to `loop`.
 
+The same verdict again is one on traffic of its own: checks that look back six hours every
+quarter of an hour share nearly all of it, and whatever chance or an odd hour did to one of them
+it does to the next. So a verdict stands only once later traffic alone says the same, which
+begins a sixth of what a check looks back at after the verdict: an odd stretch that lasted no
+longer is over by then.
+
 Tried and given up: counting a verdict again only if its best is the very same configuration.
 Two samples of the same traffic often differ by a step of the ladder, and nothing was ever done.
+Letting later traffic begin with the verdict: an odd hour of which a half is seen by each of the
+two checks has its way. Taking back a verdict that later traffic does not bear out at once: a
+quarter of an hour rarely shows what six hours do, and nothing was ever done either; it is taken
+back when what a check looks back at does not bear it out any more.
 """
 
 from __future__ import annotations
@@ -19,6 +29,12 @@ from tuner.errors import UsageError
 ALIKE_RATIO: Final = 2.0
 """Ours: the step of the default ladder of caps; limits within it are one verdict."""
 
+ODD_SHARE: Final = 1 / 6
+"""Ours: of the default six hours an hour; what lasts no longer never changes anything."""
+
+LEAST_SHARE: Final = 1 / 24
+"""Ours: of the default six hours a quarter; a minute's burst is no traffic to tune for."""
+
 
 class Act(StrEnum):
     """What to do about a verdict, and why not more."""
@@ -26,7 +42,7 @@ class Act(StrEnum):
     NONE = "nothing to change"
     TOO_SMALL = "the gain is below the minimum"
     BARRED = "it was rolled back before, and the profile is still the same"
-    CONFIRM = "waiting for the same verdict again"
+    CONFIRM = "waiting for the same verdict on later traffic"
     GUARDED = "the last change is still on probation"
     TOO_SOON = "the last change was too recent"
     CHANGE = "change"
@@ -36,12 +52,15 @@ class Act(StrEnum):
 class Policy:
     """What it takes to act.
 
+    Units: seconds; since_s is how far a check looks back, least_s what it takes to look at all.
     Raises: UsageError for a value that makes no sense.
     """
 
     least_gain_ratio: float = 0.05
     least_interval_s: float = 6 * 3600.0
     confirmations: int = 2
+    since_s: float = 6 * 3600.0
+    least_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what could never, or would always, act."""
@@ -56,10 +75,15 @@ class Policy:
         if self.confirmations < 1:
             raise UsageError(f"--confirmations must be at least 1, got {self.confirmations}")
 
+    @property
+    def least_later_s(self) -> float:
+        """How much later traffic has to come before it is looked at."""
+        return max(self.least_s, LEAST_SHARE * self.since_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A re-tune that pays: what to change to, and what that gains.
+    """A re-tune that pays: what to change to, from what, and what that gains.
 
     `meets_more` says that it meets what the present configuration does not; then no gain is
     too small.
@@ -68,11 +92,15 @@ class Proposal:
     limits: EngineLimits
     gain_ratio: float
     meets_more: bool = False
+    against: EngineLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What of earlier verdicts and changes matters to the next act.
+
+    `pending` is what the standing verdict proposes in place of `against`, `verdict_s` when it
+    was first given or last confirmed, `confirmed` how often it was given on traffic of its own.
 
     Units: Unix seconds.
     """
@@ -81,6 +109,8 @@ class Memory:
     confirmed: int = 0
     last_change_s: float | None = None
     barred: tuple[EngineLimits, ...] = ()
+    verdict_s: float | None = None
+    against: EngineLimits | None = None
 
 
 def decide(
@@ -91,25 +121,72 @@ def decide(
     No verdict at all, as from partial data, is not to be brought here: it neither confirms nor
     refutes.
     """
-    if memory.last_change_s is not None and memory.last_change_s > now_s:
-        # The clock was put back: wait from now on, not until it has caught up.
-        memory = replace(memory, last_change_s=now_s)
+    memory = _not_ahead(memory, now_s)
     reason = _against(policy, memory, proposal)
     if proposal is None or reason is not None:
-        return reason or Act.NONE, replace(memory, pending=None, confirmed=0)
-    is_again = memory.pending is not None and alike(proposal.limits, memory.pending)
-    confirmed = memory.confirmed + 1 if is_again else 1
-    kept = replace(memory, pending=proposal.limits, confirmed=confirmed)
-    if confirmed < policy.confirmations:
-        return Act.CONFIRM, kept
-    if on_guard:
-        return Act.GUARDED, kept
-    return (Act.TOO_SOON if _waits_s(policy, kept, now_s) > 0 else Act.CHANGE), kept
+        return reason or Act.NONE, forgotten(memory)
+    if _is_pending(memory, proposal):
+        # The verdict goes on from when it was given, the limits from what they are by now.
+        memory = replace(memory, pending=proposal.limits)
+    else:
+        memory = replace(
+            memory,
+            pending=proposal.limits,
+            against=proposal.against,
+            confirmed=1,
+            verdict_s=now_s,
+        )
+    if memory.confirmed < policy.confirmations:
+        return Act.CONFIRM, memory
+    return _unless_waiting(policy, memory, now_s, on_guard=on_guard), memory
+
+
+def later_from_s(policy: Policy, memory: Memory, now_s: float) -> float | None:
+    """Return from when on traffic can confirm the standing verdict; None while there is none.
+
+    It grows until it holds enough, but reaches no further back than any check does.
+
+    Units: Unix seconds.
+    """
+    if memory.verdict_s is None:
+        return None
+    from_s = memory.verdict_s + ODD_SHARE * policy.since_s
+    if now_s - from_s < policy.least_later_s:
+        return None
+    return max(from_s, now_s - policy.since_s)
+
+
+def confirm(
+    policy: Policy, memory: Memory, proposal: Proposal | None, now_s: float, *, on_guard: bool
+) -> tuple[Act, Memory]:
+    """Return what to do about the verdict on later traffic alone.
+
+    While something else forbids the change, it renews the standing verdict and does not add
+    to it: what is acted on in the end was seen on traffic of then.
+    """
+    is_same = (
+        proposal is not None
+        and _against(policy, memory, proposal) is None
+        and _is_pending(memory, proposal)
+    )
+    if not is_same:
+        return Act.CONFIRM, memory
+    again = replace(memory, verdict_s=now_s)
+    more = replace(again, confirmed=memory.confirmed + 1)
+    if more.confirmed < policy.confirmations:
+        return Act.CONFIRM, more
+    act = _unless_waiting(policy, memory, now_s, on_guard=on_guard)
+    return act, more if act is Act.CHANGE else again
+
+
+def forgotten(memory: Memory) -> Memory:
+    """Return the memory without the standing verdict."""
+    return replace(memory, pending=None, against=None, confirmed=0, verdict_s=None)
 
 
 def changed(memory: Memory, now_s: float) -> Memory:
     """Return the memory after a change was made."""
-    return replace(memory, pending=None, confirmed=0, last_change_s=now_s)
+    return replace(forgotten(memory), last_change_s=now_s)
 
 
 def rolled_back(memory: Memory, limits: EngineLimits, now_s: float) -> Memory:
@@ -147,6 +224,31 @@ def _against(policy: Policy, memory: Memory, proposal: Proposal | None) -> Act |
         return Act.BARRED
     is_small = proposal.gain_ratio < policy.least_gain_ratio
     return Act.TOO_SMALL if is_small and not proposal.meets_more else None
+
+
+def _is_pending(memory: Memory, proposal: Proposal) -> bool:
+    """Tell whether a proposal is that of the standing verdict."""
+    if memory.pending is None or memory.verdict_s is None:
+        return False
+    return alike(proposal.limits, memory.pending) and proposal.against == memory.against
+
+
+def _not_ahead(memory: Memory, now_s: float) -> Memory:
+    """Return the memory for a clock that was put back: waiting begins anew."""
+
+    def past(at_s: float | None) -> float | None:
+        return None if at_s is None else min(at_s, now_s)
+
+    return replace(
+        memory, last_change_s=past(memory.last_change_s), verdict_s=past(memory.verdict_s)
+    )
+
+
+def _unless_waiting(policy: Policy, memory: Memory, now_s: float, *, on_guard: bool) -> Act:
+    """Return the change, or what still forbids it."""
+    if on_guard:
+        return Act.GUARDED
+    return Act.TOO_SOON if _waits_s(policy, memory, now_s) > 0 else Act.CHANGE
 
 
 def _waits_s(policy: Policy, memory: Memory, now_s: float) -> float:

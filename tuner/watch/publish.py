@@ -20,7 +20,7 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
-from tuner.emit.whole_file import write_atomic
+from tuner.emit.whole_file import Held, write_atomic
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.profiles import Profile
@@ -90,19 +90,21 @@ class Publisher:
             return None
         return read_emitted(self.path).limits
 
-    def current(self, present: EngineLimits) -> Text:
-        """Return the file as it is, or as it would be with the present limits.
-
-        Raises: UsageError if it cannot be read.
-        """
-        if not self.path.exists():
-            return self._whole(Recommendation(self.values, present, lost=self.lost))
+    def held(self) -> Held:
+        """Return what the file holds. Raises: UsageError if it cannot be read."""
         try:
-            text = self.path.read_bytes().decode("utf-8")
+            return Held(self.path.read_bytes().decode("utf-8"))
+        except FileNotFoundError:
+            return Held(None)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
+
+    def to_return_to(self, held: Held, present: EngineLimits) -> Text:
+        """Return what was held, or what would stand there with the present limits."""
+        if held.text is None:
+            return self._whole(Recommendation(self.values, present, lost=self.lost))
         # Written back it keeps the mode that the file has by then.
-        return Text(text, has_secrets=False)
+        return Text(held.text, has_secrets=False)
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
@@ -118,16 +120,16 @@ class Publisher:
         merged = merge_into(self.path, self.chosen, rec, Names(self.path.name))
         return Text(merged.after, merged.has_secrets)
 
-    def write(self, text: Text) -> None:
-        """Put the file onto the disk whole or not at all. Raises: UsageError."""
-        write_atomic(self.path, text.text, secret=text.has_secrets)
+    def write(self, text: Text, held: Held) -> None:
+        """Put the file onto the disk whole or not at all.
+
+        Raises: UsageError; ChangedMeanwhileError if it holds something else than it did.
+        """
+        write_atomic(self.path, text.text, secret=text.has_secrets, held=held)
 
     def holds(self, text: str) -> bool:
         """Tell whether the file holds just this."""
-        try:
-            return self.path.read_bytes() == text.encode()
-        except OSError:
-            return False
+        return Held(text).is_in(self.path)
 
     def _whole(self, rec: Recommendation) -> Text:
         secret = self.chosen is Format.VLLM and has_secrets(rec.values)

@@ -20,12 +20,12 @@ from typing import Final, Self
 
 import msgspec
 
-from tuner.emit.whole_file import write_atomic
+from tuner.emit.whole_file import Held, write_atomic
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError, UsageError
 from tuner.sketch_file import read_sketch, write_sketch
 from tuner.traffic_sketch import TrafficSketch
-from tuner.watch.policy import Memory
+from tuner.watch.policy import Memory, forgotten
 
 STATE_FILE: Final = "state.json"
 SCHEMA: Final = 1
@@ -43,8 +43,8 @@ class Stage(StrEnum):
 class Handover:
     """A change on its way: from which limits and file to which, and how far it has come.
 
-    `bias` is by metric how much worse the old configuration did live than was foretold, where
-    that is known. `is_rollback` is the way back, which is not guarded.
+    `had_file` says whether `old_text` stood in the file, or is what would have stood there.
+    `is_rollback` is the way back, which is not guarded.
 
     Units: Unix seconds.
     """
@@ -61,8 +61,13 @@ class Handover:
     stage: Stage = Stage.DECIDED
     handed_s: float = 0.0
     hook_tries: int = 0
-    bias: Mapping[str, float] = field(default_factory=dict)
     is_rollback: bool = False
+    had_file: bool = True
+
+    @property
+    def held(self) -> Held:
+        """What the file must still hold when the new text takes its place."""
+        return Held(self.old_text if self.had_file else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class WatchState:
         """Return the state for a profile: a new one lifts what was held against the old."""
         if sha256 == self.profile_sha256:
             return self
-        memory = replace(self.memory, pending=None, confirmed=0, barred=())
+        memory = replace(forgotten(self.memory), barred=())
         return replace(self, profile_sha256=sha256, memory=memory, traffic="")
 
 
