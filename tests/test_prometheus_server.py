@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from tuner.cli.watch_command import watch
 from tuner.cli.watch_job import run_watch
 from tuner.demo import demo_engine_args
 from tuner.prometheus import trace_from_prometheus
-from tuner.scaling import at_load
 from tuner.sketch_file import TRAFFIC_FILE, write_sketch
 from tuner.traces import Trace
 from tuner.traffic_sketch import sketch_of
@@ -226,7 +225,9 @@ def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
     load: Load, home: Path, times: float, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is best for it is not asked here: that hangs on the profile, not on the server."""
-    write_sketch(home / TRAFFIC_FILE, sketch_of(at_load(shapeless(load.open_loop), times)))
+    sent = shapeless(load.open_loop)
+    stretched = replace(sent, due_s=sent.due_s / times)
+    write_sketch(home / TRAFFIC_FILE, sketch_of(stretched))
     began_s = min(one.at_s for one in load.open_loop)
     arguments = [
         *("--once", "--prometheus", load.url, "--profile", str(home / "profile.yaml")),

@@ -171,7 +171,8 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
         ended = told["completed"] + told["refused"] + told["timed_out"] + told["aborted"]
         assert told["offered"] == 240 == ended
     assert set(finished.result) == {
-        *("schema", "state", "method", "objective", "tail", "slos", "recommendation", "load"),
+        *("schema", "state", "method", "objective", "tail", "slos", "recommendation"),
+        *("load", "ladder"),
         *("baseline", "evidence", "limited_by", "confirmed_cold", "capacity", "caveats"),
         *("provenance", "serve_values", "trace_description", "live_against_shadow"),
         "trials",

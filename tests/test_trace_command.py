@@ -67,7 +67,7 @@ def test_a_trace_is_cut_scaled_thinned_and_merged(prod: Path, capsys: Output) ->
     assert reshaped("slice", str(prod), "--window", "10s:20s") == (10, 9.0)
     assert read_trace(out).zero_s == 10.0  # the recording's own clock is kept
     assert reshaped("slice", str(prod), "--rows", "5:8") == (3, 2.0)
-    assert reshaped("scale", str(prod), "--load", "2") == (100, 49.5)
+    assert reshaped("scale", str(prod), "--load", "2") == (200, 99.0)
     assert reshaped("thin", str(prod), "--replicas", "4", "--router", "round-robin") == (25, 96)
     assert reshaped("merge", str(prod), str(prod)) == (200, 99.0)
     assert reshaped("convert", str(prod)) == (100, 99.0)

@@ -172,7 +172,7 @@ def test_a_key_that_the_file_leaves_out_is_still_named_in_the_next(tmp_path: Pat
     remark = "# left out api-key, which is a secret: set VLLM_API_KEY in the environment\n"
     (tmp_path / "best.yaml").write_text(remark + SERVED)
     with a_world(tmp_path) as world:
-        world.rounds(pays(), pays())
+        world.lasts(pays())
         assert remark in world.path.read_text()
         assert "max-num-seqs: 8" in world.path.read_text()
 

@@ -124,13 +124,20 @@ class Calibration:
 
         Raises: TooFewSamplesError with no step.
         """
+        return replace(kept, step_model=kept.step_model.scaled(self.times_of(kept)))
+
+    def times_of(self, kept: Profile) -> float:
+        """Return how many times as long the steps took as the profile says of them.
+
+        Raises: TooFewSamplesError with no step.
+        """
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         seen = joined([columns for _, columns in self.steps])
         has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
         took_s = float(seen.duration_s[has_batch].sum())
         foretold_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
-        return replace(kept, step_model=kept.step_model.scaled(took_s / foretold_s))
+        return took_s / foretold_s
 
     def _by_limits(self) -> list[StepColumns]:
         """Return the steps by setting, so that one left out is left out of all rounds."""

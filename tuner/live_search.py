@@ -39,21 +39,26 @@ OVERTIME = 8.0
 MOST_RESERVED = 0.7
 
 
+Learn = Callable[[EngineLimits, ReplayLog], None]
+
+
 def searched(run: RunState) -> list[Observation]:
     """Return what the live search has seen so far."""
     return [o for o in run.journal.observations() if o.phase.is_search]
 
 
-def fly_pilot(run: RunState) -> Pilot:
+def fly_pilot(run: RunState, learn: Learn | None = None) -> Pilot:
     """Return what a part of the trace costs at the present limits.
 
     Counted by the work that was done when the pilot ended, not by who was answered in full.
+    `learn` hears of its steps.
 
     Raises: EngineError if the engine fails at them.
     """
     pilot = busiest(run.trace, min(run.trace.duration_s, 60.0) or 1.0).of(run.trace)
     run.bench.use("pilot", pilot)
-    plan = replace(run.aim.plan, cut=CutRule(max_wall_s=run.aim.budget.pilot_s))
+    cut = CutRule(max_wall_s=run.aim.budget.pilot_s)
+    plan = replace(run.aim.plan, cut=cut, keep_steps=learn is not None)
     logs: list[ReplayLog] = []
     measured = run.bench.measure(["pilot"], run.space.present, plan, (), on_log=logs.append)
     if isinstance(measured, Failure):
@@ -62,6 +67,8 @@ def fly_pilot(run: RunState) -> Pilot:
             "run it once with `tune replay` and look at the engine's log",
         )
     (log,) = logs
+    if learn is not None:
+        learn(run.space.present, log)
     done = share_done(pilot, log.timelines, log.steps) if measured.cut_reason else 1.0
     if done == 0:
         raise EngineError(
@@ -88,9 +95,7 @@ def plan_windows(run: RunState, rate: float | None = None, replays: int | None =
     run.use_windows()
 
 
-def search_live(
-    run: RunState, on_log: Callable[[EngineLimits, ReplayLog], None] | None = None
-) -> list[EngineLimits]:
+def search_live(run: RunState, on_log: Learn | None = None) -> list[EngineLimits]:
     """Measure what the search proposes until it is done or its time is over; return who races.
 
     on_log hears of every replay's log with all its steps.

@@ -209,8 +209,10 @@ class Goal:
         for metric, value in self._own_value(m):
             return Score(Tier.GOOD, value, metric)
         used = self._slo_used(m)
-        tier = Tier.GOOD if used <= 1 and m.is_sustained else Tier.BREAKS_SLO
-        return Score(tier, used, WORST_SLACK)
+        if used > 1:
+            return Score(Tier.BREAKS_SLO, used, WORST_SLACK)
+        # Within its SLOs though it cannot last: an edge, not a breach.
+        return Score(Tier.GOOD if m.is_sustained else Tier.NOT_SUSTAINED, used, WORST_SLACK)
 
     def _score_within_slos(self, m: Measurement) -> Score:
         """Place a whole measurement by its SLOs first, then by rate or latency."""

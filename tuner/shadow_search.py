@@ -94,6 +94,8 @@ class ShadowSearch:
             check_rank_by(profile)
             field_ = self._foretell(profile, generation=0)
             self.can_race = self._choose_windows(field_)
+            if not self.can_race and self._kept is not None:
+                field_ = self._beside_a_pilot(field_, self._kept)
             if not self.can_race:
                 return field_
         except (ShadowError, TooFewSamplesError) as unfit:
@@ -232,6 +234,29 @@ class ShadowSearch:
         run.use_windows()
         self._foresee(field_)
         return True
+
+    def _beside_a_pilot(self, field_: list[EngineLimits], kept: Profile) -> list[EngineLimits]:
+        """Ask the engine whether a given profile is right that there is no time to race.
+
+        Where it is not, it is recalibrated with the pilot's steps, and the time looked at anew.
+        """
+        run = self.run
+        fly_pilot(run, self.lessons.learn)
+        calibration = self.lessons.calibration
+        if calibration is None or not calibration.steps:
+            return field_
+        times = calibration.times_of(kept)
+        if abs(1 / times - 1) <= DISAGREEMENT * error_ratio(kept):
+            return field_
+        run.listener.note(
+            f"live and shadow disagree: steps of the pilot take {times:.2g} times what the "
+            "profile says; recalibrating once"
+        )
+        more = self.recalibrate()
+        if more is not None:
+            field_ = more
+            self.can_race = self._choose_windows(field_)
+        return field_
 
     def _wanted_windows(self) -> tuple[Window, ...]:
         """Return the windows as asked for, or as much as the time is thought to hold."""

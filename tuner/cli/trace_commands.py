@@ -9,7 +9,6 @@ import click
 from tuner.cli.option_types import LOAD, WINDOW
 from tuner.cli.options import CONTEXT, reading_options
 from tuner.cli.prometheus_options import prometheus_options
-from tuner.scaling import at_load
 
 _FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...")
 _OUTPUT = click.option(
@@ -109,12 +108,13 @@ def slice_(**options: Any) -> int:
 @reading_options
 @_OUTPUT
 def scale(**options: Any) -> int:
-    """Write a trace at a multiple of its arrival rate; lengths and pauses stay.
+    """Write a trace with a multiple of its arrivals over the same time, whole sessions each.
 
     \b
         tune trace scale prod.jsonl --load 1.5 -o busier.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.trace_jobs import run_reshape
+    from tuner.scaling import at_load
 
     return run_reshape(options, lambda read: at_load(read, options["load"]))
 
