@@ -63,13 +63,18 @@ def answers(port: int, path: str) -> bool:
         connection.close()
 
 
-def last_scrape_s(url: str, metric: str) -> float:
-    """Return when Prometheus last read a metric, in Unix seconds; 0 if it never did."""
-    query = urlencode({"query": f"max(timestamp({metric}))"})
+def asked(url: str, promql: str) -> float:
+    """Return the one number that Prometheus answers a query with; 0 if it has none."""
+    query = urlencode({"query": promql})
     # The address is a loopback one of our own.
     with urlopen(f"{url}/api/v1/query?{query}", timeout=PATIENCE_S) as response:  # noqa: S310
         found = json.load(response)["data"]["result"]
     return float(found[0]["value"][1]) if found else 0.0
+
+
+def last_scrape_s(url: str, metric: str) -> float:
+    """Return when Prometheus last read a metric, in Unix seconds; 0 if it never did."""
+    return asked(url, f"max(timestamp({metric}))")
 
 
 @contextmanager
