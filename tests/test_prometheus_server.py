@@ -118,7 +118,7 @@ def send_closed(port: int) -> list[Sent]:
 
 
 def wait_for_scrape(url: str, counted: int) -> None:
-    """Wait until Prometheus has read what the server shows by now, and all that was answered."""
+    """Wait until Prometheus has read what the server shows by now, and every answer."""
     now_s, metric = time.time(), "vllm:request_prompt_tokens_count"
     wait_for(lambda: last_scrape_s(url, metric) > now_s and asked(url, metric) >= counted)
 
