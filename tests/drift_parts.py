@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tuner.hashes import Floats, HashIds, Ints, offsets_of
+from tuner.arrays import Floats, Ints
+from tuner.hashes import HashIds, offsets_of
 from tuner.traces import Trace
 
 BLOCK_TOKENS = 16

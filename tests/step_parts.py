@@ -8,9 +8,10 @@ from dataclasses import fields, replace
 import numpy as np
 from hypothesis import strategies as st
 
+from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
 from tuner.engine.step_model import Knots, StepModel
-from tuner.engine.steps import Floats, StepColumns
+from tuner.engine.steps import StepColumns
 
 LINEAR = StepModel.linear(
     4e-3,

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.arrays import Floats
 from tuner.describe import describe
 from tuner.errors import Caveat
 from tuner.formats import read_trace
-from tuner.hashes import Floats, HashIds
+from tuner.hashes import HashIds
 from tuner.read_notes import ReadNotes
 from tuner.traces import Trace
 

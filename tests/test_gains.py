@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import a_log
 
+from tuner.arrays import Floats
 from tuner.gains import Gain, by_stretch, gain_over
-from tuner.hashes import Floats
 from tuner.objective import Goal, Objective
 from tuner.replay import ReplayLog
 from tuner.slo import parse_slo

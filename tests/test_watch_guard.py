@@ -16,10 +16,10 @@ from traffic import replay_toy, steady
 from watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world, pays
 
 from tuner import stats
+from tuner.arrays import Floats
 from tuner.emit.sources import read_emitted
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.hashes import Floats
 from tuner.metrics import Measurement, measure
 from tuner.watch.guard import (
     LEAST_REQUESTS,

@@ -15,13 +15,13 @@ from prometheus_past import END_S, PastEngine
 from test_worker import a_profile, a_trace_file
 from watch_parts import JumpingClock
 
+from tuner.arrays import Floats
 from tuner.cli.watch_command import watch
 from tuner.cli.watch_job import run_watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.formats import ReadOptions, read_traces
-from tuner.hashes import Floats
 from tuner.profiles import write_profile
 from tuner.prometheus.server import Series, Span
 from tuner.prompts import PromptSource

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 
 # Arrivals that are looked at together: ours, some megabytes however long the trace.
 CHUNK = 1 << 17

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.concurrency import Concurrency, InFlightShares, in_flight_shares
 from tuner.doubts import TraceWarning, doubts
-from tuner.hashes import Floats, HashIds, Ints
+from tuner.hashes import HashIds
 from tuner.traces import Trace
 
 SECONDS_PER_OUTPUT_TOKEN = 0.020

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import Caveat
-from tuner.hashes import Floats, Ints
 from tuner.spreading import MANY_ROWS, clock_tick_s, tied_ratio
 from tuner.traces import Trace
 

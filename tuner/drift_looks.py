@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 from tuner.resampling import Statistic
 from tuner.traffic_sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
 

@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError, UsageError
-from tuner.hashes import Floats, Ints
 from tuner.traces import Trace
 
 # The share of a prompt that has to lie in a replica's cache to be sent there, and how many

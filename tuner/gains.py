@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from tuner import stats
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 from tuner.metrics import Measurement, measure
 from tuner.objective import RATE, Goal, Objective, Score, Tier, tail_statistic
 from tuner.replay import ReplayLog

@@ -13,8 +13,9 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError
-from tuner.hashes import Floats, HashIds, Ints, offsets_of
+from tuner.hashes import HashIds, offsets_of
 from tuner.read_notes import ReadNotes
 from tuner.traces import ClockOrigin, Trace
 from tuner.turns import Turns

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tuner import stats
+from tuner.arrays import Floats
 from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
 from tuner.levels import Level, levels
@@ -25,8 +25,6 @@ from tuner.sustained import is_sustained
 from tuner.tally import Weighted, pooled
 from tuner.timeline import Outcome, Timelines
 from tuner.work import arrival_span_s, utilisation
-
-Floats = NDArray[np.float64]
 
 # Above this share of distorted steps the machine is called noisy: ours.
 NOISY_RATIO = 0.05

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tuner.arrays import Ints
 from tuner.errors import UsageError
-from tuner.hashes import Ints
 from tuner.traces import Trace
 
 SPECIAL_IDS = range(10)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuner.hashes import Bools, Floats, HashIds, Ints
+from tuner.arrays import Bools, Floats, Ints
+from tuner.hashes import HashIds
 
 
 def held_tokens(

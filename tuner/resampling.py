@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from scipy.special import stdtrit
 
-from tuner.hashes import Floats
+from tuner.arrays import Floats
 
 RESAMPLES: Final = 1000
 """Ours: a standard error from a thousand draws is itself off by 2 %."""

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.formats.sinks import write_trace
-from tuner.hashes import Floats, HashIds, Ints
+from tuner.hashes import HashIds
 from tuner.read_notes import ReadNotes
 from tuner.traces import Trace
 

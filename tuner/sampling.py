@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq
 
+from tuner.arrays import Floats, Ints
 from tuner.concurrency import Concurrency
-from tuner.hashes import Floats, Ints
 
 STEEPEST = 35.0
 """Ours: the mean of a range is then within 4 % of its edge, and nothing overflows."""

@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
-from tuner.hashes import Floats, HashIds, Ints, offsets_of
+from tuner.hashes import HashIds, offsets_of
 from tuner.traces import Trace
 from tuner.turns import Turns
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.hashes import Bools, Floats, Ints
 from tuner.objective import tail_statistic
 from tuner.profiles import Profile
 from tuner.slo import QUANTILES

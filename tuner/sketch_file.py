@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
-from tuner.hashes import Floats, Ints
 from tuner.traffic_sketch import EDGES, LEVEL_EDGES, Bursts, TrafficSketch
 
 TRAFFIC_FILE: Final = "traffic.json"
@@ -134,17 +134,19 @@ def _from_file(found: _File) -> TrafficSketch:
         counts=column("counts", found.counts),
         prompt_sum=column("prompt_sum", found.prompt_sum),
         output_sum=column("output_sum", found.output_sum),
-        prompt=_table("prompt", found.prompt, blocks, len(EDGES)),
-        output=_table("output", found.output, blocks, len(EDGES)),
-        in_flight=_table("in_flight", found.in_flight, blocks, len(LEVEL_EDGES)),
-        bursts={float(scale): _bursts(kept, blocks) for scale, kept in found.bursts.items()},
+        prompt=_read_table("prompt", found.prompt, blocks, len(EDGES)),
+        output=_read_table("output", found.output, blocks, len(EDGES)),
+        in_flight=_read_table("in_flight", found.in_flight, blocks, len(LEVEL_EDGES)),
+        bursts={
+            float(scale): _read_bursts(kept, blocks) for scale, kept in found.bursts.items()
+        },
         held=None
         if found.held is None
         else {float(lookback): column("held", kept) for lookback, kept in found.held.items()},
     )
 
 
-def _bursts(kept: _Bursts, blocks: int) -> Bursts:
+def _read_bursts(kept: _Bursts, blocks: int) -> Bursts:
     parts = (kept.windows, kept.requests, kept.variance)
     windows, requests, variance = (_floats(part, blocks) for part in parts)
     return Bursts(windows, requests, variance)
@@ -172,7 +174,7 @@ def _rows(table: Ints) -> list[_Row]:
     return rows
 
 
-def _table(name: str, rows: list[_Row], blocks: int, buckets: int) -> Ints:
+def _read_table(name: str, rows: list[_Row], blocks: int, buckets: int) -> Ints:
     table = np.zeros((blocks, buckets), dtype=np.int64)
     if len(rows) != blocks:
         raise ValueError(f"{name} must hold {blocks} blocks, got {len(rows)}")

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from tuner.arrays import Floats
 from tuner.errors import TraceError
-from tuner.hashes import Floats
 from tuner.traces import Trace
 
 MANY_ROWS = 50

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import bdtr, gammaln, stdtr, stdtrit
 
+from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
-
-Floats = NDArray[np.float64]
 
 # Ten observations beyond a quantile before it is named a tail: ours, so that a p99 is not the
 # maximum of a small sample under another name.

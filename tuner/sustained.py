@@ -7,13 +7,11 @@ requests in flight, which must not grow. Whether a latency is good enough is for
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tuner.arrays import Floats
 from tuner.replay import ReplayLog
 from tuner.timeline import Outcome, Timelines
 from tuner.work import utilisation
-
-Floats = NDArray[np.float64]
 
 # Requests in flight count as growing when their rise over the middle of the window is worth
 # this share of the requests offered, at least this many requests, and this many standard

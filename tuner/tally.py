@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner import stats
+from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
 from tuner.stats import Estimate
-
-Floats = NDArray[np.float64]
 
 # Width of a bin relative to its value: ours, a twentieth of a percent, far below what two
 # replays of the same thing differ by.

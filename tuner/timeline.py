@@ -16,10 +16,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.arrays import Floats, Ints
 from tuner.tally import Tally, Weighted
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Outcome(IntEnum):

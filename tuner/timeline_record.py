@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tuner.arrays import Floats
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay import ReplayLog
 from tuner.timeline import Outcome
-
-Floats = NDArray[np.float64]
 
 TIMELINES_FILE = "timelines.json"
 SCHEMA = 1

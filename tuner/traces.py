@@ -14,9 +14,10 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from tuner.arrays import Bools, Floats, Ints
 from tuner.concurrency import Concurrency, in_flight_steps
 from tuner.errors import TraceError, UsageError
-from tuner.hashes import Bools, Floats, HashIds, Ints
+from tuner.hashes import HashIds
 from tuner.read_notes import ReadNotes
 from tuner.turns import Turns
 

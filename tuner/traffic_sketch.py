@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.concurrency import Concurrency
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN
-from tuner.hashes import Floats, Ints
 from tuner.recent_reuse import held_tokens
 from tuner.traces import Trace
 

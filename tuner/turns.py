@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

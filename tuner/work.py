@@ -10,14 +10,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tuner.arrays import Floats
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.timeline import Outcome, Timelines
 from tuner.traces import Trace
-
-Floats = NDArray[np.float64]
 
 
 def offered_work_s(

@@ -43,12 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 
 from tuner.aim import Aim
+from tuner.arrays import Ints
 from tuner.check import Verdict, check
 from tuner.drift import compare
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.formats import ReadOptions, read_traces
-from tuner.hashes import Ints
 from tuner.objective import Objective, Score
 from tuner.observation import Observation, leader
 from tuner.plan import Budget

@@ -82,10 +82,10 @@ def _foretold(
             host, run_dir, profile, space, jobs=jobs, seed=seed, is_forced=is_forced
         ) as retune:
             hours = _hours(trace, offset_s)
-            return calendar_of(trace, hours, retune, _aim(options, trace), say)
+            return calendar_of(trace, hours, retune, _calendar_aim(options, trace), say)
 
 
-def _aim(options: Mapping[str, Any], trace: Trace) -> Aim:
+def _calendar_aim(options: Mapping[str, Any], trace: Trace) -> Aim:
     plan = replace(replay_plan(options, trace), load=options["load"])
     objective, slos = Objective(options["objective"]), tuple(options["slo"])
     return Aim(objective, slos, plan, Budget(TIME_PER_HOUR_S), None)

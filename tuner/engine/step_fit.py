@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from tuner.arrays import Floats
 from tuner.engine.step_model import FitError, Knots, StepModel, padded_column
-from tuner.engine.steps import Floats, StepColumns, joined
+from tuner.engine.steps import StepColumns, joined
 from tuner.errors import TooFewSamplesError, UsageError
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.

@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
 from tuner.engine.shape import padded_tokens
-from tuner.engine.steps import Floats, StepColumns
+from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 
 SCALARS = ("base_s", "prefill_base_s", "decode_context_s", "prefill_context_s")

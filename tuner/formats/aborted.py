@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tuner.hashes import Bools, Ints
+from tuner.arrays import Bools, Ints
 
 LEAST_ALIKE = 30
 """Ours: so many longer answers to prompts of like length are drawn from alone; with fewer, all

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from tuner.arrays import Bools
 from tuner.errors import TraceError, UsageError
 from tuner.formats.aborted import drawn_lengths
 from tuner.formats.columns import Columns, ReadOptions, shown
-from tuner.hashes import Bools
 from tuner.read_notes import ReadNotes
 from tuner.traces import Aborted, Trace, ZeroOutput
 

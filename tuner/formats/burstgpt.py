@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.arrays import Bools, Floats
 from tuner.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
 from tuner.formats.csv_table import Field, Kind, Table, header_names, read_table
-from tuner.hashes import Bools, Floats
 from tuner.traces import ClockOrigin
 from tuner.turns import Turns, pauses_of
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tuner.arrays import Bools, Floats, Ints
 from tuner.concurrency import Concurrency
 from tuner.errors import TraceError, UsageError
-from tuner.hashes import Bools, Floats, HashIds, Ints
+from tuner.hashes import HashIds
 from tuner.traces import Aborted, ClockOrigin, ZeroOutput
 from tuner.turns import Turns
 

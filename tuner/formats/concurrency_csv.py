@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.concurrency import Concurrency
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, no_time_unit
 from tuner.formats.csv_table import Field, Kind, Table, first_value, header_names, read_table
-from tuner.hashes import Floats, Ints
 from tuner.sampling import as_changes, requests_in_flight
 from tuner.traces import ClockOrigin
 

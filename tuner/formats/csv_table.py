@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError
 from tuner.formats.columns import (
     MAX_TOKENS,
@@ -31,7 +32,6 @@ from tuner.formats.columns import (
 )
 from tuner.formats.skipping import Skipped
 from tuner.formats.wall_clock import nanoseconds, wall_clock_fault
-from tuner.hashes import Floats, Ints
 from tuner.traces import ZeroOutput
 
 if TYPE_CHECKING:

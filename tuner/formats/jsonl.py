@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tuner.arrays import Floats
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, ReadOptions, line_error, tokens_are_plausible
 from tuner.formats.jsonl_blocks import Block, join, misfits
 from tuner.formats.jsonl_faults import MAX_CLOCK, Dialect, sift
 from tuner.formats.jsonl_header import Header, take_header
 from tuner.formats.skipping import Skipped
-from tuner.hashes import Floats
 
 BLOCK_BYTES = 1 << 22
 """Ours: rows of 4 MiB as objects stay below 50 MB, and larger blocks are not faster."""

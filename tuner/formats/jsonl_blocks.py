@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, Labels
 from tuner.formats.jsonl_faults import Dialect
 from tuner.formats.jsonl_header import Header
 from tuner.formats.skipping import Skipped
-from tuner.hashes import Bools, Floats, HashIds, Ints, counts_fit, offsets_of
+from tuner.hashes import HashIds, counts_fit, offsets_of
 from tuner.turns import Turns, pauses_of
 
 # How long an answer took that nobody recorded: as `describe` estimates requests in flight.
@@ -64,17 +65,17 @@ def join(
 
     Raises: TraceError if turns wait for rows that are not there, or in a circle.
     """
-    models = _texts(blocks, lambda block: block.models)
+    models = _joined_texts(blocks, lambda block: block.models)
     arrived = np.concatenate([block.arrived for block in blocks])
     e2e_s = np.concatenate([block.e2e_s for block in blocks])
     ttft_s = np.concatenate([block.ttft_s for block in blocks])
     output = np.concatenate([block.output for block in blocks])
     aborted = np.concatenate([block.aborted for block in blocks])
-    chats = _texts(blocks, lambda block: block.chats) if dialect.has_chats else None
+    chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
     if chats is None:
         turns, told = _given_turns(path, blocks, skipped), ""
     else:
-        parents = _texts(blocks, lambda block: block.parents)
+        parents = _joined_texts(blocks, lambda block: block.parents)
         turns, told = _chat_turns(chats, parents, arrived / dialect.ticks_per_s, e2e_s, output)
     return Columns(
         arrived=arrived,
@@ -84,7 +85,7 @@ def join(
         hashes=_hashes(blocks, dialect.block_size),
         e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
         ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
-        request_ids=_texts(blocks, lambda block: block.request_ids),
+        request_ids=_joined_texts(blocks, lambda block: block.request_ids),
         models=Labels.of(models) if models is not None else None,
         aborted=aborted if aborted.any() else None,
         aborted_before=header.aborted,
@@ -106,7 +107,7 @@ def _hashes(blocks: Sequence[Block], block_size: int) -> HashIds | None:
     return HashIds(offsets_of(np.maximum(counts, 0)), ids, block_size)
 
 
-def _texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Texts:
+def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Texts:
     if all(of(block) is None for block in blocks):
         return None
     return tuple(chain.from_iterable(of(block) or ("",) * len(block) for block in blocks))

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tuner.arrays import Bools
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, Labels, ReadOptions, tokens_fault
 from tuner.formats.json_document import SkippedParts, seconds_fault
 from tuner.formats.jsonl_faults import ZERO_HINT, Fault
 from tuner.formats.otlp_values import KEY_BYTES, NO_KEY
-from tuner.hashes import Bools
 from tuner.traces import ClockOrigin, ZeroOutput
 
 REQUEST_SPAN = "llm_request"

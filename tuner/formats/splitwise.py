@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.arrays import Ints
 from tuner.errors import TraceError
 from tuner.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
 from tuner.formats.csv_table import Field, Kind, Table, header_names, read_table
-from tuner.hashes import Ints
 from tuner.traces import ClockOrigin
 
 TIME, PROMPT, OUTPUT = "arrival_timestamp", "prompt_size", "token_size"

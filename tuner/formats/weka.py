@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tuner.arrays import Ints
 from tuner.errors import TraceError
 from tuner.formats.columns import (
     Columns,
@@ -35,7 +36,7 @@ from tuner.formats.json_document import (
 )
 from tuner.formats.jsonl_faults import ZERO_HINT, Fault
 from tuner.formats.weka_sessions import Item, Layout, Request, SubAgent, lay_out
-from tuner.hashes import MISFIT_HINT, HashIds, Ints, misfit_reason, offsets_of
+from tuner.hashes import MISFIT_HINT, HashIds, misfit_reason, offsets_of
 from tuner.traces import ClockOrigin, ZeroOutput
 
 MAX_DEPTH = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 from tuner.turns import Turns, pauses_of
 
 CLOCK_S = 1.0

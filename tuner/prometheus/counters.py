@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.hashes import Bools, Floats, Ints
+from tuner.arrays import Bools, Floats, Ints
 from tuner.prometheus.engines import EngineReadings, LengthReadings
 from tuner.prometheus.server import Span
 from tuner.sampling import Histogram

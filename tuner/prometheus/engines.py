@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
 from tuner.formats.columns import shown
-from tuner.hashes import Floats, Ints
 from tuner.prometheus.server import Prometheus, Series, Span
 
 PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"

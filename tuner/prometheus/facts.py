@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.hashes import Floats, Ints
+from tuner.arrays import Floats, Ints
 from tuner.prometheus.engines import RUNNING, Selection
 from tuner.prometheus.server import Prometheus, Series, Span
 

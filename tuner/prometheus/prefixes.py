@@ -18,7 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from tuner.hashes import Bools, Floats, HashIds, Ints, offsets_of
+from tuner.arrays import Bools, Floats, Ints
+from tuner.hashes import HashIds, offsets_of
 
 LEAST_RATIO: Final = 0.01
 """Ours: fewer hits change no step's time by what could be measured."""

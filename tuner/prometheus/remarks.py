@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tuner.arrays import Ints
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN, hits_differ
 from tuner.formats.columns import Columns
-from tuner.hashes import Ints
 from tuner.prometheus.counters import EngineWindows, LengthRises, uncovered_s, usual
 from tuner.prometheus.facts import ServerFacts
 from tuner.prometheus.prefixes import SharedPrefixes

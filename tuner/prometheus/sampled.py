@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tuner.arrays import Floats, Ints
 from tuner.concurrency import Concurrency
 from tuner.describe import SECONDS_PER_OUTPUT_TOKEN
 from tuner.errors import UsageError
 from tuner.formats.assemble import assemble
 from tuner.formats.columns import Columns, ReadOptions
-from tuner.hashes import Floats, Ints
 from tuner.prometheus.counters import (
     EngineWindows,
     levels_in_flight,

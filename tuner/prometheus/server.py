@@ -23,9 +23,9 @@ from prometheus_api_client import PrometheusConnect
 from prometheus_api_client.exceptions import PrometheusApiClientException
 from urllib3.util.retry import Retry
 
+from tuner.arrays import Floats
 from tuner.errors import UsageError
 from tuner.formats.columns import shown
-from tuner.hashes import Floats
 from tuner.redact import redacted
 
 MOST_POINTS = 10_000

@@ -17,9 +17,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from tuner.arrays import Ints
 from tuner.arrivals import Arrivals, arrivals_of
 from tuner.errors import EngineError
-from tuner.hashes import Ints
 from tuner.prompts import PromptSource
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tuner.arrays import Bools
 from tuner.engine.steps import StepLog
-from tuner.hashes import Bools
 from tuner.metrics import Measurement, measure
 from tuner.replay import ReplayLog
 from tuner.slo import QUANTILES, Slo

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from tuner import stats
-from tuner.hashes import Bools, Floats
+from tuner.arrays import Bools, Floats
 from tuner.prometheus.engines import FINISHED, Selection, choose
 from tuner.prometheus.facts import rise, rises_by_reading
 from tuner.prometheus.server import Prometheus, Series, Span
