@@ -14,19 +14,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuner.config import (
-    ServeConfig,
-    has_secrets,
-    is_secret,
-    limits,
-    parse_engine_args,
-    read_config,
-    redacted,
-    shown_argument,
-    to_argv,
-)
+from tuner.config import ServeConfig, limits, parse_engine_args, read_config, shown_argument
 from tuner.errors import UsageError
-from tuner.spelling import FLAGS_WITHOUT_NO, INTEGER_KEYS
+from tuner.redact import has_secrets, is_secret, redacted
+from tuner.spelling import FLAGS_WITHOUT_NO, INTEGER_KEYS, to_argv
 
 SCALARS = st.one_of(
     st.integers(),

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from tuner.config import limits, read_config
 from tuner.demo import demo_engine_args
-from tuner.emit.vllm import Evidence, render, write_atomic
+from tuner.emit.vllm import Evidence, render
 from tuner.errors import UsageError
+from tuner.files import write_atomic
 from tuner.spelling import FLAGS_WITHOUT_NO, hyphenated
 
 KEYS = st.from_regex(r"[a-z]{2,8}(-[a-z]{1,6}){0,2}", fullmatch=True).filter(

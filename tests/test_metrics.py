@@ -16,9 +16,8 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
 from tuner.metrics import counted_distribution, distribution, measure
 from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.slo import LATENCIES, QUANTILES, parse_slo
-from tuner.stats import quantile
-from tuner.tally import EMPTY
+from tuner.slo import LATENCIES, parse_slo
+from tuner.stats import EMPTY, QUANTILES, quantile
 from tuner.timeline import Outcome
 from tuner.traces import LoadModel
 

@@ -15,17 +15,10 @@ from traffic import a_log, a_trace, replay_toy, steady
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat, TooFewSamplesError, UsageError
 from tuner.metrics import Measurement, measure
-from tuner.objective import (
-    HOPELESS_RATIO,
-    Goal,
-    Objective,
-    Score,
-    Tier,
-    parse_goal,
-    tail_statistic,
-)
+from tuner.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.slo import parse_slo
+from tuner.stats import tail_statistic
 from tuner.timeline import Outcome
 
 ROOMY = EngineLimits(32, 512)

@@ -10,7 +10,8 @@ import pytest
 
 from tuner.describe import describe
 from tuner.formats import read_trace
-from tuner.samples import SAMPLES, chat, main, shared_prefix, translation, write_trace
+from tuner.formats.sinks import write_trace
+from tuner.samples import SAMPLES, chat, main, shared_prefix, translation
 from tuner.traces import Trace
 
 FOLDER = Path(__file__).resolve().parent.parent / "traces"

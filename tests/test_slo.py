@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.slo import LATENCIES, QUANTILES, Slo, parse_slo
+from tuner.slo import LATENCIES, Slo, parse_slo
+from tuner.stats import QUANTILES
 
 
 @dataclass(frozen=True)

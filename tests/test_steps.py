@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tuner import stats
 from tuner.engine.protocol import Batch, DecodeRun, Step
 from tuner.engine.steps import LEVELS, StepColumns, StepLog, StepSummary
-from tuner.tally import BIN_RATIO, Weighted
+from tuner.stats import BIN_RATIO, Weighted
 
 QUANTILES = (0.01, 0.25, 0.5, 0.9, 0.99)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tuner import stats
 from tuner.errors import TooFewSamplesError
-from tuner.tally import BIN_RATIO, EMPTY, Tally, Weighted, pooled
+from tuner.stats import BIN_RATIO, EMPTY, Tally, Weighted, pooled
 
 # Rounding may put a sample that lies on an edge into the next bin.
 ROUNDING = 1e-9

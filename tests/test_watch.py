@@ -25,7 +25,7 @@ from watch_parts import (
 from tuner.check import Checked
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
-from tuner.emit.whole_file import Held
+from tuner.files import Held
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch, sketch_of
 from tuner.watch.policy import Act

@@ -17,8 +17,8 @@ from watch_parts import EIGHT, FOUR, HOUR_S, THIRTY, UNCHANGED, a_world, pays
 
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
-from tuner.emit.whole_file import Held
 from tuner.errors import UsageError
+from tuner.files import Held
 from tuner.watch.hook import HookEnd, run_hook
 from tuner.watch.policy import Act
 from tuner.watch.publish import Publisher, Text

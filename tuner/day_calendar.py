@@ -16,9 +16,10 @@ from tuner.day_hours import Hour, clock_spans
 from tuner.day_plan import DayPlan, DayPlans, Served, day_plans
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
-from tuner.objective import Goal, Tier, tail_statistic
+from tuner.objective import Goal, Tier
 from tuner.observation import leader
 from tuner.retune import Outcome, Retune
+from tuner.stats import tail_statistic
 from tuner.traces import Trace
 
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from tuner.drift_looks import Look, Unit, looks
 from tuner.errors import UsageError
-from tuner.resampling import difference, resampled
-from tuner.stats import Estimate
+from tuner.stats import Estimate, difference, resampled
 from tuner.traffic_sketch import TrafficSketch
 
 ERROR_RATE: Final = 0.05

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from tuner.arrays import Floats, Ints
-from tuner.resampling import Statistic
+from tuner.stats import Statistic
 from tuner.traffic_sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
 
 LEAST_RATIO: Final = 0.05

@@ -22,11 +22,10 @@ from scipy.special import stdtrit
 from tuner import stats
 from tuner.arrays import Floats, Ints
 from tuner.metrics import Measurement, measure
-from tuner.objective import RATE, Goal, Objective, Score, Tier, tail_statistic
+from tuner.objective import RATE, Goal, Objective, Score, Tier
 from tuner.replay import ReplayLog
-from tuner.resampling import LEAST_RUNS, resampled
-from tuner.slo import QUANTILES, Slo
-from tuner.stats import Estimate
+from tuner.slo import Slo
+from tuner.stats import LEAST_RUNS, QUANTILES, Estimate, resampled, tail_statistic
 from tuner.timeline import Timelines
 
 STRETCHES: Final = 8

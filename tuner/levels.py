@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.replay import ReplayLog
-from tuner.tally import Tally
+from tuner.stats import Tally
 
 
 @dataclass(frozen=True, slots=True)

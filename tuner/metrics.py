@@ -19,10 +19,9 @@ from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
 from tuner.levels import Level, levels
 from tuner.replay import ReplayLog
-from tuner.slo import QUANTILES, Slo
-from tuner.stats import Estimate
+from tuner.slo import Slo
+from tuner.stats import QUANTILES, Estimate, Weighted, pooled
 from tuner.sustained import is_sustained
-from tuner.tally import Weighted, pooled
 from tuner.timeline import Outcome, Timelines
 from tuner.work import arrival_span_s, utilisation
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from tuner import stats
-from tuner.errors import TooFewSamplesError, UsageError
+from tuner.errors import UsageError
 from tuner.metrics import Measurement
 from tuner.replay_plan import CutRule
-from tuner.slo import QUANTILES, Slo
+from tuner.slo import Slo
+from tuner.stats import QUANTILES, tail_statistic
 
 # A configuration is hopeless once it is certain to be half as bad again as the best so far:
 # ours, well beyond the noise of a single replay.
@@ -290,23 +290,6 @@ def _load_used(m: Measurement) -> float:
     """Return how much of what the engine can sustain the load takes, above 1 if too much."""
     used = 0.0 if m.utilisation is None else m.utilisation
     return used if m.is_sustained else max(used, 1.0 + 1e-9)
-
-
-def tail_statistic(requests: int) -> str:
-    """Return the highest quantile that leaves ten of the requests beyond it.
-
-    Raises: TooFewSamplesError below twenty requests, where not even the median does.
-
-    >>> tail_statistic(1000), tail_statistic(300), tail_statistic(150)
-    ('p99', 'p95', 'p90')
-    """
-    for name in ("p99", "p95", "p90", "p50"):
-        if stats.carries_quantile(requests, QUANTILES[name]):
-            return name
-    raise TooFewSamplesError(
-        f"{requests} requests are too few to tell configurations apart, at least 20 are needed",
-        "widen --window or record more traffic",
-    )
 
 
 def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Goal:

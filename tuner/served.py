@@ -23,9 +23,8 @@ from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.objective import tail_statistic
 from tuner.profiles import Profile
-from tuner.slo import QUANTILES
+from tuner.stats import QUANTILES, tail_statistic
 from tuner.timeline import Timelines
 from tuner.traces import Trace
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError, UsageError
+from tuner.stats import QUANTILES
 from tuner.windows import parse_duration
 
-QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")
 
 

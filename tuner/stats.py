@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import bdtr, gammaln, stdtr, stdtrit
 
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
 
+QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 # Ten observations beyond a quantile before it is named a tail: ours, so that a p99 is not the
 # maximum of a small sample under another name.
 BEYOND_TAIL = 10
@@ -246,3 +249,221 @@ def time_weighted_quantile(values: Floats, durations_s: Floats, q: float) -> flo
         raise TooFewSamplesError("no time passed, so there is no time-weighted quantile")
     at = int(np.searchsorted(elapsed, q * elapsed[-1], side="left"))
     return float(values[order][min(at, values.size - 1)])
+
+
+# Width of a bin relative to its value: ours, a twentieth of a percent, far below what two
+# replays of the same thing differ by.
+BIN_RATIO = 0.0005
+_LOG_WIDTH = math.log1p(BIN_RATIO)
+# The key of the bin that holds zeros; no positive double comes near it.
+_ZERO = -(1 << 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Samples with weights, ascending; each value stands for a bin and is its mean.
+
+    Shapes: values and weights are [bins].
+    Units: those of the samples; a weight is a count, or seconds for what holds over time.
+    """
+
+    values: Floats
+    weights: Floats
+
+    @property
+    def total_weight(self) -> float:
+        """All samples' weight together."""
+        return float(self.weights.sum())
+
+    def value_at(self, q: float) -> float:
+        """Return the value below which the fraction q of the weight lies.
+
+        Raises: TooFewSamplesError if there is no weight.
+        """
+        reached = np.cumsum(self.weights)
+        if reached.size == 0 or reached[-1] <= 0:
+            raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
+        at = int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12), side="left"))
+        return float(self.values[min(at, self.values.size - 1)])
+
+    def quantile(self, q: float) -> Estimate:
+        """Return the quantile of counted samples with its distribution-free interval.
+
+        Raises: TooFewSamplesError if there is no sample.
+        Source: as `quantile`; exact to a bin.
+        """
+        n = round(self.total_weight)
+        value = self.value_at(q)
+        low, high = order_interval(n, q)
+        if not carries_quantile(n, q) or low < 1 or high > n:
+            return Estimate(value, None, None, n)
+        return Estimate(value, self.value_at(low / n), self.value_at(high / n), n)
+
+    def mean(self) -> Estimate:
+        """Return the mean, which the bins keep exactly; its interval needs the order in time.
+
+        Raises: TooFewSamplesError if there is no weight.
+        """
+        total = self.total_weight
+        if total <= 0:
+            raise TooFewSamplesError("no sample to take the mean of")
+        return Estimate(float(self.values @ self.weights) / total, None, None, round(total))
+
+    def above(self, bound: float) -> float:
+        """Return the weight of the samples above a bound."""
+        return float(self.weights[self.values > bound].sum())
+
+
+EMPTY = Weighted(np.empty(0), np.empty(0))
+
+
+class Tally:
+    """Counts samples into bins as they come; negative ones count as zero."""
+
+    def __init__(self) -> None:
+        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._weights: Floats = np.empty(0)
+        self._sums: Floats = np.empty(0)
+
+    def add(self, values: Floats, weights: Floats | None = None) -> None:
+        """Count samples, each once or with its weight.
+
+        Shapes: values and weights are [n].
+        """
+        if values.size == 0:
+            return
+        weighed = np.ones(values.size) if weights is None else weights
+        keys = np.full(values.size, _ZERO, dtype=np.int64)
+        above = values > 0
+        keys[above] = np.floor(np.log(values[above]) / _LOG_WIDTH).astype(np.int64)
+        self._merge(keys, weighed, np.where(above, values, 0.0) * weighed)
+
+    def add_counted(self, counted: Weighted) -> None:
+        """Count what another tally has counted."""
+        self.add(counted.values, counted.weights)
+
+    def _merge(self, keys: NDArray[np.int64], weights: Floats, sums: Floats) -> None:
+        kept, where = np.unique(np.concatenate([self._keys, keys]), return_inverse=True)
+        all_weights = np.concatenate([self._weights, weights])
+        all_sums = np.concatenate([self._sums, sums])
+        self._keys = kept
+        self._weights, self._sums = np.zeros(kept.size), np.zeros(kept.size)
+        np.add.at(self._weights, where, all_weights)
+        np.add.at(self._sums, where, all_sums)
+
+    def finish(self) -> Weighted:
+        """Return what was counted."""
+        weighty = self._weights > 0
+        weights = self._weights[weighty]
+        return Weighted(self._sums[weighty] / weights, weights)
+
+
+def pooled(parts: Sequence[Weighted]) -> Weighted:
+    """Return the samples of all parts together."""
+    if len(parts) == 1:
+        return parts[0]
+    tally = Tally()
+    for part in parts:
+        tally.add_counted(part)
+    return tally.finish()
+
+
+RESAMPLES: Final = 1000
+"""Ours: a standard error from a thousand draws is itself off by 2 %."""
+
+Statistic = Callable[[Floats], Floats]
+"""Takes how often each block counts [draws, blocks] and returns [draws] values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled:
+    """A statistic with its standard error; nan where it has no value.
+
+    `df` is one less than the runs that there are: the degrees of freedom of the error.
+    """
+
+    value: float
+    error: float
+    df: float
+
+
+LEAST_RUNS: Final = 8
+"""Ours: of fewer runs a spread is a guess, whatever Student's factor makes of it."""
+
+
+def run_lengths(blocks: int) -> list[int]:
+    """Return how many neighbours are drawn together: the usual number, and twice as many.
+
+    Source: the cube root of the sample, Hall, Horowitz and Jing (1995), for a variance. It
+    supposes that blocks far apart are independent, which requests in flight for longer than a
+    block are not.
+    """
+    usual = math.ceil(math.cbrt(blocks))
+    return [length for length in (usual, 2 * usual) if blocks / length >= LEAST_RUNS] or [usual]
+
+
+def resampled(statistic: Statistic, blocks: int, rng: np.random.Generator) -> Resampled:
+    """Return a statistic of so many blocks and its error by drawing runs of them again.
+
+    The larger error of short and long runs counts: where neighbours are alike for longer than
+    a short run, it tells too small a one.
+    """
+    found = [_of_runs(statistic, blocks, length, rng) for length in run_lengths(blocks)]
+    return max(found, key=lambda one: one.error if math.isfinite(one.error) else -math.inf)
+
+
+def _of_runs(
+    statistic: Statistic, blocks: int, length: int, rng: np.random.Generator
+) -> Resampled:
+    """Return a statistic and its error from runs of one length.
+
+    Runs go around the end, so that all blocks are drawn equally often.
+
+    Source: circular block bootstrap, Politis and Romano (1992).
+    """
+    runs = blocks / length
+    firsts = rng.integers(blocks, size=(RESAMPLES, math.ceil(runs)))
+    drawn = (firsts[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1) % blocks
+    flat = (drawn[:, :blocks] + np.arange(RESAMPLES)[:, None] * blocks).ravel()
+    weights = np.bincount(flat, minlength=RESAMPLES * blocks).reshape(RESAMPLES, blocks)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(np.ones((1, blocks)))[0])
+        values = statistic(weights.astype(np.float64))
+    finite = values[np.isfinite(values)]
+    if not math.isfinite(value) or finite.size < RESAMPLES / 2 or runs <= 1:
+        return Resampled(math.nan, math.nan, math.nan)
+    # Drawn runs vary about their own mean, which is nearer to them than the true one.
+    error = float(finite.std()) * math.sqrt(runs / (runs - 1))
+    return Resampled(value, error, runs - 1)
+
+
+def difference(new: Resampled, old: Resampled, confidence: float) -> tuple[float, float, float]:
+    """Return new minus old with the ends of its interval.
+
+    Source: Welch (1947), for two samples of different spread.
+    """
+    variances = new.error**2, old.error**2
+    error = math.sqrt(sum(variances))
+    apart = new.value - old.value
+    if error <= 0:
+        return apart, apart, apart
+    df = sum(variances) ** 2 / (variances[0] ** 2 / new.df + variances[1] ** 2 / old.df)
+    half = float(stdtrit(df, 0.5 + confidence / 2)) * error
+    return apart, apart - half, apart + half
+
+
+def tail_statistic(requests: int) -> str:
+    """Return the highest quantile that leaves ten of the requests beyond it.
+
+    Raises: TooFewSamplesError below twenty requests, where not even the median does.
+
+    >>> tail_statistic(1000), tail_statistic(300), tail_statistic(150)
+    ('p99', 'p95', 'p90')
+    """
+    for name in ("p99", "p95", "p90", "p50"):
+        if carries_quantile(requests, QUANTILES[name]):
+            return name
+    raise TooFewSamplesError(
+        f"{requests} requests are too few to tell configurations apart, at least 20 are needed",
+        "widen --window or record more traffic",
+    )

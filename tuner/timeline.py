@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats, Ints
-from tuner.tally import Tally, Weighted
+from tuner.stats import Tally, Weighted
 
 
 class Outcome(IntEnum):

@@ -18,7 +18,7 @@ from scipy.stats import kendalltau
 
 from tuner.calibrate import read_metric
 from tuner.engine.protocol import EngineLimits
-from tuner.objective import tail_statistic
+from tuner.stats import tail_statistic
 
 METRICS = (
     "requests_per_s",

@@ -25,10 +25,10 @@ from tuner.cli.report_command import write_report
 from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.console import ReplayDisplay, say
-from tuner.emit.whole_file import write_atomic
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits, EngineSource
 from tuner.errors import UsageError
+from tuner.files import write_atomic
 from tuner.host import Host
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run

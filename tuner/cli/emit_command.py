@@ -113,7 +113,7 @@ def holds_secrets(chosen: Format, rec: Any) -> bool:
 
 
 def _put(output: str | None, text: str, *, secret: bool) -> None:
-    from tuner.emit.whole_file import write_atomic
+    from tuner.files import write_atomic
 
     if output:
         write_atomic(Path(output), text, secret=secret)
@@ -138,7 +138,7 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
     """Show the difference and put the file in its place, or nothing if there is none."""
     from tuner.console import say
     from tuner.emit.registry import merge_into
-    from tuner.emit.whole_file import Held, write_atomic
+    from tuner.files import Held, write_atomic
 
     path = Path(options["merge"])
     merged = merge_into(path, chosen, rec, names)

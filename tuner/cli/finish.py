@@ -18,9 +18,9 @@ from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
 from tuner.emit.target import Names
-from tuner.emit.whole_file import write_atomic
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
+from tuner.files import write_atomic
 from tuner.objective import Goal
 from tuner.observation import leader
 from tuner.outcome import Circumstances, Outcome, make_outcome

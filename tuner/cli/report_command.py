@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.console import say
-from tuner.emit.vllm import write_atomic
+from tuner.files import write_atomic
 from tuner.report.page import REPORT_FILE, report_of
 
 

@@ -21,10 +21,11 @@ from tuner.cli.inputs import (
     replay_plan,
 )
 from tuner.console import ProgressLine, say
-from tuner.emit.vllm import render, write_atomic
+from tuner.emit.vllm import render
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
+from tuner.files import write_atomic
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import read_profile

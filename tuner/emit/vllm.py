@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
 from tuner.emit.target import Names
-from tuner.emit.whole_file import write_atomic
 from tuner.emit.yaml_text import yaml_text
 from tuner.errors import UsageError
+from tuner.files import write_atomic
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
 
 __all__ = [

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch, Step
-from tuner.tally import Tally, Weighted
+from tuner.stats import Tally, Weighted
 
 # A step is distorted when it took half as long again as the median of its like: ours; the
 # steps of one batch size repeat within a few percent on an undisturbed core.

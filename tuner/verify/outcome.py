@@ -16,8 +16,8 @@ from tuner.arrays import Bools
 from tuner.engine.steps import StepLog
 from tuner.metrics import Measurement, measure
 from tuner.replay import ReplayLog
-from tuner.slo import QUANTILES, Slo
-from tuner.tally import Weighted
+from tuner.slo import Slo
+from tuner.stats import QUANTILES, Weighted
 from tuner.timeline import Outcome
 from tuner.verify.http_replay import HttpRun
 from tuner.verify.scrape import Scraper

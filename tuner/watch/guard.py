@@ -24,9 +24,7 @@ from typing import Final
 from tuner.bench import Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
-from tuner.objective import tail_statistic
-from tuner.slo import QUANTILES
-from tuner.stats import Estimate
+from tuner.stats import QUANTILES, Estimate, tail_statistic
 from tuner.watch.live import Live
 
 LEAST_REQUESTS: Final = 200

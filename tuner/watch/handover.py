@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tuner.emit.whole_file import ChangedMeanwhileError
 from tuner.errors import TunerError, UsageError
+from tuner.files import ChangedMeanwhileError
 from tuner.watch.guard import Guard, Guarded
 from tuner.watch.hook import HookEnd
 from tuner.watch.policy import changed, rolled_back

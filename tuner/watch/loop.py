@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tuner.check import Checked, Verdict
-from tuner.emit.whole_file import Held
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError
+from tuner.files import Held
 from tuner.traces import Trace
 from tuner.traffic_sketch import TrafficSketch
 from tuner.watch.handover import Clock, Handing, Notebook, Tell

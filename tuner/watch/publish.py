@@ -20,9 +20,9 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
-from tuner.emit.whole_file import Held, write_atomic
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
+from tuner.files import Held, write_atomic
 from tuner.profiles import Profile
 from tuner.redact import has_secrets
 from tuner.traces import Trace

@@ -20,9 +20,9 @@ from typing import Final, Self
 
 import msgspec
 
-from tuner.emit.whole_file import Held, write_atomic
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError, UsageError
+from tuner.files import Held, write_atomic
 from tuner.sketch_file import read_sketch, write_sketch
 from tuner.traffic_sketch import TrafficSketch
 from tuner.watch.policy import Memory, forgotten
