@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import TraceError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import ReadOptions, TraceFormat
-from tuner.traces import Trace
+from tuner.traffic.formats.columns import ReadOptions, TraceFormat, assemble
+from tuner.traffic.traces import Trace
 
 BURST_6 = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 BURST_8 = BURST_6.replace("Timestamp,", "Timestamp,Session ID,Elapsed time,")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from tuner.arrays import Floats, Ints
-from tuner.hashes import HashIds, offsets_of
-from tuner.traces import Trace
+from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.traces import Trace
 
 BLOCK_TOKENS = 16
 

@@ -12,7 +12,7 @@ from toy import ToySource
 
 from tuner.engine.protocol import Emitted, Engine, EngineLimits, Step
 from tuner.errors import EngineError
-from tuner.prompts import TokenPrompt
+from tuner.traffic.prompts import TokenPrompt
 
 CEILING = EngineLimits(8, 256)
 UNKNOWN_ROW = 999

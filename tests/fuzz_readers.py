@@ -16,9 +16,9 @@ import atheris
 
 with atheris.instrument_imports(include=["tuner"]):
     from tuner.errors import TunerError
-    from tuner.formats import read_trace
-    from tuner.formats.columns import ReadOptions
-    from tuner.formats.registry import format_names
+    from tuner.traffic.formats import read_trace
+    from tuner.traffic.formats.columns import ReadOptions
+    from tuner.traffic.formats.registry import format_names
 
 NAMES = (None, *format_names())
 SKIPPING = ReadOptions(skip_invalid=True, max_invalid_ratio=1.0)

@@ -21,8 +21,8 @@ import pytest
 from prometheus_past import END_S, HOUR_S, PastEngine
 
 from tuner.errors import UsageError
-from tuner.prometheus import trace_from_prometheus
-from tuner.traces import Trace
+from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.traces import Trace
 
 PATIENCE_S = 60.0
 

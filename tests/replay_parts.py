@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from traffic import a_trace
 
 from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, Trace
 
 
 @st.composite

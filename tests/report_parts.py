@@ -15,9 +15,7 @@ from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
 from traffic import replay_toy
 
-from tuner.describe import describe
 from tuner.engine.protocol import EngineLimits
-from tuner.formats import read_trace
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective
 from tuner.observation import Phase
@@ -25,7 +23,9 @@ from tuner.replay_plan import ReplayPlan
 from tuner.run_state import judged
 from tuner.rundir import RESULT_FILE, RUN_FILE
 from tuner.timeline_record import TIMELINES_FILE, timeline_record, with_replay
-from tuner.traces import Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.formats import read_trace
+from tuner.traffic.traces import Trace
 
 EVIL = "<script>alert('model')</script>"
 # Few blocks, so that the KV cache fills and requests are preempted.

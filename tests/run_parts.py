@@ -30,8 +30,8 @@ from tuner.rundir import RunDir
 from tuner.shadows import Done, Shadows, Task
 from tuner.slo import Slo
 from tuner.space import SearchSpace
-from tuner.traces import Trace
-from tuner.windows import whole
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import whole
 
 CEILING = EngineLimits(128, 8192)
 

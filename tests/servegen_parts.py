@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from tuner.errors import TraceError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import Columns, ReadOptions
-from tuner.formats.servegen import SERVEGEN
-from tuner.formats.servegen_draw import Histogram
-from tuner.traces import Trace
+from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
+from tuner.traffic.formats.servegen import SERVEGEN
+from tuner.traffic.formats.servegen_draw import Histogram
+from tuner.traffic.traces import Trace
 
 ONE = Histogram.of(np.array([1]), np.array([1.0]))
 GAMMA = "0,2,1,Gamma,1,0.5\n"

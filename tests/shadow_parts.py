@@ -16,9 +16,9 @@ from tuner.engine.pipeline import StepTimer
 from tuner.engine.protocol import Batch, EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
-from tuner.hashes import HashIds
-from tuner.prompts import PromptSource
-from tuner.traces import Trace
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
 
 
 class MaybeShared(PromptSource):

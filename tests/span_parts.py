@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tuner.errors import TraceError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import ReadOptions, TraceFormat
-from tuner.formats.flat_spans import FLAT_SPANS
-from tuner.formats.otlp import OTLP
-from tuner.traces import Trace
+from tuner.traffic.formats.columns import ReadOptions, TraceFormat, assemble
+from tuner.traffic.formats.flat_spans import FLAT_SPANS
+from tuner.traffic.formats.otlp import OTLP
+from tuner.traffic.traces import Trace
 
 ANY = ReadOptions(skip_invalid=True, max_invalid_ratio=1.0)
 T0 = 1_789_000_100_000_000_000

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from recorder_parts import NOW_S, Reported, asked, finished, recording
 
 from tuner.cli import run
-from tuner.describe import describe
 from tuner.errors import Caveat
-from tuner.formats import ReadOptions, read_trace
-from tuner.formats.aborted import drawn_lengths
-from tuner.formats.sinks import write_trace
 from tuner.recorder.messages import Left, Unfinished
-from tuner.traces import Aborted, Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.formats import ReadOptions, read_trace
+from tuner.traffic.formats.aborted import drawn_lengths
+from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.traces import Aborted, Trace
 
 
 def left(name: str, tokens: int) -> Left:

@@ -9,7 +9,7 @@ from traffic import a_trace
 
 from tuner.arrivals import ClockKind, ClosedArrivals, OpenArrivals, ReplayClock, arrivals_of
 from tuner.errors import TraceError
-from tuner.traces import LoadModel
+from tuner.traffic.traces import LoadModel
 
 
 def test_open_arrivals_go_when_the_recording_says_whatever_is_in_flight() -> None:

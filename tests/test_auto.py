@@ -29,7 +29,6 @@ from tuner.cli.replay_command import run_replay
 from tuner.engine.compat import serve
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import ShadowError, UsageError
-from tuner.formats import read_trace
 from tuner.lessons import Lessons
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
@@ -37,6 +36,7 @@ from tuner.plan import Pilot
 from tuner.profiles import read_profile, write_profile
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
+from tuner.traffic.formats import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -26,8 +26,8 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Tier
 from tuner.profiles import write_profile
-from tuner.traces import ClockOrigin, Trace
-from tuner.windows import Window
+from tuner.traffic.traces import ClockOrigin, Trace
+from tuner.traffic.windows import Window
 
 SMALL, LARGE, HUGE = (EngineLimits(n, 2048) for n in (4, 16, 64))
 MONDAY_S = 1_767_571_200.0  # 2026-01-05 00:00 UTC, a Monday

@@ -11,9 +11,9 @@ from test_served import CALM, STEPS, recorded
 from test_worker import a_profile
 
 from tuner.cli import run
-from tuner.formats.native import native_rows
 from tuner.profiles import read_profile, write_profile
-from tuner.traces import Trace
+from tuner.traffic.formats.native import native_rows
+from tuner.traffic.traces import Trace
 
 AT_LIMITS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--force-profile")
 

@@ -22,10 +22,10 @@ from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import Phase
 from tuner.ranking import Ranking
 from tuner.replay_plan import ReplayPlan
-from tuner.scaling import at_load
 from tuner.shadows import Task
 from tuner.slo import parse_slo
-from tuner.traces import Trace
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
 
 TRACE = steady(240, per_s=6.0, prompt=110, output=35)
 SLOS = (parse_slo("e2e_p90=2s"),)

@@ -27,12 +27,11 @@ from tuner.drift import compare
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import UsageError
-from tuner.formats import ReadOptions, read_traces
-from tuner.hashes import HashIds, offsets_of
 from tuner.profiles import Profile, write_profile
-from tuner.sketch_file import TRAFFIC_FILE, write_sketch
-from tuner.traces import Trace
-from tuner.traffic_sketch import sketch_of
+from tuner.traffic.formats import ReadOptions, read_traces
+from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.traces import Trace
 
 BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed in (0, 1))
 

@@ -10,13 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuner.concurrency_trace import trace_from_concurrency
-from tuner.describe import describe
 from tuner.errors import Caveat, TraceError, UsageError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import ReadOptions, TimeUnit
-from tuner.formats.concurrency_csv import matches, read, read_in_flight
-from tuner.traces import ClockOrigin, Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.formats.columns import ReadOptions, TimeUnit, assemble
+from tuner.traffic.formats.in_flight import (
+    matches,
+    read,
+    read_in_flight,
+    trace_from_concurrency,
+)
+from tuner.traffic.traces import ClockOrigin, Trace
 
 LENGTHS = Trace(
     due_s=np.array([0.0, 1.0, 2.0, 3.0]),

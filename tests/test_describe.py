@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.arrays import Floats
-from tuner.describe import describe
 from tuner.errors import Caveat
-from tuner.formats import read_trace
-from tuner.hashes import HashIds
-from tuner.read_notes import ReadNotes
-from tuner.traces import Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.formats import read_trace
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import ReadNotes, Trace
 
 PUBLIC = (
     "azure_2023_code.open.csv",

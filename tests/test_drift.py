@@ -15,15 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traffic import a_trace
 
-from tuner.concurrency import Concurrency
 from tuner.drift import compare
 from tuner.errors import UsageError
-from tuner.read_notes import ReadNotes
-from tuner.recent_reuse import held_tokens
-from tuner.scaling import at_load
-from tuner.sketch_file import TRAFFIC_FILE, read_sketch, write_sketch
-from tuner.traces import Trace
-from tuner.traffic_sketch import sketch_of
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.reshape import at_load
+from tuner.traffic.sketch import TRAFFIC_FILE, held_tokens, read_sketch, sketch_of, write_sketch
+from tuner.traffic.traces import ReadNotes, Trace
 
 
 def names(before: Trace, now: Trace) -> list[str]:

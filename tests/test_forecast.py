@@ -28,8 +28,8 @@ from tuner.search import same_schedule
 from tuner.shadows import Task
 from tuner.space import SearchSpace
 from tuner.timeline import Outcome
-from tuner.traces import Trace
-from tuner.windows import Window, whole
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window, whole
 
 PRESENT = EngineLimits(16, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)

@@ -15,11 +15,11 @@ from tuner.engine.compat import serve
 from tuner.engine.fast_forward import HiddenDecodes
 from tuner.engine.foresight import departure
 from tuner.engine.protocol import EngineLimits
-from tuner.prompts import PromptSource
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
 from tuner.timeline import Timelines
+from tuner.traffic.prompts import PromptSource
 
 pytestmark = pytest.mark.engine
 LIMITS = EngineLimits(8, 512)

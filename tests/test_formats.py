@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import TraceError, TunerError, UsageError
-from tuner.formats import ReadOptions, format_names, read_trace
-from tuner.formats.sinks import write_trace
-from tuner.traces import ZeroOutput
+from tuner.traffic.formats import ReadOptions, format_names, read_trace
+from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.traces import ZeroOutput
 
 GOOD = '{"timestamp": 1, "input_length": 5, "output_length": 7}'
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

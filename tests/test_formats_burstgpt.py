@@ -11,9 +11,9 @@ from csv_parts import BURST_6, BURST_8, message, public, traced, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.formats.burstgpt import BURSTGPT, turns_of_sessions
-from tuner.formats.columns import Labels, ReadOptions
-from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.traffic.formats.burstgpt import BURSTGPT, turns_of_sessions
+from tuner.traffic.formats.columns import Labels, ReadOptions
+from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 
 def test_burstgpt_columns_are_found_by_name_wherever_they_stand(tmp_path: Path) -> None:

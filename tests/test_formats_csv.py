@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tuner.errors import TunerError
-from tuner.formats.azure import AZURE
-from tuner.formats.burstgpt import BURSTGPT
-from tuner.formats.columns import ReadOptions, TimeUnit, TraceFormat
-from tuner.formats.concurrency_csv import CONCURRENCY
-from tuner.formats.lengths_only import LENGTHS_ONLY
-from tuner.formats.servegen import SERVEGEN
-from tuner.formats.splitwise import SPLITWISE
-from tuner.formats.vidur import VIDUR
-from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.traffic.formats.azure import AZURE
+from tuner.traffic.formats.burstgpt import BURSTGPT
+from tuner.traffic.formats.columns import ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.in_flight import CONCURRENCY
+from tuner.traffic.formats.lengths_only import LENGTHS_ONLY
+from tuner.traffic.formats.servegen import SERVEGEN
+from tuner.traffic.formats.splitwise import SPLITWISE
+from tuner.traffic.formats.vidur import VIDUR
+from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 VIDUR_HEAD = "arrived_at,num_prefill_tokens,num_decode_tokens"
 SPLIT_HEAD = (

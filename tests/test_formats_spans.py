@@ -24,10 +24,10 @@ from span_parts import (
     written,
 )
 
-from tuner.formats.columns import ReadOptions
-from tuner.formats.flat_spans import FLAT_SPANS
-from tuner.formats.otlp import OTLP
-from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.traffic.formats.columns import ReadOptions
+from tuner.traffic.formats.flat_spans import FLAT_SPANS
+from tuner.traffic.formats.otlp import OTLP
+from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 
 def test_spans_of_vllm_have_the_numbers_they_should(shared_traces: Path) -> None:

@@ -24,9 +24,9 @@ from span_parts import (
 )
 
 from tuner.errors import TunerError
-from tuner.formats.columns import ReadOptions, TraceFormat
-from tuner.formats.flat_spans import FLAT_SPANS
-from tuner.formats.otlp import OTLP
+from tuner.traffic.formats.columns import ReadOptions, TraceFormat
+from tuner.traffic.formats.flat_spans import FLAT_SPANS
+from tuner.traffic.formats.otlp import OTLP
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weka_parts import ONE, PUBLISHED, agent, asked, columns_of, message, read, session, written
 
-from tuner.describe import prefix_reuse_ratio
-from tuner.formats.columns import ReadOptions
-from tuner.formats.weka import WEKA
-from tuner.formats.weka_sessions import Item, Request, SubAgent, lay_out
-from tuner.merging import merge
-from tuner.traces import ZeroOutput
+from tuner.traffic.describe import prefix_reuse_ratio
+from tuner.traffic.formats.columns import ReadOptions
+from tuner.traffic.formats.weka import WEKA, Item, Request, SubAgent, lay_out
+from tuner.traffic.reshape import merge
+from tuner.traffic.traces import ZeroOutput
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

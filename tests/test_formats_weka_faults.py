@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weka_parts import ANY, ONE, agent, asked, is_ours, message, read, session, written
 
 from tuner.errors import TunerError, UsageError
-from tuner.formats.columns import ReadOptions, TimeUnit
-from tuner.formats.weka import WEKA
+from tuner.traffic.formats.columns import ReadOptions, TimeUnit
+from tuner.traffic.formats.weka import WEKA
 
 # --- what is refused --------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tuner.last_words import last_words
 from tuner.replay import Progress
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome
-from tuner.traces import LoadModel
+from tuner.traffic.traces import LoadModel
 
 CEILING = EngineLimits(16, 512)
 LIMITS = EngineLimits(8, 256)

@@ -19,7 +19,7 @@ from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.slo import LATENCIES, parse_slo
 from tuner.stats import EMPTY, QUANTILES, quantile
 from tuner.timeline import Outcome
-from tuner.traces import LoadModel
+from tuner.traffic.traces import LoadModel
 
 LIMITS = EngineLimits(8, 256)
 DONE = Outcome.COMPLETED

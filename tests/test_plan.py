@@ -24,7 +24,7 @@ from tuner.plan import (
     shorter_window,
     window_text,
 )
-from tuner.windows import Window, whole
+from tuner.traffic.windows import Window, whole
 
 PRESENT = EngineLimits(64, 2048)
 FACTS = EngineFacts(PRESENT, 4096, chunks_prefill=True, vllm_version="0", device="toy")

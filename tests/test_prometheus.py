@@ -33,17 +33,17 @@ from prometheus_past import (
 )
 from shadow_parts import a_shadow, a_shape
 
-from tuner.describe import describe, prefix_reuse_ratio, reused_tokens
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import Caveat
-from tuner.formats.registry import read_trace
-from tuner.formats.sinks import write_trace
 from tuner.metrics import measure
-from tuner.prometheus import trace_from_prometheus
-from tuner.prompts import PromptSource
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import ClockOrigin, Trace
+from tuner.traffic.describe import describe, prefix_reuse_ratio, reused_tokens
+from tuner.traffic.formats.registry import read_trace
+from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import ClockOrigin, Trace
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.prometheus.counters import (
+from tuner.traffic.prometheus.client import Span
+from tuner.traffic.prometheus.counters import (
     arrivals,
     levels_in_flight,
     rises,
@@ -16,8 +17,7 @@ from tuner.prometheus.counters import (
     uncovered_s,
     windows_of,
 )
-from tuner.prometheus.engines import EngineReadings, LengthReadings
-from tuner.prometheus.server import Span
+from tuner.traffic.prometheus.readings import EngineReadings, LengthReadings
 
 processes = st.lists(
     st.lists(st.integers(0, 50), min_size=1, max_size=6), min_size=1, max_size=5

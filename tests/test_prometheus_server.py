@@ -33,10 +33,9 @@ from watch_parts import JumpingClock
 from tuner.cli.watch_command import watch
 from tuner.cli.watch_job import run_watch
 from tuner.demo import demo_engine_args
-from tuner.prometheus import trace_from_prometheus
-from tuner.sketch_file import TRAFFIC_FILE, write_sketch
-from tuner.traces import Trace
-from tuner.traffic_sketch import sketch_of
+from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.traces import Trace
 
 __all__ = ["home"]
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tuner.engine.protocol import Prompt
 from tuner.errors import UsageError
-from tuner.hashes import HashIds
-from tuner.prompts import PromptSource, TokenPrompt
-from tuner.traces import Trace
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.prompts import PromptSource, TokenPrompt
+from tuner.traffic.traces import Trace
 
 
 def a_trace(prompt: list[int], hashes: HashIds | None = None) -> Trace:

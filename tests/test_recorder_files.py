@@ -25,12 +25,12 @@ from recorder_parts import (
     warnings_kept,
 )
 
-from tuner.formats import read_trace
 from tuner.recorder.faults import MOST_IN_A_ROW
 from tuner.recorder.recorder import MOST_WAITING_BYTES, process_recorder
 from tuner.recorder.rows import Source, header_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
+from tuner.traffic.formats import read_trace
 
 
 @settings(max_examples=60)

@@ -25,9 +25,9 @@ from recorder_server import (
 )
 
 from tuner.demo import demo_engine_args
-from tuner.formats import ReadOptions, read_trace
 from tuner.recorder.settings import FILE, MAX_BYTES
-from tuner.traces import Aborted
+from tuner.traffic.formats import ReadOptions, read_trace
+from tuner.traffic.traces import Aborted
 
 pytestmark = [
     pytest.mark.engine,

@@ -15,16 +15,16 @@ from toy import ToyCosts, ToyEngine, ToySource
 from traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 
 from tuner.arrivals import ClockKind
-from tuner.concurrency import Concurrency
 from tuner.engine.protocol import EngineLimits, Prompt, Step
 from tuner.errors import Caveat, EngineError, ReplayError, TraceError, UsageError
 from tuner.metrics import measure
-from tuner.prompts import TokenPrompt
 from tuner.replay import replay
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.timeline import Outcome
 from tuner.timeline_record import timeline_record
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.prompts import TokenPrompt
+from tuner.traffic.traces import LoadModel, Trace
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))

@@ -15,7 +15,7 @@ from traffic import a_trace, kept, replay_toy
 from tuner.arrivals import ClockKind
 from tuner.engine.protocol import EngineLimits
 from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tuner.describe import describe
-from tuner.formats import read_trace
-from tuner.formats.sinks import write_trace
-from tuner.samples import SAMPLES, chat, main, shared_prefix, translation
-from tuner.traces import Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.formats import read_trace
+from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.samples import SAMPLES, chat, main, shared_prefix, translation
+from tuner.traffic.traces import Trace
 
 FOLDER = Path(__file__).resolve().parent.parent / "traces"
 DEMO_SECONDS_PER_OUTPUT_TOKEN = 0.004

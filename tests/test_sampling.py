@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tuner.arrivals import ClosedArrivals
-from tuner.concurrency import Concurrency
-from tuner.sampling import (
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.sampling import (
     Histogram,
     arrivals_within,
     draw_by_group,

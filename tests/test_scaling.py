@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from traffic import a_trace, steady
 
 from tuner.errors import UsageError
-from tuner.hashes import HashIds
-from tuner.scaling import at_load, sessions_of
-from tuner.traces import Trace
-from tuner.turns import Turns
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.reshape import at_load, sessions_of
+from tuner.traffic.traces import Trace, Turns
 
 SIZE = 16
 SYSTEM = 7

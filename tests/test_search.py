@@ -22,7 +22,7 @@ from tuner.replay_plan import ReplayPlan
 from tuner.search import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
 from tuner.slo import parse_slo
 from tuner.space import SearchSpace
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 BALANCED = Goal(Objective.BALANCED, (), "p95")
 PRESENT = EngineLimits(16, 2048)

@@ -13,12 +13,12 @@ from shadow_parts import Workload, a_shadow, a_shape
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.prompts import PromptSource
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
 from tuner.served import learn
 from tuner.timeline import Timelines
-from tuner.traces import Trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 512)
 STEPS = StepModel.linear(0.006, 0.0002, 0.0001, prefill_base_s=0.001, decode_context_s=1e-9)

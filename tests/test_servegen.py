@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servegen_parts import GAMMA, LANGUAGE, ONE, client, counts_within, drawn, message, traced
 
-from tuner.formats.columns import ReadOptions
-from tuner.formats.servegen_draw import Gaps, Histogram, Lengths, Window, busiest_stretch, draw
-from tuner.traces import ClockOrigin, ZeroOutput
+from tuner.traffic.formats.columns import ReadOptions
+from tuner.traffic.formats.servegen_draw import (
+    Gaps,
+    Histogram,
+    Lengths,
+    Window,
+    busiest_stretch,
+    draw,
+)
+from tuner.traffic.traces import ClockOrigin, ZeroOutput
 
 
 def test_the_same_seed_draws_the_same_rows_and_another_one_others(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from servegen_parts import FILES, GAMMA, LANGUAGE, client, drawn, message, traced
 
 from tuner.errors import TunerError, UsageError
-from tuner.formats.columns import ReadOptions, TimeUnit
-from tuner.formats.servegen import SERVEGEN
+from tuner.traffic.formats.columns import ReadOptions, TimeUnit
+from tuner.traffic.formats.servegen import SERVEGEN
 
 
 @pytest.mark.parametrize("sample_s", [0.0, -5.0, float("nan"), float("inf")])

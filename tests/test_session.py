@@ -20,9 +20,9 @@ from tuner.config import limits as limits_of
 from tuner.config import read_config
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.formats import read_trace
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
+from tuner.traffic.formats import read_trace
 
 SECRETS = ("sk-of-the-config", "hf_of_the_config", "sk-of-an-argument")
 

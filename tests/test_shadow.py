@@ -16,11 +16,11 @@ from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.horizon import steps_within
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.shadow import ShadowEngine
-from tuner.prompts import PromptSource, TokenPrompt
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.timeline import Outcome
-from tuner.traces import LoadModel
+from tuner.traffic.prompts import PromptSource, TokenPrompt
+from tuner.traffic.traces import LoadModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from tuner.demo import demo_engine_args
 from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.live import LiveEngine, LiveSource
 from tuner.engine.protocol import Batch, Engine, EngineLimits
-from tuner.prompts import PromptSource
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import Trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay_plan import ReplayPlan
 from tuner.strategies import strategies, uniform
-from tuner.traces import LoadModel
+from tuner.traffic.traces import LoadModel
 
 ROOM = EngineLimits(64, 4096)
 # Steps of a tenth of a second whatever is in them.

@@ -16,7 +16,7 @@ from tuner.metrics import measure
 from tuner.replay_plan import ReplayPlan
 from tuner.sustained import is_sustained
 from tuner.timeline import Outcome
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.work import utilisation
 
 DONE = Outcome.COMPLETED

@@ -12,9 +12,9 @@ from traffic import a_trace, kept, replay_toy
 
 from tuner.engine.protocol import EngineLimits, Step
 from tuner.errors import EngineError
-from tuner.prompts import TokenPrompt
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome
+from tuner.traffic.prompts import TokenPrompt
 
 LIMITS = EngineLimits(4, 32)
 

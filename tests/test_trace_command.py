@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tuner.cli import run
-from tuner.formats import read_trace
+from tuner.traffic.formats import read_trace
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 Output = pytest.CaptureFixture[str]

@@ -10,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import a_trace, steady
 
-from tuner.concurrency import Concurrency, in_flight_shares, in_flight_steps
-from tuner.describe import describe
 from tuner.errors import TraceError, UsageError
-from tuner.fleet import Router, thin
-from tuner.hashes import HashIds
-from tuner.merging import merge
-from tuner.scaling import at_load
-from tuner.spreading import clock_tick_s, spread
-from tuner.traces import ClockOrigin, Trace
-from tuner.turns import Turns
+from tuner.traffic.concurrency import Concurrency, in_flight_shares, in_flight_steps
+from tuner.traffic.describe import describe
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.reshape import Router, at_load, clock_tick_s, merge, spread, thin
+from tuner.traffic.traces import ClockOrigin, Trace, Turns
 
 PACE_S = 0.02
 

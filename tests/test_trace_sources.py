@@ -13,9 +13,16 @@ import pytest
 import zstandard
 
 from tuner.errors import TraceError, UsageError
-from tuner.formats import Columns, ReadOptions, TimeUnit, TraceFormat, read_trace, read_traces
-from tuner.formats import registry as registry_module
-from tuner.formats.sinks import write_trace
+from tuner.traffic.formats import (
+    Columns,
+    ReadOptions,
+    TimeUnit,
+    TraceFormat,
+    read_trace,
+    read_traces,
+)
+from tuner.traffic.formats import registry as registry_module
+from tuner.traffic.formats.sources import write_trace
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 LINES = "".join(

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.concurrency import in_flight_steps
 from tuner.errors import TraceError, UsageError
-from tuner.hashes import HashIds
-from tuner.read_notes import ReadNotes
-from tuner.traces import TooLong, Trace, TraceRequest
+from tuner.traffic.concurrency import in_flight_steps
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import ReadNotes, TooLong, Trace, TraceRequest
 
 
 def a_trace(

@@ -14,8 +14,7 @@ from traffic import a_trace, replay_toy
 from tuner.arrivals import Sessions
 from tuner.engine.protocol import EngineLimits
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import Trace
-from tuner.turns import Turns, pauses_of
+from tuner.traffic.traces import Trace, Turns, pauses_of
 
 ROOM = EngineLimits(64, 4096)
 

@@ -15,12 +15,11 @@ from traffic import a_trace
 
 from tuner.cli import run as tune
 from tuner.errors import EngineError
-from tuner.prompts import TokenPrompt
 from tuner.replay_plan import ReplayPlan
 from tuner.slo import parse_slo
 from tuner.timeline import Outcome
-from tuner.traces import LoadModel, Trace
-from tuner.turns import Turns
+from tuner.traffic.prompts import TokenPrompt
+from tuner.traffic.traces import LoadModel, Trace, Turns
 from tuner.verify.http_replay import Endpoint, HttpRun, find_endpoint, replay_http
 from tuner.verify.outcome import Verification, verification
 from tuner.verify.scrape import Scraper, read_gauges

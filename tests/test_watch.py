@@ -26,8 +26,8 @@ from tuner.check import Checked
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.files import Held
-from tuner.traces import Trace
-from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.traffic.sketch import TrafficSketch, sketch_of
+from tuner.traffic.traces import Trace
 from tuner.watch.policy import Act
 from tuner.watch.publish import Publisher, Text
 

@@ -21,6 +21,7 @@ from tuner.emit.sources import read_emitted
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.metrics import Measurement, measure
+from tuner.traffic.prometheus.live import Live
 from tuner.watch.guard import (
     LEAST_REQUESTS,
     MEAN,
@@ -33,7 +34,6 @@ from tuner.watch.guard import (
     bias_of,
     compared,
 )
-from tuner.watch.live import Live
 from tuner.watch.policy import Act
 
 # vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.

@@ -21,17 +21,16 @@ from tuner.cli.watch_job import run_watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.formats import ReadOptions, read_traces
 from tuner.profiles import write_profile
-from tuner.prometheus.server import Series, Span
-from tuner.prompts import PromptSource
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
-from tuner.sketch_file import TRAFFIC_FILE, write_sketch
-from tuner.traces import Trace
-from tuner.traffic_sketch import sketch_of
-from tuner.watch.live import _restarted_s, live_between
+from tuner.traffic.formats import ReadOptions, read_traces
+from tuner.traffic.prometheus.client import Series, Span
+from tuner.traffic.prometheus.live import _restarted_s, live_between
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.traces import Trace
 
 MINUTE_S = 60.0
 START_S = END_S - 25 * MINUTE_S

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
-from tuner.traffic_sketch import sketch_of
+from tuner.traffic.sketch import sketch_of
 from tuner.watch.policy import Memory, Policy, later_from_s
 from tuner.watch.state import (
     STATE_FILE,

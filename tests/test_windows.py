@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TraceError, UsageError
-from tuner.traces import Trace
-from tuner.windows import (
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import (
     Window,
     WindowKind,
     busiest,

@@ -11,12 +11,12 @@ from toy import ToySource
 
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import StepColumns, StepLog
-from tuner.prompts import TokenPrompt
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
-from tuner.scaling import at_load
 from tuner.timeline import Outcome, TimelineRecorder
-from tuner.traces import Trace
+from tuner.traffic.prompts import TokenPrompt
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.gains import Gain
 from tuner.stats import Estimate
-from tuner.traces import Trace
-from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.traffic.sketch import TrafficSketch, sketch_of
+from tuner.traffic.traces import Trace
 from tuner.watch.guard import Guard
 from tuner.watch.handover import Handing, Notebook, RunHook
 from tuner.watch.hook import HookEnd

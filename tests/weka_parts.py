@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tuner.errors import TraceError, TunerError
-from tuner.formats.assemble import assemble
-from tuner.formats.columns import Columns, ReadOptions
-from tuner.formats.weka import WEKA
-from tuner.traces import Trace, ZeroOutput
+from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
+from tuner.traffic.formats.weka import WEKA
+from tuner.traffic.traces import Trace, ZeroOutput
 
 ANY = ReadOptions(skip_invalid=True, max_invalid_ratio=1.0)
 ONE = ReadOptions(zero_output=ZeroOutput.ONE)

@@ -11,7 +11,7 @@ from tuner.objective import Objective
 from tuner.plan import Budget
 from tuner.replay_plan import ReplayPlan
 from tuner.slo import Slo
-from tuner.windows import Window
+from tuner.traffic.windows import Window
 
 
 @dataclass(frozen=True, slots=True)

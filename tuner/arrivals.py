@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.errors import TraceError
-from tuner.traces import LoadModel, Trace
-from tuner.turns import Turns
+from tuner.traffic.traces import LoadModel, Trace, Turns
 
 
 class ClockKind(StrEnum):

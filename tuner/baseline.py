@@ -16,9 +16,8 @@ from tuner.errors import UsageError
 from tuner.objective import Objective
 from tuner.profiles import Profile, read_profile
 from tuner.rundir import PROFILE_FILE, RESULT_FILE
-from tuner.sketch_file import TRAFFIC_FILE, read_sketch
 from tuner.slo import Slo, parse_slo
-from tuner.traffic_sketch import TrafficSketch
+from tuner.traffic.sketch import TRAFFIC_FILE, TrafficSketch, read_sketch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.scaling import at_load
 from tuner.slo import Slo
 from tuner.timeline import Outcome
-from tuner.traces import Trace
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

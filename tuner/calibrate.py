@@ -20,7 +20,7 @@ from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
 from tuner.space import SearchSpace
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.

@@ -20,7 +20,6 @@ import numpy as np
 
 from tuner.aim import Aim
 from tuner.confirm import decide_predicted
-from tuner.describe import hits_differ, reused_tokens
 from tuner.drift import Drift
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import NoFeasibleConfigError
@@ -30,8 +29,9 @@ from tuner.objective import Tier
 from tuner.observation import Observation
 from tuner.replay import ReplayLog
 from tuner.retune import Ranked, Retune
-from tuner.traces import Trace
-from tuner.windows import Window
+from tuner.traffic.describe import hits_differ, reused_tokens
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 
 class Verdict(StrEnum):

@@ -19,10 +19,10 @@ from typing import Any
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineLimits, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
-from tuner.prompts import PromptSource
 from tuner.replay import Progress, ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import Trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
 from tuner.warmup import warm_up
 
 # What a parent sends in the middle of a replay to end it.

@@ -20,7 +20,7 @@ from tuner.objective import Goal, Tier
 from tuner.observation import leader
 from tuner.retune import Outcome, Retune
 from tuner.stats import tail_statistic
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from tuner.errors import UsageError
-from tuner.traces import ClockOrigin, Trace
-from tuner.windows import Window, whole
+from tuner.traffic.traces import ClockOrigin, Trace
+from tuner.traffic.windows import Window, whole
 
 HOUR_S: Final = 3600.0
 HOURS: Final = 24

@@ -19,7 +19,7 @@ import numpy as np
 from tuner.drift_looks import Look, Unit, looks
 from tuner.errors import UsageError
 from tuner.stats import Estimate, difference, resampled
-from tuner.traffic_sketch import TrafficSketch
+from tuner.traffic.sketch import TrafficSketch
 
 ERROR_RATE: Final = 0.05
 """How often unshifted traffic may be called shifted, over all looks together (Bonferroni)."""

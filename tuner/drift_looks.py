@@ -16,7 +16,7 @@ import numpy as np
 
 from tuner.arrays import Floats, Ints
 from tuner.stats import Statistic
-from tuner.traffic_sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
+from tuner.traffic.sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
 
 LEAST_RATIO: Final = 0.05
 """Ours: a rate or a length that moved by less does not move a best cap by a rung."""

@@ -18,8 +18,8 @@ from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
-from tuner.traces import Trace
-from tuner.windows import Window, busiest, typical, whole
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window, busiest, typical, whole
 from tuner.work import share_done
 
 # A whole trace that takes longer than this share of the forecast's time per setting is cut

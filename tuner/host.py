@@ -25,7 +25,7 @@ from tuner.errors import EngineError
 from tuner.last_words import last_words
 from tuner.replay import Progress, ReplayLog
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
 # workers on several devices take a few.

@@ -31,7 +31,7 @@ from tuner.profiles import KvStart, Profile
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
-from tuner.windows import busiest
+from tuner.traffic.windows import busiest
 
 # The name of what is replayed.
 CALIBRATION = "calibration"

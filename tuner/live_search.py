@@ -29,7 +29,7 @@ from tuner.race_time import fitting
 from tuner.replay import ReplayLog
 from tuner.replay_plan import CutRule
 from tuner.run_state import RunState
-from tuner.windows import busiest
+from tuner.traffic.windows import busiest
 from tuner.work import pace_s, share_done
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under

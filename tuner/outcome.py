@@ -21,7 +21,7 @@ from tuner.evidence import Row
 from tuner.objective import Goal, Tier
 from tuner.observation import leader
 from tuner.records import decisive, observation_of, predictions, ranked
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 SCHEMA = 1
 

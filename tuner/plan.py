@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tuner.engine.protocol import EngineFacts, EngineLimits
 from tuner.errors import UsageError
 from tuner.space import SearchSpace, token_budgets
-from tuner.traces import Trace
-from tuner.windows import Window, busiest, typical, whole
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window, busiest, typical, whole
 
 DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
 # How many replays a whole run takes, measured on the sample traces: about fourteen to search

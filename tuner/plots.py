@@ -9,7 +9,7 @@ import numpy as np
 import plotext
 
 from tuner.arrays import Floats
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 # Rows of a plot: ours, two fit a usual terminal with the description above them.
 HEIGHT = 12

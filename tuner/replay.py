@@ -20,7 +20,7 @@ from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.work import offered_work_s
 
 # How often the caller hears of progress and may stop the replay, in wall seconds: ours.

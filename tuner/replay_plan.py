@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tuner.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.errors import UsageError
-from tuner.traces import LoadModel
+from tuner.traffic.traces import LoadModel
 
 
 @dataclass(frozen=True, slots=True)

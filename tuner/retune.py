@@ -30,8 +30,8 @@ from tuner.rundir import RunDir
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
-from tuner.traces import Trace
-from tuner.windows import Window
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 Outcome = Measurement | Failure
 

@@ -28,8 +28,8 @@ from tuner.replay_plan import CutRule
 from tuner.rundir import TRIALS_FILE, RunDir
 from tuner.space import SearchSpace
 from tuner.timeline_record import TIMELINES_FILE, TimelineRecord, with_replay
-from tuner.traces import Trace
-from tuner.windows import Window
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
 # be chance, three are the engine's fault.

@@ -26,7 +26,7 @@ from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.profiles import Profile
 from tuner.stats import QUANTILES, tail_statistic
 from tuner.timeline import Timelines
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 LEAST_REQUESTS: Final = 40
 """Ours: twice what a median demands, of those learnt from and of those checked on."""

@@ -27,7 +27,7 @@ from tuner.replay import ReplayLog
 from tuner.run_state import RunState
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import profile_facts
-from tuner.windows import whole
+from tuner.traffic.windows import whole
 
 
 class Method(StrEnum):

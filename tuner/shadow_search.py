@@ -39,7 +39,7 @@ from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE
 from tuner.shadows import Shadows, Task
 from tuner.spares import Spares
-from tuner.windows import Window, busiest
+from tuner.traffic.windows import Window, busiest
 
 # The share of the budget that foretelling may take: ours.
 FORECAST_SHARE = 0.20

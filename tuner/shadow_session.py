@@ -23,7 +23,7 @@ from tuner.replay import ReplayLog
 from tuner.run_state import RunState
 from tuner.shadows import Shadows, Task
 from tuner.timeline_record import TimelineRecord, timeline_record
-from tuner.windows import whole
+from tuner.traffic.windows import whole
 
 # The share of the budget that the forecast may take: ours, the rest is for capacities.
 FORECAST_SHARE = 0.8

@@ -27,7 +27,7 @@ from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
 from tuner.slo import Slo
 from tuner.spares import Spares
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 # How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
 _POLL_S = 0.2

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.stats import QUANTILES
-from tuner.windows import parse_duration
+from tuner.traffic.windows import parse_duration
 
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")
 

@@ -16,7 +16,7 @@ from tuner.arrivals import StaticBatches
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
 from tuner.replay_plan import ReplayPlan
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 COMPARE_FILE = "compare.json"
 """The name under which a comparison is kept in a run directory."""

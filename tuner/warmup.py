@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from tuner.engine.protocol import Engine, EngineInfo
-from tuner.prompts import TokenPrompt
+from tuner.traffic.prompts import TokenPrompt
 
 # Ours: one batch of each size, since a second one takes as long as a third; 64 sequences,
 # beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most, so that

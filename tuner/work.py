@@ -15,7 +15,7 @@ from tuner.arrays import Floats
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.timeline import Outcome, Timelines
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 
 def offered_work_s(

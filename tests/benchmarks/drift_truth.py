@@ -48,17 +48,17 @@ from tuner.check import Verdict, check
 from tuner.drift import compare
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
-from tuner.formats import ReadOptions, read_traces
 from tuner.objective import Objective, Score
 from tuner.observation import Observation, leader
 from tuner.plan import Budget
 from tuner.profiles import Profile, read_profile
 from tuner.replay_plan import ReplayPlan
 from tuner.retune import Retune, retuning, shadow_host
-from tuner.scaling import at_load
 from tuner.space import SearchSpace
-from tuner.traces import Trace
-from tuner.traffic_sketch import sketch_of
+from tuner.traffic.formats import ReadOptions, read_traces
+from tuner.traffic.reshape import at_load
+from tuner.traffic.sketch import sketch_of
+from tuner.traffic.traces import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {

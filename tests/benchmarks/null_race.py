@@ -26,12 +26,12 @@ from tuner.demo import demo_engine_args
 from tuner.duel import RaceRun, compare
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits
-from tuner.formats import ReadOptions, read_trace
 from tuner.host import Host
 from tuner.metrics import measure
 from tuner.objective import Objective, parse_goal
 from tuner.replay_plan import ReplayPlan
-from tuner.windows import busiest
+from tuner.traffic.formats import ReadOptions, read_trace
+from tuner.traffic.windows import busiest
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = EngineLimits(16, 2048)

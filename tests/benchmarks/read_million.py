@@ -62,8 +62,8 @@ def write_files(folder: Path, rows: int, names: Sequence[str]) -> None:
 def child(path: Path) -> None:
     """Read and describe one file in this process and print the figures as JSON."""
     started_s = time.perf_counter()
-    from tuner.describe import describe
-    from tuner.formats import read_trace
+    from tuner.traffic.describe import describe
+    from tuner.traffic.formats import read_trace
 
     imported_s = time.perf_counter()
     trace = read_trace(path)

@@ -34,7 +34,7 @@ VOCAB_SIZE = 1000
 
 def a_trace(requests: int) -> Any:
     """Return requests with the lengths of a translation service, all due at 0."""
-    from tuner.traces import Trace
+    from tuner.traffic.traces import Trace
 
     rng = np.random.default_rng(SEED)
     return Trace(
@@ -56,9 +56,9 @@ def ours(requests: int) -> float:
     """Return the seconds that a replay takes."""
     from tuner.engine.live import LiveSource
     from tuner.engine.protocol import EngineLimits
-    from tuner.prompts import PromptSource
     from tuner.replay import replay
     from tuner.replay_plan import ReplayPlan
+    from tuner.traffic.prompts import PromptSource
 
     trace = a_trace(requests)
     limits = EngineLimits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
@@ -79,7 +79,7 @@ def vllms(requests: int) -> float:
     """Return the seconds that LLM.generate takes."""
     from vllm import LLM, SamplingParams
 
-    from tuner.prompts import PromptSource
+    from tuner.traffic.prompts import PromptSource
 
     trace = a_trace(requests)
     prompts = PromptSource(trace, VOCAB_SIZE, SEED)

@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.step_model import StepModel
-from tuner.formats import read_trace
-from tuner.formats.native import native_rows
 from tuner.profiles import read_profile, write_profile
+from tuner.traffic.formats import read_trace
+from tuner.traffic.formats.native import native_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPS = "1,2,4,8,16,24,32,64"  # and 128 and 256 past them, times six budgets

@@ -40,21 +40,21 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.engine.steps import StepLog
-from tuner.formats import read_trace
 from tuner.host import Host
 from tuner.metrics import measure
 from tuner.profiles import read_profile
-from tuner.prompts import PromptSource
 from tuner.recorder.settings import FILE
 from tuner.replay import ReplayLog
 from tuner.replay_plan import ReplayPlan
 from tuner.retune import shadow_host
-from tuner.scaling import at_load
 from tuner.served import learn
 from tuner.shadow_source import ShadowSource
-from tuner.traces import Trace
+from tuner.traffic.formats import read_trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import parse_window
 from tuner.verify.http_replay import Endpoint, replay_http
-from tuner.windows import parse_window
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

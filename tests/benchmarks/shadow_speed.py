@@ -84,11 +84,11 @@ def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[s
     from tuner.engine.protocol import EngineLimits
     from tuner.engine.shadow import ShadowEngine
     from tuner.engine.shape import EngineShape
-    from tuner.formats import ReadOptions, read_trace
-    from tuner.prompts import PromptSource
     from tuner.replay import replay
     from tuner.replay_plan import ReplayPlan
-    from tuner.traces import TooLong, Trace
+    from tuner.traffic.formats import ReadOptions, read_trace
+    from tuner.traffic.prompts import PromptSource
+    from tuner.traffic.traces import TooLong, Trace
 
     serve.prepare_environment()
     chosen = VARIANTS[variant]

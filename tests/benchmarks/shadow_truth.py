@@ -43,15 +43,15 @@ from tuner.calibrate import Calibration, apart, error_ratio, metric_error
 from tuner.demo import demo_engine_args
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineLimits
-from tuner.formats import ReadOptions, read_trace
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import KvStart, Profile
 from tuner.replay_plan import ReplayPlan
-from tuner.scaling import at_load
 from tuner.shadows import Shadows, Task
-from tuner.traces import TooLong, Trace
-from tuner.windows import busiest
+from tuner.traffic.formats import ReadOptions, read_trace
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import TooLong, Trace
+from tuner.traffic.windows import busiest
 
 CALIBRATED = ("2/2048", "8/512", "64/4096")
 FORETOLD = ("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512")

@@ -38,8 +38,8 @@ SEED = 0
 def window(length_s: float) -> Any:
     """Return the busiest stretch of the sample trace."""
     from tuner.demo import bundled
-    from tuner.formats import read_trace
-    from tuner.windows import busiest
+    from tuner.traffic.formats import read_trace
+    from tuner.traffic.windows import busiest
 
     trace = read_trace(bundled("traces") / "translation.jsonl")
     return busiest(trace, length_s).of(trace)

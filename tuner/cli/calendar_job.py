@@ -21,9 +21,9 @@ from tuner.objective import Objective
 from tuner.plan import DEFAULT_LADDER, Budget, search_space
 from tuner.profiles import Profile, read_profile
 from tuner.retune import retuning, shadow_host
-from tuner.scaling import at_load
 from tuner.shadows import default_jobs
-from tuner.traces import Trace
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
 
 # How long one hour may take to rank, in seconds: as for one load of `tune plan`.
 TIME_PER_HOUR_S = 120.0

@@ -19,9 +19,9 @@ from tuner.console import say
 from tuner.drift import Drift, compare
 from tuner.errors import UsageError
 from tuner.retune import shadow_host
-from tuner.scaling import at_load
-from tuner.traces import Trace
-from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.traffic.reshape import at_load
+from tuner.traffic.sketch import TrafficSketch, sketch_of
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
             "name the present traffic with either --trace or --prometheus",
             "for example --trace today.jsonl, or --prometheus http://prometheus:9090",
         )
-    from tuner.prometheus import known_in_part, trace_from_prometheus
+    from tuner.traffic.prometheus import known_in_part, trace_from_prometheus
 
     if options["trace"]:
         trace, drawn_s = read_named(options["trace"], options), None

@@ -34,7 +34,7 @@ from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.strategies import COMPARE_FILE, Row, Strategy, strategies, table, uniform
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.traces import LoadModel, Trace
 
 RECORDED, UNIFORM = "recorded", "uniform"
 

@@ -12,7 +12,6 @@ from tuner.cli.job import Job
 from tuner.cli.report_command import write_report
 from tuner.confirm import Decision, Verdict
 from tuner.console import RunDisplay, say, show_outcome
-from tuner.describe import describe
 from tuner.duel import ratio
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
@@ -30,9 +29,9 @@ from tuner.redact import redacted
 from tuner.report.page import REPORT_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
 from tuner.session import AnySession
-from tuner.sketch_file import TRAFFIC_FILE, write_sketch
-from tuner.traffic_sketch import sketch_of
-from tuner.windows import Window
+from tuner.traffic.describe import describe
+from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.windows import Window
 
 _TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_CLIPPED}
 

@@ -16,14 +16,14 @@ from tuner.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.cli.trace_options import read_named
 from tuner.config import parse_engine_args, read_config
 from tuner.demo import demo_engine_args
-from tuner.describe import describe
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay_plan import ReplayPlan
-from tuner.scaling import at_load
 from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
-from tuner.traces import LoadModel, TooLong, Trace
+from tuner.traffic.describe import describe
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import LoadModel, TooLong, Trace
 
 DEMO_NOTE = (
     "no --model and no --config: measuring the bundled demo model, a small Qwen2-shaped one "

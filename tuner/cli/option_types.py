@@ -36,13 +36,13 @@ class Parsed(click.ParamType[Any]):
 
 
 def _duration(text: str) -> float:
-    from tuner.windows import parse_duration
+    from tuner.traffic.windows import parse_duration
 
     return parse_duration(text)
 
 
 def _window(text: str) -> Any:
-    from tuner.windows import parse_window
+    from tuner.traffic.windows import parse_window
 
     return parse_window(text)
 

@@ -31,12 +31,12 @@ from tuner.profiles import Profile, read_profile
 from tuner.ranking import Ranking
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
-from tuner.scaling import at_load
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, default_jobs
 from tuner.spares import Spares
-from tuner.traces import Trace
-from tuner.windows import Window
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 # How long the forecast of one load may take, in seconds: ours, longer traces are cut.
 TIME_PER_LOAD_S = 120.0

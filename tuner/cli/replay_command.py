@@ -31,8 +31,8 @@ from tuner.profiles import Profile, read_profile
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
 from tuner.slo import LATENCIES
-from tuner.traces import LoadModel
-from tuner.windows import whole
+from tuner.traffic.traces import LoadModel
+from tuner.traffic.windows import whole
 
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 

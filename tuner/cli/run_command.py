@@ -40,8 +40,8 @@ from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows
 from tuner.space import SearchSpace
 from tuner.spares import Spares, spare_cores
-from tuner.traces import LoadModel, Trace
-from tuner.windows import Window
+from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import Window
 
 # How many processes import vLLM beside a live engine's start: ours. Each holds 0.7 GB, a few
 # replay most traces in seconds, and long work starts more of them.

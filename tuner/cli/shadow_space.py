@@ -18,7 +18,7 @@ from tuner.plan import DEFAULT_LADDER, Budget, search_space
 from tuner.retune import Retune, retuning
 from tuner.rundir import RunDir
 from tuner.shadows import default_jobs
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)

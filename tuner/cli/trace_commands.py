@@ -114,7 +114,7 @@ def scale(**options: Any) -> int:
         tune trace scale prod.jsonl --load 1.5 -o busier.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
     from tuner.cli.trace_jobs import run_reshape
-    from tuner.scaling import at_load
+    from tuner.traffic.reshape import at_load
 
     return run_reshape(options, lambda read: at_load(read, options["load"]))
 

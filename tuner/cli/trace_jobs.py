@@ -15,16 +15,17 @@ import numpy as np
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
 from tuner.console import say
-from tuner.describe import SECONDS_PER_OUTPUT_TOKEN, describe
 from tuner.errors import UsageError
-from tuner.fleet import Router, thin
-from tuner.formats.sinks import write_trace
-from tuner.traces import Trace
+from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
+from tuner.traffic.describe import describe
+from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.reshape import Router, thin
+from tuner.traffic.traces import Trace
 
 
 def run_inspect(options: Mapping[str, Any]) -> int:
     """Describe each file, or all together. Raises: TraceError, UsageError."""
-    from tuner.formats.sources import expand
+    from tuner.traffic.formats.sources import expand
 
     files = list(options["files"])
     groups = [files] if options["together"] else [[str(f)] for f in expand(files)]
@@ -97,7 +98,7 @@ def share_of(trace: Trace, options: Mapping[str, Any]) -> Trace:
 
 def run_from_prometheus(options: Mapping[str, Any]) -> int:
     """Sample a trace from metrics and write it. Raises: UsageError."""
-    from tuner.prometheus.sampled import trace_from_prometheus
+    from tuner.traffic.prometheus.sampled import trace_from_prometheus
 
     sampled = trace_from_prometheus(
         options["url"],
@@ -118,7 +119,7 @@ def run_from_concurrency(options: Mapping[str, Any]) -> int:
 
     Raises: TraceError, UsageError.
     """
-    from tuner.concurrency_trace import trace_from_concurrency
+    from tuner.traffic.formats.in_flight import trace_from_concurrency
 
     lengths = read_named([options["lengths"]], options)
     return _write(trace_from_concurrency(options["file"], lengths, options["seed"]), options)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tuner.errors import UsageError
-from tuner.formats import ReadOptions, TimeUnit, read_traces
-from tuner.traces import Aborted, Trace, ZeroOutput
+from tuner.traffic.formats import ReadOptions, TimeUnit, read_traces
+from tuner.traffic.traces import Aborted, Trace, ZeroOutput
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -29,10 +29,10 @@ from tuner.files import write_atomic
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import read_profile
-from tuner.prompts import PromptSource
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
-from tuner.traces import LoadModel, Trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.verify.http_replay import find_endpoint, replay_http
 from tuner.verify.outcome import Verification, verification
 from tuner.verify.scrape import Scraper

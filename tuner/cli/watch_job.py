@@ -27,9 +27,9 @@ from tuner.emit.recommendation import without_lost
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import UsageError
 from tuner.profiles import Profile
-from tuner.prometheus.server import Prometheus
 from tuner.rundir import PROFILE_FILE
-from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.traffic.prometheus.client import Prometheus
+from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.watch.guard import Guard
 from tuner.watch.handover import Clock, Handing, Notebook
 from tuner.watch.health import serving

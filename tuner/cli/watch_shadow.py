@@ -16,14 +16,14 @@ from tuner.drift import Drift, compare
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError
 from tuner.metrics import Measurement
-from tuner.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.retune import shadow_host
-from tuner.traces import Trace
-from tuner.traffic_sketch import TrafficSketch, sketch_of
+from tuner.traffic.prometheus import hits_missed, known_in_part, trace_from_prometheus
+from tuner.traffic.prometheus.live import Live, live_between
+from tuner.traffic.sketch import TrafficSketch, sketch_of
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import whole
 from tuner.watch.guard import Look
 from tuner.watch.handover import Clock
-from tuner.watch.live import Live, live_between
-from tuner.windows import whole
 
 MOST_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""

@@ -31,8 +31,8 @@ from tuner.profiles import Profile, read_profile
 from tuner.run_state import judged
 from tuner.rundir import PROFILE_FILE, RUN_FILE
 from tuner.shadows import Shadows, Task, default_jobs
-from tuner.traces import Trace
-from tuner.windows import Window
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
 
 # How often a worker without work looks for some, and after how long without any it goes:
 # ours; a run asks for shadows within minutes, and a dead run never does.

@@ -17,7 +17,7 @@ from tuner.engine.protocol import EngineLimits, PrefixCacheNeeded
 from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_model import StepModel
-from tuner.prompts import TokenPrompt
+from tuner.traffic.prompts import TokenPrompt
 
 # Ours: small numbers, of which every one has its edge met: the cap binds, prompts are longer
 # than the budget, blocks run short, some requests come while all others decode.

@@ -20,10 +20,10 @@ import numpy as np
 from tuner.arrays import Ints
 from tuner.arrivals import Arrivals, arrivals_of
 from tuner.errors import EngineError
-from tuner.prompts import PromptSource
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.traces import Trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
 
 _CONNECT_S = 10.0
 _DATA = b"data: "

@@ -25,7 +25,7 @@ from tuner.bench import Failure
 from tuner.engine.protocol import EngineLimits
 from tuner.metrics import Measurement
 from tuner.stats import QUANTILES, Estimate, tail_statistic
-from tuner.watch.live import Live
+from tuner.traffic.prometheus.live import Live
 
 LEAST_REQUESTS: Final = 200
 """Ours: ten of them lie beyond a p95."""

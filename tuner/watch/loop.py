@@ -14,8 +14,8 @@ from tuner.check import Checked, Verdict
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError
 from tuner.files import Held
-from tuner.traces import Trace
-from tuner.traffic_sketch import TrafficSketch
+from tuner.traffic.sketch import TrafficSketch
+from tuner.traffic.traces import Trace
 from tuner.watch.handover import Clock, Handing, Notebook, Tell
 from tuner.watch.policy import Act, Memory, Policy, Proposal, confirm, decide, later_from_s
 from tuner.watch.publish import Reason

@@ -25,7 +25,7 @@ from tuner.errors import UsageError
 from tuner.files import Held, write_atomic
 from tuner.profiles import Profile
 from tuner.redact import has_secrets
-from tuner.traces import Trace
+from tuner.traffic.traces import Trace
 
 _REWRITTEN: Final = frozenset({Format.VLLM, Format.ARGS})
 

@@ -23,8 +23,7 @@ import msgspec
 from tuner.engine.protocol import EngineLimits
 from tuner.errors import TunerError, UsageError
 from tuner.files import Held, write_atomic
-from tuner.sketch_file import read_sketch, write_sketch
-from tuner.traffic_sketch import TrafficSketch
+from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 from tuner.watch.policy import Memory, forgotten
 
 STATE_FILE: Final = "state.json"

@@ -1,0 +1,1 @@
+"""Recorded traffic: read it, describe it, reshape it."""

@@ -1,0 +1,17 @@
+"""Readers of recorded traffic: one module per public format behind one way in, `read_trace`."""
+
+from __future__ import annotations
+
+from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.registry import format_names, read_trace, read_traces
+
+__all__ = [
+    "Columns",
+    "Labels",
+    "ReadOptions",
+    "TimeUnit",
+    "TraceFormat",
+    "format_names",
+    "read_trace",
+    "read_traces",
+]

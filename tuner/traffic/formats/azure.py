@@ -1,0 +1,51 @@
+"""Azure's CSV of 2023, 2024 and 2025: a wall clock and two token counts, found by name.
+
+Source: Azure/AzurePublicDataset, AzureLLMInferenceTrace_{code,conv}.csv, the week of 2024 and
+the multimodal trace of 2025, whose images are not replayed: its token counts are of text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, no_time_unit
+from tuner.traffic.formats.csv_table import Field, Kind, header_names, read_table
+from tuner.traffic.traces import ClockOrigin
+
+TIME, PROMPT, OUTPUT, IMAGES = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "NumImages"
+
+_FIELDS = {
+    "arrived": Field((TIME,), Kind.WALL_CLOCK),
+    "prompt": Field((PROMPT,), Kind.TOKENS),
+    "output": Field((OUTPUT,), Kind.TOKENS),
+}
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the header names the clock and at least one of the token columns."""
+    names = header_names(head)
+    return TIME in names and (PROMPT in names or OUTPUT in names)
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns, streamed and parsed in bulk.
+
+    Raises: TraceError that names the first wrong line.
+    """
+    no_time_unit(path, options)
+    with path.open("rb") as file:
+        has_images = IMAGES in header_names(file.readline(1 << 16))
+    table = read_table(path, _FIELDS, options)
+    told = "images (NumImages) are not replayed: the prompts are text of the recorded length"
+    return Columns(
+        arrived=table.whole["arrived"],
+        ticks_per_s=1e9,
+        prompt_tokens=table.whole["prompt"],
+        output_tokens=table.whole["output"],
+        origin=ClockOrigin.WALL,
+        skipped=table.skipped,
+        remarks=(told,) if has_images else (),
+    )
+
+
+AZURE = TraceFormat(name="azure", matches=matches, read=read)

@@ -1,0 +1,121 @@
+"""BurstGPT's CSV, with six columns or eight: whole seconds, failures, sessions and two models.
+
+Columns are found by name, as `Session ID` and `Elapsed time` stand at the end of some files
+and behind the clock in others. The clock counts from midnight of the first day, which all
+files of the data set share. A row without response tokens is a request that failed.
+
+Source: HPMLL/BurstGPT, README.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tuner.arrays import Bools, Floats
+from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.csv_table import Field, Kind, Table, header_names, read_table
+from tuner.traffic.traces import ClockOrigin, Turns, pauses_of
+
+TIME, PROMPT, OUTPUT = "Timestamp", "Request tokens", "Response tokens"
+
+_FIELDS = {
+    "arrived": Field((TIME,), Kind.SECONDS),
+    "prompt": Field((PROMPT,), Kind.TOKENS),
+    "output": Field((OUTPUT,), Kind.TOKENS),
+    "model": Field(("Model",), Kind.LABEL, is_needed=False),
+    "session": Field(("Session ID",), Kind.LABEL, is_needed=False),
+    "e2e_s": Field(("Elapsed time",), Kind.SECONDS, is_needed=False, blank=True),
+}
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the header names the clock and at least one of the token columns."""
+    names = header_names(head)
+    return TIME in names and (PROMPT in names or OUTPUT in names)
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns, streamed and parsed in bulk; sessions become turns.
+
+    Units: the clock in seconds, or in the unit that the options name; Elapsed time in seconds.
+    Raises: TraceError that names the first wrong line.
+    """
+    table = read_table(path, _FIELDS, options)
+    ticks_per_s = (options.time_unit or TimeUnit.SECONDS).ticks_per_s
+    output = table.whole["output"]
+    e2e_s, negative = _latencies(table)
+    failed: Bools = output == 0
+    turns = None
+    if (sessions := table.labels.get("session")) is not None:
+        is_turn: Bools = ~failed & (table.whole["prompt"] > 0)
+        arrived_s = table.numbers["arrived"] / ticks_per_s
+        turns = turns_of_sessions(sessions, is_turn, arrived_s, e2e_s)
+    return Columns(
+        arrived=table.numbers["arrived"],
+        ticks_per_s=ticks_per_s,
+        prompt_tokens=table.whole["prompt"],
+        output_tokens=output,
+        e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+        models=table.labels.get("model"),
+        failed=failed,
+        turns=turns,
+        origin=ClockOrigin.SHARED,
+        skipped=table.skipped,
+        remarks=(*_on_negative(negative), *_on_unknown_ends(turns, e2e_s)),
+    )
+
+
+def turns_of_sessions(
+    sessions: Labels, is_turn: Bools, arrived_s: Floats, e2e_s: Floats
+) -> Turns | None:
+    """Return who waits for whom: each turn for the one before it in its session.
+
+    Turns are in order of arrival, equal instants in order of the file. Rows that are no turn
+    are passed over, so that the turn behind a failed one waits for the one before it.
+
+    Shapes: all [n]; None if no request waits.
+    """
+    rows = np.flatnonzero((sessions.codes >= 0) & is_turn)
+    ordered = rows[np.lexsort((arrived_s[rows], sessions.codes[rows]))]
+    codes = sessions.codes[ordered]
+    is_next = codes[1:] == codes[:-1]
+    if not is_next.any():
+        return None
+    after = np.full(len(arrived_s), -1, dtype=np.int64)
+    after[ordered[1:][is_next]] = ordered[:-1][is_next]
+    return pauses_of(after, arrived_s, e2e_s)
+
+
+def _latencies(table: Table) -> tuple[Floats, int]:
+    """Return the recorded latencies, and how many are impossible and taken as not recorded."""
+    e2e_s = table.numbers.get("e2e_s")
+    if e2e_s is None:
+        return np.full(len(table), np.nan), 0
+    is_negative = e2e_s < 0
+    return np.where(is_negative, np.nan, e2e_s), int(is_negative.sum())
+
+
+def _on_negative(count: int) -> tuple[str, ...]:
+    if not count:
+        return ()
+    return (f"an Elapsed time below 0 is taken as not recorded, in {count:,} rows",)
+
+
+def _on_unknown_ends(turns: Turns | None, e2e_s: Floats) -> tuple[str, ...]:
+    """Say what pauses are worth where the end of the answer before them is not recorded."""
+    if turns is None:
+        return ()
+    awaited = turns.after[turns.after >= 0]
+    unknown = int(np.isnan(e2e_s[awaited]).sum())
+    if not unknown:
+        return ()
+    told = (
+        f"the answers that {unknown:,} turns wait for have no recorded end: the pauses before "
+        "these turns count from the arrival, and so hold the answer too"
+    )
+    return (told,)
+
+
+BURSTGPT = TraceFormat(name="burstgpt", matches=matches, read=read)

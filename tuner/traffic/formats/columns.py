@@ -1,0 +1,382 @@
+"""What a reader of one format hands over, and the limits that every reader keeps.
+
+A reader turns one file into raw `Columns` in file order. Sorting, the zero of time and the
+treatment of empty requests are the same for all formats and live in `assemble`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.arrays import Bools, Floats, Ints
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.formats.aborted import drawn_lengths
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import Aborted, ClockOrigin, ReadNotes, Trace, Turns, ZeroOutput
+
+MAX_TOKENS = 10_000_000
+"""Ours: ten times the longest context served today; above it a unit or a column is wrong."""
+
+
+class TimeUnit(StrEnum):
+    """The unit of a clock that is a plain number."""
+
+    SECONDS = "s"
+    MILLISECONDS = "ms"
+    MICROSECONDS = "us"
+    NANOSECONDS = "ns"
+
+    @property
+    def ticks_per_s(self) -> float:
+        """How many of them make a second."""
+        return {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What the user decided about rows that can be read in more than one way.
+
+    `time_unit` and `hash_block_size` override what a format says of numbers that carry no
+    unit. With `skip_invalid` wrong rows are counted and left out, up to `max_invalid_ratio`
+    of all. `seed` is for what is drawn: formats that are sampled from aggregates, `sample_s`
+    being how many seconds of them are wanted (None for all), and lengths of aborted answers.
+
+    Units: max_invalid_ratio is a share, 0 to 1.
+    """
+
+    zero_output: ZeroOutput = ZeroOutput.DROP
+    only_model: str | None = None
+    time_unit: TimeUnit | None = None
+    hash_block_size: int | None = None
+    skip_invalid: bool = False
+    max_invalid_ratio: float = 0.05
+    seed: int = 0
+    sample_s: float | None = None
+    aborted: Aborted = Aborted.DRAW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """A name for each row, spelt once: most traces have few models and many rows.
+
+    Shapes: codes is [n], indices into names; -1 where a row has none.
+    """
+
+    codes: Ints
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[str | None]) -> Labels:
+        """Return the labels of values given one by one; None or empty is no name.
+
+        >>> Labels.of(["a", None, "a"]).codes.tolist()
+        [0, -1, 0]
+        """
+        places: dict[str, int] = {}
+        codes = [places.setdefault(v, len(places)) if v else -1 for v in values]
+        return cls(np.array(codes, dtype=np.int64), tuple(places))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The rows of one file in file order, lengths of 0 included.
+
+    Arrivals stay in the file's own ticks, so that integer clocks are subtracted exactly.
+    `turns.after` names rows of these columns. Hash ids mean the same in all files of one
+    `hash_scope`; with `local_hashes` in this file alone. `failed` marks requests that the
+    recording says went wrong; they are counted and left out. `aborted` marks answers that were
+    cut short as their clients left; `aborted_before` counts such rows of which the file alone
+    says how many they were, as one that was converted does. `skipped` counts wrong rows by
+    what was wrong. `remarks` are sentences about what the file cannot say, and `sampled_from`
+    is set where the rows were drawn from aggregates.
+
+    Shapes: every column is [n].
+    Units: arrived in ticks from any origin; e2e_s and ttft_s in seconds, nan where missing.
+    """
+
+    arrived: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    ticks_per_s: float
+    prompt_tokens: Ints
+    output_tokens: Ints
+    hashes: HashIds | None = None
+    e2e_s: Floats | None = None
+    request_ids: tuple[str, ...] | None = None
+    ttft_s: Floats | None = None
+    models: Labels | None = None
+    failed: Bools | None = None
+    aborted: Bools | None = None
+    aborted_before: int = 0
+    turns: Turns | None = None
+    concurrency: Concurrency | None = None
+    origin: ClockOrigin = ClockOrigin.OWN
+    local_hashes: bool = False
+    hash_scope: str = ""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    sampled_from: str = ""
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Columns:
+        """Return the given rows, in the given order."""
+        names = self.request_ids
+        models = self.models and Labels(self.models.codes[rows], self.models.names)
+        return replace(
+            self,
+            arrived=self.arrived[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            hashes=self.hashes.take(rows) if self.hashes is not None else None,
+            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
+            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
+            models=models,
+            failed=self.failed[rows] if self.failed is not None else None,
+            aborted=self.aborted[rows] if self.aborted is not None else None,
+            turns=self.turns.take(rows) if self.turns is not None else None,
+            request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFormat:
+    """One format: its name, how to know it by its first bytes, and its reader.
+
+    `matches` sees the first 64 KiB and must not raise. `read` gets a plain local file
+    (compressed ones and standard input are spooled before), and raises TraceError for anything
+    wrong in it, with the line. A package of a third party offers one under the entry point
+    group `tuner.trace_formats`.
+    """
+
+    name: str
+    matches: Callable[[bytes], bool]
+    read: Callable[[Path, ReadOptions], Columns]
+
+
+def line_error(path: Path, line: int, reason: str, hint: str = "") -> TraceError:
+    """Return the error for one wrong line, in the form every reader uses."""
+    return TraceError(f"{path} line {line}: {reason}", hint)
+
+
+def no_time_unit(path: Path, options: ReadOptions) -> None:
+    """Refuse --time-unit for a clock that carries its unit. Raises: UsageError."""
+    if options.time_unit is not None:
+        raise UsageError(
+            f"{path} has a clock with its own unit, --time-unit does not apply to it",
+            "leave --time-unit out",
+        )
+
+
+def tokens_fault(name: str, value: object, *, zero_is_fault: bool) -> str | None:
+    """Say what is wrong with a token count, or None.
+
+    >>> tokens_fault("input_length", 0, zero_is_fault=True)
+    'input_length must be at least 1, got 0'
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        return f"{name} must be a whole number of tokens, got {shown(value)}"
+    lowest = 1 if zero_is_fault else 0
+    if value < lowest:
+        return f"{name} must be at least {lowest}, got {shown(value)}"
+    if value > MAX_TOKENS:
+        return f"{name} must be at most {MAX_TOKENS:,} tokens, got {shown(value)}"
+    return None
+
+
+def tokens_are_plausible(column: Ints, *, zero_is_fault: bool) -> bool:
+    """Say whether a whole column would pass `tokens_fault`; the fast way through good data."""
+    lowest = 1 if zero_is_fault else 0
+    return not column.size or bool(column.min() >= lowest and column.max() <= MAX_TOKENS)
+
+
+def shown(value: object) -> str:
+    """Return a value as a message may show it: short, and on one line."""
+    text = f'"{ascii(value)[1:-1]}"' if isinstance(value, str) else _plain(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _plain(value: object) -> str:
+    """Spell JSON's words as JSON does; huge integers have no decimal text in Python."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    words = {"None": "null", "True": "true", "False": "false", "nan": "NaN"}
+    text = repr(value)
+    return words.get(text, text)
+
+
+ZERO_PROMPT = "prompt of 0 tokens"
+ZERO_OUTPUT = "output of 0 tokens"
+FAILED = "failed request"
+ABORTED = "aborted request"
+
+
+def assemble(
+    columns: Columns, options: ReadOptions, *, source: str, format_name: str, sha256: str
+) -> Trace:
+    """Return the trace of a file's columns: unwanted rows left out, sorted, starting at 0.
+
+    Under REFUSE the readers raise at the line, so no empty request arrives here.
+
+    Raises: TraceError if no request is left; UsageError if the one model wanted is not there.
+    """
+    rows = len(columns.prompt_tokens) + sum(columns.skipped.values())
+    notes = ReadNotes(rows=rows, remarks=columns.remarks, sampled_from=columns.sampled_from)
+    for reason, count in columns.skipped.items():
+        notes = notes.with_dropped(f"invalid: {reason}", count)
+    columns, notes = _of_one_model(columns, options, notes, source)
+    columns, notes = _with_aborted(columns, options, notes)
+    columns, notes = _without_empty(columns, options.zero_output, notes)
+    if not len(columns.prompt_tokens):
+        why = ", ".join(f"{count} {reason}" for reason, count in notes.dropped.items())
+        raise TraceError(
+            f"{source}: none of the {rows} requests can be replayed ({why})",
+            "pass --zero-output one to keep empty answers",
+        )
+    columns, moved = _in_order(columns)
+    zero = columns.arrived[0]
+    return Trace(
+        due_s=(columns.arrived - zero) / columns.ticks_per_s,
+        prompt_tokens=columns.prompt_tokens,
+        output_tokens=columns.output_tokens,
+        hashes=columns.hashes,
+        e2e_s=columns.e2e_s,
+        ttft_s=columns.ttft_s,
+        turns=columns.turns if columns.turns is not None and columns.turns.waiting else None,
+        concurrency=columns.concurrency,
+        request_ids=columns.request_ids,
+        source=source,
+        format=format_name,
+        sha256=sha256,
+        notes=replace(notes, moved=moved),
+        origin=columns.origin,
+        zero_s=float(zero) / columns.ticks_per_s,
+        hash_scope=sha256 if columns.local_hashes else columns.hash_scope,
+    )
+
+
+def _of_one_model(
+    columns: Columns, options: ReadOptions, notes: ReadNotes, source: str
+) -> tuple[Columns, ReadNotes]:
+    """Keep the rows of --only-model; a mixture without it is remarked on."""
+    models, wanted = columns.models, options.only_model
+    if wanted is None:
+        if models is None or len(models.names) < 2:
+            return columns, notes
+        counts = np.bincount(models.codes[models.codes >= 0], minlength=len(models.names))
+        named = ", ".join(
+            f"{shown(name)} {count:,}" for name, count in zip(models.names, counts, strict=True)
+        )
+        told = f"the file mixes {len(models.names)} models ({named}): --only-model picks one"
+        return columns, notes.with_remark(told)
+    if models is None or wanted not in models.names:
+        known = ", ".join(models.names) if models is not None else "no model names"
+        raise UsageError(f"{source} holds no request of model {shown(wanted)}; it has {known}")
+    is_other = models.codes != models.names.index(wanted)
+    notes = notes.with_dropped(f"not of model {wanted}", int(is_other.sum()))
+    return columns.take(np.flatnonzero(~is_other)), notes
+
+
+def _with_aborted(
+    columns: Columns, options: ReadOptions, notes: ReadNotes
+) -> tuple[Columns, ReadNotes]:
+    """Treat answers that were cut short, and say so."""
+    notes = replace(notes, aborted=columns.aborted_before)
+    if columns.aborted is None or not columns.aborted.any():
+        return columns, notes
+    count, rows = int(columns.aborted.sum()), len(columns.aborted)
+    if options.aborted is Aborted.DROP:
+        left = columns.take(np.flatnonzero(~columns.aborted))
+        return left, notes.with_dropped(ABORTED, count)
+    told = f"{count:,} of {rows:,} answers ({count / rows:.1%}) were cut short: clients left; "
+    if options.aborted is Aborted.KEEP:
+        told += "they are replayed as short as they were cut (--aborted keep)"
+    else:
+        output = drawn_lengths(
+            columns.prompt_tokens, columns.output_tokens, columns.aborted, options.seed
+        )
+        columns = replace(columns, output_tokens=output)
+        told += "the rest of their length is drawn from answers that went on (--aborted draw)"
+    return columns, replace(notes.with_remark(told), aborted=notes.aborted + count)
+
+
+def _without_empty(
+    columns: Columns, zero_output: ZeroOutput, notes: ReadNotes
+) -> tuple[Columns, ReadNotes]:
+    """Leave out failed and empty requests, or give empty answers one token."""
+    failed: Bools = np.zeros(len(columns.prompt_tokens), dtype=np.bool_)
+    if columns.failed is not None:
+        failed = columns.failed
+    if zero_output is ZeroOutput.ONE:
+        columns = replace(columns, output_tokens=np.maximum(columns.output_tokens, 1))
+    no_prompt = (columns.prompt_tokens < 1) & ~failed
+    no_output = (columns.output_tokens < 1) & ~no_prompt & ~failed
+    notes = notes.with_dropped(FAILED, int(failed.sum()))
+    notes = notes.with_dropped(ZERO_PROMPT, int(no_prompt.sum()))
+    notes = notes.with_dropped(ZERO_OUTPUT, int(no_output.sum()))
+    unwanted = failed | no_prompt | no_output
+    if unwanted.any():
+        columns = columns.take(np.flatnonzero(~unwanted))
+    return columns, notes
+
+
+def _in_order(columns: Columns) -> tuple[Columns, int]:
+    """Sort stably by arrival; count the rows that arrived before one that stands above them."""
+    arrived = columns.arrived
+    is_late: Bools = arrived < np.maximum.accumulate(arrived)
+    if not is_late.any():
+        return columns, 0
+    return columns.take(np.argsort(arrived, kind="stable")), int(is_late.sum())
+
+
+# Reasons that are told apart in the counts: ours, more would fill a terminal.
+MOST_REASONS = 8
+_GOT = re.compile(r",? got .*$", re.DOTALL)
+
+
+class Skipped:
+    """The wrong rows of one file so far."""
+
+    def __init__(self, path: Path, options: ReadOptions) -> None:
+        self._path, self._options = path, options
+        self._counts: Counter[str] = Counter()
+        self._first = ""
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def add(self, line: int, reason: str, hint: str = "") -> None:
+        """Count a wrong row.
+
+        Raises: TraceError that names it, unless wrong rows are to be skipped.
+        """
+        if not self._options.skip_invalid:
+            more = "--skip-invalid counts and skips such rows"
+            raise line_error(self._path, line, reason, hint or more)
+        self._first = self._first or f"line {line}: {reason}"
+        kind = _GOT.sub("", reason)
+        known = kind in self._counts or len(self._counts) < MOST_REASONS
+        self._counts[kind if known else "other faults"] += 1
+
+    def check(self, rows: int) -> None:
+        """Refuse a file of which too many rows are wrong; `rows` counts these too.
+
+        Raises: TraceError.
+        """
+        limit = self._options.max_invalid_ratio
+        if rows and len(self) > limit * rows:
+            raise TraceError(
+                f"{self._path}: {len(self)} of {rows} rows are invalid, more than "
+                f"{limit:.0%}; the first is {self._first}",
+                "check --trace-format, or allow more with --max-invalid",
+            )
+
+    @property
+    def by_reason(self) -> Mapping[str, int]:
+        """How many rows were skipped, by what was wrong."""
+        return dict(self._counts)

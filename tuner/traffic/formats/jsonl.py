@@ -1,0 +1,360 @@
+"""JSON Lines into columns, for the native format and its relatives.
+
+Good data takes the fast way: blocks of lines decoded to typed rows. When a block fails, its
+lines are read again one by one in `jsonl_faults` to say which one is wrong and why; so the
+message is exact and good data does not pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tuner.arrays import Bools, Floats, Ints
+from tuner.errors import TraceError
+from tuner.traffic.formats.columns import (
+    Columns,
+    Labels,
+    ReadOptions,
+    Skipped,
+    line_error,
+    tokens_are_plausible,
+)
+from tuner.traffic.formats.jsonl_rows import MAX_CLOCK, Dialect, Header, sift, take_header
+from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
+from tuner.traffic.traces import Turns, pauses_of
+
+# How long an answer took that nobody recorded: as `describe` estimates requests in flight.
+_SECONDS_PER_OUTPUT_TOKEN = 0.020
+
+Texts = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The columns of some lines; counts is -1 where a line has no hash_ids at all.
+
+    `after` counts the file's requests from 0, -1 for none; chats and parents are Bailian's
+    names of turns.
+    """
+
+    arrived: Floats
+    prompt: Ints
+    output: Ints
+    e2e_s: Floats
+    ttft_s: Floats
+    counts: Ints
+    ids: Ints
+    request_ids: Texts
+    models: Texts
+    after: Ints
+    pause_s: Floats
+    chats: Texts
+    parents: Texts
+    aborted: Bools
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+def misfits(counts: Ints, prompt: Ints, block_size: int) -> Bools:
+    """Say whose ids do not fit; absent ones (-1) do, an empty list only a short prompt."""
+    fits = counts_fit(counts, prompt, block_size) & ~((counts == 0) & (prompt >= block_size))
+    found: Bools = ~fits & (counts >= 0)
+    return found
+
+
+def join(
+    path: Path, blocks: Sequence[Block], dialect: Dialect, header: Header, skipped: Skipped
+) -> Columns:
+    """Return the columns of a whole file.
+
+    Raises: TraceError if turns wait for rows that are not there, or in a circle.
+    """
+    models = _joined_texts(blocks, lambda block: block.models)
+    arrived = np.concatenate([block.arrived for block in blocks])
+    e2e_s = np.concatenate([block.e2e_s for block in blocks])
+    ttft_s = np.concatenate([block.ttft_s for block in blocks])
+    output = np.concatenate([block.output for block in blocks])
+    aborted = np.concatenate([block.aborted for block in blocks])
+    chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
+    if chats is None:
+        turns, told = _given_turns(path, blocks, skipped), ""
+    else:
+        parents = _joined_texts(blocks, lambda block: block.parents)
+        turns, told = _chat_turns(chats, parents, arrived / dialect.ticks_per_s, e2e_s, output)
+    return Columns(
+        arrived=arrived,
+        ticks_per_s=dialect.ticks_per_s,
+        prompt_tokens=np.concatenate([block.prompt for block in blocks]),
+        output_tokens=output,
+        hashes=_hashes(blocks, dialect.block_size),
+        e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
+        ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
+        request_ids=_joined_texts(blocks, lambda block: block.request_ids),
+        models=Labels.of(models) if models is not None else None,
+        aborted=aborted if aborted.any() else None,
+        aborted_before=header.aborted,
+        turns=turns,
+        concurrency=header.concurrency,
+        origin=header.origin,
+        hash_scope=header.hash_scope,
+        skipped=skipped.by_reason,
+        remarks=(*header.remarks, told) if told else header.remarks,
+        sampled_from=header.sampled_from,
+    )
+
+
+def _hashes(blocks: Sequence[Block], block_size: int) -> HashIds | None:
+    counts = np.concatenate([block.counts for block in blocks])
+    if not np.any(counts >= 0):
+        return None
+    ids = np.concatenate([block.ids for block in blocks])
+    return HashIds(offsets_of(np.maximum(counts, 0)), ids, block_size)
+
+
+def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Texts:
+    if all(of(block) is None for block in blocks):
+        return None
+    return tuple(chain.from_iterable(of(block) or ("",) * len(block) for block in blocks))
+
+
+def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
+    """Return who waits for whom as the lines say it by row numbers."""
+    after = np.concatenate([block.after for block in blocks])
+    if not np.any(after >= 0):
+        return None
+    if len(skipped):
+        raise TraceError(
+            f"{path} names the rows that turns wait for, and {len(skipped)} rows are invalid",
+            "mend the rows; --skip-invalid cannot be used with `after`",
+        )
+    late = np.flatnonzero(after >= np.arange(len(after)))
+    if late.size:
+        row = int(late[0])
+        raise TraceError(
+            f"{path} request {row}: after must name an earlier request, got {int(after[row])}",
+            "requests are counted from 0, without the header line",
+        )
+    return Turns(after, np.concatenate([block.pause_s for block in blocks]))
+
+
+def _chat_turns(
+    chats: Sequence[str],
+    parents: Texts,
+    arrived_s: Floats,
+    e2e_s: Floats,
+    output: Ints,
+) -> tuple[Turns | None, str]:
+    """Return the turns of conversations from the names of their requests and parents."""
+    if parents is None:
+        return None, ""
+    place: dict[str, int] = {}
+    after = np.full(len(chats), -1, dtype=np.int64)
+    for row, (chat, parent) in enumerate(zip(chats, parents, strict=True)):
+        if parent and parent != "-1":
+            after[row] = place.get(parent, -1)
+        if chat:
+            place[chat] = row
+    known_s = np.where(np.isnan(e2e_s), output * _SECONDS_PER_OUTPUT_TOKEN, e2e_s)
+    turns = pauses_of(after, arrived_s, known_s)
+    told = (
+        "answers have no recorded end: the pause before a next turn is counted from "
+        f"{_SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
+    )
+    return (turns, told) if turns.waiting else (None, "")
+
+
+BLOCK_BYTES = 1 << 22
+"""Ours: rows of 4 MiB as objects stay below 50 MB, and larger blocks are not faster."""
+
+MAX_LINE_BYTES = 1 << 24
+"""Ours: a million tokens hashed in blocks of 16 need half a megabyte."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_ABORTED = "abort"
+"""vLLM's own word for a request whose client went away, as our recorder writes it."""
+
+
+class _Row(msgspec.Struct, gc=False, kw_only=True):
+    """What a line may hold; `chat_id` only to refuse it, as it marks a clock in seconds.
+
+    A `status` may be anything: other tools have their own.
+    """
+
+    input_length: int
+    output_length: int
+    hash_ids: list[int] | None = None
+    block_size: int | None = None
+    e2e_s: float | None = None
+    ttft_s: float | None = None
+    request_id: str | int | None = None
+    model: str | None = None
+    after: int | None = None
+    pause_s: float | None = None
+    status: Any = None
+    chat_id: None = None
+    parent_chat_id: None = None
+
+
+class _MillisecondsRow(_Row, gc=False, kw_only=True):
+    timestamp: int | float
+    arrived_at_s: None = None
+
+
+class _WholeMillisecondsRow(_MillisecondsRow, gc=False, kw_only=True):
+    timestamp: int
+
+
+class _SecondsRow(_Row, gc=False, kw_only=True):
+    arrived_at_s: int | float
+    timestamp: None = None
+
+
+class _ChatRow(_Row, gc=False, kw_only=True):
+    timestamp: int | float
+    arrived_at_s: None = None
+    chat_id: int | str | None = None  # type: ignore[assignment]  # elsewhere refused
+    parent_chat_id: int | str | None = None  # type: ignore[assignment]  # as chat_id
+
+
+# Given the first line that holds a request, and the header's words.
+Settle = Callable[[dict[str, object], Header], Dialect]
+
+
+def read_json_lines(path: Path, options: ReadOptions, settle: Settle) -> Columns:
+    """Return the columns of a JSON Lines file; `settle` chooses the dialect by its first row.
+
+    Raises: TraceError that names the first wrong line, what was expected and what we got.
+    """
+    blocks: list[Block] = []
+    dialect: Dialect | None = None
+    header = Header()
+    skipped = Skipped(path, options)
+    for first_line, data in _line_blocks(path):
+        lines = data
+        if dialect is None:
+            if not data.strip():
+                continue
+            found, lines, first_row = take_header(path, first_line, data)
+            header = found or header
+            if first_row is None:
+                continue
+            dialect = settle(first_row, header)
+        if lines.strip():
+            blocks.append(_read_block(path, first_line, lines, dialect, skipped))
+    if dialect is None:
+        raise TraceError(f"{path} holds no request", "give one JSON object per line")
+    skipped.check(sum(len(block) for block in blocks) + len(skipped))
+    return join(path, blocks, dialect, header, skipped)
+
+
+def _line_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number of its first line, whole lines) until the file ends."""
+    line, rest = 1, b""
+    with path.open("rb") as file:
+        if file.read(3) != _BYTE_ORDER_MARK:
+            file.seek(0)
+        while data := file.read(BLOCK_BYTES):
+            data = rest + data
+            cut = data.rfind(b"\n") + 1
+            if cut:
+                yield line, data[:cut]
+                line += data.count(b"\n", 0, cut)
+            rest = data[cut:]
+            if len(rest) > MAX_LINE_BYTES:
+                raise line_error(path, line, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+    if rest:
+        yield line, rest
+
+
+def _read_block(
+    path: Path, first_line: int, data: bytes, dialect: Dialect, skipped: Skipped
+) -> Block:
+    """Return the columns of whole lines, or raise for the first wrong one."""
+    block, why = _try_block(data, dialect)
+    if block is None:
+        data = sift(first_line, data, dialect, skipped)
+        block, why = _try_block(data, dialect)
+    if block is None:
+        reason = f"this line or one of the {data.count(10)} after it cannot be read: {why}"
+        raise line_error(path, first_line, reason)
+    return block
+
+
+def _try_block(data: bytes, dialect: Dialect) -> tuple[Block | None, str]:
+    """Return the columns of whole lines; None, and why, if not every line is a right one."""
+    try:
+        if not data.isascii():
+            data.decode("utf-8")
+        block = _decode(data, dialect)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as cause:
+        return None, str(cause)
+    lines = sum(1 for line in data.split(b"\n") if line.strip())
+    is_right = block is not None and len(block) == lines
+    return (block if is_right else None), "not a valid request"
+
+
+def _decode(data: bytes, dialect: Dialect) -> Block | None:
+    """Return the columns, or None if a value is out of range."""
+    if dialect.clock == "arrived_at_s":
+        seconds = msgspec.json.Decoder(_SecondsRow).decode_lines(data)
+        arrived = np.fromiter((row.arrived_at_s for row in seconds), np.float64, len(seconds))
+        return _columns(seconds, arrived, dialect)
+    kind = _WholeMillisecondsRow if dialect.whole_ticks else _MillisecondsRow
+    if dialect.has_chats:
+        chats = msgspec.json.Decoder(_ChatRow).decode_lines(data)
+        arrived = np.fromiter((row.timestamp for row in chats), np.float64, len(chats))
+        return _columns(chats, arrived, dialect)
+    millis = msgspec.json.Decoder(kind).decode_lines(data)
+    arrived = np.fromiter((row.timestamp for row in millis), np.float64, len(millis))
+    return _columns(millis, arrived, dialect)
+
+
+def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block | None:
+    n = len(rows)
+    lists = [row.hash_ids for row in rows]
+    block = Block(
+        arrived=arrived,
+        prompt=np.fromiter((row.input_length for row in rows), np.int64, n),
+        output=np.fromiter((row.output_length for row in rows), np.int64, n),
+        e2e_s=np.array([row.e2e_s for row in rows], np.float64),
+        ttft_s=np.array([row.ttft_s for row in rows], np.float64),
+        counts=np.array([-1 if ids is None else len(ids) for ids in lists], np.int64),
+        ids=np.fromiter(chain.from_iterable(ids for ids in lists if ids), np.int64),
+        request_ids=_texts([row.request_id for row in rows]),
+        models=_texts([row.model for row in rows]),
+        after=np.array([-1 if row.after is None else row.after for row in rows], np.int64),
+        pause_s=np.array([row.pause_s or 0.0 for row in rows], np.float64),
+        chats=_texts([row.chat_id for row in rows]),
+        parents=_texts([row.parent_chat_id for row in rows]),
+        aborted=np.fromiter((row.status == _ABORTED for row in rows), np.bool_, n),
+    )
+    sizes = {row.block_size for row in rows} - {None, dialect.block_size}
+    return block if not sizes and _is_plausible(block, dialect) else None
+
+
+def _texts(values: Sequence[str | int | None]) -> tuple[str, ...] | None:
+    if values.count(None) == len(values):
+        return None
+    return tuple("" if value is None else str(value) for value in values)
+
+
+def _is_plausible(block: Block, dialect: Dialect) -> bool:
+    return bool(
+        np.all(np.abs(block.arrived) <= MAX_CLOCK)
+        and tokens_are_plausible(block.prompt, zero_is_fault=dialect.zero_is_fault)
+        and tokens_are_plausible(block.output, zero_is_fault=dialect.zero_is_fault)
+        and not np.any(block.e2e_s < 0)
+        and not np.any(block.ttft_s < 0)
+        and not np.any(block.pause_s < 0)
+        and not np.any(block.after < -1)
+        and not np.any(misfits(block.counts, block.prompt, dialect.block_size))
+    )

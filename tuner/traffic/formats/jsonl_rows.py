@@ -1,0 +1,308 @@
+"""What is wrong with one line of JSON Lines, in words.
+
+Only lines of blocks that failed the fast way in `jsonl` come here, so this may be slow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+
+from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.formats.columns import Skipped, line_error, shown, tokens_fault
+from tuner.traffic.prefixes import MISFIT_HINT, counts_fit, misfit_reason
+from tuner.traffic.traces import ClockOrigin
+
+MAX_CLOCK = 1e16
+"""Ours: past it a double no longer holds whole milliseconds, and no calendar reaches it."""
+
+CLOCK_HINT = "timestamp is in milliseconds, arrived_at_s in seconds; all lines use the same one"
+ZERO_HINT = (
+    "drop empty requests at recording, or pass --zero-output drop to count and drop them"
+)
+CHAT_ID_HINT = "pass --trace-format bailian if the timestamps are seconds, as in those files"
+WHOLE_HINT = (
+    "Mooncake's timestamps are whole milliseconds: pass --trace-format native if yours have "
+    "fractions, or --trace-format bailian or timed-trace if they are seconds"
+)
+_JSON_HINT = "give one JSON object per line, in UTF-8"
+
+Fault = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the format, the first line and the options settle for the whole file.
+
+    `clock` is the key of the arrival. With `has_chats` chat_id and parent_chat_id tell the
+    turns of a conversation; elsewhere a chat_id marks a clock in seconds, and is refused.
+    """
+
+    clock: str
+    ticks_per_s: float
+    block_size: int
+    zero_is_fault: bool
+    whole_ticks: bool = False
+    has_chats: bool = False
+
+
+def sift(first_line: int, block: bytes, dialect: Dialect, skipped: Skipped) -> bytes:
+    """Return the right lines of a block; the wrong ones are an error, or counted.
+
+    Raises: TraceError for the first wrong line, unless wrong lines are skipped.
+    """
+    kept = []
+    for number, line in enumerate(block.split(b"\n"), start=first_line):
+        if not line.strip():
+            continue
+        row = parse_line(line)
+        fault = row if isinstance(row, tuple) else next(_faults(row, dialect), None)
+        if fault is None:
+            kept.append(line)
+        else:
+            skipped.add(number, *fault)
+    return b"\n".join(kept)
+
+
+def parse_line(line: bytes) -> dict[str, object] | Fault:
+    """Return one line as a JSON object, or (reason, hint) if it is anything else."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as cause:
+        return f"is not UTF-8: byte {cause.start + 1} is 0x{line[cause.start]:02x}", _JSON_HINT
+    except json.JSONDecodeError as cause:
+        start = shown(line[:40].decode("utf-8", "replace"))
+        where = f"{cause.msg} at character {cause.pos + 1}"
+        return f"is not JSON: {where}, starts with {start}", _JSON_HINT
+    except RecursionError:
+        return "is nested too deep", _JSON_HINT
+    except ValueError:  # Python reads no integer of more than 4,300 digits.
+        return "holds a number that is too long", _JSON_HINT
+    if not isinstance(row, dict):
+        return f"must be a JSON object, got {shown(row)}", _JSON_HINT
+    return row
+
+
+def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    """Yield (reason, hint) of each fault of one row."""
+    yield from _clock_faults(row, dialect)
+    for name in ("input_length", "output_length"):
+        if name not in row:
+            yield f"lacks {name}", ""
+        elif fault := tokens_fault(name, row[name], zero_is_fault=dialect.zero_is_fault):
+            is_zero = row[name] == 0 and not isinstance(row[name], bool)
+            yield fault, ZERO_HINT if is_zero else ""
+    yield from _hash_faults(row, dialect)
+    for name in ("e2e_s", "ttft_s", "pause_s"):
+        value = row.get(name)
+        if value is not None and not (_is_number(value) and value >= 0):
+            yield f"{name} must be a number of seconds, at least 0, got {shown(value)}", ""
+    after = row.get("after")
+    if after is not None and (not _is_id(after) or after < 0):
+        yield f"after must be the number of an earlier row, from 0, got {shown(after)}", ""
+    yield from _text_faults(row, dialect)
+
+
+def _text_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    names = (
+        ("request_id", "chat_id", "parent_chat_id") if dialect.has_chats else ("request_id",)
+    )
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | None):
+            yield f"{name} must be text or a whole number, got {shown(value)}", ""
+    if not isinstance(row.get("model"), str | None):
+        yield f"model must be text, got {shown(row['model'])}", ""
+
+
+def _clock_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    if row.get("chat_id") is not None and not dialect.has_chats:
+        yield "has a chat_id, as Bailian/Qwen files do, whose clock is in seconds", CHAT_ID_HINT
+    other = "timestamp" if dialect.clock == "arrived_at_s" else "arrived_at_s"
+    if row.get("timestamp") is not None and row.get("arrived_at_s") is not None:
+        yield "carries both timestamp and arrived_at_s", CLOCK_HINT
+    if row.get(other) is not None:
+        yield f"carries {other}, but the first line {dialect.clock}", CLOCK_HINT
+    if dialect.clock not in row:
+        lacks = dialect.clock if other in row else f"{dialect.clock} or {other}"
+        yield f"lacks {lacks}", CLOCK_HINT
+        return
+    value = row[dialect.clock]
+    if not _is_number(value):
+        yield f"{dialect.clock} must be a number, got {shown(value)}", CLOCK_HINT
+    elif abs(value) > MAX_CLOCK:
+        yield f"{dialect.clock} must be within ±{MAX_CLOCK:g}, got {shown(value)}", CLOCK_HINT
+    elif dialect.whole_ticks and not isinstance(value, int):
+        yield f"timestamp must be whole milliseconds, got {shown(value)}", WHOLE_HINT
+
+
+def _hash_faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
+    size = row.get("block_size")
+    if size is not None and (isinstance(size, bool) or size != dialect.block_size):
+        yield (
+            f"block_size must be {dialect.block_size}, as before, got {shown(size)}",
+            "block_size must be a whole number above 0 and stand on the first line",
+        )
+    ids = row.get("hash_ids")
+    if ids is None:
+        return
+    if not isinstance(ids, list) or not all(_is_id(i) for i in ids):
+        yield f"hash_ids must be a list of 64-bit whole numbers, got {shown(ids)}", ""
+        return
+    prompt = row.get("input_length")
+    if isinstance(prompt, int) and tokens_fault("", prompt, zero_is_fault=False) is None:
+        fits = counts_fit(np.array([len(ids)]), np.array([prompt]), dialect.block_size)
+        if not fits[0] or (not ids and prompt >= dialect.block_size):
+            yield misfit_reason(len(ids), prompt, dialect.block_size), MISFIT_HINT
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return -(1 << 63) <= value < 1 << 63
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, not a boolean, and small enough to be a double."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else value.bit_length() < 1000
+
+
+KEY = "trace_header"
+VERSION = 1
+_HINT = f'the first line may be {{"{KEY}": {{"version": {VERSION}, ...}}}}, see the README'
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a native trace says of itself.
+
+    In a file `lacks` names what the recording could not know; it is read as remarks. `aborted`
+    counts rows whose answers had been cut short before the file was converted.
+    """
+
+    block_size: int | None = None
+    origin: ClockOrigin = ClockOrigin.OWN
+    hash_scope: str = ""
+    sampled_from: str = ""
+    concurrency: Concurrency | None = None
+    remarks: tuple[str, ...] = ()
+    aborted: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        """Return the header's object, without what is as usual."""
+        found: dict[str, object] = {"version": VERSION}
+        if self.block_size is not None:
+            found["block_size"] = self.block_size
+        if self.origin is not ClockOrigin.OWN:
+            found["clock"] = str(self.origin)
+        if self.hash_scope:
+            found["hash_scope"] = self.hash_scope
+        if self.sampled_from:
+            found["sampled_from"] = self.sampled_from
+        if self.concurrency is not None:
+            times_s, levels = self.concurrency.times_s, self.concurrency.in_flight
+            found["in_flight"] = [
+                [t, n] for t, n in zip(times_s.tolist(), levels.tolist(), strict=True)
+            ]
+        if self.remarks:
+            found["remarks"] = list(self.remarks)
+        if self.aborted:
+            found["aborted"] = self.aborted
+        return found
+
+
+def take_header(
+    path: Path, first_line: int, data: bytes
+) -> tuple[Header | None, bytes, dict[str, object] | None]:
+    """Return the header, the block with its line blanked, and the first request's row.
+
+    The header is None if there is none, the row if the block holds no more than the header.
+
+    Raises: TraceError if the header or the first row is wrong.
+    """
+    header: Header | None = None
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start) + 1 or len(data)
+        line = data[start:end]
+        number = first_line + data.count(b"\n", 0, start)
+        if line.strip():
+            row = parse_line(line.rstrip(b"\n"))
+            if isinstance(row, tuple):
+                raise line_error(path, number, *row)
+            if header is not None or KEY not in row:
+                return header, data, row
+            header = _read(path, number, row[KEY])
+            data = data[:start] + line[len(line.rstrip(b"\r\n")) :] + data[end:]
+            end = data.find(b"\n", start) + 1 or len(data)
+        start = end
+    return header, data, None
+
+
+def _read(path: Path, number: int, value: object) -> Header:
+    """Check and return a header. Raises: TraceError."""
+    if not isinstance(value, Mapping):
+        raise line_error(path, number, f"{KEY} must be an object, got {shown(value)}", _HINT)
+    version = value.get("version")
+    if version != VERSION or isinstance(version, bool):
+        reason = f"{KEY} must have version {VERSION}, got {shown(version)}"
+        raise line_error(path, number, reason, "convert it with the tuner that wrote it")
+    try:
+        return _header(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise line_error(path, number, f"{KEY}: {cause}", _HINT) from cause
+
+
+def _header(value: Mapping[str, object]) -> Header:
+    """Return the header. Raises: ValueError or TypeError that says what is wrong."""
+    size = _whole(value, "block_size", least=1)
+    aborted = _whole(value, "aborted", least=0)
+    flow = value.get("in_flight")
+    clock = value.get("clock", ClockOrigin.OWN)
+    if clock not in set(ClockOrigin):
+        raise ValueError(f"clock must be wall, shared or own, got {shown(clock)}")
+    return Header(
+        block_size=size,
+        origin=ClockOrigin(str(clock)),
+        hash_scope=str(value.get("hash_scope") or ""),
+        sampled_from=str(value.get("sampled_from", "")),
+        concurrency=None if flow is None else _concurrency(flow),
+        remarks=(*_words(value, "remarks"), *(_lack(w) for w in _words(value, "lacks"))),
+        aborted=aborted or 0,
+    )
+
+
+def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
+    found = value.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+        above = "at least 0" if not least else "above 0"
+        raise ValueError(f"{key} must be a whole number {above}, got {shown(found)}")
+    return found
+
+
+def _lack(word: str) -> str:
+    return f"the recording lacks {word}"
+
+
+def _words(value: Mapping[str, object], key: str) -> tuple[str, ...]:
+    found = value.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise ValueError(f"{key} must be a list of texts, got {shown(found)}")
+    return tuple(found)
+
+
+def _concurrency(flow: object) -> Concurrency:
+    pairs = np.asarray(flow, dtype=np.float64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError("in_flight must be a list of [seconds, requests]")
+    return Concurrency(pairs[:, 0].copy(), pairs[:, 1].astype(np.int64))

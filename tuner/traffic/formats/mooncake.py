@@ -1,0 +1,43 @@
+"""Mooncake's published traces: whole milliseconds, and hash ids in blocks of 512 tokens.
+
+Source: kvcache-ai/Mooncake, FAST25-release/traces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat
+from tuner.traffic.formats.jsonl import read_json_lines
+from tuner.traffic.formats.jsonl_rows import Dialect, Header
+from tuner.traffic.formats.native import settle
+
+_NATIVE_ONLY = (
+    *(b'"arrived_at_s"', b'"block_size"', b'"e2e_s"', b'"request_id"', b'"chat_id"'),
+    b'"trace_header"',
+)
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the first line has Mooncake's keys and none that only others have."""
+    line = head.lstrip().split(b"\n", 1)[0]
+    return (
+        line.startswith(b"{")
+        and b'"timestamp"' in line
+        and b'"hash_ids"' in line
+        and not any(key in line for key in _NATIVE_ONLY)
+    )
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns; a timestamp with a fraction is refused, as its unit is in doubt."""
+    return read_json_lines(path, options, partial(_whole, options))
+
+
+def _whole(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
+    return replace(settle(options, row, header), whole_ticks=options.time_unit is None)
+
+
+MOONCAKE = TraceFormat(name="mooncake", matches=matches, read=read)

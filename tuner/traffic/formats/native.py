@@ -1,0 +1,101 @@
+"""Our own JSON Lines: Mooncake's keys, and a clock with its unit in the name if you like.
+
+One object per line: `timestamp` (milliseconds) or `arrived_at_s` (seconds), `input_length`,
+`output_length`, and if known `hash_ids`, `e2e_s`, `ttft_s`, `request_id`, `model`; a turn that
+waits for an answer says `after` (the number of that request in the file, from 0) and `pause_s`.
+A `status` of `abort` says that the client left before the answer was whole. Other keys are
+ignored. A first line `{"trace_header": {"version": 1, ...}}` says what holds for all:
+`block_size` of the hash ids (512 without it), `clock` (wall, shared, own), `in_flight` (a
+recording of concurrency in place of arrivals), `sampled_from`, `remarks`, `lacks`, `aborted`
+(how many answers had been cut short where the rows no longer say so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat
+from tuner.traffic.formats.jsonl import read_json_lines
+from tuner.traffic.formats.jsonl_rows import KEY, Dialect, Header
+from tuner.traffic.traces import Trace, ZeroOutput
+
+MOONCAKE_BLOCK_SIZE = 512
+"""Source: Mooncake's FAST25 trace notes; the files themselves do not carry it."""
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the file starts like a JSON object, good or bad.
+
+    Bad ones too: the reader then names the line and what it lacks.
+    """
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns. Raises: TraceError that names the first wrong line."""
+    return read_json_lines(path, options, partial(settle, options))
+
+
+def settle(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
+    """Let the options, the header and the first row choose the clock and the block size."""
+    clock = "arrived_at_s" if "arrived_at_s" in row else "timestamp"
+    usual = TimeUnit.MILLISECONDS if clock == "timestamp" else TimeUnit.SECONDS
+    size = row.get("block_size")
+    is_size = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
+    given = size if is_size and isinstance(size, int) else header.block_size
+    return Dialect(
+        clock=clock,
+        ticks_per_s=(options.time_unit or usual).ticks_per_s,
+        block_size=options.hash_block_size or given or MOONCAKE_BLOCK_SIZE,
+        zero_is_fault=options.zero_output is ZeroOutput.REFUSE,
+    )
+
+
+NATIVE = TraceFormat(name="native", matches=matches, read=read)
+
+
+def native_rows(trace: Trace) -> Iterator[dict[str, object]]:
+    """Yield the header, and each request as a JSON object."""
+    header = Header(
+        block_size=trace.hashes.block_size if trace.hashes is not None else None,
+        origin=trace.origin,
+        hash_scope=trace.hash_scope,
+        sampled_from=trace.notes.sampled_from,
+        concurrency=trace.concurrency,
+        remarks=trace.notes.remarks,
+        aborted=trace.notes.aborted,
+    ).as_json()
+    size = header.get("block_size")
+    # A block size alone stands on the first line, as other tools understand it.
+    is_needed = set(header) - {"version", "block_size"}
+    if is_needed:
+        yield {KEY: header}
+    for i in range(len(trace)):
+        yield _row(trace, i, size if i == 0 and not is_needed else None)
+
+
+def _row(trace: Trace, i: int, size: object) -> dict[str, object]:
+    row: dict[str, object] = {
+        "arrived_at_s": round(trace.zero_s + float(trace.due_s[i]), 9),
+        "input_length": int(trace.prompt_tokens[i]),
+        "output_length": int(trace.output_tokens[i]),
+    }
+    if size is not None:
+        row["block_size"] = size
+    if trace.hashes is not None:
+        ids = trace.hashes.row(i)
+        if ids or trace.prompt_tokens[i] < trace.hashes.block_size:
+            row["hash_ids"] = ids
+    for name, column in (("e2e_s", trace.e2e_s), ("ttft_s", trace.ttft_s)):
+        if column is not None and not np.isnan(column[i]):
+            row[name] = float(column[i])
+    if trace.turns is not None and trace.turns.after[i] >= 0:
+        row["after"] = int(trace.turns.after[i])
+        row["pause_s"] = float(trace.turns.pause_s[i])
+    if trace.request_ids is not None and trace.request_ids[i]:
+        row["request_id"] = trace.request_ids[i]
+    return row

@@ -1,0 +1,214 @@
+"""Where traces come from: files, folders, standard input, gzip and zstd; as plain local files.
+
+Readers get a path to plain data. What is packed or piped is spooled to a temporary file first,
+so that memory stays that of the columns.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import zstandard
+
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.formats.native import native_rows
+from tuner.traffic.traces import Trace
+
+STDIN = "-"
+"""The path that stands for standard input."""
+
+HEAD_BYTES = 1 << 16
+"""Ours: the first line of a request of a million tokens in blocks of 128 fits."""
+
+_LFS_POINTER = b"version https://git-lfs"
+_GZIP, _ZSTD, _ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
+_CHUNK_BYTES = 1 << 20
+_SUFFIXES = (".json", ".jsonl", ".csv")
+_PACKED = (".gz", ".zst")
+_COMPANION = "-dataset.json"
+"""How a file of lengths ends that belongs to the trace file beside it. Source: ServeGen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One plain local file with the name and the SHA-256 of what it came from."""
+
+    path: Path
+    name: str
+    sha256: str
+    head: bytes
+
+
+def expand(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files that paths mean; of a folder every trace file in it, by name.
+
+    Raises: TraceError if a folder holds no trace file.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(p for p in path.iterdir() if p.is_file() and _is_trace_name(p))
+        if not inside:
+            raise TraceError(
+                f"{path} holds no trace file",
+                f"expected files ending in {', '.join(_SUFFIXES)}, perhaps with .gz or .zst",
+            )
+        found.extend(inside)
+    return found
+
+
+def _is_trace_name(path: Path) -> bool:
+    name = path.name
+    for packed in _PACKED:
+        name = name.removesuffix(packed)
+    if name.startswith(".") or name.endswith(_COMPANION):
+        return False
+    return name.endswith(_SUFFIXES)
+
+
+@contextmanager
+def plain_file(path: Path) -> Iterator[Source]:
+    """Give a path to the plain data of a trace file, for as long as it is read.
+
+    Raises: TraceError if it cannot be read, unpacked, or is no data at all.
+    """
+    try:
+        if str(path) == STDIN:
+            with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+                spooled = Path(folder) / "stdin"
+                _copy(sys.stdin.buffer, spooled)
+                with _unpacked(spooled, "standard input") as source:
+                    yield source
+        else:
+            _check_is_file(path)
+            with _unpacked(path, path.name) as source:
+                yield source
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as cause:
+        reason = f"{path} cannot be unpacked: {cause}"
+        raise TraceError(reason, "the file is damaged or cut off; fetch it again") from cause
+    except OSError as cause:
+        reason = f"{path} cannot be read: {cause.strerror or 'the system refused'}"
+        raise TraceError(reason, "check the path and its rights") from cause
+
+
+def _check_is_file(path: Path) -> None:
+    if not path.exists():
+        raise TraceError(f"{path}: no such file", "give the path of a recorded trace")
+    if path.is_dir():
+        raise TraceError(f"{path} is a directory, expected a file", "give one of its files")
+    if not path.is_file():
+        raise TraceError(f"{path} is not a regular file", "pipe it in, with - as the file")
+
+
+@contextmanager
+def _unpacked(path: Path, name: str) -> Iterator[Source]:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    head = _head(path)
+    if head.startswith(_ZIP):
+        raise TraceError(f"{name} is a zip archive", f"unpack it first: unzip {name}")
+    if not head.startswith((_GZIP, _ZSTD)):
+        yield _checked(Source(path, name, sha256, head))
+        return
+    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+        plain = Path(folder) / (path.stem or "trace")
+        if head.startswith(_GZIP):
+            with gzip.open(path, "rb") as packed:
+                _copy(packed, plain)
+        else:
+            with path.open("rb") as packed:
+                _copy_zstd(packed, plain)
+        _link_companions(path, plain)
+        yield _checked(Source(plain, name, sha256, _head(plain)))
+
+
+def _link_companions(path: Path, plain: Path) -> None:
+    """Let a reader that needs the file beside a packed one find it beside the plain one."""
+    for other in path.parent.glob(f"*{_COMPANION}"):
+        (plain.parent / other.name).symlink_to(other.resolve())
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(HEAD_BYTES)
+
+
+def _checked(source: Source) -> Source:
+    if not source.head:
+        raise TraceError(f"{source.name} is empty", "record some traffic first")
+    if source.head.startswith(_LFS_POINTER):
+        reason = f"{source.name} is a Git-LFS pointer, not the data"
+        raise TraceError(reason, "run: git lfs pull")
+    return source
+
+
+def _copy(file: IO[bytes] | gzip.GzipFile, to: Path) -> None:
+    with to.open("wb") as out:
+        shutil.copyfileobj(file, out, _CHUNK_BYTES)
+
+
+def _copy_zstd(file: IO[bytes], to: Path) -> None:
+    """Unpack frame after frame; one that does not end is an error, as gzip has it."""
+    frame, began = zstandard.ZstdDecompressor().decompressobj(), False
+    with to.open("wb") as out:
+        while data := file.read(_CHUNK_BYTES):
+            while data:
+                out.write(frame.decompress(data))
+                began = not frame.eof
+                data = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+    if began:
+        raise EOFError("the compressed file ends before its end-of-stream marker")
+
+
+def write_trace(trace: Trace, path: Path | str | None) -> None:
+    """Write a trace as native JSON Lines; None and - are standard output.
+
+    A file appears whole or not at all.
+
+    Raises: UsageError if the file cannot be written.
+    """
+    if path is None or path == "-":
+        _write(trace, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return
+    target = Path(path)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            if target.suffix == ".gz":
+                # No name and no date inside: the same trace gives the same bytes.
+                with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                    _write(trace, packed)
+            elif target.suffix == ".zst":
+                with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as stream:
+                    _write(trace, stream)
+            else:
+                _write(trace, file)
+        part.replace(target)
+    except OSError as cause:
+        part.unlink(missing_ok=True)
+        raise UsageError(
+            f"{path} cannot be written: {cause.strerror or 'the system refused'}",
+            "name a file in a folder that exists and may be written to",
+        ) from cause
+
+
+def _write(trace: Trace, file: IO[bytes] | gzip.GzipFile) -> None:
+    encode = msgspec.json.Encoder().encode
+    for row in native_rows(trace):
+        file.write(encode(row) + b"\n")

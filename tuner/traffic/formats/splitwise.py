@@ -1,0 +1,107 @@
+"""Splitwise-sim's traces: one LLM request per row, with an id and a batch size.
+
+A row with a batch size of b stands for b sequences of the same lengths: the simulator charges
+the KV cache for b of them. A cap on sequences counts each, so each is replayed as a request of
+its own. The simulator's own generator writes 1 throughout.
+
+Source: Mutinifni/splitwise-sim, generate_trace.py; request.py, estimate_kv_cache_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tuner.arrays import Ints
+from tuner.errors import TraceError
+from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
+from tuner.traffic.formats.csv_table import Field, Kind, Table, header_names, read_table
+from tuner.traffic.traces import ClockOrigin
+
+TIME, PROMPT, OUTPUT = "arrival_timestamp", "prompt_size", "token_size"
+BATCH = "batch_size"
+
+MAX_BATCH = 1024
+"""Ours: the largest cap that vLLM sets by default; a greater number is another quantity."""
+
+_FIELDS = {
+    "arrived": Field((TIME,), Kind.SECONDS),
+    "prompt": Field((PROMPT,), Kind.TOKENS),
+    "output": Field((OUTPUT,), Kind.TOKENS),
+    "request_id": Field(("request_id",), Kind.LABEL, is_needed=False),
+    "batch": Field((BATCH,), Kind.SECONDS, is_needed=False, blank=True),
+}
+
+
+def matches(head: bytes) -> bool:
+    """Say whether the header names the clock and at least one of the token columns."""
+    names = header_names(head)
+    return TIME in names and (PROMPT in names or OUTPUT in names)
+
+
+def read(path: Path, options: ReadOptions) -> Columns:
+    """Return the columns, streamed and parsed in bulk; batches become requests.
+
+    Units: the clock in seconds, or in the unit that the options name.
+    Raises: TraceError that names the first wrong line or request.
+    """
+    table = read_table(path, _FIELDS, options)
+    sequences, skipped = _sequences(path, table, options)
+    columns = Columns(
+        arrived=table.numbers["arrived"],
+        ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
+        prompt_tokens=table.whole["prompt"],
+        output_tokens=table.whole["output"],
+        request_ids=_request_ids(table),
+        origin=ClockOrigin.SHARED,
+        skipped={**table.skipped, **skipped},
+        remarks=_on_batches(sequences),
+    )
+    if (sequences == 1).all():
+        return columns
+    return columns.take(np.repeat(np.arange(len(sequences)), sequences))
+
+
+def _sequences(
+    path: Path, table: Table, options: ReadOptions
+) -> tuple[Ints, Mapping[str, int]]:
+    """Return how many sequences each row stands for; 0 where wrong rows are skipped."""
+    sizes = table.numbers.get("batch")
+    if sizes is None:
+        return np.ones(len(table), dtype=np.int64), {}
+    sizes = np.where(np.isnan(sizes), 1.0, sizes)
+    is_wrong = (sizes < 1) | (sizes > MAX_BATCH) | (sizes != np.floor(sizes))
+    reason = f"{BATCH} must be a whole number from 1 to {MAX_BATCH:,}"
+    if is_wrong.any() and (
+        not options.skip_invalid or is_wrong.mean() > options.max_invalid_ratio
+    ):
+        first = int(np.flatnonzero(is_wrong)[0])
+        raise TraceError(
+            f"{path} request {first + 1}: {reason}, got {shown(float(sizes[first]))}",
+            "--skip-invalid counts and skips such rows, up to --max-invalid",
+        )
+    counts = np.where(is_wrong, 0, sizes).astype(np.int64)
+    return counts, {reason: int(is_wrong.sum())} if is_wrong.any() else {}
+
+
+def _request_ids(table: Table) -> tuple[str, ...] | None:
+    labels = table.labels.get("request_id")
+    if labels is None:
+        return None
+    return tuple(labels.names[code] if code >= 0 else "" for code in labels.codes.tolist())
+
+
+def _on_batches(sequences: Ints) -> tuple[str, ...]:
+    batches = sequences[sequences > 1]
+    if not batches.size:
+        return ()
+    told = (
+        f"{batches.size:,} rows are batches: each of their {int(batches.sum()):,} sequences "
+        "is replayed as a request of its own"
+    )
+    return (told,)
+
+
+SPLITWISE = TraceFormat(name="splitwise", matches=matches, read=read)

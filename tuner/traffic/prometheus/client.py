@@ -1,0 +1,249 @@
+"""Series of numbers from a Prometheus server, or a sentence that says why there are none.
+
+Answers what a query's series read over a span of time, and keeps to the server's limits. What
+the numbers of vLLM mean is left to `engines`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import NoReturn, Self
+from urllib.parse import urlsplit
+
+import numpy as np
+import requests
+from prometheus_api_client import PrometheusConnect
+from prometheus_api_client.exceptions import PrometheusApiClientException
+from urllib3.util.retry import Retry
+
+from tuner.arrays import Floats
+from tuner.errors import UsageError
+from tuner.redact import redacted
+from tuner.traffic.formats.columns import shown
+
+MOST_POINTS = 10_000
+"""Prometheus refuses more than 11,000 points per series (web/api/v1/api.go, queryRange)."""
+
+FIRST_POINTS = 1_000
+MOST_VALUES = 500_000
+"""Ours: an answer of half a million values is 15 MB of JSON; the first one shows how many
+series there are, and the next ones are as long as that allows."""
+
+TIMEOUT_S = 60
+"""Ours: half of the two minutes after which Prometheus itself gives a query up."""
+
+_STATUS = re.compile(r"HTTP Status Code (\d+) \((.*)\)", re.DOTALL)
+_MEANINGS: Mapping[int, tuple[str, str]] = {
+    401: ("wants to know who asks", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
+    403: ("forbids the query", "pass --header with credentials that may read it"),
+    404: ("has no Prometheus API at this path", "give the URL without /graph or /api/v1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Instants at equal steps, the last one included.
+
+    Units: start_s and end_s in Unix seconds; whole numbers, as the client rounds to them.
+    Raises: ValueError if it does not end after its start, or the step is not above 0.
+    """
+
+    start_s: int
+    end_s: int
+    step_s: int
+
+    def __post_init__(self) -> None:
+        if not (self.step_s > 0 and self.start_s < self.end_s):
+            raise ValueError("a span ends after it starts and has a step above 0")
+
+    @property
+    def points(self) -> int:
+        """How many instants there are."""
+        return (self.end_s - self.start_s) // self.step_s + 1
+
+    @property
+    def times_s(self) -> Floats:
+        """The instants themselves."""
+        return self.start_s + self.step_s * np.arange(self.points, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """One series over a span: its labels, and nan where it had no value.
+
+    Shapes: values is [span.points].
+    """
+
+    labels: Mapping[str, str]
+    values: Floats
+
+
+class Prometheus:
+    """One server; remembers a digest of all that it answered.
+
+    Raises: UsageError for a URL that cannot be one.
+    """
+
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, verify: bool = True
+    ) -> None:
+        self.place = _place(url)
+        self._digest = hashlib.sha256()
+        # A server that is there but busy is asked again; one that is not there is told soon.
+        retry = Retry(
+            total=2,
+            backoff_factor=0.2,
+            status_forcelist=(429, 502, 503, 504),
+            raise_on_status=False,
+        )
+        self._client = PrometheusConnect(
+            url=url.rstrip("/"),
+            headers=dict(headers or {}),
+            disable_ssl=not verify,
+            retry=retry,
+            timeout=TIMEOUT_S,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    @property
+    def sha256(self) -> str:
+        """The digest of every answer so far."""
+        return self._digest.hexdigest()
+
+    def over(self, query: str, span: Span) -> tuple[Series, ...]:
+        """Return the series of a query over a span, in the order of their labels.
+
+        Raises: UsageError if the server cannot be reached, refuses, or is no Prometheus.
+        """
+        found: dict[str, Series] = {}
+        first, points = 0, FIRST_POINTS
+        while first < span.points:
+            last = min(first + points, span.points) - 1
+            answer = self._ask(query, span, first, last)
+            for labels, times_s, values in answer:
+                name = json.dumps(labels, sort_keys=True)
+                if name not in found:
+                    found[name] = Series(labels, np.full(span.points, np.nan))
+                rows = np.rint((times_s - span.start_s) / span.step_s).astype(np.int64)
+                is_inside = (rows >= 0) & (rows < span.points)
+                found[name].values[rows[is_inside]] = values[is_inside]
+            first = last + 1
+            points = min(MOST_POINTS, max(1, MOST_VALUES // max(len(answer), 1)))
+        self._digest.update(f"{query} {span}".encode())
+        for name in sorted(found):
+            self._digest.update(name.encode() + found[name].values.tobytes())
+        return tuple(found[name] for name in sorted(found))
+
+    def _ask(
+        self, query: str, span: Span, first: int, last: int
+    ) -> list[tuple[dict[str, str], Floats, Floats]]:
+        """Return the labels, times and values of each series between two instants."""
+        start, end = (
+            datetime.fromtimestamp(span.start_s + span.step_s * row, tz=UTC)
+            for row in (first, last)
+        )
+        try:
+            answer = self._client.custom_query_range(query, start, end, step=str(span.step_s))
+            return [(one["metric"], *_columns(one["values"])) for one in answer]
+        except PrometheusApiClientException as cause:
+            self._refused(cause)
+        except requests.exceptions.JSONDecodeError as cause:
+            raise self._no_prometheus() from cause
+        except requests.exceptions.RequestException as cause:
+            raise self._unreachable(cause) from cause
+        except (KeyError, TypeError, ValueError, IndexError) as cause:
+            raise self._no_prometheus() from cause
+
+    def _no_prometheus(self) -> UsageError:
+        return UsageError(
+            f"{self.place} answers, but not as a Prometheus does",
+            "give the URL of Prometheus itself, not of a page or a login before it",
+        )
+
+    def _unreachable(self, error: requests.exceptions.RequestException) -> UsageError:
+        """Return what to say of a request that got no answer."""
+        if isinstance(error, requests.exceptions.Timeout):
+            return UsageError(
+                f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
+                "ask for less: a shorter --since or a longer --step",
+            )
+        root = list(_causes(error))[-1]
+        reason = getattr(root, "strerror", None) or type(root).__name__
+        if isinstance(error, requests.exceptions.SSLError):
+            # OpenSSL puts the reason where other errors have the number's text.
+            reason = getattr(root, "verify_message", "") or reason
+            return UsageError(
+                f"the certificate of {self.place} is not trusted: {reason}",
+                "name its authority in REQUESTS_CA_BUNDLE, or pass --no-verify",
+            )
+        return UsageError(
+            f"Prometheus at {self.place} cannot be reached: {reason}",
+            "check --url, and that the server is up",
+        )
+
+    def _refused(self, error: PrometheusApiClientException) -> NoReturn:
+        """Say what a status other than 200 means."""
+        match = _STATUS.fullmatch(str(error))
+        status, body = (int(match[1]), match[2]) if match else (0, "b''")
+        if status in _MEANINGS:
+            what, hint = _MEANINGS[status]
+            raise UsageError(f"{self.place} {what} (HTTP {status})", hint) from error
+        try:
+            # The client shows the body as Python would write it.
+            said = str(json.loads(ast.literal_eval(body))["error"])
+        except (ValueError, SyntaxError, KeyError, TypeError):
+            raise UsageError(
+                f"{self.place} answers with HTTP {status}, not as a Prometheus does",
+                "check --url, and whether the server is well",
+            ) from error
+        raise UsageError(
+            f"Prometheus at {self.place} refuses the query: {said[:200]}",
+            "ask for less: a shorter --since or a longer --step",
+        ) from error
+
+
+def _columns(pairs: Iterable[tuple[float, str]]) -> tuple[Floats, Floats]:
+    columns = np.array([(time_s, float(text)) for time_s, text in pairs], dtype=np.float64)
+    return columns[:, 0], columns[:, 1]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what led to it, the root last."""
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__ or at.__context__
+
+
+def _place(url: str) -> str:
+    """Return HOST:PORT of a URL, without its login. Raises: UsageError."""
+    hint = "for example http://prometheus:9090"
+    told = shown(str(redacted({"url": url})["url"]))
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as cause:
+        raise UsageError(f"--url is not a URL, got {told}", hint) from cause
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(f"--url must start with http:// or https://, got {told}", hint)
+    if parts.query or parts.fragment:
+        raise UsageError(f"--url must end before any ? or #, got {told}", hint)
+    name = f"[{host}]" if ":" in host else host
+    return name if port is None else f"{name}:{port}"

@@ -1,0 +1,207 @@
+"""What engines did between scrapes: requests that came, that finished, and were in flight.
+
+Answers what follows from counters that restart, skip a beat or vanish for a while. Nothing is
+drawn here; which requests agree with these counts is the business of `sampling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tuner.arrays import Bools, Floats, Ints
+from tuner.traffic.prometheus.client import Span
+from tuner.traffic.prometheus.readings import EngineReadings, LengthReadings
+from tuner.traffic.sampling import Histogram
+
+GAP_STEPS = 2.5
+"""Ours: one missed scrape is usual and two happen; past that nobody knows what went on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthRises:
+    """How many lengths fell into each range between scrapes, and what they add up to.
+
+    Shapes: bounds [b], the upper ends; counts [w, b]; totals [w], nan where unknown.
+    """
+
+    bounds: tuple[float, ...]
+    counts: Floats
+    totals: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineWindows:
+    """What one engine did between one scrape and the next.
+
+    `arrived` is 0 in gaps; `missed` is what came in gaps all told. `restarts` counts how often
+    the counters began anew. `has_gauges` says whether arrivals could be told from finishes.
+
+    Shapes: all [w], w >= 1; rows are the places in the span where the windows end.
+    Units: Unix seconds.
+    """
+
+    rows: Ints
+    starts_s: Floats
+    ends_s: Floats
+    is_gap: Bools
+    finished: Floats
+    arrived: Ints
+    prompt: LengthRises
+    output: LengthRises
+    missed: int
+    restarts: int
+    has_gauges: bool
+
+
+def windows_of(engine: EngineReadings, step_s: float) -> EngineWindows:
+    """Return what an engine did between its scrapes.
+
+    A counter that drops began anew with the process, and its new value counts from 0; all
+    counters of an engine begin anew together. Requests come when those finished and those in
+    flight, added up, rise. A fall is one that was given up and is in no counter, and is taken
+    off the next arrivals, so that the number of requests stays that of the counters.
+    """
+    counters = [engine.finished, *engine.prompt.upto.T, *engine.output.upto.T]
+    is_restart: Bools = np.any(np.diff(np.column_stack(counters), axis=0) < 0, axis=1)
+    lasting_s = np.diff(engine.scraped_s)
+    is_gap = lasting_s > GAP_STEPS * max(step_s, usual(lasting_s))
+    in_flight = engine.in_flight
+    begun = engine.finished if in_flight is None else engine.finished + in_flight
+    came = rises(begun, is_restart)
+    missed = max(0, round(float(came[is_gap].sum())))
+    came[is_gap] = 0.0
+    return EngineWindows(
+        rows=engine.rows[1:],
+        starts_s=engine.scraped_s[:-1],
+        ends_s=engine.scraped_s[1:],
+        is_gap=is_gap,
+        finished=rises(engine.finished, is_restart),
+        arrived=arrivals(came),
+        prompt=_length_rises(engine.prompt, is_restart),
+        output=_length_rises(engine.output, is_restart),
+        missed=missed,
+        restarts=int(is_restart.sum()),
+        has_gauges=in_flight is not None,
+    )
+
+
+def usual(lasting: Floats | Ints) -> float:
+    """Return how long it usually is from scrape to scrape, even where half of them are late."""
+    return float(np.quantile(lasting, 0.25))
+
+
+def rises(values: Floats, is_restart: Bools) -> Floats:
+    """Return what counters rose by between readings; after a restart they count from 0.
+
+    Shapes: values is [m] or [m, b], is_restart [m - 1], the result one row shorter than values.
+
+    >>> rises(np.array([3.0, 5.0, 1.0]), np.array([False, True])).tolist()
+    [2.0, 1.0]
+    """
+    anew = is_restart if values.ndim == 1 else is_restart[:, None]
+    steps: Floats = np.where(anew, values[1:], np.diff(values, axis=0))
+    return steps
+
+
+def arrivals(came: Floats) -> Ints:
+    """Return whole numbers of arrivals, none below 0, that add up as the given ones do.
+
+    A window below 0 is made up for by those after it.
+
+    >>> arrivals(np.array([2.0, -1.0, 3.0])).tolist()
+    [2, 0, 2]
+    """
+    upto = np.maximum.accumulate(np.concatenate([[0.0], np.cumsum(came)]))
+    return np.diff(np.rint(upto).astype(np.int64))
+
+
+def _length_rises(lengths: LengthReadings, is_restart: Bools) -> LengthRises:
+    upto = rises(lengths.upto, is_restart)
+    counts = np.maximum(np.diff(upto, axis=1, prepend=0.0), 0.0)
+    return LengthRises(lengths.bounds, counts, rises(lengths.totals, is_restart))
+
+
+def uncovered_s(starts_s: Floats, ends_s: Floats) -> float:
+    """Return how long none of some stretches lasts, from the first start to the last end.
+
+    >>> uncovered_s(np.array([0.0, 5.0]), np.array([2.0, 6.0]))
+    3.0
+    """
+    order = np.argsort(starts_s, kind="stable")
+    reached = np.maximum.accumulate(ends_s[order])
+    holes = starts_s[order][1:] - reached[:-1]
+    return float(np.maximum(holes, 0.0).sum())
+
+
+def stretches(counts: Floats, least: float) -> Ints:
+    """Return a number for each row, such that each number's counts add up to `least` or more.
+
+    All rows have one number where even all of them do not.
+
+    >>> stretches(np.array([1.0, 1.0, 5.0, 1.0]), 2).tolist()
+    [0, 0, 1, 1]
+    """
+    numbers = np.zeros(len(counts), dtype=np.int64)
+    number, held = 0, 0.0
+    for row, count in enumerate(counts.tolist()):
+        numbers[row] = number
+        held += count
+        if held >= least:
+            number, held = number + 1, 0.0
+    # What is left over is too little to stand alone.
+    numbers[numbers == number] = max(number - 1, 0)
+    return numbers
+
+
+def pooled(
+    engines: Sequence[EngineWindows],
+    lengths_of: Callable[[EngineWindows], LengthRises],
+    stretch_of: Ints,
+) -> list[Histogram]:
+    """Return the histogram of each stretch over all engines, whose ranges may differ.
+
+    Shapes: stretch_of is [span.points], ascending from 0.
+    """
+    k = int(stretch_of.max()) + 1
+    totals = np.zeros(k)
+    by_bounds: dict[tuple[float, ...], Floats] = {}
+    for engine in engines:
+        found, at = lengths_of(engine), stretch_of[engine.rows]
+        counts = by_bounds.setdefault(found.bounds, np.zeros((k, len(found.bounds))))
+        np.add.at(counts, at, found.counts)
+        np.add.at(totals, at, found.totals)
+    highs = np.concatenate([np.floor(bounds) for bounds in by_bounds])
+    lows = np.concatenate(
+        [np.concatenate([[1.0], np.floor(bounds[:-1]) + 1]) for bounds in by_bounds]
+    )
+    joined = np.concatenate(list(by_bounds.values()), axis=1)
+    return [
+        Histogram(lows, highs, counts, float(total))
+        for counts, total in zip(joined, totals, strict=True)
+    ]
+
+
+def levels_in_flight(engines: Sequence[EngineReadings], span: Span) -> tuple[Floats, Bools]:
+    """Return how many requests were in flight at each instant, and where that is known.
+
+    An engine's last reading holds until the next one, but not beyond a gap: then it is taken
+    to be gone.
+
+    Shapes: both [span.points].
+    """
+    levels = np.zeros(span.points)
+    is_known = np.zeros(span.points, dtype=np.bool_)
+    places = np.arange(span.points)
+    for engine in engines:
+        if engine.in_flight is None:
+            continue
+        at = np.searchsorted(engine.rows, places, side="right") - 1
+        held = places - engine.rows[np.maximum(at, 0)]
+        reach = GAP_STEPS * max(1.0, usual(np.diff(engine.rows)))
+        is_held = (at >= 0) & (held <= reach)
+        levels += np.where(is_held, engine.in_flight[np.maximum(at, 0)], 0.0)
+        is_known |= is_held
+    return levels, is_known

@@ -1,0 +1,196 @@
+"""How a server does, by what Prometheus keeps of it: finished requests and how long they took.
+
+Answers for a stretch of time. Whether that is good is left to `guard`; what traffic came is
+left to `prometheus.sampled`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tuner import stats
+from tuner.arrays import Bools, Floats
+from tuner.stats import Estimate
+from tuner.traffic.prometheus.client import Prometheus, Series, Span
+from tuner.traffic.prometheus.readings import (
+    FINISHED,
+    Selection,
+    choose,
+    rise,
+    rises_by_reading,
+)
+
+E2E: Final = "vllm:e2e_request_latency_seconds"
+"""The same name in vLLM's older and newer versions. Source: vllm/v1/metrics/loggers.py."""
+
+LAST_SHARE: Final = 0.2
+"""Ours: a server that shows nothing in the last fifth of a stretch is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What was measured of a server over a stretch of time.
+
+    `counts` are requests by the upper bound of their E2E latency, `mean_e2e` is its mean, None
+    where no sum of it was kept. `covered_ratio` is the share of the time in which Prometheus
+    looked at anything at all, `is_there` whether the server showed its metrics at the end,
+    `lasting_s` for how long it did. `restarted_s` is the Unix time at which most of its engines
+    were up anew, None where they did not restart.
+
+    Shapes: bounds_s and counts are [buckets], bounds_s ascending, the last inf.
+    """
+
+    lasting_s: float
+    bounds_s: tuple[float, ...]
+    counts: tuple[float, ...]
+    covered_ratio: float
+    is_there: bool
+    restarted_s: float | None = None
+    mean_e2e: Estimate | None = None
+
+    @property
+    def requests(self) -> int:
+        """How many requests finished."""
+        return round(sum(self.counts))
+
+    @property
+    def requests_per_s(self) -> float:
+        """How many requests finished per second."""
+        return sum(self.counts) / self.lasting_s
+
+    def e2e_quantile(self, q: float) -> Estimate | None:
+        """Return a quantile of the E2E latency in seconds; None without any.
+
+        The value is interpolated, as if latencies lay evenly in the logarithm between the
+        bounds; the interval, which also holds chance, does not rest on that: its ends are
+        bounds.
+
+        >>> live = Live(60.0, (1.0, 2.0, math.inf), (900, 80, 20), 1.0, True)
+        >>> found = live.e2e_quantile(0.95)
+        >>> round(found.value, 2), found.low, found.high
+        (1.54, 1.0, 2.0)
+        """
+        total = sum(self.counts)
+        if total <= 0:
+            return None
+        upto = np.cumsum(self.counts)
+        low_rank, high_rank = stats.order_interval(round(total), q)
+
+        def bucket(rank: float) -> int:
+            return min(int(np.searchsorted(upto, rank - 1e-9)), len(upto) - 1)
+
+        low_s, high_s = self._range_s(bucket(low_rank))[0], self._range_s(bucket(high_rank))[1]
+        at = bucket(q * total)
+        share = (q * total - (upto[at] - self.counts[at])) / self.counts[at]
+        return Estimate(_between(*self._range_s(at), share), low_s, high_s, round(total))
+
+    def _range_s(self, bucket: int) -> tuple[float, float]:
+        """Return the bounds of a bucket."""
+        return (self.bounds_s[bucket - 1] if bucket else 0.0), self.bounds_s[bucket]
+
+
+def _between(low_s: float, high_s: float, share: float) -> float:
+    """Return the latency at a share of a bucket; an open one ends where it begins."""
+    if math.isinf(high_s):
+        return low_s
+    if low_s <= 0:
+        return high_s * share
+    return math.exp(math.log(low_s) + share * math.log(high_s / low_s))
+
+
+def live_between(
+    url: str,
+    start_s: float,
+    end_s: float,
+    step_s: float,
+    *,
+    model: str | None,
+    headers: Mapping[str, str] | None = None,
+    verify: bool = True,
+) -> Live:
+    """Return how the engines of a model did, added up.
+
+    Units: Unix seconds, on whole steps.
+    Raises: UsageError if Prometheus cannot be asked, or has several models and none is named.
+    """
+    step = int(step_s)
+    first, last = math.floor(start_s / step) * step, math.floor(end_s / step) * step
+    span = Span(first, max(last, first + step), step)
+    with Prometheus(url, headers=headers, verify=verify) as server:
+        chosen = Selection(model, None)
+        if server.over(chosen.query(FINISHED), span):
+            chosen = choose(server, span, model, None)
+        buckets = server.over(chosen.query(f"{E2E}_bucket"), span)
+        totals = server.over(chosen.query(f"{E2E}_(sum|count)"), span)
+        looked = server.over("max(up)", span)
+    bounds_s, counts = _added(buckets)
+    is_known = _known(buckets, span)
+    end = max(1, round(LAST_SHARE * span.points))
+    return Live(
+        lasting_s=float(max(int(is_known.sum()) - 1, 1) * span.step_s),
+        bounds_s=bounds_s,
+        counts=counts,
+        covered_ratio=float((is_known | _known(looked, span)).mean()),
+        is_there=bool(is_known[-end:].any()),
+        restarted_s=_restarted_s(buckets, span),
+        mean_e2e=_mean_e2e(totals, span),
+    )
+
+
+def _mean_e2e(found: Sequence[Series], span: Span) -> Estimate | None:
+    """Return the mean of the E2E latency over all engines; None where its sum was not kept."""
+    rises: dict[str, Floats] = {}
+    for series in found:
+        of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
+        of_name += rises_by_reading(series.values)
+    totals, counts = rises.get(f"{E2E}_sum"), rises.get(f"{E2E}_count")
+    if totals is None or counts is None or not counts.any():
+        return None
+    return stats.mean_of_totals(totals, counts)
+
+
+def _known(found: Sequence[Series], span: Span) -> Bools:
+    """Return at which instants any of the series has a value."""
+    is_known = np.zeros(span.points, dtype=np.bool_)
+    for series in found:
+        is_known |= np.isfinite(series.values)
+    return is_known
+
+
+def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
+    """Return when the last engine was up anew, if most of those there at the end were.
+
+    One replica more or less is not a restart.
+    """
+    engines, rows = 0, list[int]()
+    for series in found:
+        known = np.flatnonzero(np.isfinite(series.values))
+        if float(series.labels["le"]) != math.inf or not known.size:
+            continue
+        engines += 1
+        falls = known[1:][np.diff(series.values[known]) < 0]
+        began = [*([int(known[0])] if known[0] > 0 else []), *falls.tolist()]
+        rows.extend(began[-1:])
+    if not rows or 2 * len(rows) < engines:
+        return None
+    return float(span.times_s[max(rows)])
+
+
+def _added(found: Sequence[Series]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the histograms of all engines as one, by the bounds that all of them have."""
+    upto: dict[frozenset[tuple[str, str]], dict[float, float]] = {}
+    for series in found:
+        own = frozenset((k, v) for k, v in series.labels.items() if k != "le")
+        upto.setdefault(own, {})[float(series.labels["le"])] = rise(series.values)
+    if not upto:
+        return (math.inf,), (0.0,)
+    bounds_s = sorted(set.intersection(*(set(one) for one in upto.values())))
+    totals = [sum(one[bound] for one in upto.values()) for bound in bounds_s]
+    # Scrapes are not of one instant, so that a bucket may be ahead of the next.
+    counts = np.maximum(np.diff(totals, prepend=0.0), 0.0)
+    return tuple(bounds_s), tuple(counts.tolist())

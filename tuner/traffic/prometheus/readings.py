@@ -1,0 +1,355 @@
+"""What vLLM's engines told a Prometheus: counters, histograms and gauges, scrape by scrape.
+
+Answers which models and engines there are, and what each of them read when it was scraped, by
+the names of vLLM's older and newer versions. What follows from the readings is the business of
+`counters`.
+
+Source: vllm/v1/metrics/loggers.py, PrometheusStatLogger; before V1, vllm/engine/metrics.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+
+from tuner.arrays import Floats, Ints
+from tuner.errors import UsageError
+from tuner.traffic.formats.columns import shown
+from tuner.traffic.prometheus.client import Prometheus, Series, Span
+
+PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
+FINISHED = f"{PROMPT}_count"
+"""Counts requests when they finish, whatever the reason, in step with their lengths."""
+
+RUNNING = "vllm:num_requests_running"
+# Names are matched whole, so that neither a counter's `_created` nor `_by_reason` counts.
+_IN_FLIGHT = "vllm:num_requests_(running|waiting|swapped)"
+
+_NOT_OF_THE_ENGINE = frozenset({"__name__", "le", "finished_reason"})
+Key = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which series are meant; None where the label does not matter."""
+
+    model: str | None
+    engine: str | None
+
+    def query(self, names: str, *more: str) -> str:
+        """Return the selector of the metrics whose whole name matches."""
+        parts = [f"__name__=~{_quoted(names)}", *more]
+        if self.model is not None:
+            parts.append(f"model_name={_quoted(self.model)}")
+        if self.engine is not None:
+            parts.append(f"engine={_quoted(self.engine)}")
+        return "{" + ",".join(parts) + "}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthReadings:
+    """A histogram of tokens as it stood at each scrape.
+
+    Shapes: bounds [b], ascending, the last inf; upto [m, b], how many were at most the bound;
+        totals [m], the sum of all lengths, nan where it is not there.
+    """
+
+    bounds: tuple[float, ...]
+    upto: Floats
+    totals: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineReadings:
+    """One engine at the instants when it was scraped.
+
+    Shapes: all [m], m >= 2; rows are places in the span, scraped_s ascends and is distinct.
+    Units: scraped_s in Unix seconds; in_flight is None where the gauges are missing.
+    """
+
+    rows: Ints
+    scraped_s: Floats
+    finished: Floats
+    in_flight: Floats | None
+    prompt: LengthReadings
+    output: LengthReadings
+
+
+def choose(server: Prometheus, span: Span, model: str | None, engine: str | None) -> Selection:
+    """Return the one model and the engines that are meant.
+
+    Raises: UsageError if there is no data, no such model or engine, or several models and
+        none is named.
+    """
+    found = server.over(Selection(None, None).query(FINISHED), span)
+    if not found:
+        raise UsageError(
+            f"Prometheus at {server.place} has no {FINISHED} {when(span)}",
+            "check that it scrapes /metrics of the vLLM servers, or widen --since",
+        )
+    models = _labels(found, "model_name")
+    if model is None and len(models) > 1:
+        raise UsageError(
+            f"Prometheus at {server.place} knows {len(models)} models: {_list(models)}",
+            "pick the one to tune with --model",
+        )
+    if model is not None and model not in models:
+        raise UsageError(
+            f"Prometheus at {server.place} knows no model {shown(model)} {when(span)}; "
+            f"it has {_list(models)}",
+            "give the name under which vLLM serves it",
+        )
+    wanted = model if model is not None else (models[0] or None)
+    engines = _labels(
+        [s for s in found if s.labels.get("model_name", "") == (wanted or "")], "engine"
+    )
+    if engine is not None and engine not in engines:
+        raise UsageError(
+            f"Prometheus at {server.place} knows no engine {shown(engine)} of this model; "
+            f"it has {_list(engines)}",
+            "leave --engine out to add all of them up",
+        )
+    return Selection(wanted, engine)
+
+
+def read_engines(
+    server: Prometheus, span: Span, chosen: Selection
+) -> tuple[EngineReadings, ...]:
+    """Return the readings of each engine that was scraped twice or more.
+
+    Raises: UsageError if no engine was, or the histograms of lengths are missing.
+    """
+    finished = _by_engine(server.over(chosen.query(FINISHED), span))
+    # The instants themselves: a step may hold several scrapes, or none.
+    scraped = _by_engine(server.over(f"timestamp({chosen.query(FINISHED)})", span))
+    in_flight = _by_engine(server.over(chosen.query(_IN_FLIGHT), span))
+    prompt = _lengths(server, span, chosen, PROMPT)
+    output = _lengths(server, span, chosen, OUTPUT)
+    for name, lengths in ((PROMPT, prompt), (OUTPUT, output)):
+        if not lengths:
+            raise UsageError(
+                f"Prometheus at {server.place} has no {name}_bucket {when(span)}",
+                "lengths are drawn from it: let Prometheus keep vLLM's histograms",
+            )
+    engines = [
+        _engine(scraped[key], finished[key], in_flight.get(key), prompt[key], output[key])
+        for key in finished
+        if key in scraped and key in prompt and key in output
+    ]
+    known = tuple(engine for engine in engines if engine is not None)
+    if not known:
+        raise UsageError(
+            f"Prometheus at {server.place} scraped no engine twice {when(span)}",
+            "widen --since",
+        )
+    return known
+
+
+def when(span: Span) -> str:
+    """Say what a span is.
+
+    >>> when(Span(0, 7200, 60))
+    'between 1970-01-01 00:00 and 1970-01-01 02:00 UTC'
+    """
+    start, end = (datetime.fromtimestamp(t, tz=UTC) for t in (span.start_s, span.end_s))
+    return f"between {start:%Y-%m-%d %H:%M} and {end:%Y-%m-%d %H:%M} UTC"
+
+
+def _engine(
+    scraped_s: Floats,
+    finished: Floats,
+    in_flight: Floats | None,
+    prompt: LengthReadings,
+    output: LengthReadings,
+) -> EngineReadings | None:
+    """Keep the rows of a span in which an engine was scraped anew; None below two."""
+    is_known = np.isfinite(scraped_s) & np.isfinite(finished)
+    for lengths in (prompt, output):
+        is_known &= np.isfinite(lengths.upto).all(axis=1)
+    if in_flight is not None:
+        is_known &= np.isfinite(in_flight)
+    rows = np.flatnonzero(is_known)
+    _, first = np.unique(scraped_s[rows], return_index=True)
+    rows = rows[first]
+    if rows.size < 2:
+        return None
+    return EngineReadings(
+        rows=rows.astype(np.int64),
+        scraped_s=scraped_s[rows],
+        finished=finished[rows],
+        in_flight=in_flight[rows] if in_flight is not None else None,
+        prompt=LengthReadings(prompt.bounds, prompt.upto[rows], prompt.totals[rows]),
+        output=LengthReadings(output.bounds, output.upto[rows], output.totals[rows]),
+    )
+
+
+def _lengths(
+    server: Prometheus, span: Span, chosen: Selection, name: str
+) -> dict[Key, LengthReadings]:
+    """Return each engine's histogram over the whole span."""
+    totals = _by_engine(server.over(chosen.query(f"{name}_sum"), span))
+    ranges: dict[Key, dict[float, Floats]] = {}
+    for series in server.over(chosen.query(f"{name}_bucket"), span):
+        bounds = ranges.setdefault(_key(series), {})
+        bounds[float(series.labels["le"])] = series.values
+    unknown = np.full(span.points, np.nan)
+    return {
+        key: LengthReadings(
+            bounds=tuple(sorted(found)),
+            upto=np.column_stack([found[bound] for bound in sorted(found)]),
+            totals=totals.get(key, unknown),
+        )
+        for key, found in ranges.items()
+        if np.isinf(max(found))
+    }
+
+
+def _by_engine(found: Iterable[Series]) -> dict[Key, Floats]:
+    """Add up the series of each engine."""
+    sums: dict[Key, Floats] = {}
+    for series in found:
+        key = _key(series)
+        sums[key] = sums[key] + series.values if key in sums else series.values
+    return sums
+
+
+def _key(series: Series) -> Key:
+    """Return what tells an engine from others: instance, job, engine, model, and the like."""
+    return frozenset(
+        (name, value) for name, value in series.labels.items() if name not in _NOT_OF_THE_ENGINE
+    )
+
+
+def _labels(found: Sequence[Series], name: str) -> list[str]:
+    return sorted({series.labels.get(name, "") for series in found})
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(shown(name) for name in names)
+
+
+def _quoted(text: str) -> str:
+    """Return a text as PromQL writes it, which is as JSON does."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+_LATENCY = "vllm:e2e_request_latency_seconds"
+_SUCCESS = "vllm:request_success_total"
+# The names before V1 and after it.
+_PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
+_KV_USAGE = "vllm:(kv|gpu)_cache_usage_perc"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHits:
+    """Prompt tokens that the server's prefix cache was asked for, and those that it had.
+
+    Shapes: both [span.points], at the reading that counted them first; some were asked for.
+    """
+
+    asked: Floats
+    found: Floats
+
+    @property
+    def ratio(self) -> float:
+        """The share that was found."""
+        return float(self.found.sum() / self.asked.sum())
+
+    def by_stretch(self, stretch_of: Ints) -> Floats:
+        """Return the share that was found in each stretch, or in all where nothing was asked.
+
+        Shapes: stretch_of is [span.points], ascending from 0; the result [stretches].
+        """
+        asked = np.bincount(stretch_of, weights=self.asked)
+        found = np.bincount(stretch_of, weights=self.found)
+        whole = np.full(len(asked), self.ratio)
+        ratios = np.divide(found, asked, out=whole, where=asked > 0)
+        # Scrapes of the two may be a moment apart.
+        shares: Floats = np.clip(ratios, 0.0, 1.0)
+        return shares
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerFacts:
+    """What the counters tell of the server; None where they do not.
+
+    `running` is how many requests ran at once, in the mean and over all engines.
+    `unsuccessful` counts requests that ended in abort or error.
+
+    Units: ratios from 0 to 1.
+    """
+
+    prefix_hits: PrefixHits | None
+    running: float | None
+    peak_kv_usage_ratio: float | None
+    mean_e2e_s: float | None
+    unsuccessful: int
+
+
+def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts:
+    """Return what else the counters tell of the chosen engines."""
+    names = "|".join(_PREFIX_CACHES)
+    cache = chosen.query(f"({names})_(hits|queries)_total")
+    latency = _rises(server.over(chosen.query(f"{_LATENCY}_(sum|count)"), span))
+    count = latency.get(f"{_LATENCY}_count", 0.0)
+    ended = chosen.query(_SUCCESS, 'finished_reason=~"abort|error"')
+    usage = server.over(chosen.query(_KV_USAGE), span)
+    running = server.over(chosen.query(RUNNING), span)
+    return ServerFacts(
+        prefix_hits=_prefix_hits(server.over(cache, span), span),
+        running=sum(float(np.nanmean(s.values)) for s in running) if running else None,
+        peak_kv_usage_ratio=max((float(np.nanmax(s.values)) for s in usage), default=None),
+        mean_e2e_s=latency.get(f"{_LATENCY}_sum", 0.0) / count if count > 0 else None,
+        unsuccessful=round(sum(_rises(server.over(ended, span)).values())),
+    )
+
+
+def rise(values: Floats) -> float:
+    """Return how much a counter rose over readings with gaps; a drop is a restart from 0.
+
+    >>> rise(np.array([5.0, 7.0, np.nan, 1.0]))
+    3.0
+    """
+    return float(rises_by_reading(values).sum())
+
+
+def rises_by_reading(values: Floats) -> Floats:
+    """Return how much a counter rose from the reading before, 0 where there was none.
+
+    Shapes: both [points].
+
+    >>> rises_by_reading(np.array([5.0, 7.0, np.nan, 1.0])).tolist()
+    [0.0, 2.0, 0.0, 1.0]
+    """
+    at = np.flatnonzero(np.isfinite(values))
+    steps = np.diff(values[at])
+    found = np.zeros(len(values))
+    found[at[1:]] = np.where(steps < 0, values[at[1:]], steps)
+    return found
+
+
+def _rises(found: Iterable[Series]) -> dict[str, float]:
+    """Return the rise of all series of each name."""
+    rises: dict[str, float] = {}
+    for series in found:
+        name = series.labels["__name__"]
+        rises[name] = rises.get(name, 0.0) + rise(series.values)
+    return rises
+
+
+def _prefix_hits(found: Iterable[Series], span: Span) -> PrefixHits | None:
+    """Return what was asked for and found; versions that have both names count both alike."""
+    rises: dict[str, Floats] = {}
+    for series in found:
+        of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
+        of_name += rises_by_reading(series.values)
+    for name in _PREFIX_CACHES:
+        asked = rises.get(f"{name}_queries_total")
+        if asked is not None and asked.any():
+            hits = rises.get(f"{name}_hits_total", np.zeros(span.points))
+            return PrefixHits(asked, hits)
+    return None

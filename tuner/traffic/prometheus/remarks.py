@@ -1,0 +1,156 @@
+"""What a reader of a trace from Prometheus is told: how it was made, what it cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tuner.arrays import Ints
+from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
+from tuner.traffic.describe import hits_differ
+from tuner.traffic.formats.columns import Columns
+from tuner.traffic.prometheus.client import Span
+from tuner.traffic.prometheus.counters import EngineWindows, LengthRises, uncovered_s, usual
+from tuner.traffic.prometheus.prefixes import SharedPrefixes
+from tuner.traffic.prometheus.readings import ServerFacts
+
+# How a remark begins that tells of time without data, or of hits that are not as on the server.
+_GAPS, _SHORT = "there is no data for", "there is data for"
+_MISSED = "prefix hits cannot be imitated:"
+
+
+def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
+    """Say by what arrivals were told, and how far they may be off."""
+    apart_s = usual(np.concatenate([w.ends_s - w.starts_s for w in windows]))
+    if all(engine.has_gauges for engine in windows):
+        yield (
+            "arrivals are the requests that finished plus the change of those in flight, "
+            f"spread at random between scrapes {apart_s:g} s apart; requests that clients gave "
+            "up are in no counter"
+        )
+        return
+    by = f", by {facts.mean_e2e_s:.3g} s on average" if facts.mean_e2e_s else ""
+    yield (
+        "arrivals stand where requests finished, as the number in flight was not kept: they "
+        f"came earlier{by}; they are spread at random between scrapes {apart_s:g} s apart"
+    )
+
+
+def on_in_flight(span: Span) -> Iterator[str]:
+    """Say what a recording of requests in flight is made of."""
+    yield (
+        f"in flight are the requests running and waiting, read every {span.step_s} s; there "
+        f"are as many requests as keep this up at {SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per "
+        "output token"
+    )
+
+
+def on_lengths(
+    windows: Sequence[EngineWindows], columns: Columns, stretches: int, least: int
+) -> Iterator[str]:
+    """Say how lengths were drawn, and which of them lay beyond the last bound."""
+    over = f"{stretches} stretches of {least} or more" if stretches > 1 else "all"
+    yield (
+        f"lengths are drawn from histograms of {over} finished requests: each range "
+        "keeps its share and the whole its mean, where within a range they lie is a guess"
+    )
+    named = {
+        "prompts": ([engine.prompt for engine in windows], columns.prompt_tokens),
+        "outputs": ([engine.output for engine in windows], columns.output_tokens),
+    }
+    for name, (found, tokens) in named.items():
+        if text := _beyond(name, found, tokens):
+            yield text
+
+
+def _beyond(name: str, found: Sequence[LengthRises], tokens: Ints) -> str:
+    """Say how many lengths lay in the open range above the last bound, or nothing."""
+    above = sum(float(rises.counts[:, -1].sum()) for rises in found)
+    if not above:
+        return ""
+    total = sum(float(rises.counts.sum()) for rises in found)
+    last = max((rises.bounds[-2] for rises in found if len(rises.bounds) > 1), default=0.0)
+    return (
+        f"{above / total:.2%} of the {name} lie above the last bound, {last:,.0f} tokens: they "
+        f"are drawn up to {int(tokens.max()):,}, as their sum allows"
+    )
+
+
+def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
+    """Say for how long there is no data, and what was counted in the meantime."""
+    starts_s = np.concatenate([w.starts_s[~w.is_gap] for w in windows])
+    ends_s = np.concatenate([w.ends_s[~w.is_gap] for w in windows])
+    first_s = min(float(engine.starts_s[0]) for engine in windows)
+    last_s = max(float(engine.ends_s[-1]) for engine in windows)
+    if starts_s.size:
+        # Its ends belong to it: an engine may begin or end with a gap.
+        gaps_s = uncovered_s(
+            np.concatenate([[first_s], starts_s, [last_s]]),
+            np.concatenate([[first_s], ends_s, [last_s]]),
+        )
+    else:
+        gaps_s = last_s - first_s
+    missed = sum(engine.missed for engine in windows)
+    if gaps_s or missed:
+        text = f"{_GAPS} {_lasting(gaps_s)} in all, and no request was invented there"
+        yield f"{text}; {missed:,} counted across gaps are left out" if missed else text
+    asked_s = span.end_s - span.start_s
+    if last_s - first_s < 0.9 * asked_s:
+        have, asked = _lasting(last_s - first_s), _lasting(asked_s)
+        yield f"{_SHORT} {have} of the {asked} asked for"
+    restarts = sum(engine.restarts for engine in windows)
+    if restarts:
+        yield f"the counters began anew {restarts} times, as after restarts"
+
+
+def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
+    """Say how much hit the server's prefix cache, and how the drawn prompts do as much."""
+    if facts.prefix_hits is None:
+        return "no hits of a prefix cache were counted: no two prompts share a prefix"
+    ratio = facts.prefix_hits.ratio
+    on_server = f"{ratio:.0%} of the prompt tokens hit the server's own prefix cache"
+    if shared is None:
+        return f"{on_server}: no two prompts share a prefix"
+    if hits_differ(shared.hit_ratio, ratio):
+        return f"{_MISSED} {on_server}, prompts this short share {shared.hit_ratio:.0%} at most"
+    return (
+        f"{on_server}, and {shared.hit_ratio:.0%} do here: each prompt begins as others of "
+        f"about its length, in {shared.groups} groups; which do in truth is in no counter"
+    )
+
+
+def known_in_part(remarks: Sequence[str]) -> str:
+    """Say that, and why, remarks tell of traffic that is not as it was served; else nothing."""
+    told = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
+    return f"the present traffic is known in part only: {'; '.join(told)}" if told else ""
+
+
+def hits_missed(remarks: Sequence[str]) -> str:
+    """Return the remark that tells of prefix hits that are not as on the server, or nothing."""
+    return next((remark for remark in remarks if remark.startswith(_MISSED)), "")
+
+
+def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
+    """Say what else is known of the server."""
+    if facts.peak_kv_usage_ratio is not None:
+        yield f"the server's KV cache was at most {facts.peak_kv_usage_ratio:.0%} full"
+    if facts.unsuccessful:
+        yield (
+            f"{facts.unsuccessful:,} requests ended in abort or error; they are drawn with the "
+            "lengths they had got to"
+        )
+    if len(windows) > 1:
+        yield (
+            f"{len(windows)} engines are added up: tune trace thin --replicas {len(windows)} "
+            "gives one of them its share"
+        )
+
+
+def _lasting(seconds: float) -> str:
+    """Say how long something lasts.
+
+    >>> _lasting(90.0), _lasting(36000.0)
+    ('90 s', '10.0 h')
+    """
+    return f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"

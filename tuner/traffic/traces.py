@@ -1,0 +1,419 @@
+"""Recorded traffic as columns: when each request was due and how long it was.
+
+Answers what was asked of the server, and cuts, scales and limits it. Reading files is the
+business of `formats`, describing of `describe`, choosing a window of `windows`, and turning
+lengths into token ids of `prompts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from tuner.arrays import Bools, Floats, Ints
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.concurrency import Concurrency, in_flight_steps
+from tuner.traffic.prefixes import HashIds
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNotes:
+    """What reading did: rows read, rows sorted, rows dropped or clipped by reason.
+
+    `remarks` are sentences for the reader of a description: what was spread, sampled, merged,
+    or is not in the recording at all. `aborted` counts answers that were cut short as their
+    clients left, and whose length is therefore drawn or too short. `sampled_from` names the
+    source of a trace that was drawn at random from aggregates; empty for a recording.
+    """
+
+    rows: int = 0
+    moved: int = 0
+    dropped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    clipped: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    remarks: tuple[str, ...] = ()
+    sampled_from: str = ""
+    aborted: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropped", MappingProxyType(dict(self.dropped)))
+        object.__setattr__(self, "clipped", MappingProxyType(dict(self.clipped)))
+
+    def __reduce__(self) -> tuple[type[ReadNotes], tuple[object, ...]]:
+        """Travel between processes, which a mapping proxy cannot."""
+        plain = (self.rows, self.moved, dict(self.dropped), dict(self.clipped))
+        return ReadNotes, (*plain, self.remarks, self.sampled_from, self.aborted)
+
+    def with_dropped(self, reason: str, count: int) -> ReadNotes:
+        """Return the notes with `count` more rows dropped for `reason`."""
+        return replace(self, dropped=_add(self.dropped, reason, count))
+
+    def with_clipped(self, reason: str, count: int) -> ReadNotes:
+        """Return the notes with `count` more rows clipped for `reason`."""
+        return replace(self, clipped=_add(self.clipped, reason, count))
+
+    def with_remark(self, remark: str) -> ReadNotes:
+        """Return the notes with one more remark, unless it is there already or empty."""
+        if not remark or remark in self.remarks:
+            return self
+        return replace(self, remarks=(*self.remarks, remark))
+
+    def and_those_of(self, other: ReadNotes) -> ReadNotes:
+        """Return the notes of two traces that became one."""
+        notes = replace(self, rows=self.rows + other.rows, moved=self.moved + other.moved)
+        for reason, count in other.dropped.items():
+            notes = notes.with_dropped(reason, count)
+        for reason, count in other.clipped.items():
+            notes = notes.with_clipped(reason, count)
+        for remark in other.remarks:
+            notes = notes.with_remark(remark)
+        return replace(
+            notes,
+            sampled_from=self.sampled_from or other.sampled_from,
+            aborted=self.aborted + other.aborted,
+        )
+
+
+def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
+    return {**counts, reason: counts.get(reason, 0) + count} if count else counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """For each request the row whose answer it waits for, and for how long after it.
+
+    `after` is -1 for a request that waits for nobody: the first of a session, or one whose
+    predecessor is not part of the trace. A request never waits for itself, nor in a circle.
+
+    Shapes: both [n].
+    Units: pause_s in seconds from the end of the awaited answer; 0 where after is -1.
+    Raises: ValueError if the columns differ in length or are out of range.
+    """
+
+    after: Ints
+    pause_s: Floats
+
+    def __post_init__(self) -> None:
+        n = len(self.after)
+        if len(self.pause_s) != n:
+            raise ValueError(f"pause_s must have {n} rows, got {len(self.pause_s)}")
+        if n and not (self.after.min() >= -1 and self.after.max() < n):
+            raise ValueError(f"after must name rows below {n}, or -1")
+        if np.any(self.after == np.arange(n)):
+            raise ValueError("a request cannot wait for itself")
+        if not (np.isfinite(self.pause_s).all() and np.all(self.pause_s >= 0)):
+            raise ValueError("pause_s must be finite and at least 0")
+        self.after.flags.writeable = False
+        self.pause_s.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.after)
+
+    def take(self, rows: Ints) -> Turns:
+        """Return the given rows in the given order.
+
+        Who waited for one left out waits for the one before it, and both pauses long.
+
+        >>> turns = Turns(np.array([-1, 0, 1]), np.array([0.0, 2.0, 3.0]))
+        >>> shorter = turns.take(np.array([2, 0]))
+        >>> shorter.after.tolist(), shorter.pause_s.tolist()
+        ([1, -1], [5.0, 0.0])
+        """
+        # The last place stands for nobody: -1 as an index.
+        place = np.full(len(self) + 1, -1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        after, pause_s = self.after[rows], self.pause_s[rows]
+        while (gone := np.flatnonzero((after >= 0) & (place[after] < 0))).size:
+            left_out = after[gone]
+            after[gone] = self.after[left_out]
+            pause_s[gone] += self.pause_s[left_out]
+        after = place[after]
+        return Turns(after, np.where(after >= 0, pause_s, 0.0))
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for another's answer."""
+        return int((self.after >= 0).sum())
+
+
+def pauses_of(after: Ints, arrived_s: Floats, e2e_s: Floats) -> Turns:
+    """Return turns whose pauses are what lay between an answer and the next arrival.
+
+    A next request that arrived before the recorded (or estimated) answer follows it at once.
+
+    Shapes: all [n]; e2e_s is nan where the answer's end is not known, which counts as no time.
+    """
+    ended_s = arrived_s + np.nan_to_num(e2e_s)
+    follows = after >= 0
+    pause_s = np.where(follows, np.maximum(arrived_s - ended_s[after], 0.0), 0.0)
+    return Turns(after, pause_s)
+
+
+class LoadModel(StrEnum):
+    """Whether arrivals wait for answers."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class TooLong(StrEnum):
+    """What becomes of a request whose prompt and output exceed max_model_len."""
+
+    REFUSE = "refuse"
+    CLIP = "clip"
+    DROP = "drop"
+
+
+class ZeroOutput(StrEnum):
+    """What becomes of a recorded request without output tokens; engines refuse to make none."""
+
+    DROP = "drop"
+    ONE = "one"
+    REFUSE = "refuse"
+
+
+class Aborted(StrEnum):
+    """What becomes of a recorded answer that was cut short because its client left.
+
+    What is recorded of it is what was served, which is less than what was asked for.
+    """
+
+    DRAW = "draw"
+    KEEP = "keep"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request as the trace asks for it.
+
+    Units: due_s counts from the start of the trace.
+    Raises: ValueError if a field is out of range.
+    """
+
+    index: int
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise ValueError(f"index must be at least 0, got {self.index}")
+        if not (math.isfinite(self.due_s) and self.due_s >= 0):
+            raise ValueError(f"due_s must be finite and at least 0, got {self.due_s}")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if self.output_tokens < 1:
+            raise ValueError(f"output_tokens must be at least 1, got {self.output_tokens}")
+
+
+class ClockOrigin(StrEnum):
+    """What the zero of a recording's clock means when several recordings come together.
+
+    WALL is the calendar; SHARED one clock of a whole data set; OWN that each starts its own.
+    """
+
+    WALL = "wall"
+    SHARED = "shared"
+    OWN = "own"
+
+
+_PER_ROW = (
+    "prompt_tokens",
+    "output_tokens",
+    "hashes",
+    "e2e_s",
+    "ttft_s",
+    "turns",
+    "request_ids",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Recorded traffic in columns, in due order, with the identity of the file it came from.
+
+    Columns because public traces reach 27 million rows. They are read-only: every method that
+    changes something returns a new Trace. `turns` says who waits for whose answer, where the
+    recording tells; `concurrency` is set for a recording of requests in flight in place of
+    arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
+    showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
+    block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
+    is the multiple of the recorded arrivals that these are (`scaling.at_load`).
+
+    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s are [n], n >= 1; due_s ascends.
+    Units: seconds from the start of the trace; e2e_s and ttft_s are nan where not recorded.
+    Raises: TraceError if n is 0 or the hash ids do not fit the prompts; ValueError if the
+        columns differ in length or are out of range.
+    """
+
+    due_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
+    hashes: HashIds | None = None
+    e2e_s: Floats | None = None
+    request_ids: tuple[str, ...] | None = None
+    source: str = ""
+    format: str = "native"
+    sha256: str = ""
+    notes: ReadNotes = field(default_factory=ReadNotes)
+    ttft_s: Floats | None = None
+    turns: Turns | None = None
+    concurrency: Concurrency | None = None
+    origin: ClockOrigin = ClockOrigin.OWN
+    zero_s: float = 0.0
+    hash_scope: str = ""
+    load: float = 1.0
+
+    def __post_init__(self) -> None:
+        n = len(self.due_s)
+        if not n:
+            raise TraceError(f"{self.source}: no requests are left", "choose a wider window")
+        for name in _PER_ROW:
+            column = getattr(self, name)
+            if column is not None and len(column) != n:
+                raise ValueError(f"{name} must have {n} rows, got {len(column)}")
+        if not (self.due_s[0] >= 0 and math.isfinite(self.due_s[-1])):
+            raise ValueError("due_s must be finite and at least 0")
+        if not np.all(self.due_s[1:] >= self.due_s[:-1]):
+            raise ValueError("due_s must ascend")
+        if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
+            raise ValueError("every request must have at least 1 prompt and 1 output token")
+        if self.hashes is not None:
+            self.hashes.check_fits(self.prompt_tokens, self.source)
+        for name in ("due_s", "prompt_tokens", "output_tokens", "e2e_s", "ttft_s"):
+            if (column := getattr(self, name)) is not None:
+                column.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.due_s)
+
+    @property
+    def duration_s(self) -> float:
+        """Time from the first due time to the last; 0 for one request."""
+        return float(self.due_s[-1] - self.due_s[0])
+
+    def request(self, index: int) -> TraceRequest:
+        """Return one row as an object; index counts from 0 in due order."""
+        return TraceRequest(
+            index=index,
+            due_s=float(self.due_s[index]),
+            prompt_tokens=int(self.prompt_tokens[index]),
+            output_tokens=int(self.output_tokens[index]),
+            hash_ids=self.hashes.row(index) if self.hashes is not None else (),
+            request_id=self.request_ids[index] if self.request_ids is not None else "",
+        )
+
+    def slice_rows(self, indices: npt.ArrayLike) -> Trace:
+        """Return the given rows (ascending indices or a mask), their due times unchanged.
+
+        A turn whose predecessor is left out comes at its recorded time.
+        """
+        rows = np.asarray(indices)
+        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
+        return replace(
+            self,
+            due_s=self.due_s[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            hashes=self.hashes.take(rows) if self.hashes is not None else None,
+            e2e_s=self.e2e_s[rows] if self.e2e_s is not None else None,
+            ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
+            turns=self.turns.take(rows) if self.turns is not None else None,
+            request_ids=_pick(self.request_ids, rows),
+        )
+
+    def between(self, start_s: float, end_s: float) -> Trace:
+        """Return the requests due in [start_s, end_s), counted from start_s.
+
+        The silence before the first of them is part of the window and stays.
+
+        Raises: TraceError if none is due in it.
+        """
+        low, high = np.searchsorted(self.due_s, (start_s, end_s), side="left")
+        if low >= high:
+            raise TraceError(
+                f"{self.source}: no request is due between {start_s:g} s and {end_s:g} s, "
+                f"the trace ends at {float(self.due_s[-1]):g} s",
+                "choose a window that holds requests",
+            )
+        part = self.slice_rows(np.arange(low, high))
+        flow = self.concurrency and self.concurrency.between(start_s, end_s)
+        zero_s = self.zero_s + start_s
+        return replace(part, due_s=part.due_s - start_s, concurrency=flow, zero_s=zero_s)
+
+    def shifted(self) -> Trace:
+        """Return the trace with its first request due at 0; its own clock is kept in zero_s."""
+        first_s = float(self.due_s[0])
+        flow = self.concurrency and self.concurrency.between(first_s, math.inf)
+        zero_s = self.zero_s + first_s
+        return replace(self, due_s=self.due_s - first_s, zero_s=zero_s, concurrency=flow)
+
+    def recorded_concurrency(self) -> tuple[Floats, Ints]:
+        """Return when the recorded number of requests in flight changed, and to what.
+
+        A recording of that number itself comes first; else it follows from the latencies, and
+        rows whose e2e_s is missing are left out.
+
+        Shapes: both [m], times ascending and distinct; the last count is 0 where it
+            follows from latencies.
+        Raises: TraceError if the trace recorded no latency at all.
+        """
+        if self.concurrency is not None:
+            return self.concurrency.times_s, self.concurrency.in_flight
+        known = None if self.e2e_s is None else ~np.isnan(self.e2e_s)
+        if self.e2e_s is None or known is None or not known.any():
+            raise TraceError(
+                f"{self.source}: the recorded concurrency needs e2e_s, and no row has it",
+                "record e2e_s, or give the concurrency as a number",
+            )
+        return in_flight_steps(self.due_s[known], self.e2e_s[known])
+
+    def too_long(self, max_model_len: int) -> Bools:
+        """Say for each request whether prompt and output together exceed max_model_len."""
+        over: Bools = self.prompt_tokens + self.output_tokens > max_model_len
+        return over
+
+    def limit_lengths(self, max_model_len: int, policy: TooLong) -> Trace:
+        """Return the trace with requests above max_model_len treated by `policy`.
+
+        REFUSE leaves them in: the replay counts them as refused, as a server would. CLIP cuts
+        the prompt first and the output only when a prompt of one token does not suffice.
+
+        Raises: UsageError if max_model_len is below 2; TraceError if nothing is left.
+        """
+        if max_model_len < 2:
+            raise UsageError(f"max_model_len must be at least 2, got {max_model_len}")
+        over = self.too_long(max_model_len)
+        count = int(over.sum())
+        if not count or policy is TooLong.REFUSE:
+            return self
+        reason = f"over max_model_len {max_model_len}"
+        if policy is TooLong.DROP:
+            notes = self.notes.with_dropped(reason, count)
+            return replace(self, notes=notes).slice_rows(~over)
+        room = np.maximum(max_model_len - self.output_tokens, 1)
+        prompt = np.where(over, room, self.prompt_tokens)
+        output = np.minimum(self.output_tokens, max_model_len - prompt)
+        return replace(
+            self,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            hashes=_cover(self.hashes, prompt) if self.hashes is not None else None,
+            notes=self.notes.with_clipped(reason, count),
+        )
+
+
+def _cover(hashes: HashIds, prompt_tokens: Ints) -> HashIds:
+    return hashes.cut(-(-prompt_tokens // hashes.block_size))
+
+
+def _pick(values: tuple[str, ...] | None, rows: Ints) -> tuple[str, ...] | None:
+    return None if values is None else tuple(values[i] for i in rows.tolist())
