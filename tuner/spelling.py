@@ -14,8 +14,6 @@ from typing import Final
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
 
-RECORD_FILE: Final = "TUNE_RECORD"
-"""The environment variable that names the file into which a server's traffic is recorded."""
 
 INTEGER_KEYS: Final = frozenset(
     {

@@ -11,8 +11,9 @@ from typing import Final
 
 from tuner.errors import UsageError
 from tuner.recorder.faults import described, warn
-from tuner.spelling import RECORD_FILE
 
+RECORD_FILE: Final = "TUNE_RECORD"
+"""The environment variable that names the file into which a server's traffic is recorded."""
 FILE: Final = RECORD_FILE
 """Recording is off without it."""
 

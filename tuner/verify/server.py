@@ -21,7 +21,7 @@ from typing import Self
 
 from tuner.errors import EngineError, UsageError
 from tuner.last_words import last_words
-from tuner.spelling import RECORD_FILE
+from tuner.recorder.settings import RECORD_FILE
 
 # A start takes minutes where weights are loaded and graphs captured: ours, with room.
 START_PATIENCE_S = 1800.0
