@@ -12,7 +12,8 @@ from traffic import a_trace
 
 from tuner.cli import run
 from tuner.confirm import Decision, Verdict
-from tuner.engine.protocol import EngineInfo, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import Phase

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from toy import ToySource
 
-from tuner.engine.protocol import Emitted, Engine, EngineLimits, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Emitted, Engine, Step
 from tuner.errors import EngineError
 from tuner.traffic.prompts import TokenPrompt
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from toy import ToyEngine, ToySource
 
-from tuner.engine.protocol import DecodeRun, Emitted, EngineLimits, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import DecodeRun, Emitted, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import UsageError

@@ -15,7 +15,7 @@ from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
 from traffic import replay_toy
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective
 from tuner.observation import Phase

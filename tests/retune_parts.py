@@ -11,7 +11,7 @@ from toy import ToyCosts, ToySource
 
 from tuner.aim import Aim
 from tuner.bench import Bench
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.host import Host
 from tuner.objective import Objective
 from tuner.plan import Budget

@@ -13,7 +13,7 @@ from traffic import replay_toy
 
 from tuner.aim import Aim
 from tuner.bench import Bench, Failure
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import EngineError
 from tuner.host import Host

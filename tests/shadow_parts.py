@@ -12,8 +12,9 @@ from itertools import count
 import numpy as np
 
 from tuner.engine.compat import serve
+from tuner.engine.limits import EngineLimits
 from tuner.engine.pipeline import StepTimer
-from tuner.engine.protocol import Batch, EngineLimits
+from tuner.engine.protocol import Batch
 from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
 from tuner.traffic.prefixes import HashIds

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from toy import ToyEngine, ToySource
 
 from tuner.engine.compat import serve
-from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.engine.shape import EngineShape
 
 

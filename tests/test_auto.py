@@ -27,7 +27,7 @@ from tuner.child import Started
 from tuner.cli import tune
 from tuner.cli.replay_command import run_replay
 from tuner.engine.compat import serve
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.lessons import Lessons
 from tuner.metrics import measure

@@ -9,7 +9,7 @@ from toy import ToySource
 from traffic import steady
 
 from tuner.bench import Bench, Failure
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.replay_plan import CutRule, ReplayPlan

@@ -22,7 +22,7 @@ from tuner.cli.calendar_job import run_calendar
 from tuner.day_calendar import calendar_of
 from tuner.day_hours import Hour, clock_spans, hours_of, parse_offset
 from tuner.day_plan import Served, Table, day_plans
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Tier
 from tuner.profiles import write_profile

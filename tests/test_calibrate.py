@@ -27,7 +27,8 @@ from tuner.calibrate import (
     metric_error,
     replay_length_s,
 )
-from tuner.engine.protocol import Batch, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch
 from tuner.engine.step_model import FitError
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.metrics import measure

@@ -14,7 +14,7 @@ from traffic import a_trace, replay_toy, steady
 from tuner.bench import Bench, holds
 from tuner.carried import Carried, carried, confirmed_live
 from tuner.confirm import Decision, Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.host import Host
 from tuner.metrics import Measurement, measure

@@ -24,7 +24,7 @@ from toy_tune import CROWDED, job_on, write_trace
 from tuner.check import Checked, Verdict, check, without_replay
 from tuner.cli.check_command import check as check_command
 from tuner.drift import compare
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import UsageError
 from tuner.profiles import Profile, write_profile

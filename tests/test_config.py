@@ -14,10 +14,18 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuner.config import ServeConfig, limits, parse_engine_args, read_config, shown_argument
+from tuner.engine.serve_config import (
+    FLAGS_WITHOUT_NO,
+    INTEGER_KEYS,
+    ServeConfig,
+    limits,
+    parse_engine_args,
+    read_config,
+    shown_argument,
+    to_argv,
+)
 from tuner.errors import UsageError
 from tuner.redact import has_secrets, is_secret, redacted
-from tuner.spelling import FLAGS_WITHOUT_NO, INTEGER_KEYS, to_argv
 
 SCALARS = st.one_of(
     st.integers(),

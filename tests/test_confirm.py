@@ -22,7 +22,7 @@ from tuner.duel import (
     ratio,
     ratios,
 )
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import Score, Tier
 
 SMALL, MIDDLE, LARGE = (EngineLimits(cap, 2048) for cap in (4, 8, 16))

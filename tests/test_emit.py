@@ -18,12 +18,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.config import limits, read_config
 from tuner.demo import demo_engine_args
 from tuner.emit.vllm import Evidence, render
+from tuner.engine.serve_config import FLAGS_WITHOUT_NO, hyphenated, limits, read_config
 from tuner.errors import UsageError
 from tuner.files import write_atomic
-from tuner.spelling import FLAGS_WITHOUT_NO, hyphenated
 
 KEYS = st.from_regex(r"[a-z]{2,8}(-[a-z]{1,6}){0,2}", fullmatch=True).filter(
     lambda key: not key.startswith("no-") and key not in FLAGS_WITHOUT_NO

@@ -17,7 +17,7 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, emit
 from tuner.emit.sources import read_run
 from tuner.emit.target import Names
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 
 WHOLE_FILES = {Format.VLLM, Format.VLLM_EXACT}

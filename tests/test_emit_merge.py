@@ -34,7 +34,7 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, merge_into
 from tuner.emit.sources import read_run
 from tuner.emit.target import Names
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 
 Output = pytest.CaptureFixture[str]
 FLAGS = "--max-num-seqs=48", "--max-num-batched-tokens=4096"

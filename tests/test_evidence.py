@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tuner import evidence
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.evidence import Row
 from tuner.objective import Score, Tier
 from tuner.observation import Phase

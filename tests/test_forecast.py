@@ -16,7 +16,7 @@ from traffic import a_trace, replay_toy, steady
 
 from tuner.bench import Failure
 from tuner.confirm import Verdict, decide_predicted
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.forecast import PROBE_S, Forecast
 from tuner.metrics import Measurement, measure
 from tuner.objective import Goal, Objective, Tier

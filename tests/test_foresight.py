@@ -14,7 +14,7 @@ from tuner.engine import foresight
 from tuner.engine.compat import serve
 from tuner.engine.fast_forward import HiddenDecodes
 from tuner.engine.foresight import departure
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.replay import replay
 from tuner.replay_plan import ReplayPlan
 from tuner.shadow_source import ShadowSource

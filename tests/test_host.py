@@ -18,7 +18,8 @@ import pytest
 from toy import EXIT_CODE, LAST_WORDS, PRESENT, ToyEngine, ToySource
 from traffic import a_trace, kept, replay_toy, steady
 
-from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import EngineError, TraceError, UsageError
 from tuner.host import Host
 from tuner.last_words import last_words

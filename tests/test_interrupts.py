@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, event
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.interrupts import undisturbed, undisturbed_methods
 from tuner.journal import Journal
 from tuner.observation import Phase

@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from sqlalchemy import text
 
 from tuner.claims import MOST_DEATHS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.journal import Journal
 from tuner.objective import Score, Tier

@@ -16,7 +16,7 @@ import pytest
 from optuna.exceptions import ExperimentalWarning
 from sqlalchemy import text
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.journal import Journal
 from tuner.objective import Score, Tier

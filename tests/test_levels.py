@@ -6,7 +6,7 @@ import pytest
 from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.levels import Level, levels
 from tuner.timeline import Outcome
 

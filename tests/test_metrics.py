@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.metrics import counted_distribution, distribution, measure
 from tuner.replay_plan import CutRule, ReplayPlan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, TooFewSamplesError, UsageError
 from tuner.metrics import Measurement, measure
 from tuner.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import a_trace, steady
 
-from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
 from tuner.plan import (
     LEAST_BUDGET_S,

@@ -20,7 +20,7 @@ from profile_parts import (
     written,
 )
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.profiles import SCHEMA, KvStart, Profile, check_fits, read_profile, write_profile
 

@@ -33,7 +33,7 @@ from prometheus_past import (
 )
 from shadow_parts import a_shadow, a_shape
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.metrics import measure
 from tuner.replay import replay

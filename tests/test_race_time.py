@@ -13,7 +13,7 @@ from toy import ToySource
 from traffic import steady
 
 from tuner.duel import LEAST_ROUNDS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.observation import Phase
 from tuner.race_time import cold_cost_s, fitting, reserve_s
 from tuner.replay_plan import CutRule

@@ -15,7 +15,7 @@ from toy_tune import CROWDED, FragileSource
 from traffic import replay_toy, steady
 
 from tuner.confirm import Decision, Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier

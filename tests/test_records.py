@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
 from tuner.records import decisive, observation_of, race_records, ranked, record_of

@@ -15,7 +15,8 @@ from toy import ToyCosts, ToyEngine, ToySource
 from traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 
 from tuner.arrivals import ClockKind
-from tuner.engine.protocol import EngineLimits, Prompt, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Prompt, Step
 from tuner.errors import Caveat, EngineError, ReplayError, TraceError, UsageError
 from tuner.metrics import measure
 from tuner.replay import replay

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import ToyPrompts, a_trace, replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.replay import Progress, replay
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.stats import quantile

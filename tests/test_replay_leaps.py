@@ -13,7 +13,7 @@ from toy import ToyCosts, ToySource
 from traffic import a_trace, kept, replay_toy
 
 from tuner.arrivals import ClockKind
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.traffic.traces import Trace
 

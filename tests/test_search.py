@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import ToyPrompts, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
 from tuner.metrics import measure
 from tuner.objective import WORST_SLACK, Goal, Objective, Score, Tier

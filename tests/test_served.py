@@ -10,7 +10,7 @@ import pytest
 from run_parts import a_profile
 from shadow_parts import Workload, a_shadow, a_shape
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay import replay

@@ -16,9 +16,9 @@ from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
 from traffic import replay_toy
 
-from tuner.config import limits as limits_of
-from tuner.config import read_config
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import limits as limits_of
+from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier

@@ -14,7 +14,7 @@ from shadow_parts import LinearTimer, MaybeShared, Workload, a_shadow, a_shape
 
 from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.horizon import steps_within
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.shadow import ShadowEngine
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import CutRule, ReplayPlan

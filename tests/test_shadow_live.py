@@ -12,8 +12,9 @@ from shadow_parts import MaybeShared, Workload, a_shadow
 
 from tuner.demo import demo_engine_args
 from tuner.engine.fast_forward import is_foreseeable
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
-from tuner.engine.protocol import Batch, Engine, EngineLimits
+from tuner.engine.protocol import Batch, Engine
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import ReplayPlan
 from tuner.traffic.prompts import PromptSource

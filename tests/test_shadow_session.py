@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.confirm import Verdict, decide_predicted
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.objective import Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader

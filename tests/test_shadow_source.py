@@ -9,7 +9,7 @@ import pytest
 from run_parts import a_profile
 
 from tuner.engine.compat import serve
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.profiles import Profile
 from tuner.redact import REDACTED

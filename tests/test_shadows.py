@@ -14,7 +14,7 @@ from traffic import steady
 
 from tuner import shadows as module
 from tuner.bench import Bench
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.host import Host
 from tuner.metrics import Measurement
 from tuner.replay_plan import ReplayPlan

@@ -12,7 +12,7 @@ from toy import ToySource
 from traffic import a_trace
 
 from tuner.demo import bundled
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
 from tuner.metrics import Measurement
 from tuner.profiles import read_profile

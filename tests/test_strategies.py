@@ -10,7 +10,7 @@ from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy, steady
 
 from tuner.arrivals import StaticBatches
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay_plan import ReplayPlan
 from tuner.strategies import strategies, uniform

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import measure
 from tuner.replay_plan import ReplayPlan
 from tuner.sustained import is_sustained

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.levels import levels
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline_record import timeline_record, with_replay

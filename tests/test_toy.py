@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from toy import PRESENT, ToyCosts, ToyEngine, ToySource
 from traffic import a_trace, kept, replay_toy
 
-from tuner.engine.protocol import EngineLimits, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Step
 from tuner.errors import EngineError
 from tuner.replay_plan import ReplayPlan
 from tuner.timeline import Outcome

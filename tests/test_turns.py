@@ -12,7 +12,7 @@ from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy
 
 from tuner.arrivals import Sessions
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.replay_plan import ReplayPlan
 from tuner.traffic.traces import Trace, Turns, pauses_of
 

@@ -18,7 +18,7 @@ from watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world
 from tuner import stats
 from tuner.arrays import Floats
 from tuner.emit.sources import read_emitted
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.metrics import Measurement, measure
 from tuner.traffic.prometheus.live import Live

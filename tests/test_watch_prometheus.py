@@ -19,7 +19,7 @@ from tuner.arrays import Floats
 from tuner.cli.watch_command import watch
 from tuner.cli.watch_job import run_watch
 from tuner.emit.sources import read_emitted
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.profiles import write_profile
 from tuner.replay import replay

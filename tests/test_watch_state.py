@@ -18,7 +18,7 @@ from drift_parts import busy_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.traffic.sketch import sketch_of
 from tuner.watch.policy import Memory, Policy, later_from_s

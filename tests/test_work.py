@@ -6,7 +6,7 @@ import pytest
 from toy import ToyCosts, ToySource
 from traffic import replay_toy, steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.replay_plan import CutRule, ReplayPlan
 from tuner.timeline import Outcome
 from tuner.work import pace_s, share_done

@@ -15,7 +15,7 @@ import pytest
 from shadow_parts import a_shape
 from traffic import steady
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.profiles import KvStart, Profile, write_profile
 

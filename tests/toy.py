@@ -15,15 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tuner.engine.protocol import (
-    Batch,
-    Emitted,
-    EngineFacts,
-    EngineInfo,
-    EngineLimits,
-    Prompt,
-    Step,
-)
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch, Emitted, EngineFacts, EngineInfo, Prompt, Step
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, UsageError
 

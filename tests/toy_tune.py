@@ -26,7 +26,8 @@ from tuner.cli.job import read_job
 from tuner.cli.resume import with_stored, with_tuning
 from tuner.cli.run_command import run_job
 from tuner.console import say, say_error
-from tuner.engine.protocol import EngineLimits, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Step
 from tuner.errors import EngineError, TunerError
 from tuner.spares import Spares
 

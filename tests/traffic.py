@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from toy import ToySource
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns, StepLog
 from tuner.replay import ReplayLog, replay
 from tuner.replay_plan import ReplayPlan

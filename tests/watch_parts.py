@@ -13,7 +13,7 @@ from run_parts import a_profile
 from tuner.check import Checked, Verdict
 from tuner.drift import Drift
 from tuner.emit.names import Format
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.gains import Gain
 from tuner.stats import Estimate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Objective
 from tuner.profiles import Profile, read_profile

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from tuner.capacity import Capacity, loads_to_try
 from tuner.child import Started
-from tuner.engine.protocol import EngineInfo, EngineLimits, EngineSource
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo, EngineSource
 from tuner.errors import EngineError
 from tuner.host import Host
 from tuner.metrics import Measurement, measure

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_fit import Fit, fit
 from tuner.engine.steps import StepColumns, joined

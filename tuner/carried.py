@@ -13,7 +13,7 @@ from typing import Any
 from tuner.bench import Failure, holds
 from tuner.capacity import LARGEST_LOAD
 from tuner.confirm import Decision
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.metrics import Measurement
 from tuner.observation import Phase

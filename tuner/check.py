@@ -21,7 +21,7 @@ import numpy as np
 from tuner.aim import Aim
 from tuner.confirm import decide_predicted
 from tuner.drift import Drift
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.gains import Gain, gain_over
 from tuner.metrics import Measurement, measure

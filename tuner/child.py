@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineLimits, EngineSource
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
 from tuner.replay import Progress, ReplayLog, replay

@@ -28,7 +28,7 @@ from tuner.duel import (
     paired,
     ratios,
 )
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.objective import Tier
 from tuner.observation import Observation, leader

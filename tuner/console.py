@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tuner.confirm import Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.objective import Tier
 from tuner.observation import Observation, Phase, leader

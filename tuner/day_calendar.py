@@ -14,7 +14,7 @@ from tuner.aim import Aim
 from tuner.bench import Failure
 from tuner.day_hours import Hour, clock_spans
 from tuner.day_plan import DayPlan, DayPlans, Served, day_plans
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import Measurement
 from tuner.objective import Goal, Tier
 from tuner.observation import leader

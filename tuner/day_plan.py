@@ -16,7 +16,7 @@ import numpy as np
 
 from tuner import stats
 from tuner.day_hours import Hour
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import Tier
 from tuner.stats import Estimate
 

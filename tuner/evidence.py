@@ -15,7 +15,7 @@ from typing import Any
 from tuner import metrics, stats
 from tuner.calibrate import read_metric
 from tuner.duel import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.records import decisive, observation_of, paired_records, predictions, ranked
 from tuner.slo import Slo
 from tuner.stats import Estimate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tuner.aim import Aim
 from tuner.bench import Failure
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import Measurement
 from tuner.objective import Goal, Objective, Score, parse_goal
 from tuner.replay import ReplayLog

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tuner.child import STOP, Started, serve_parent
-from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError
 from tuner.last_words import last_words
 from tuner.replay import Progress, ReplayLog

@@ -29,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.claims import MOST_DEATHS, QUEUED, RETURNED, Key, is_of, key_of, lost, present
 from tuner.duel import RaceRun
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.heartbeat import Heart
 from tuner.interrupts import undisturbed_methods

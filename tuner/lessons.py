@@ -21,7 +21,7 @@ from tuner.calibrate import (
     replay_length_s,
 )
 from tuner.child import Started
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.live_search import fly_pilot
 from tuner.objective import Goal

@@ -15,7 +15,7 @@ import numpy as np
 from tuner import search
 from tuner.bench import Failure
 from tuner.duel import LEAST_ROUNDS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.observation import Observation, Phase, leader
 from tuner.plan import (

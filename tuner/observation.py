@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import RATE_TIE_RATIO, Score, Tier
 
 # Single replays differ by a few percent on a quiet machine; closer ones tie here and are

@@ -15,7 +15,8 @@ from typing import Any
 
 from tuner import evidence
 from tuner.confirm import Decision, Verdict
-from tuner.engine.protocol import EngineInfo, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.evidence import Row
 from tuner.objective import Goal, Tier

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
 from tuner.space import SearchSpace, token_budgets
 from tuner.traffic.traces import Trace

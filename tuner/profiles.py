@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import UsageError

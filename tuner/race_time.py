@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.duel import LEAST_ROUNDS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.run_state import RunState
 
 # The race waits for the cold engines if they take less than this share of what is left: ours,

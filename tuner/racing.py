@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner import confirm
 from tuner.confirm import Decision, Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.objective import Score, Tier
 from tuner.observation import TIE_RATIO, Phase

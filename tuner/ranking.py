@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tuner import search
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.objective import Objective, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader

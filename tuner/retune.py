@@ -15,7 +15,7 @@ from pathlib import Path
 from tuner.aim import Aim
 from tuner.bench import Bench, Failure
 from tuner.calibrate import error_ratio
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.host import Host
 from tuner.journal import Journal

@@ -16,7 +16,7 @@ from uuid import uuid4
 from tuner.aim import Aim
 from tuner.bench import Bench, Failure
 from tuner.duel import Forecasts
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.journal import Journal
 from tuner.metrics import Measurement

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import DISTORTED_RATIO
 from tuner.objective import Tier
 from tuner.observation import (

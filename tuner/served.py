@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from tuner.arrays import Bools, Floats, Ints
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.profiles import Profile

@@ -16,7 +16,7 @@ from tuner.carried import Carried, carried, confirmed_live
 from tuner.child import Started
 from tuner.confirm import Decision
 from tuner.duel import LEAST_AGREED, RaceRun, paired
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError
 from tuner.live_search import search_live, searched
 from tuner.observation import Observation, Phase

@@ -22,7 +22,7 @@ from tuner.calibrate import (
 from tuner.child import Started
 from tuner.confirm import Decision, decide_predicted
 from tuner.duel import LEAST_AGREED, Forecasts
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons

@@ -15,7 +15,7 @@ from tuner import search
 from tuner.calibrate import error_ratio
 from tuner.carried import Carried, carried
 from tuner.confirm import Decision, Verdict, decide_predicted
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.forecast import Forecast
 from tuner.ranking import Ranking

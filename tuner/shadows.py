@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tuner.bench import Bench, Failure
 from tuner.child import Started
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError
 from tuner.host import Host
 from tuner.metrics import Measurement

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tuner.arrivals import StaticBatches
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import Measurement
 from tuner.replay_plan import ReplayPlan
 from tuner.traffic.traces import Trace

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay import ReplayLog
 from tuner.timeline import Outcome

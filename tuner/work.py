@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tuner.arrays import Floats
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.timeline import Outcome, Timelines
 from tuner.traffic.traces import Trace

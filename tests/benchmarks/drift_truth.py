@@ -46,7 +46,7 @@ from tuner.aim import Aim
 from tuner.arrays import Ints
 from tuner.check import Verdict, check
 from tuner.drift import compare
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.objective import Objective, Score
 from tuner.observation import Observation, leader

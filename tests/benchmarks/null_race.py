@@ -24,8 +24,8 @@ from typing import Any
 from tuner import confirm
 from tuner.demo import demo_engine_args
 from tuner.duel import RaceRun, compare
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits
 from tuner.host import Host
 from tuner.metrics import measure
 from tuner.objective import Objective, parse_goal

@@ -54,8 +54,8 @@ def values() -> dict[str, object]:
 
 def ours(requests: int) -> float:
     """Return the seconds that a replay takes."""
+    from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
-    from tuner.engine.protocol import EngineLimits
     from tuner.replay import replay
     from tuner.replay_plan import ReplayPlan
     from tuner.traffic.prompts import PromptSource

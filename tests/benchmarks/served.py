@@ -36,8 +36,8 @@ import numpy as np
 
 from tuner.bench import Bench
 from tuner.demo import bundled, demo_engine_args
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.engine.steps import StepLog
 from tuner.host import Host

@@ -81,7 +81,7 @@ class Fixed:
 def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[str, Any]:
     """Replay once and return what it took; imports vLLM."""
     from tuner.engine.compat import serve
-    from tuner.engine.protocol import EngineLimits
+    from tuner.engine.limits import EngineLimits
     from tuner.engine.shadow import ShadowEngine
     from tuner.engine.shape import EngineShape
     from tuner.replay import replay

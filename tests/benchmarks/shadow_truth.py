@@ -41,8 +41,8 @@ from truth_figures import limits_of, show, summary
 
 from tuner.calibrate import Calibration, apart, error_ratio, metric_error
 from tuner.demo import demo_engine_args
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits
 from tuner.host import Host
 from tuner.metrics import Measurement, measure
 from tuner.profiles import KvStart, Profile

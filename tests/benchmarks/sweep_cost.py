@@ -48,8 +48,8 @@ def window(length_s: float) -> Any:
 def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, float]:
     """Sweep the configurations on one engine."""
     from tuner.demo import demo_engine_args
+    from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
-    from tuner.engine.protocol import EngineLimits
     from tuner.host import Host
     from tuner.replay_plan import ReplayPlan
 
@@ -85,7 +85,7 @@ def free_port() -> int:
 def serve_command(port: int) -> list[str]:
     """Return the server's command line, but for the limits."""
     from tuner.demo import demo_engine_args
-    from tuner.spelling import to_argv
+    from tuner.engine.serve_config import to_argv
 
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return [*server, *to_argv(demo_engine_args()), "--port", str(port)]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from tuner.calibrate import read_metric
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.stats import tail_statistic
 
 METRICS = (

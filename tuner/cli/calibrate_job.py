@@ -13,7 +13,7 @@ import msgspec
 from tuner.bench import Bench, Failure
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
 from tuner.console import say
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, UsageError
 from tuner.host import Host

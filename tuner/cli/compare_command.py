@@ -22,17 +22,17 @@ from tuner.cli.inputs import (
     replay_plan,
 )
 from tuner.cli.report_command import write_report
-from tuner.config import limits as limits_of
-from tuner.config import read_config
 from tuner.console import ReplayDisplay, say
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits, EngineSource
+from tuner.engine.protocol import EngineSource
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, read_config
+from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import UsageError
 from tuner.files import write_atomic
 from tuner.host import Host
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.strategies import COMPARE_FILE, Row, Strategy, strategies, table, uniform
 from tuner.traffic.traces import LoadModel, Trace
 

@@ -17,7 +17,8 @@ from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
 from tuner.emit.target import Names
-from tuner.engine.protocol import EngineFacts, EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.files import write_atomic
 from tuner.objective import Goal

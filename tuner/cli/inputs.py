@@ -14,13 +14,18 @@ from typing import Any
 
 from tuner.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.cli.trace_options import read_named
-from tuner.config import parse_engine_args, read_config
 from tuner.demo import demo_engine_args
+from tuner.engine.serve_config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    hyphenated,
+    parse_engine_args,
+    read_config,
+)
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay_plan import ReplayPlan
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.traffic.describe import describe
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import LoadModel, TooLong, Trace

@@ -17,12 +17,12 @@ from tuner.cli.inputs import (
     read_traffic,
 )
 from tuner.cli.inputs import replay_plan as plan_of
-from tuner.config import parse_engine_args
 from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, without_lost
 from tuner.emit.registry import checked_writer
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import hyphenated, parse_engine_args
 from tuner.errors import UsageError
 from tuner.objective import Goal, Objective
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
@@ -31,7 +31,6 @@ from tuner.redact import REDACTED
 from tuner.rundir import PROFILE_FILE, new_run_path
 from tuner.session import Method
 from tuner.shadows import default_jobs
-from tuner.spelling import hyphenated
 
 DEFAULT_BUDGET_S = 1800.0
 

@@ -19,7 +19,7 @@ from tuner.calibrate import error_ratio
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
 from tuner.confirm import Decision, Verdict, decide_predicted
 from tuner.console import say
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.forecast import Forecast
 from tuner.host import Host

@@ -22,8 +22,9 @@ from tuner.cli.inputs import (
     replay_plan,
 )
 from tuner.console import ReplayDisplay, say
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineLimits, EngineSource
+from tuner.engine.protocol import EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.host import Host
 from tuner.metrics import Measurement, measure

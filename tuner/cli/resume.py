@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from tuner.config import read_tuning, shown_argument
 from tuner.demo import bundled
+from tuner.engine.serve_config import read_tuning, shown_argument
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
 from tuner.rundir import RUN_FILE, RunDir

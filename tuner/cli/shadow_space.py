@@ -11,7 +11,7 @@ from tuner.aim import Aim
 from tuner.baseline import Baseline
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.console import say
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.host import Host
 from tuner.objective import Objective
 from tuner.plan import DEFAULT_LADDER, Budget, search_space

@@ -22,8 +22,9 @@ from tuner.cli.inputs import (
 )
 from tuner.console import ProgressLine, say
 from tuner.emit.vllm import render
+from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineFacts, EngineLimits, EngineSource
+from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
 from tuner.files import write_atomic
 from tuner.host import Host

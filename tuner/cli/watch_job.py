@@ -17,14 +17,14 @@ from tuner.cli.emit_command import check_ending
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
 from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
-from tuner.config import limits as limits_of
-from tuner.config import read_config
 from tuner.console import say
 from tuner.doctor import installed_vllm
 from tuner.drift import LEAST_S
 from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import limits as limits_of
+from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.profiles import Profile
 from tuner.rundir import PROFILE_FILE

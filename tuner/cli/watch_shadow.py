@@ -13,7 +13,7 @@ from tuner.check import Checked, Verdict, check, unlike_server, without_replay
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import Ready, shadows_on
 from tuner.drift import Drift, compare
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.metrics import Measurement
 from tuner.retune import shadow_host

@@ -19,7 +19,7 @@ from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.job import DEFAULT_BUDGET_S
 from tuner.cli.resume import with_tuning
 from tuner.console import say
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tuner.emit.recommendation import LIVE_LIMIT_KEYS
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.errors import UsageError
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 
 _STARTS_VLLM: Final = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\.[\w.]+")
 # The model after `vllm serve`, perhaps on the next line; a backslash alone continues the line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tuner.spelling import to_argv
+from tuner.engine.serve_config import to_argv
 
 
 def flags(values: Mapping[str, object]) -> list[str]:

@@ -29,7 +29,7 @@ from tuner.emit.llm_d import uri
 from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.spelling import human_integer
+from tuner.engine.serve_config import human_integer
 
 _OWN_FLAGS: Final = {
     "max-model-len": "max_model_len",

@@ -30,7 +30,7 @@ from tuner.emit.flags import flags, without_expansion
 from tuner.emit.recommendation import API_KEY, LIVE_LIMIT_KEYS, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
 
 _SWITCHES: Final = {
     "enableChunkedPrefill": "enable-chunked-prefill",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuner.confirm import Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.outcome import Outcome
 
 _IN_COMMENTS: Final = {

@@ -13,8 +13,6 @@ from typing import Any, Final
 import msgspec
 
 from tuner import evidence
-from tuner.config import limits as limits_of
-from tuner.config import read_config
 from tuner.confirm import Decision, Verdict
 from tuner.emit.provenance import facts_in, facts_of_run, first_comments
 from tuner.emit.recommendation import (
@@ -25,13 +23,19 @@ from tuner.emit.recommendation import (
     kept_back_in,
     without_lost,
 )
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    hyphenated,
+    read_config,
+)
+from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
 from tuner.evidence import Row
 from tuner.outcome import SCHEMA, Outcome, comments
 from tuner.profiles import read_profile
 from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.stats import Estimate
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
 from tuner.errors import UsageError
 from tuner.files import write_atomic
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
 
 __all__ = [
     "LIVE_LIMIT_KEYS",

@@ -8,7 +8,7 @@ from tuner.emit.edits import limit_flags, no_place
 from tuner.emit.recommendation import LIVE_LIMIT_KEYS, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.vllm import exact_limits, exact_start
-from tuner.spelling import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 
 _TELLING: Final = ("model", MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
 """Keys that a configuration of vLLM has at its top, and other files do not: ours."""

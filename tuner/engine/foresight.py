@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tuner.engine.fast_forward import is_foreseeable
-from tuner.engine.protocol import EngineLimits, PrefixCacheNeeded
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import PrefixCacheNeeded
 from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_model import StepModel

@@ -13,7 +13,8 @@ from typing import Any
 
 from tuner.engine.compat import core as compat_core
 from tuner.engine.compat import serve
-from tuner.engine.protocol import EngineFacts, EngineInfo, EngineLimits, Prompt, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts, EngineInfo, Prompt, Step
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 

@@ -19,7 +19,8 @@ from tuner.engine.compat.core import read_batch
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.fast_forward import HiddenDecodes
 from tuner.engine.horizon import steps_within
-from tuner.engine.protocol import Batch, DecodeRun, Emitted, EngineLimits, Prompt, Rows, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch, DecodeRun, Emitted, Prompt, Rows, Step
 from tuner.engine.scheduler_pair import SchedulerPair
 
 _NO_BATCH = Batch(0, 0, 0, 0, 0, 0, 0)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.protocol import EngineLimits, PrefixCacheNeeded
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import PrefixCacheNeeded
 from tuner.engine.shape import EngineShape
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.fast_forward import is_foreseeable
+from tuner.engine.limits import EngineLimits
 from tuner.engine.pipeline import Pipeline, StepTimer
-from tuner.engine.protocol import EngineInfo, EngineLimits, PrefixCacheNeeded, Prompt, Step
+from tuner.engine.protocol import EngineInfo, PrefixCacheNeeded, Prompt, Step
 from tuner.engine.scheduler_pair import SchedulerPair
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError

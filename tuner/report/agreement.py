@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from tuner.calibrate import COMPARED
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.report.looks import BETTER, CHOSEN, INK, LIVE, axis, layout
 from tuner.report.parts import Cell, Plot, Section, Table, number
 from tuner.report.points import live_points, shadow_points

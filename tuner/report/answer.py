@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import Goal, Objective
 from tuner.records import decisive, observation_of
 from tuner.report.parts import Section

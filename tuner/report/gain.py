@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuner.duel import EQUAL_RATIO
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.observation import Phase
 from tuner.report.answer import CONFIDENCE
 from tuner.report.looks import BETTER, INK, WORSE, axis, layout

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from tuner import search
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.objective import Tier
 from tuner.observation import TIE_RATIO, Observation, leader
 from tuner.records import observation_of, ranked

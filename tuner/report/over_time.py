@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.report.looks import BETTER, INK, LEGEND, LIVE, SHADOW, WORSE, axis, layout, stacked
 from tuner.report.parts import Plot, Section
 from tuner.report.run_files import RunFiles, SavedReplay, SavedTimeline

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from tuner.calibrate import read_metric
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.observation import Phase
 from tuner.report.run_files import Result, Trial, live_trials, shadow_trials
 

@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.observation import Phase
 from tuner.outcome import SCHEMA

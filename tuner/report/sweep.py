@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.observation import Observation, Phase, leader
 from tuner.records import observation_of, predictions, ranked
 from tuner.report.looks import (

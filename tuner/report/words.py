@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 
 NOTHING = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Final
 
 from tuner.bench import Failure
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.metrics import Measurement
 from tuner.stats import QUANTILES, Estimate, tail_statistic
 from tuner.traffic.prometheus.live import Live

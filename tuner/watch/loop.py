@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tuner.check import Checked, Verdict
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.files import Held
 from tuner.traffic.sketch import TrafficSketch

@@ -20,7 +20,7 @@ from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.files import Held, write_atomic
 from tuner.profiles import Profile

@@ -20,7 +20,7 @@ from typing import Final, Self
 
 import msgspec
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
 from tuner.files import Held, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch

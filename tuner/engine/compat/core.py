@@ -5,17 +5,48 @@ Starting, stepping and limits of a real engine; configurations are read in `serv
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from tuner.engine.compat.cores import bind_as_served
 from tuner.engine.compat.serve import device_name, first_line, vllm_version
 from tuner.engine.compat.shape import read_shape
-from tuner.engine.protocol import Batch, Emitted, EngineInfo, EngineLimits, Step
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
+
+_ALLOWED: Final = frozenset(os.sched_getaffinity(0))
+"""What the process may use: asked before it is bound, for a second start chooses from all."""
+
+
+def bind_as_served(vllm_config: Any) -> None:
+    """Bind this process to the cores of a served engine's only worker.
+
+    Whoever set VLLM_CPU_OMP_THREADS_BIND is obeyed as by a server; several workers are
+    processes of their own, which vLLM binds itself.
+
+    Raises: RuntimeError, ValueError or AssertionError with vLLM's own words.
+    """
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_cpu() or vllm_config.parallel_config.world_size > 1:
+        return
+    try:
+        manager_of = importlib.import_module("vllm.utils.ompmultiprocessing").OMPProcessManager
+    except ModuleNotFoundError:
+        return
+    os.sched_setaffinity(0, _ALLOWED)
+    cores = manager_of(vllm_config).cpu_lists
+    if not cores:  # told not to bind
+        return
+    # Threads that OpenMP starts from here on inherit the cores, so they come first.
+    os.sched_setaffinity(0, cores[0])
+    torch = importlib.import_module("torch")
+    if torch.get_num_threads() != len(cores[0]):
+        torch.set_num_threads(len(cores[0]))
 
 
 class Core:

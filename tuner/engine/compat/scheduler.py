@@ -14,7 +14,8 @@ from typing import Any
 from tuner.demo import demo_engine_args
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
-from tuner.engine.protocol import Emitted, EngineLimits, Prompt
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Emitted, Prompt
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.errors import EngineError, ShadowError
 

@@ -12,9 +12,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.engine.protocol import EngineLimits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import to_argv
 from tuner.errors import EngineError, RefusedConfigError, UsageError
-from tuner.spelling import to_argv
 
 # Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
 _SERVE_PARSER_MODULES = (
