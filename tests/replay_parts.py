@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from traffic import a_trace
 
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.traffic.traces import LoadModel, Trace
 
 

@@ -10,15 +10,15 @@ from run_parts import ToyShadows, a_profile
 from toy import ToyCosts, ToySource
 
 from tuner.aim import Aim
-from tuner.bench import Bench
 from tuner.engine.limits import EngineLimits
-from tuner.host import Host
 from tuner.objective import Objective
 from tuner.plan import Budget
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench
+from tuner.replay.slo import Slo
 from tuner.retune import Retune
 from tuner.rundir import RunDir
-from tuner.slo import Slo
 from tuner.space import SearchSpace
 
 CEILING = EngineLimits(64, 8192)

@@ -12,23 +12,23 @@ from toy import ToyCosts, ToyEngine, ToySource
 from traffic import replay_toy
 
 from tuner.aim import Aim
-from tuner.bench import Bench, Failure
 from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import EngineError
-from tuner.host import Host
 from tuner.journal import Journal
-from tuner.metrics import Measurement, measure
 from tuner.objective import Objective
 from tuner.observation import Observation, Phase
 from tuner.plan import Budget
 from tuner.profiles import KvStart, Profile
-from tuner.replay import Progress
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import Progress
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
+from tuner.replay.slo import Slo
 from tuner.run_state import RunState
 from tuner.rundir import RunDir
 from tuner.shadows import Done, Shadows, Task
-from tuner.slo import Slo
 from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole

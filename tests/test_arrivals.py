@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traffic import a_trace
 
-from tuner.arrivals import ClockKind, ClosedArrivals, OpenArrivals, ReplayClock, arrivals_of
 from tuner.errors import TraceError
+from tuner.replay.arrivals import (
+    ClockKind,
+    ClosedArrivals,
+    OpenArrivals,
+    ReplayClock,
+    arrivals_of,
+)
 from tuner.traffic.traces import LoadModel
 
 

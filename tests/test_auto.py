@@ -23,17 +23,17 @@ from shadow_toy import InstalledSource
 from toy_tune import job_on, write_trace
 from traffic import replay_toy
 
-from tuner.child import Started
 from tuner.cli import tune
 from tuner.cli.replay_command import run_replay
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.lessons import Lessons
-from tuner.metrics import measure
 from tuner.objective import Goal, Objective, Tier
 from tuner.plan import Pilot
 from tuner.profiles import read_profile, write_profile
+from tuner.replay.metrics import measure
+from tuner.replay.process import Started
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
 from tuner.traffic.formats import read_trace

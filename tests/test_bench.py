@@ -8,11 +8,11 @@ from pathlib import Path
 from toy import ToySource
 from traffic import steady
 
-from tuner.bench import Bench, Failure
 from tuner.engine.limits import EngineLimits
-from tuner.host import Host
-from tuner.metrics import Measurement
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
 
 CEILING = EngineLimits(32, 2048)
 SWEEP = [EngineLimits(cap, 1024) for cap in (1, 4, 16)]

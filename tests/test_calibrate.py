@@ -31,10 +31,10 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.step_model import FitError
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.metrics import measure
 from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
 from tuner.space import TOKEN_BUDGETS, SearchSpace
 
 CEILING = EngineLimits(512, 16384)

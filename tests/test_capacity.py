@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.capacity import LARGEST_LOAD, LEAST_LOAD, LOAD_RATIO, Capacity, capacity
+from tuner.replay.runner import LARGEST_LOAD, LEAST_LOAD, LOAD_RATIO, Capacity, capacity
 
 # Six doublings or halvings lead from 1 to either end, and six halvings of a factor two in
 # logarithms lead below two percent.

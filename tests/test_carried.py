@@ -11,19 +11,19 @@ from run_parts import ToyShadows, a_profile, a_run, a_space
 from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy, steady
 
-from tuner.bench import Bench, holds
 from tuner.carried import Carried, carried, confirmed_live
 from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.host import Host
-from tuner.metrics import Measurement, measure
 from tuner.objective import Goal, Objective, Score, Tier
 from tuner.observation import Phase
 from tuner.ranking import Ranking
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, holds
+from tuner.replay.slo import parse_slo
 from tuner.shadows import Task
-from tuner.slo import parse_slo
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 

@@ -12,7 +12,7 @@ from tuner.evidence import Row
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
 from tuner.records import record_of
-from tuner.slo import parse_slo
+from tuner.replay.slo import parse_slo
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
 

@@ -15,10 +15,10 @@ from tuner.engine.compat import serve
 from tuner.engine.fast_forward import HiddenDecodes
 from tuner.engine.foresight import departure
 from tuner.engine.limits import EngineLimits
-from tuner.replay import replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import replay
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Timelines
 from tuner.shadow_source import ShadowSource
-from tuner.timeline import Timelines
 from tuner.traffic.prompts import PromptSource
 
 pytestmark = pytest.mark.engine

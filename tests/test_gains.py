@@ -11,10 +11,10 @@ from traffic import a_log
 from tuner.arrays import Floats
 from tuner.gains import Gain, by_stretch, gain_over
 from tuner.objective import Goal, Objective
-from tuner.replay import ReplayLog
-from tuner.slo import parse_slo
+from tuner.replay.loop import ReplayLog
+from tuner.replay.slo import parse_slo
+from tuner.replay.timeline import Outcome
 from tuner.stats import Estimate
-from tuner.timeline import Outcome
 
 LATENCY = Goal(Objective.LATENCY, (), "p50")
 TAIL = Goal(Objective.BALANCED, (), "p90")

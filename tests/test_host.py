@@ -21,11 +21,10 @@ from traffic import a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import EngineError, TraceError, UsageError
-from tuner.host import Host
-from tuner.last_words import last_words
-from tuner.replay import Progress
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline import Outcome
+from tuner.replay.loop import Progress
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host, last_words
+from tuner.replay.timeline import Outcome
 from tuner.traffic.traces import LoadModel
 
 CEILING = EngineLimits(16, 512)

@@ -22,7 +22,7 @@ from tuner.journal import Journal
 from tuner.objective import Score, Tier
 from tuner.observation import Phase
 from tuner.records import record_of
-from tuner.replay_plan import CutRule
+from tuner.replay.plan import CutRule
 
 SHADOW = Phase.SHADOW
 GRACE_S = 2

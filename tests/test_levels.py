@@ -7,8 +7,8 @@ from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy
 
 from tuner.engine.limits import EngineLimits
-from tuner.levels import Level, levels
-from tuner.timeline import Outcome
+from tuner.replay.metrics import Level, levels
+from tuner.replay.timeline import Outcome
 
 SOURCE = ToySource(ToyCosts(base_s=1.0, per_seq_s=0.0, per_prefill_token_s=0.0))
 LIMITS = EngineLimits(1, 64)

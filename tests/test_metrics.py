@@ -14,11 +14,11 @@ from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
-from tuner.metrics import counted_distribution, distribution, measure
-from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.slo import LATENCIES, parse_slo
+from tuner.replay.metrics import counted_distribution, distribution, measure
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.slo import LATENCIES, parse_slo
+from tuner.replay.timeline import Outcome
 from tuner.stats import EMPTY, QUANTILES, quantile
-from tuner.timeline import Outcome
 from tuner.traffic.traces import LoadModel
 
 LIMITS = EngineLimits(8, 256)

@@ -14,12 +14,12 @@ from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, TooFewSamplesError, UsageError
-from tuner.metrics import Measurement, measure
 from tuner.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal
-from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.slo import parse_slo
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.slo import parse_slo
+from tuner.replay.timeline import Outcome
 from tuner.stats import tail_statistic
-from tuner.timeline import Outcome
 
 ROOMY = EngineLimits(32, 512)
 BALANCED = Goal(Objective.BALANCED, (), "p90")

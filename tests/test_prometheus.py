@@ -35,9 +35,9 @@ from shadow_parts import a_shadow, a_shape
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
-from tuner.metrics import measure
-from tuner.replay import replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import replay
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.describe import describe, prefix_reuse_ratio, reused_tokens
 from tuner.traffic.formats.registry import read_trace
 from tuner.traffic.formats.sources import write_trace

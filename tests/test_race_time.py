@@ -16,7 +16,7 @@ from tuner.duel import LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
 from tuner.observation import Phase
 from tuner.race_time import cold_cost_s, fitting, reserve_s
-from tuner.replay_plan import CutRule
+from tuner.replay.plan import CutRule
 from tuner.run_state import RunState
 
 PRESENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))

@@ -14,15 +14,15 @@ from replay_parts import plans, traces
 from toy import ToyCosts, ToyEngine, ToySource
 from traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 
-from tuner.arrivals import ClockKind
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Prompt, Step
 from tuner.errors import Caveat, EngineError, ReplayError, TraceError, UsageError
-from tuner.metrics import measure
-from tuner.replay import replay
-from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.timeline import Outcome
-from tuner.timeline_record import timeline_record
+from tuner.replay.arrivals import ClockKind
+from tuner.replay.loop import replay
+from tuner.replay.metrics import measure
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.series import timeline_record
+from tuner.replay.timeline import Outcome
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.traces import LoadModel, Trace

@@ -11,10 +11,10 @@ from toy import ToyCosts, ToySource
 from traffic import ToyPrompts, a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.replay import Progress, replay
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay.loop import Progress, replay
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.timeline import Outcome
 from tuner.stats import quantile
-from tuner.timeline import Outcome
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))

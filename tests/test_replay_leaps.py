@@ -12,9 +12,9 @@ from replay_parts import plans, traces
 from toy import ToyCosts, ToySource
 from traffic import a_trace, kept, replay_toy
 
-from tuner.arrivals import ClockKind
 from tuner.engine.limits import EngineLimits
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay.arrivals import ClockKind
+from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 256)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tuner.arrivals import ClosedArrivals
+from tuner.replay.arrivals import ClosedArrivals
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.sampling import (
     Histogram,

@@ -14,13 +14,13 @@ from traffic import ToyPrompts, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
-from tuner.metrics import measure
 from tuner.objective import WORST_SLACK, Goal, Objective, Score, Tier
 from tuner.observation import TIE_RATIO, Observation, Phase, leader
-from tuner.replay import replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import replay
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import parse_slo
 from tuner.search import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
-from tuner.slo import parse_slo
 from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 

@@ -13,10 +13,10 @@ from shadow_parts import Workload, a_shadow, a_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.replay import replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import replay
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Timelines
 from tuner.served import learn
-from tuner.timeline import Timelines
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

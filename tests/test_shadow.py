@@ -16,9 +16,9 @@ from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.horizon import steps_within
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shadow import ShadowEngine
-from tuner.replay import ReplayLog, replay
-from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.timeline import Outcome
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import PromptSource, TokenPrompt
 from tuner.traffic.traces import LoadModel
 

@@ -15,8 +15,8 @@ from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
 from tuner.engine.protocol import Batch, Engine
-from tuner.replay import ReplayLog, replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

@@ -13,11 +13,11 @@ from toy import ToyEngine, ToySource
 from traffic import steady
 
 from tuner import shadows as module
-from tuner.bench import Bench
 from tuner.engine.limits import EngineLimits
-from tuner.host import Host
-from tuner.metrics import Measurement
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench
 from tuner.shadows import Shadows, Task
 
 CEILING = EngineLimits(16, 2048)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.slo import LATENCIES, Slo, parse_slo
+from tuner.replay.slo import LATENCIES, Slo, parse_slo
 from tuner.stats import QUANTILES
 
 

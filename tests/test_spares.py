@@ -14,9 +14,9 @@ from traffic import a_trace
 from tuner.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
-from tuner.metrics import Measurement
 from tuner.profiles import read_profile
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
 from tuner.shadows import Shadows, Task
 from tuner.spares import Spares
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy, steady
 
-from tuner.arrivals import StaticBatches
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.arrivals import StaticBatches
+from tuner.replay.plan import ReplayPlan
 from tuner.strategies import strategies, uniform
 from tuner.traffic.traces import LoadModel
 

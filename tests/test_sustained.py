@@ -12,12 +12,11 @@ from toy import ToyCosts, ToySource
 from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.metrics import measure
-from tuner.replay_plan import ReplayPlan
-from tuner.sustained import is_sustained
-from tuner.timeline import Outcome
+from tuner.replay.load import is_sustained, utilisation
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome
 from tuner.traffic.traces import LoadModel, Trace
-from tuner.work import utilisation
 
 DONE = Outcome.COMPLETED
 SERVER = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))

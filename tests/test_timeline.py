@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner import stats
+from tuner.replay.timeline import Outcome, RequestTimeline, TimelineRecorder, Timelines
 from tuner.stats import BIN_RATIO
-from tuner.timeline import Outcome, RequestTimeline, TimelineRecorder, Timelines
 
 gaps_s = st.floats(0, 1e3, allow_nan=False)
 

@@ -9,9 +9,9 @@ from toy import ToyCosts, ToySource
 from traffic import replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.levels import levels
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline_record import timeline_record, with_replay
+from tuner.replay.metrics import levels
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.series import timeline_record, with_replay
 
 
 @settings(max_examples=25, deadline=None)

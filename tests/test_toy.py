@@ -13,8 +13,8 @@ from traffic import a_trace, kept, replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline import Outcome
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import TokenPrompt
 
 LIMITS = EngineLimits(4, 32)

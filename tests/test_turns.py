@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy
 
-from tuner.arrivals import Sessions
 from tuner.engine.limits import EngineLimits
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.arrivals import Sessions
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.traces import Trace, Turns, pauses_of
 
 ROOM = EngineLimits(64, 4096)

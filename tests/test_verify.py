@@ -15,14 +15,14 @@ from traffic import a_trace
 
 from tuner.cli import run as tune
 from tuner.errors import EngineError
-from tuner.replay_plan import ReplayPlan
-from tuner.slo import parse_slo
-from tuner.timeline import Outcome
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.server.client import Endpoint, HttpRun, find_endpoint, replay_http
+from tuner.replay.server.comparison import Verification, verification
+from tuner.replay.server.scrape import Scraper, read_gauges
+from tuner.replay.slo import parse_slo
+from tuner.replay.timeline import Outcome
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.traces import LoadModel, Trace, Turns
-from tuner.verify.http_replay import Endpoint, HttpRun, find_endpoint, replay_http
-from tuner.verify.outcome import Verification, verification
-from tuner.verify.scrape import Scraper, read_gauges
 
 TRACE = Path(__file__).parents[1] / "traces" / "chat.jsonl"
 

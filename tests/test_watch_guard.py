@@ -20,7 +20,7 @@ from tuner.arrays import Floats
 from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.metrics import Measurement, measure
+from tuner.replay.metrics import Measurement, measure
 from tuner.traffic.prometheus.live import Live
 from tuner.watch.guard import (
     LEAST_REQUESTS,

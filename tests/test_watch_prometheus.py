@@ -22,8 +22,8 @@ from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.profiles import write_profile
-from tuner.replay import replay
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import replay
+from tuner.replay.plan import ReplayPlan
 from tuner.shadow_source import ShadowSource
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prometheus.client import Series, Span

@@ -7,9 +7,9 @@ from toy import ToyCosts, ToySource
 from traffic import replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.replay_plan import CutRule, ReplayPlan
-from tuner.timeline import Outcome
-from tuner.work import pace_s, share_done
+from tuner.replay.load import pace_s, share_done
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.timeline import Outcome
 
 LIMITS = EngineLimits(64, 8192)
 COSTS = ToyCosts(base_s=0.020, per_seq_s=0.0004, per_prefill_token_s=0.0001)

@@ -11,9 +11,9 @@ from toy import ToySource
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns, StepLog
-from tuner.replay import ReplayLog, replay
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline import Outcome, TimelineRecorder
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome, TimelineRecorder
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tuner.objective import Objective
 from tuner.plan import Budget
-from tuner.replay_plan import ReplayPlan
-from tuner.slo import Slo
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import Slo
 from tuner.traffic.windows import Window
 
 

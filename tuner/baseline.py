@@ -15,8 +15,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.objective import Objective
 from tuner.profiles import Profile, read_profile
+from tuner.replay.slo import Slo, parse_slo
 from tuner.rundir import PROFILE_FILE, RESULT_FILE
-from tuner.slo import Slo, parse_slo
 from tuner.traffic.sketch import TRAFFIC_FILE, TrafficSketch, read_sketch
 
 

@@ -10,14 +10,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner.bench import Failure, holds
-from tuner.capacity import LARGEST_LOAD
 from tuner.confirm import Decision
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.metrics import Measurement
 from tuner.observation import Phase
-from tuner.replay_plan import CutRule
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule
+from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run_state import RunState
 
 # A live replay may take this many times what was foretold before it does not fit: ours.

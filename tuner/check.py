@@ -24,10 +24,10 @@ from tuner.drift import Drift
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.gains import Gain, gain_over
-from tuner.metrics import Measurement, measure
 from tuner.objective import Tier
 from tuner.observation import Observation
-from tuner.replay import ReplayLog
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement, measure
 from tuner.retune import Ranked, Retune
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.traces import Trace

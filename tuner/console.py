@@ -22,7 +22,7 @@ from tuner.errors import TunerError
 from tuner.objective import Tier
 from tuner.observation import Observation, Phase, leader
 from tuner.outcome import Outcome
-from tuner.replay import Progress
+from tuner.replay.loop import Progress
 
 _TIER_STYLES = {
     Tier.GOOD: "green",

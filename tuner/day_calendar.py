@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.aim import Aim
-from tuner.bench import Failure
 from tuner.day_hours import Hour, clock_spans
 from tuner.day_plan import DayPlan, DayPlans, Served, day_plans
 from tuner.engine.limits import EngineLimits
-from tuner.metrics import Measurement
 from tuner.objective import Goal, Tier
 from tuner.observation import leader
+from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.retune import Outcome, Retune
 from tuner.stats import tail_statistic
 from tuner.traffic.traces import Trace

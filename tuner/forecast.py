@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tuner.aim import Aim
-from tuner.bench import Failure
 from tuner.engine.limits import EngineLimits
-from tuner.metrics import Measurement
 from tuner.objective import Goal, Objective, Score, parse_goal
-from tuner.replay import ReplayLog
-from tuner.replay_plan import CutRule, ReplayPlan
+from tuner.replay.load import share_done
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.runner import Failure
 from tuner.shadows import Shadows, Task
 from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
-from tuner.work import share_done
 
 # A whole trace that takes longer than this share of the forecast's time per setting is cut
 # into windows: ours.

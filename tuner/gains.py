@@ -21,12 +21,12 @@ from scipy.special import stdtrit
 
 from tuner import stats
 from tuner.arrays import Floats, Ints
-from tuner.metrics import Measurement, measure
 from tuner.objective import RATE, Goal, Objective, Score, Tier
-from tuner.replay import ReplayLog
-from tuner.slo import Slo
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.slo import Slo
+from tuner.replay.timeline import Timelines
 from tuner.stats import LEAST_RUNS, QUANTILES, Estimate, resampled, tail_statistic
-from tuner.timeline import Timelines
 
 STRETCHES: Final = 8
 """Ours: enough for an interval of Student's that is not mostly its factor."""

@@ -36,7 +36,7 @@ from tuner.interrupts import undisturbed_methods
 from tuner.objective import Score, Tier
 from tuner.observation import Observation, Phase
 from tuner.records import observation_of, race_records, record_of
-from tuner.replay_plan import CutRule
+from tuner.replay.plan import CutRule
 from tuner.storage import opened
 
 __all__ = ["Journal", "observation_of", "race_records", "record_of"]

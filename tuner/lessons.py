@@ -20,7 +20,6 @@ from tuner.calibrate import (
     is_steady,
     replay_length_s,
 )
-from tuner.child import Started
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.live_search import fly_pilot
@@ -28,8 +27,9 @@ from tuner.objective import Goal
 from tuner.observation import Phase
 from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
 from tuner.profiles import KvStart, Profile
-from tuner.replay import ReplayLog
-from tuner.replay_plan import CutRule
+from tuner.replay.loop import ReplayLog
+from tuner.replay.plan import CutRule
+from tuner.replay.process import Started
 from tuner.run_state import RunState
 from tuner.traffic.windows import busiest
 

@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from tuner import search
-from tuner.bench import Failure
 from tuner.duel import LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
@@ -26,11 +25,12 @@ from tuner.plan import (
     choose_windows,
 )
 from tuner.race_time import fitting
-from tuner.replay import ReplayLog
-from tuner.replay_plan import CutRule
+from tuner.replay.load import pace_s, share_done
+from tuner.replay.loop import ReplayLog
+from tuner.replay.plan import CutRule
+from tuner.replay.runner import Failure
 from tuner.run_state import RunState
 from tuner.traffic.windows import busiest
-from tuner.work import pace_s, share_done
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.

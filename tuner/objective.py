@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import Any
 
 from tuner.errors import UsageError
-from tuner.metrics import Measurement
-from tuner.replay_plan import CutRule
-from tuner.slo import Slo
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule
+from tuner.replay.slo import Slo
 from tuner.stats import QUANTILES, tail_statistic
 
 # A configuration is hopeless once it is certain to be half as bad again as the best so far:

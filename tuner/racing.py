@@ -19,10 +19,10 @@ from tuner.objective import Score, Tier
 from tuner.observation import TIE_RATIO, Phase
 from tuner.race_time import cold_cost_s
 from tuner.records import observation_of
-from tuner.replay import ReplayLog
-from tuner.replay_plan import CutRule
+from tuner.replay.loop import ReplayLog
+from tuner.replay.plan import CutRule
+from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run_state import RunState
-from tuner.timeline_record import TimelineRecord, timeline_record
 
 # A cold engine's gain that is this far from the race's is told: ours, as much as two single
 # replays may differ by.

@@ -14,8 +14,8 @@ import msgspec
 
 from tuner.journal import Journal, NoStudyError
 from tuner.records import observation_of
+from tuner.replay.slo import Slo
 from tuner.rundir import TRIALS_FILE, RunDir
-from tuner.slo import Slo
 
 Kept = tuple[Mapping[str, Any], Mapping[str, float]]
 """A record, and the slacks of its SLOs."""

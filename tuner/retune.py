@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.aim import Aim
-from tuner.bench import Bench, Failure
 from tuner.calibrate import error_ratio
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.host import Host
 from tuner.journal import Journal
-from tuner.metrics import Measurement
 from tuner.objective import Goal
 from tuner.observation import Observation
 from tuner.profiles import Profile
 from tuner.ranking import Ranking
-from tuner.replay import ReplayLog
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
 from tuner.shadow_source import ShadowSource

@@ -14,20 +14,20 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from tuner.aim import Aim
-from tuner.bench import Bench, Failure
 from tuner.duel import Forecasts
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.journal import Journal
-from tuner.metrics import Measurement
 from tuner.objective import Goal, Score, Tier, parse_goal
 from tuner.observation import Observation, Phase
 from tuner.records import observation_of, record_of
-from tuner.replay import Progress, ReplayLog
-from tuner.replay_plan import CutRule
+from tuner.replay.loop import Progress, ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule
+from tuner.replay.runner import Bench, Failure
+from tuner.replay.series import TIMELINES_FILE, TimelineRecord, with_replay
 from tuner.rundir import TRIALS_FILE, RunDir
 from tuner.space import SearchSpace
-from tuner.timeline_record import TIMELINES_FILE, TimelineRecord, with_replay
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 

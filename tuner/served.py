@@ -24,8 +24,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.profiles import Profile
+from tuner.replay.timeline import Timelines
 from tuner.stats import QUANTILES, tail_statistic
-from tuner.timeline import Timelines
 from tuner.traffic.traces import Trace
 
 LEAST_REQUESTS: Final = 40

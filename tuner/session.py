@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from tuner import confirm, search
 from tuner.carried import Carried, carried, confirmed_live
-from tuner.child import Started
 from tuner.confirm import Decision
 from tuner.duel import LEAST_AGREED, RaceRun, paired
 from tuner.engine.limits import EngineLimits
@@ -23,7 +22,8 @@ from tuner.observation import Observation, Phase
 from tuner.race_time import fitting, reserve_s
 from tuner.racing import Cold, confirm_cold, race
 from tuner.ranking import Ranking
-from tuner.replay import ReplayLog
+from tuner.replay.loop import ReplayLog
+from tuner.replay.process import Started
 from tuner.run_state import RunState
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import profile_facts

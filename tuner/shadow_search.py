@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner import search
-from tuner.arrivals import ClockKind
 from tuner.calibrate import (
     apart,
     beside,
@@ -19,7 +18,6 @@ from tuner.calibrate import (
     error_ratio,
     metric_error,
 )
-from tuner.child import Started
 from tuner.confirm import Decision, decide_predicted
 from tuner.duel import LEAST_AGREED, Forecasts
 from tuner.engine.limits import EngineLimits
@@ -27,7 +25,6 @@ from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons
 from tuner.live_search import fly_pilot
-from tuner.metrics import Measurement
 from tuner.objective import Objective, Tier
 from tuner.observation import Observation, leader
 from tuner.plan import RACE_REPLAYS, choose_windows, shorter_window, window_text
@@ -35,6 +32,9 @@ from tuner.profiles import Profile, read_profile, write_profile
 from tuner.race_time import fitting
 from tuner.ranking import Ranking
 from tuner.records import race_records
+from tuner.replay.arrivals import ClockKind
+from tuner.replay.metrics import Measurement
+from tuner.replay.process import Started
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE
 from tuner.shadows import Shadows, Task

@@ -19,10 +19,10 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.forecast import Forecast
 from tuner.ranking import Ranking
-from tuner.replay import ReplayLog
+from tuner.replay.loop import ReplayLog
+from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run_state import RunState
 from tuner.shadows import Shadows, Task
-from tuner.timeline_record import TimelineRecord, timeline_record
 from tuner.traffic.windows import whole
 
 # The share of the budget that the forecast may take: ours, the rest is for capacities.

@@ -14,18 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tuner.bench import Bench, Failure
-from tuner.child import Started
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError
-from tuner.host import Host
-from tuner.metrics import Measurement
 from tuner.profiles import Profile
 from tuner.quota import usable_cores
-from tuner.replay import ReplayLog
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host, Started
+from tuner.replay.runner import Bench, Failure
+from tuner.replay.slo import Slo
 from tuner.shadow_source import ShadowSource
-from tuner.slo import Slo
 from tuner.spares import Spares
 from tuner.traffic.traces import Trace
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from tuner.host import Host
 from tuner.quota import usable_cores
+from tuner.replay.process import Host
 from tuner.shadow_source import prepare_shadow
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tuner.arrivals import StaticBatches
 from tuner.engine.limits import EngineLimits
-from tuner.metrics import Measurement
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.arrivals import StaticBatches
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.traces import Trace
 
 COMPARE_FILE = "compare.json"

@@ -64,8 +64,8 @@ def every_setting(window_s: float) -> dict[str, Any]:
     from tuner.demo import demo_engine_args
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
-    from tuner.host import Host
-    from tuner.replay_plan import ReplayPlan
+    from tuner.replay.plan import ReplayPlan
+    from tuner.replay.process import Host
 
     ceiling = EngineLimits(max(CAPS), max(BUDGETS))
     began_s = time.monotonic()

@@ -52,7 +52,7 @@ from tuner.objective import Objective, Score
 from tuner.observation import Observation, leader
 from tuner.plan import Budget
 from tuner.profiles import Profile, read_profile
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.plan import ReplayPlan
 from tuner.retune import Retune, retuning, shadow_host
 from tuner.space import SearchSpace
 from tuner.traffic.formats import ReadOptions, read_traces

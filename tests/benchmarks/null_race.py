@@ -26,10 +26,10 @@ from tuner.demo import demo_engine_args
 from tuner.duel import RaceRun, compare
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.host import Host
-from tuner.metrics import measure
 from tuner.objective import Objective, parse_goal
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 

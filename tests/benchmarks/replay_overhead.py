@@ -56,8 +56,8 @@ def ours(requests: int) -> float:
     """Return the seconds that a replay takes."""
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
-    from tuner.replay import replay
-    from tuner.replay_plan import ReplayPlan
+    from tuner.replay.loop import replay
+    from tuner.replay.plan import ReplayPlan
     from tuner.traffic.prompts import PromptSource
 
     trace = a_trace(requests)

@@ -34,18 +34,19 @@ from typing import Any
 
 import numpy as np
 
-from tuner.bench import Bench
 from tuner.demo import bundled, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.step_model import StepModel
 from tuner.engine.steps import StepLog
-from tuner.host import Host
-from tuner.metrics import measure
 from tuner.profiles import read_profile
 from tuner.recorder.settings import FILE
-from tuner.replay import ReplayLog
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench
+from tuner.replay.server.client import Endpoint, replay_http
 from tuner.retune import shadow_host
 from tuner.served import learn
 from tuner.shadow_source import ShadowSource
@@ -54,7 +55,6 @@ from tuner.traffic.prompts import PromptSource
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import parse_window
-from tuner.verify.http_replay import Endpoint, replay_http
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

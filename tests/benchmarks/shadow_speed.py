@@ -84,8 +84,8 @@ def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[s
     from tuner.engine.limits import EngineLimits
     from tuner.engine.shadow import ShadowEngine
     from tuner.engine.shape import EngineShape
-    from tuner.replay import replay
-    from tuner.replay_plan import ReplayPlan
+    from tuner.replay.loop import replay
+    from tuner.replay.plan import ReplayPlan
     from tuner.traffic.formats import ReadOptions, read_trace
     from tuner.traffic.prompts import PromptSource
     from tuner.traffic.traces import TooLong, Trace

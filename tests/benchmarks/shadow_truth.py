@@ -43,10 +43,10 @@ from tuner.calibrate import Calibration, apart, error_ratio, metric_error
 from tuner.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.host import Host
-from tuner.metrics import Measurement, measure
 from tuner.profiles import KvStart, Profile
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
 from tuner.shadows import Shadows, Task
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.reshape import at_load

@@ -50,8 +50,8 @@ def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, fl
     from tuner.demo import demo_engine_args
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
-    from tuner.host import Host
-    from tuner.replay_plan import ReplayPlan
+    from tuner.replay.plan import ReplayPlan
+    from tuner.replay.process import Host
 
     began_s = time.perf_counter()
     limits = [EngineLimits(cap, budget) for cap, budget in configurations]

@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 
-from tuner.bench import Bench, Failure
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, UsageError
-from tuner.host import Host
 from tuner.profiles import Profile, read_profile, write_profile
-from tuner.replay import ReplayLog
+from tuner.replay.loop import ReplayLog
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
+from tuner.replay.timeline import Timelines
 from tuner.retune import shadow_host
 from tuner.served import Served, learn
 from tuner.shadow_source import ShadowSource
-from tuner.timeline import Timelines
 
 
 def run_calibrate(options: Mapping[str, Any]) -> int:

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from tuner.arrivals import StaticBatches
-from tuner.bench import Bench, Failure
 from tuner.cli.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -30,7 +28,9 @@ from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, read
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import UsageError
 from tuner.files import write_atomic
-from tuner.host import Host
+from tuner.replay.arrivals import StaticBatches
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.strategies import COMPARE_FILE, Row, Strategy, strategies, table, uniform

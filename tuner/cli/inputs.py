@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.cli.trace_options import read_named
 from tuner.demo import demo_engine_args
 from tuner.engine.serve_config import (
@@ -25,7 +24,8 @@ from tuner.engine.serve_config import (
 from tuner.errors import Caveat, TraceError, UsageError
 from tuner.profiles import Profile
 from tuner.redact import REDACTED
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.arrivals import ClockKind, Sessions, check_arrivals
+from tuner.replay.plan import ReplayPlan
 from tuner.traffic.describe import describe
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import LoadModel, TooLong, Trace

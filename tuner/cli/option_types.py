@@ -48,7 +48,7 @@ def _window(text: str) -> Any:
 
 
 def _slo(text: str) -> Any:
-    from tuner.slo import parse_slo
+    from tuner.replay.slo import parse_slo
 
     return parse_slo(text)
 

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import uuid4
 
 from tuner.aim import Aim
-from tuner.bench import Bench
 from tuner.cli.finish import Finish, run_record
 from tuner.cli.inputs import DEMO_NOTE, fit_lengths
 from tuner.cli.inputs import replay_plan as plan_of
@@ -23,7 +22,6 @@ from tuner.errors import (
     TunerError,
     UsageError,
 )
-from tuner.host import Host
 from tuner.lessons import Lessons
 from tuner.objective import Objective
 from tuner.plan import search_space
@@ -31,6 +29,8 @@ from tuner.profiles import Profile, write_profile
 from tuner.records import observation_of
 from tuner.recovery import open_journal
 from tuner.redact import redacted
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE, RUN_FILE, RunDir
 from tuner.session import AnySession, Method, Session

@@ -12,9 +12,9 @@ from tuner.baseline import Baseline
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
-from tuner.host import Host
 from tuner.objective import Objective
 from tuner.plan import DEFAULT_LADDER, Budget, search_space
+from tuner.replay.process import Host
 from tuner.retune import Retune, retuning
 from tuner.rundir import RunDir
 from tuner.shadows import default_jobs

@@ -27,17 +27,17 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
 from tuner.files import write_atomic
-from tuner.host import Host
-from tuner.metrics import Measurement, measure
 from tuner.profiles import read_profile
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.server.client import find_endpoint, replay_http
+from tuner.replay.server.comparison import Verification, verification
+from tuner.replay.server.process import ServerProcess
+from tuner.replay.server.scrape import Scraper
 from tuner.shadow_source import ShadowSource
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import LoadModel, Trace
-from tuner.verify.http_replay import find_endpoint, replay_http
-from tuner.verify.outcome import Verification, verification
-from tuner.verify.scrape import Scraper
-from tuner.verify.server import ServerProcess
 
 # Token ids of prompts for a server whose vocabulary nobody named: ours, any model has as many.
 SAFE_VOCABULARY = 10_000

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tuner.baseline import Baseline
-from tuner.bench import Failure
 from tuner.check import Checked, Verdict, check, unlike_server, without_replay
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import Ready, shadows_on
 from tuner.drift import Drift, compare
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
-from tuner.metrics import Measurement
+from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.retune import shadow_host
 from tuner.traffic.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.traffic.prometheus.live import Live, live_between

@@ -13,7 +13,6 @@ import click
 import msgspec
 
 from tuner.aim import Aim
-from tuner.bench import Failure
 from tuner.cli.inputs import fit_lengths, read_traffic
 from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.job import DEFAULT_BUDGET_S
@@ -23,11 +22,12 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.metrics import Measurement
 from tuner.objective import Objective
 from tuner.observation import Phase
 from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
 from tuner.profiles import Profile, read_profile
+from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.run_state import judged
 from tuner.rundir import PROFILE_FILE, RUN_FILE
 from tuner.shadows import Shadows, Task, default_jobs

@@ -19,9 +19,9 @@ from tuner.errors import UsageError
 from tuner.observation import Phase
 from tuner.outcome import SCHEMA
 from tuner.records import observation_of
+from tuner.replay.series import TIMELINES_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
 from tuner.strategies import COMPARE_FILE
-from tuner.timeline_record import TIMELINES_FILE
 
 T = TypeVar("T")
 Bounds = tuple[float | None, float | None]

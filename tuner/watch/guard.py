@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from tuner.bench import Failure
 from tuner.engine.limits import EngineLimits
-from tuner.metrics import Measurement
+from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.stats import QUANTILES, Estimate, tail_statistic
 from tuner.traffic.prometheus.live import Live
 

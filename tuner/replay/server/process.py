@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.last_words import last_words
 from tuner.recorder.settings import RECORD_FILE
+from tuner.replay.process import last_words
 
 # A start takes minutes where weights are loaded and graphs captured: ours, with room.
 START_PATIENCE_S = 1800.0

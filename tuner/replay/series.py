@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
-from tuner.replay import ReplayLog
-from tuner.timeline import Outcome
+from tuner.replay.loop import ReplayLog
+from tuner.replay.timeline import Outcome
 
 TIMELINES_FILE = "timelines.json"
 SCHEMA = 1

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from tuner.arrays import Ints
-from tuner.arrivals import Arrivals, arrivals_of
 from tuner.errors import EngineError
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.replay.arrivals import Arrivals, arrivals_of
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

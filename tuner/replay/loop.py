@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tuner.arrivals import ClockKind, ReplayClock, arrivals_of
 from tuner.engine.protocol import DecodeRun, Engine, PrefixCacheNeeded, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
-from tuner.replay_plan import ReplayPlan
-from tuner.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.replay.arrivals import ClockKind, ReplayClock, arrivals_of
+from tuner.replay.load import offered_work_s
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.traffic.traces import LoadModel, Trace
-from tuner.work import offered_work_s
 
 # How often the caller hears of progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25

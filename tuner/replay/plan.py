@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tuner.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.errors import UsageError
+from tuner.replay.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.traffic.traces import LoadModel
 
 

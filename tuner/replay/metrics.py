@@ -17,13 +17,35 @@ from tuner import stats
 from tuner.arrays import Floats
 from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
-from tuner.levels import Level, levels
-from tuner.replay import ReplayLog
-from tuner.slo import Slo
-from tuner.stats import QUANTILES, Estimate, Weighted, pooled
-from tuner.sustained import is_sustained
-from tuner.timeline import Outcome, Timelines
-from tuner.work import arrival_span_s, utilisation
+from tuner.replay.load import arrival_span_s, is_sustained, utilisation
+from tuner.replay.loop import ReplayLog
+from tuner.replay.slo import Slo
+from tuner.replay.timeline import Outcome, Timelines
+from tuner.stats import QUANTILES, Estimate, Tally, Weighted, pooled
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A quantity that holds for a while, such as queue depth, weighted by time."""
+
+    mean: float
+    p99: float
+    max: float
+
+
+def levels(logs: Sequence[ReplayLog], name: str) -> Level:
+    """Return a level of the steps weighted by time, idle time counting as nothing."""
+    held, peak = Tally(), 0.0
+    for log in logs:
+        idle_s = max(0.0, log.clock_s - log.steps.duration_s)
+        held.add_counted(log.steps.levels[name])
+        held.add(np.zeros(1), np.array([idle_s]))
+        peak = max(peak, log.steps.peaks[name])
+    pooled = held.finish()
+    if pooled.total_weight <= 0:
+        return Level(0.0, 0.0, 0.0)
+    return Level(pooled.mean().value, pooled.value_at(0.99), peak)
+
 
 # Above this share of distorted steps the machine is called noisy: ours.
 NOISY_RATIO = 0.05

@@ -14,13 +14,13 @@ import numpy as np
 
 from tuner.arrays import Bools
 from tuner.engine.steps import StepLog
-from tuner.metrics import Measurement, measure
-from tuner.replay import ReplayLog
-from tuner.slo import Slo
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.server.client import HttpRun
+from tuner.replay.server.scrape import Scraper
+from tuner.replay.slo import Slo
+from tuner.replay.timeline import Outcome
 from tuner.stats import QUANTILES, Weighted
-from tuner.timeline import Outcome
-from tuner.verify.http_replay import HttpRun
-from tuner.verify.scrape import Scraper
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050

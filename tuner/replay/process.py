@@ -6,27 +6,209 @@ explain a death. What the child does is in `child`.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tuner.child import STOP, Started, serve_parent
+import numpy as np
+
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineFacts, EngineSource
-from tuner.errors import EngineError
-from tuner.last_words import last_words
-from tuner.replay import Progress, ReplayLog
-from tuner.replay_plan import ReplayPlan
+from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
+from tuner.engine.shape import EngineShape
+from tuner.errors import EngineError, ShadowError, TunerError
+from tuner.replay.loop import Progress, ReplayLog, replay
+from tuner.replay.plan import ReplayPlan
+from tuner.traffic.prompts import PromptSource, TokenPrompt
 from tuner.traffic.traces import Trace
+
+# Ours: one batch of each size, since a second one takes as long as a third; 64 sequences,
+# beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most, so that
+# attention over one long prompt does not eat the budget.
+MOST_SEQS = 64
+MOST_PROMPT_TOKENS = 2048
+SHORT_PROMPT_TOKENS = 24
+LEAST_CHUNK_TOKENS = 128
+DECODE_TOKENS = 8
+SEED = 7
+
+
+def _shapes(info: EngineInfo) -> list[tuple[int, int]]:
+    """Return sequences and prompt tokens of each, least tokens in all first."""
+    most_seqs = min(info.ceiling.max_num_seqs, MOST_SEQS)
+    sizes = [1 << k for k in range(most_seqs.bit_length())]
+    shapes = [(seqs, SHORT_PROMPT_TOKENS) for seqs in sizes]
+    prompt = min(MOST_PROMPT_TOKENS, info.max_model_len // 2)
+    chunk = LEAST_CHUNK_TOKENS
+    while chunk <= info.ceiling.max_num_batched_tokens:
+        shapes.append((max(1, chunk // prompt), min(chunk, prompt)))
+        chunk *= 2
+    return sorted(shapes, key=lambda shape: shape[0] * shape[1])
+
+
+def warm_up(engine: Engine, budget_s: float = 15.0) -> float:
+    """Run synthetic batches of growing size and return the seconds it took.
+
+    Stops growing once budget_s is spent; the engine is idle afterwards.
+
+    Raises: EngineError when the engine fails.
+    """
+    started_s = time.perf_counter()
+    info = engine.info
+    rng = np.random.default_rng(SEED)
+    row = 0
+    for seqs, prompt_tokens in _shapes(info):
+        for _ in range(min(seqs, info.ceiling.max_num_seqs)):
+            tokens = rng.integers(0, info.vocab_size, size=max(1, prompt_tokens)).tolist()
+            engine.add(row, TokenPrompt(tokens), DECODE_TOKENS)
+            row += 1
+        while engine.has_work():
+            engine.step()
+        if time.perf_counter() - started_s > budget_s:
+            break
+    return time.perf_counter() - started_s
+
+
+# What a parent sends in the middle of a replay to end it.
+STOP = "stop"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An engine that runs: what it is and what starting and warming it up took.
+
+    `shape` is what a shadow of it has to know, None where there can be none; then `no_shadow`
+    says why.
+    """
+
+    info: EngineInfo
+    start_s: float
+    warm_up_s: float
+    shape: EngineShape | None = None
+    no_shadow: str = ""
+
+
+class _Child:
+    """What the child process holds between two requests of the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._engine: Engine | None = None
+        self._traces: dict[str, tuple[Trace, PromptSource]] = {}
+
+    def prepare(self, how: Callable[[], None]) -> None:
+        """Do what a later start will not have to do any more."""
+        how()
+
+    def facts(self, source: EngineSource, values: Mapping[str, object]) -> EngineFacts:
+        """Resolve a configuration."""
+        return source.facts(values)
+
+    def start(
+        self, source: EngineSource, values: Mapping[str, object], ceiling: EngineLimits
+    ) -> Started:
+        """Start and warm up an engine, closing the last one first."""
+        self.close()
+        began_s = time.perf_counter()
+        self._engine = source.start(values, ceiling)
+        start_s = time.perf_counter() - began_s
+        shape, no_shadow = None, ""
+        try:
+            shape = self._engine.shape()
+        except ShadowError as reason:
+            no_shadow = reason.message
+        # Nothing has to warm up where steps are predicted.
+        warm_s = 0.0 if self._engine.info.kind == "shadow" else warm_up(self._engine)
+        return Started(self._engine.info, start_s, warm_s, shape, no_shadow)
+
+    def load(self, name: str, trace: Trace, seed: int) -> int:
+        """Keep a trace under a name and return its length."""
+        prompts = PromptSource(trace, self._running.info.vocab_size, seed)
+        self._traces[name] = (trace, prompts)
+        return len(trace)
+
+    def replay(self, name: str, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
+        """Replay a kept trace at the limits, reporting progress on the way."""
+        trace, prompts = self._traces[name]
+        self._running.set_limits(limits)
+        return replay(self._running, trace, prompts, plan, self._report)
+
+    def _report(self, progress: Progress) -> bool:
+        self._connection.send(("progress", progress))
+        if self._connection.poll():
+            self._connection.recv()
+            return False
+        return True
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("no engine was started")
+        return self._engine
+
+    def close(self) -> None:
+        """Close the engine, if any."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def serve_parent(connection: Connection, log_path: str) -> None:
+    """Serve the parent until it goes."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    child = _Child(connection)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            message = connection.recv()
+            if message == STOP:
+                # It crossed the answer to the replay that it was meant for.
+                continue
+            name, arguments = message
+            if name == "close":
+                break
+            try:
+                answer: tuple[str, Any] = ("done", getattr(child, name)(*arguments))
+            except TunerError as error:
+                answer = ("error", error)
+            connection.send(answer)
+    child.close()
+
+
+_TELLING = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
+
+
+def last_words(log_path: Path, since: int = 0) -> str:
+    """Return the line of a log's end that tells most: the last error, else the last line."""
+    if not log_path.exists():
+        return "it left no log"
+    with log_path.open("rb") as log:
+        size = log_path.stat().st_size
+        log.seek(max(since, size - 65536))
+        lines = log.read().decode("utf-8", "replace").splitlines()
+    said = [line.strip() for line in lines if line.strip()]
+    for line in reversed(said):
+        found = _TELLING.search(line)
+        if found:
+            return found.group(1)[:400]
+    return said[-1][:400] if said else "it said nothing"
+
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
 # workers on several devices take a few.
