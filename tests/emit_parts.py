@@ -11,16 +11,15 @@ from run_parts import a_profile
 from traffic import a_trace
 
 from tuner.cli import run
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.objective import Goal, Objective, Score, Tier
-from tuner.observation import Phase
 from tuner.outcome import Circumstances, Outcome, make_outcome
 from tuner.profiles import write_profile
-from tuner.records import record_of
 from tuner.redact import redacted
+from tuner.search.objective import Goal, Objective, Score, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase, record_of
 from tuner.stats import Estimate
 
 WINNER, PRESENT, CEILING = (

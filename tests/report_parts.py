@@ -16,13 +16,13 @@ from toy_tune import CROWDED, job_on, write_trace
 from traffic import replay_toy
 
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Goal, Objective
-from tuner.observation import Phase
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import TIMELINES_FILE, timeline_record, with_replay
 from tuner.run_state import judged
 from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.search.objective import Goal, Objective
+from tuner.search.trials import Phase
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
 from tuner.traffic.traces import Trace

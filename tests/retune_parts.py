@@ -9,17 +9,16 @@ from pathlib import Path
 from run_parts import ToyShadows, a_profile
 from toy import ToyCosts, ToySource
 
-from tuner.aim import Aim
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Objective
-from tuner.plan import Budget
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.replay.slo import Slo
 from tuner.retune import Retune
 from tuner.rundir import RunDir
-from tuner.space import SearchSpace
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.space import SearchSpace
 
 CEILING = EngineLimits(64, 8192)
 AIM = Aim(Objective.BALANCED, (), ReplayPlan(), Budget(300.0), None)

@@ -11,14 +11,10 @@ from typing import Any
 from toy import ToyCosts, ToyEngine, ToySource
 from traffic import replay_toy
 
-from tuner.aim import Aim
 from tuner.engine.limits import EngineLimits
 from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import EngineError
 from tuner.journal import Journal
-from tuner.objective import Objective
-from tuner.observation import Observation, Phase
-from tuner.plan import Budget
 from tuner.profiles import KvStart, Profile
 from tuner.replay.loop import Progress
 from tuner.replay.metrics import Measurement, measure
@@ -28,8 +24,11 @@ from tuner.replay.runner import Bench, Failure
 from tuner.replay.slo import Slo
 from tuner.run_state import RunState
 from tuner.rundir import RunDir
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.space import SearchSpace
+from tuner.search.trials import Observation, Phase
 from tuner.shadows import Done, Shadows, Task
-from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
 

@@ -12,30 +12,28 @@ from toy import ToyCosts, ToyEngine, ToySource
 from traffic import kept, replay_toy, steady
 
 from tuner.calibrate import (
-    COMPARED,
     FILLS,
     LARGEST_ERROR_RATIO,
     LEAST_ERROR_RATIO,
     LEAST_ROUNDS,
     Calibration,
-    apart,
     calibration_settings,
     check_rank_by,
     error_ratio,
     fit_error_ratio,
     is_steady,
-    metric_error,
     replay_length_s,
 )
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.step_model import FitError
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.space import TOKEN_BUDGETS, SearchSpace
+from tuner.search.budget import LEAST_REQUESTS, Pilot
+from tuner.search.space import TOKEN_BUDGETS, SearchSpace
+from tuner.search.trials import COMPARED, apart, metric_error
 
 CEILING = EngineLimits(512, 16384)
 

@@ -12,17 +12,17 @@ from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy, steady
 
 from tuner.carried import Carried, carried, confirmed_live
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.objective import Goal, Objective, Score, Tier
-from tuner.observation import Phase
 from tuner.ranking import Ranking
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench, holds
 from tuner.replay.slo import parse_slo
+from tuner.search.objective import Goal, Objective, Score, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase
 from tuner.shadows import Task
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace

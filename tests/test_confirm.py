@@ -11,19 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.confirm import Decision, Verdict, decide, next_run, survivors
-from tuner.duel import (
+from tuner.engine.limits import EngineLimits
+from tuner.search.objective import Score, Tier
+from tuner.search.race import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
+    Decision,
     Forecasts,
     RaceRun,
+    Verdict,
     compare,
+    decide,
+    next_run,
     paired,
     ratio,
     ratios,
+    survivors,
 )
-from tuner.engine.limits import EngineLimits
-from tuner.objective import Score, Tier
 
 SMALL, MIDDLE, LARGE = (EngineLimits(cap, 2048) for cap in (4, 8, 16))
 PRESENT = EngineLimits(12, 2048)

@@ -20,15 +20,15 @@ from emit_parts import (
 )
 
 from tuner.cli import run
-from tuner.confirm import Decision, Verdict
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import read_emitted, read_run, read_source
 from tuner.emit.target import Names
 from tuner.emit.vllm import render
 from tuner.errors import UsageError
-from tuner.objective import Tier
 from tuner.outcome import comments
+from tuner.search.objective import Tier
+from tuner.search.race import Decision, Verdict
 
 Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}

@@ -9,10 +9,9 @@ import pytest
 from tuner import evidence
 from tuner.engine.limits import EngineLimits
 from tuner.evidence import Row
-from tuner.objective import Score, Tier
-from tuner.observation import Phase
-from tuner.records import record_of
 from tuner.replay.slo import parse_slo
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, record_of
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
 

@@ -14,20 +14,20 @@ from toy import ToySource
 from toy_tune import CROWDED
 from traffic import a_trace, replay_toy, steady
 
-from tuner.confirm import Verdict, decide_predicted
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import PROBE_S, Forecast
-from tuner.objective import Goal, Objective, Tier
-from tuner.observation import TIE_RATIO, leader
 from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.runner import Failure
 from tuner.replay.timeline import Outcome
 from tuner.run_state import RunState
-from tuner.search import same_schedule
+from tuner.search.ladder import same_schedule
+from tuner.search.objective import Goal, Objective, Tier
+from tuner.search.race import Verdict, decide_predicted
+from tuner.search.space import SearchSpace
+from tuner.search.trials import TIE_RATIO, leader
 from tuner.shadows import Task
-from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 

@@ -10,10 +10,10 @@ from traffic import a_log
 
 from tuner.arrays import Floats
 from tuner.gains import Gain, by_stretch, gain_over
-from tuner.objective import Goal, Objective
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
+from tuner.search.objective import Goal, Objective
 from tuner.stats import Estimate
 
 LATENCY = Goal(Objective.LATENCY, (), "p50")

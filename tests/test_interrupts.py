@@ -13,7 +13,7 @@ from sqlalchemy import Engine, event
 from tuner.engine.limits import EngineLimits
 from tuner.interrupts import undisturbed, undisturbed_methods
 from tuner.journal import Journal
-from tuner.observation import Phase
+from tuner.search.trials import Phase
 
 LIMITS = EngineLimits(8, 1024)
 

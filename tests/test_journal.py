@@ -17,9 +17,8 @@ from tuner.claims import MOST_DEATHS
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.journal import Journal
-from tuner.objective import Score, Tier
-from tuner.observation import Phase
-from tuner.records import observation_of, race_records, record_of
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, observation_of, race_records, record_of
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 1.5, "e2e_p99")

@@ -19,10 +19,9 @@ from sqlalchemy import text
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.journal import Journal
-from tuner.objective import Score, Tier
-from tuner.observation import Phase
-from tuner.records import record_of
 from tuner.replay.plan import CutRule
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, record_of
 
 SHADOW = Phase.SHADOW
 GRACE_S = 2

@@ -14,11 +14,11 @@ from traffic import a_log, a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, TooFewSamplesError, UsageError
-from tuner.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
+from tuner.search.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal
 from tuner.stats import tail_statistic
 
 ROOMY = EngineLimits(32, 512)

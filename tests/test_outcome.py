@@ -8,14 +8,13 @@ from typing import Any
 
 from traffic import a_trace
 
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.objective import Goal, Objective, Score, Tier
-from tuner.observation import Phase
 from tuner.outcome import Circumstances, Outcome, comments, make_outcome
-from tuner.records import record_of
+from tuner.search.objective import Goal, Objective, Score, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase, record_of
 from tuner.stats import Estimate
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 4096)

@@ -11,20 +11,19 @@ from traffic import a_trace, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
-from tuner.plan import (
+from tuner.search.budget import (
     LEAST_BUDGET_S,
     LEAST_REPLAYS,
     LEAST_REQUESTS,
-    PAST_LADDER,
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     Budget,
     choose_windows,
     outlook,
-    search_space,
     shorter_window,
     window_text,
 )
+from tuner.search.space import PAST_LADDER, search_space
 from tuner.traffic.windows import Window, whole
 
 PRESENT = EngineLimits(64, 2048)

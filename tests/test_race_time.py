@@ -12,12 +12,12 @@ from run_parts import a_run, a_space
 from toy import ToySource
 from traffic import steady
 
-from tuner.duel import LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
-from tuner.observation import Phase
 from tuner.race_time import cold_cost_s, fitting, reserve_s
 from tuner.replay.plan import CutRule
 from tuner.run_state import RunState
+from tuner.search.race import LEAST_ROUNDS
+from tuner.search.trials import Phase
 
 PRESENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
 FIELD = [BEST, SECOND, THIRD, PRESENT]

@@ -14,15 +14,15 @@ from toy import ToyEngine, ToySource
 from toy_tune import CROWDED, FragileSource
 from traffic import replay_toy, steady
 
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
-from tuner.objective import Goal, Objective, Tier
-from tuner.observation import Phase
 from tuner.racing import confirm_cold, race
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule
+from tuner.search.objective import Goal, Objective, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase
 from tuner.stats import Estimate
 
 PRESENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Score, Tier
-from tuner.observation import Phase
-from tuner.records import decisive, observation_of, race_records, ranked, record_of
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase, decisive, observation_of, race_records, ranked, record_of
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 2.0, "e2e_p99")

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Score, Tier
-from tuner.observation import Observation, Phase
 from tuner.report.looks import SERIES
 from tuner.report.points import Point, frontier
 from tuner.report.sweep import stop_of
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Observation, Phase
 
 STYLE = Path(__file__).parents[1] / "tuner" / "report" / "templates" / "style.css"
 

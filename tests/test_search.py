@@ -14,14 +14,14 @@ from traffic import ToyPrompts, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
-from tuner.objective import WORST_SLACK, Goal, Objective, Score, Tier
-from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.replay.loop import replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
-from tuner.search import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
-from tuner.space import SearchSpace
+from tuner.search.ladder import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
+from tuner.search.objective import WORST_SLACK, Goal, Objective, Score, Tier
+from tuner.search.space import SearchSpace
+from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 from tuner.traffic.traces import Trace
 
 BALANCED = Goal(Objective.BALANCED, (), "p95")

@@ -20,8 +20,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.objective import Goal, Objective, Tier
 from tuner.replay.metrics import measure
+from tuner.search.objective import Goal, Objective, Tier
 from tuner.traffic.formats import read_trace
 
 SECRETS = ("sk-of-the-config", "hf_of_the_config", "sk-of-an-argument")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.confirm import Verdict, decide_predicted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.objective import Score, Tier
-from tuner.observation import TIE_RATIO, Observation, Phase, leader
+from tuner.search.objective import Score, Tier
+from tuner.search.race import Verdict, decide_predicted
+from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 
 PRESENT, OTHER = EngineLimits(16, 2048), EngineLimits(8, 1024)
 WRONG_RATIO = 0.05

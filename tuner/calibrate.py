@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from statistics import median
-from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.step_fit import Fit, fit
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.plan import LEAST_REQUESTS, Pilot
 from tuner.profiles import KvStart, Profile
-from tuner.space import SearchSpace
+from tuner.search.budget import LEAST_REQUESTS, Pilot
+from tuner.search.space import SearchSpace
 from tuner.traffic.traces import Trace
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
@@ -37,8 +35,6 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 6
 REPLAY_S, FILLS = 3.0, 3.0
 # A round that takes less than this off the error was one too many: ours.
 STEADY_RATIO = 0.9
-# What a shadow is compared with live on: the metrics that rank configurations.
-COMPARED = ("requests_per_s", "tpot_p50", "e2e_p50")
 
 
 def calibration_settings(space: SearchSpace, most_running: float) -> list[EngineLimits]:
@@ -167,45 +163,3 @@ def check_rank_by(profile: Profile) -> None:
             f"more than {LARGEST_ERROR_RATIO:.0%}",
             "calibrate on a quiet machine, or with --method live",
         )
-
-
-def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric such as `e2e_p99` or `requests_per_s` of a recorded measurement."""
-    name, _, statistic = metric.rpartition("_")
-    spread = measurement.get(f"{name}_s")
-    found = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
-    return float(found) if isinstance(found, int | float) else None
-
-
-def beside(
-    live: Sequence[Mapping[str, Any]],
-    shadow: Mapping[str, Any],
-    metrics: Sequence[str] = COMPARED,
-) -> dict[str, tuple[float, float]]:
-    """Return each metric's median over live replays of the same, and what was foretold."""
-    found = {}
-    for metric in metrics:
-        measured = [value for m in live if (value := read_metric(m, metric))]
-        predicted = read_metric(shadow, metric)
-        if measured and predicted:
-            found[metric] = median(measured), predicted
-    return found
-
-
-def apart(
-    live: Sequence[Mapping[str, Any]],
-    shadow: Mapping[str, Any],
-    metrics: Sequence[str] = COMPARED,
-) -> dict[str, float]:
-    """Return by how much a shadow's metrics differ from the live ones, relative and signed."""
-    pairs = beside(live, shadow, metrics)
-    return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
-
-
-def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the largest of the metrics' median absolute errors, None without a comparison."""
-    by_metric: dict[str, list[float]] = {}
-    for difference in differences:
-        for metric, off in difference.items():
-            by_metric.setdefault(metric, []).append(abs(off))
-    return max((median(offs) for offs in by_metric.values()), default=None)

@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner.confirm import Decision
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.observation import Phase
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run_state import RunState
+from tuner.search.race import Decision
+from tuner.search.trials import Phase
 
 # A live replay may take this many times what was foretold before it does not fit: ours.
 COST_RATIO = 1.5

@@ -18,17 +18,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.aim import Aim
-from tuner.confirm import decide_predicted
 from tuner.drift import Drift
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.gains import Gain, gain_over
-from tuner.objective import Tier
-from tuner.observation import Observation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.retune import Ranked, Retune
+from tuner.search.budget import Aim
+from tuner.search.objective import Tier
+from tuner.search.race import decide_predicted
+from tuner.search.trials import Observation
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window

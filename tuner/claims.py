@@ -12,7 +12,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from tuner.engine.limits import EngineLimits
-from tuner.observation import Phase
+from tuner.search.trials import Phase
 
 # Processes that may end while they have the same trial before it counts as failed: ours; a
 # replay that takes the memory of all who touch it would go round for ever.

@@ -16,13 +16,13 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
 
-from tuner.confirm import Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
-from tuner.objective import Tier
-from tuner.observation import Observation, Phase, leader
 from tuner.outcome import Outcome
 from tuner.replay.loop import Progress
+from tuner.search.objective import Tier
+from tuner.search.race import Verdict
+from tuner.search.trials import Observation, Phase, leader
 
 _TIER_STYLES = {
     Tier.GOOD: "green",

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.aim import Aim
 from tuner.day_hours import Hour, clock_spans
 from tuner.day_plan import DayPlan, DayPlans, Served, day_plans
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Goal, Tier
-from tuner.observation import leader
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.retune import Outcome, Retune
+from tuner.search.budget import Aim
+from tuner.search.objective import Goal, Tier
+from tuner.search.trials import leader
 from tuner.stats import tail_statistic
 from tuner.traffic.traces import Trace
 

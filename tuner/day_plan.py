@@ -17,7 +17,7 @@ import numpy as np
 from tuner import stats
 from tuner.day_hours import Hour
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Tier
+from tuner.search.objective import Tier
 from tuner.stats import Estimate
 
 

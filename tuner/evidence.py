@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner import stats
-from tuner.calibrate import read_metric
-from tuner.duel import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
-from tuner.records import decisive, observation_of, paired_records, predictions, ranked
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
+from tuner.search.race import CONFIDENCE_PER_LOOK, LEAST_ROUNDS
+from tuner.search.trials import (
+    decisive,
+    observation_of,
+    paired_records,
+    predictions,
+    ranked,
+    read_metric,
+)
 from tuner.stats import Estimate
 
 # A KV cache this full is what limits, a bound this close is what binds: ours.

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tuner.aim import Aim
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Goal, Objective, Score, parse_goal
 from tuner.replay.load import share_done
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import Failure
+from tuner.search.budget import Aim
+from tuner.search.objective import Goal, Objective, Score, parse_goal
+from tuner.search.space import SearchSpace
 from tuner.shadows import Shadows, Task
-from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
 

@@ -21,11 +21,11 @@ from scipy.special import stdtrit
 
 from tuner import stats
 from tuner.arrays import Floats, Ints
-from tuner.objective import RATE, Goal, Objective, Score, Tier
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Timelines
+from tuner.search.objective import RATE, Goal, Objective, Score, Tier
 from tuner.stats import LEAST_RUNS, QUANTILES, Estimate, resampled, tail_statistic
 
 STRETCHES: Final = 8

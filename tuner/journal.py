@@ -28,15 +28,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.claims import MOST_DEATHS, QUEUED, RETURNED, Key, is_of, key_of, lost, present
-from tuner.duel import RaceRun
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.heartbeat import Heart
 from tuner.interrupts import undisturbed_methods
-from tuner.objective import Score, Tier
-from tuner.observation import Observation, Phase
-from tuner.records import observation_of, race_records, record_of
 from tuner.replay.plan import CutRule
+from tuner.search.objective import Score, Tier
+from tuner.search.race import RaceRun
+from tuner.search.trials import Observation, Phase, observation_of, race_records, record_of
 from tuner.storage import opened
 
 __all__ = ["Journal", "observation_of", "race_records", "record_of"]

@@ -23,14 +23,14 @@ from tuner.calibrate import (
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.live_search import fly_pilot
-from tuner.objective import Goal
-from tuner.observation import Phase
-from tuner.plan import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
 from tuner.profiles import KvStart, Profile
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.process import Started
 from tuner.run_state import RunState
+from tuner.search.budget import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
+from tuner.search.objective import Goal
+from tuner.search.trials import Phase
 from tuner.traffic.windows import busiest
 
 # The name of what is replayed.

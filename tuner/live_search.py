@@ -12,24 +12,24 @@ from functools import partial
 
 import numpy as np
 
-from tuner import search
-from tuner.duel import LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
-from tuner.observation import Observation, Phase, leader
-from tuner.plan import (
-    RACE_REPLAYS,
-    SEARCH_REPLAYS,
-    SEARCH_SHARE,
-    Pilot,
-    choose_windows,
-)
 from tuner.race_time import fitting
 from tuner.replay.load import pace_s, share_done
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
 from tuner.run_state import RunState
+from tuner.search.budget import (
+    RACE_REPLAYS,
+    SEARCH_REPLAYS,
+    SEARCH_SHARE,
+    Pilot,
+    choose_windows,
+)
+from tuner.search.ladder import FINALISTS, finalists, propose
+from tuner.search.race import LEAST_ROUNDS
+from tuner.search.trials import Observation, Phase, leader
 from tuner.traffic.windows import busiest
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
@@ -104,7 +104,7 @@ def search_live(run: RunState, on_log: Learn | None = None) -> list[EngineLimits
     """
     plan_windows(run)
     while True:
-        proposal = search.propose(searched(run), run.space)
+        proposal = propose(searched(run), run.space)
         if proposal is None:
             break
         if searched(run) and _must_race(run):
@@ -113,15 +113,15 @@ def search_live(run: RunState, on_log: Learn | None = None) -> list[EngineLimits
             break
         hears = None if on_log is None else partial(on_log, proposal.limits)
         run.trial(proposal.limits, proposal.phase, _cut(run, proposal.phase), on_log=hears)
-    return fitting(run, search.finalists(searched(run), run.space))
+    return fitting(run, finalists(searched(run), run.space))
 
 
 def _must_race(run: RunState) -> bool:
     """Whether the search has to make room for the race's least rounds."""
-    if len(search.finalists(searched(run), run.space)) < 2:
+    if len(finalists(searched(run), run.space)) < 2:
         return run.left_s < run.usual_wall_s
     total_s = run.aim.budget.total_s
-    least_s = (search.FINALISTS + 1) * LEAST_ROUNDS * run.usual_wall_s
+    least_s = (FINALISTS + 1) * LEAST_ROUNDS * run.usual_wall_s
     reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
     return run.left_s < reserved_s
 

@@ -14,14 +14,13 @@ from importlib.metadata import version
 from typing import Any
 
 from tuner import evidence
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.evidence import Row
-from tuner.objective import Goal, Tier
-from tuner.observation import leader
-from tuner.records import decisive, observation_of, predictions, ranked
+from tuner.search.objective import Goal, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import decisive, leader, observation_of, predictions, ranked
 from tuner.traffic.traces import Trace
 
 SCHEMA = 1

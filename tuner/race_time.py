@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tuner.duel import LEAST_ROUNDS
 from tuner.engine.limits import EngineLimits
 from tuner.run_state import RunState
+from tuner.search.race import LEAST_ROUNDS
 
 # The race waits for the cold engines if they take less than this share of what is left: ours,
 # it may need more than three rounds.

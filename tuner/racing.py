@@ -11,18 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tuner import confirm
-from tuner.confirm import Decision, Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
-from tuner.objective import Score, Tier
-from tuner.observation import TIE_RATIO, Phase
 from tuner.race_time import cold_cost_s
-from tuner.records import observation_of
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run_state import RunState
+from tuner.search.objective import Score, Tier
+from tuner.search.race import Decision, Verdict, decide, next_run
+from tuner.search.trials import TIE_RATIO, Phase, observation_of
 
 # A cold engine's gain that is this far from the race's is told: ours, as much as two single
 # replays may differ by.
@@ -69,13 +67,13 @@ def race(
     began_s = time.monotonic()
     while True:
         runs = run.journal.race_runs()
-        following = confirm.next_run(runs, field, run.space.present, run.attempt)
+        following = next_run(runs, field, run.space.present, run.attempt)
         is_over = _is_over(run, following, reserved_s)
         if following is None or is_over or _is_beyond(following[0], until_round):
             if is_over and len(field) > 1:
                 run.caveats.add(Caveat.BUDGET_SPENT)
             run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
-            return confirm.decide(runs, field, run.space.present, run.forecasts)
+            return decide(runs, field, run.space.present, run.forecasts)
         race_round, limits = following
         cut = CutRule(max_wall_s=max(30.0, run.left_s))
         if race_round == 1:

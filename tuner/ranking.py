@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tuner import search
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
-from tuner.objective import Objective, Tier
-from tuner.observation import TIE_RATIO, Observation, Phase, leader
 from tuner.run_state import RunState
+from tuner.search.ladder import same_schedule
+from tuner.search.objective import Objective, Tier
+from tuner.search.space import SearchSpace
+from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 from tuner.shadows import Task
-from tuner.space import SearchSpace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
@@ -53,7 +53,7 @@ class Ranking:
         for first in range(0, len(rungs), at_once):
             few = [s for s in rungs[first : first + at_once] if not self._is_shown(seen, s)]
             seen = self._foretell(few, is_cut=False)
-        while unknown := [s for s in settings if not search.same_schedule(seen, s)]:
+        while unknown := [s for s in settings if not same_schedule(seen, s)]:
             seen = self._foretell(_of_other_kinds(sorted(unknown, reverse=True))[:at_once])
         for _ in range(REFINEMENTS):
             best = _smallest_of_the_best(seen, settings)
@@ -66,7 +66,7 @@ class Ranking:
     def _is_shown(seen: Sequence[Observation], limits: EngineLimits) -> bool:
         """Whether a whole replay tells of the limits; one that failed has nothing to tell."""
         told = [o for o in seen if o.is_whole or o.score.tier is Tier.FAILED]
-        return any(o.limits == limits for o in told) or search.same_schedule(
+        return any(o.limits == limits for o in told) or same_schedule(
             [o for o in told if o.is_whole], limits
         )
 
@@ -139,7 +139,7 @@ def _smallest_of_the_best(
     if best is None:
         return None
     good = [o for o in seen if not o.score.clearly_worse_than(best.score, TIE_RATIO)]
-    like = (limits for limits in settings if search.same_schedule(good, limits))
+    like = (limits for limits in settings if same_schedule(good, limits))
     return min([best.limits, *like])
 
 
@@ -150,9 +150,7 @@ def _between(
     budget, cap = best.max_num_batched_tokens, best.max_num_seqs
     # A setting that makes the same batches as one that was replayed is as good as known.
     others = {o.limits.max_num_seqs for o in seen}
-    caps = sorted(
-        {cap, *(c for c in others if search.same_schedule(seen, space.at(c, budget)))}
-    )
+    caps = sorted({cap, *(c for c in others if same_schedule(seen, space.at(c, budget)))})
     at = caps.index(cap)
     around = [caps[i] for i in (at - 1, at + 1) if 0 <= i < len(caps)]
     known = {o.limits for o in seen}
@@ -167,5 +165,5 @@ def _between(
         if limits not in known
         and limits.within(space.ceiling)
         # A larger one that makes the same batches is no better.
-        and not (limits > best and search.same_schedule(seen, limits))
+        and not (limits > best and same_schedule(seen, limits))
     ]

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from tuner.journal import Journal, NoStudyError
-from tuner.records import observation_of
 from tuner.replay.slo import Slo
 from tuner.rundir import TRIALS_FILE, RunDir
+from tuner.search.trials import observation_of
 
 Kept = tuple[Mapping[str, Any], Mapping[str, float]]
 """A record, and the slacks of its SLOs."""

@@ -12,13 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.aim import Aim
 from tuner.calibrate import error_ratio
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.objective import Goal
-from tuner.observation import Observation
 from tuner.profiles import Profile
 from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
@@ -27,9 +24,12 @@ from tuner.replay.process import Host
 from tuner.replay.runner import Bench, Failure
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
+from tuner.search.budget import Aim
+from tuner.search.objective import Goal
+from tuner.search.space import SearchSpace
+from tuner.search.trials import Observation
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, Task
-from tuner.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 

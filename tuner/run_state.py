@@ -13,21 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
-from tuner.aim import Aim
-from tuner.duel import Forecasts
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.journal import Journal
-from tuner.objective import Goal, Score, Tier, parse_goal
-from tuner.observation import Observation, Phase
-from tuner.records import observation_of, record_of
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Bench, Failure
 from tuner.replay.series import TIMELINES_FILE, TimelineRecord, with_replay
 from tuner.rundir import TRIALS_FILE, RunDir
-from tuner.space import SearchSpace
+from tuner.search.budget import Aim
+from tuner.search.objective import Goal, Score, Tier, parse_goal
+from tuner.search.race import Forecasts
+from tuner.search.space import SearchSpace
+from tuner.search.trials import Observation, Phase, observation_of, record_of
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 

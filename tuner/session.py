@@ -11,20 +11,19 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from tuner import confirm, search
 from tuner.carried import Carried, carried, confirmed_live
-from tuner.confirm import Decision
-from tuner.duel import LEAST_AGREED, RaceRun, paired
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError
 from tuner.live_search import search_live, searched
-from tuner.observation import Observation, Phase
 from tuner.race_time import fitting, reserve_s
 from tuner.racing import Cold, confirm_cold, race
 from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.process import Started
 from tuner.run_state import RunState
+from tuner.search.ladder import at_edge, disturbed
+from tuner.search.race import LEAST_AGREED, Decision, RaceRun, Verdict, paired, whole_rounds
+from tuner.search.trials import Observation, Phase
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import profile_facts
 from tuner.traffic.windows import whole
@@ -134,7 +133,7 @@ class Session:
                 run.caveats.add(Caveat.SHADOW_DISAGREES)
         decision = race(run, field, reserved_s)
         runs = run.journal.race_runs()
-        if decision.is_thin and confirm.whole_rounds(runs, field) < LEAST_AGREED:
+        if decision.is_thin and whole_rounds(runs, field) < LEAST_AGREED:
             return self._without_a_race(shadow.decision(), runs)
         return decision
 
@@ -144,7 +143,7 @@ class Session:
         ours, theirs = paired(runs, predicted.winner, present)
         if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
             why = "the only round that there was time for speaks against what was predicted"
-            return replace(predicted, verdict=confirm.Verdict.KEEP, winner=present, why=why)
+            return replace(predicted, verdict=Verdict.KEEP, winner=present, why=why)
         return predicted
 
     def close(self) -> None:
@@ -174,21 +173,21 @@ class Session:
         said = [Caveat(c) for record in mine for c in record["measurement"]["caveats"]]
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
-        is_kept = decision.verdict is confirm.Verdict.KEEP
+        is_kept = decision.verdict is Verdict.KEEP
         if is_kept and decision.best != run.space.present and not decision.is_thin:
             found.add(Caveat.WITHIN_NOISE)
         if decision.is_predicted:
             found.add(Caveat.NOT_RACED)
         history = searched(run) or self._foretold()
-        if search.disturbed(searched(run)):
+        if disturbed(searched(run)):
             found.add(Caveat.NOISY_MACHINE)
-        if search.at_edge(decision.winner, history):
+        if at_edge(decision.winner, history):
             found.add(Caveat.AT_SPACE_EDGE)
         if run.bench.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if run.windows != (whole(run.trace),):
             found.add(Caveat.WINDOWED)
-        is_change = decision.verdict is confirm.Verdict.CHANGE
+        is_change = decision.verdict is Verdict.CHANGE
         if is_change and self.cold is None and not run.bench.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
         return [caveat for caveat in Caveat if caveat in found]

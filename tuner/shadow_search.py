@@ -10,33 +10,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tuner import search
-from tuner.calibrate import (
-    apart,
-    beside,
-    check_rank_by,
-    error_ratio,
-    metric_error,
-)
-from tuner.confirm import Decision, decide_predicted
-from tuner.duel import LEAST_AGREED, Forecasts
+from tuner.calibrate import check_rank_by, error_ratio
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons
 from tuner.live_search import fly_pilot
-from tuner.objective import Objective, Tier
-from tuner.observation import Observation, leader
-from tuner.plan import RACE_REPLAYS, choose_windows, shorter_window, window_text
 from tuner.profiles import Profile, read_profile, write_profile
 from tuner.race_time import fitting
 from tuner.ranking import Ranking
-from tuner.records import race_records
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import Started
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE
+from tuner.search.budget import RACE_REPLAYS, choose_windows, shorter_window, window_text
+from tuner.search.ladder import FINALIST_RATIO, finalists
+from tuner.search.objective import Objective, Tier
+from tuner.search.race import LEAST_AGREED, Decision, Forecasts, decide_predicted
+from tuner.search.trials import Observation, apart, beside, leader, metric_error, race_records
 from tuner.shadows import Shadows, Task
 from tuner.spares import Spares
 from tuner.traffic.windows import Window, busiest
@@ -192,8 +184,8 @@ class ShadowSearch:
         shadows.settle()
         run.walls_s["shadow"] = run.walls_s.get("shadow", 0.0) + time.monotonic() - began_s
         self._race_at_capacity(seen)
-        near = max(error_ratio(profile), search.FINALIST_RATIO / 2)
-        field_ = search.finalists(seen, run.space, near)
+        near = max(error_ratio(profile), FINALIST_RATIO / 2)
+        field_ = finalists(seen, run.space, near)
         run.listener.note(
             f"the shadow ranked {len(run.space.grid())} settings with {len(seen)} replays; "
             f"within {near:.0%} of its best: "

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tuner import search
 from tuner.calibrate import error_ratio
 from tuner.carried import Carried, carried
-from tuner.confirm import Decision, Verdict, decide_predicted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.forecast import Forecast
@@ -22,6 +20,8 @@ from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run_state import RunState
+from tuner.search.ladder import at_edge
+from tuner.search.race import Decision, Verdict, decide_predicted
 from tuner.shadows import Shadows, Task
 from tuner.traffic.windows import whole
 
@@ -95,7 +95,7 @@ class ShadowSession:
         run = self.run_state
         found = {*run.caveats, Caveat.SHADOW_ONLY}
         history = self._ranking.seen() if self._ranking is not None else []
-        if search.at_edge(decision.winner, history):
+        if at_edge(decision.winner, history):
             found.add(Caveat.AT_SPACE_EDGE)
         if run.windows != (whole(run.trace),):
             found.add(Caveat.WINDOWED)

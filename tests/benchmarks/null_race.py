@@ -21,15 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tuner import confirm
 from tuner.demo import demo_engine_args
-from tuner.duel import RaceRun, compare
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.objective import Objective, parse_goal
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
+from tuner.search.objective import Objective, parse_goal
+from tuner.search.race import RaceRun, compare, next_run
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 
@@ -43,7 +42,7 @@ def race(host: Host, requests: int) -> dict[str, Any]:
     """Run one race of the two names and return its outcome."""
     goal = parse_goal(Objective.LATENCY, (), requests)
     runs: list[RaceRun] = []
-    while (following := confirm.next_run(runs, [LIMITS, TWIN], LIMITS)) is not None:
+    while (following := next_run(runs, [LIMITS, TWIN], LIMITS)) is not None:
         number, name = following
         measured = measure([host.replay("window", LIMITS, ReplayPlan())])
         runs.append(RaceRun(name, number, goal.score(measured)))

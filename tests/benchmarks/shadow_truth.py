@@ -39,7 +39,7 @@ from typing import Any
 
 from truth_figures import limits_of, show, summary
 
-from tuner.calibrate import Calibration, apart, error_ratio, metric_error
+from tuner.calibrate import Calibration, error_ratio
 from tuner.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -47,6 +47,7 @@ from tuner.profiles import KvStart, Profile
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
+from tuner.search.trials import apart, metric_error
 from tuner.shadows import Shadows, Task
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.reshape import at_load

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from tuner.calibrate import read_metric
 from tuner.engine.limits import EngineLimits
+from tuner.search.trials import read_metric
 from tuner.stats import tail_statistic
 
 METRICS = (

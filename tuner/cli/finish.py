@@ -10,9 +10,7 @@ from typing import Any
 from tuner.cli.emit_command import holds_secrets
 from tuner.cli.job import Job
 from tuner.cli.report_command import write_report
-from tuner.confirm import Decision, Verdict
 from tuner.console import RunDisplay, say, show_outcome
-from tuner.duel import ratio
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
@@ -21,14 +19,14 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.files import write_atomic
-from tuner.objective import Goal
-from tuner.observation import leader
 from tuner.outcome import Circumstances, Outcome, make_outcome
-from tuner.plan import window_text
-from tuner.records import decisive, observation_of
 from tuner.redact import redacted
 from tuner.report.page import REPORT_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.search.budget import window_text
+from tuner.search.objective import Goal
+from tuner.search.race import Decision, Verdict, ratio
+from tuner.search.trials import decisive, leader, observation_of
 from tuner.session import AnySession
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch

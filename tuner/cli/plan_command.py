@@ -13,24 +13,24 @@ from typing import Any
 
 import msgspec
 
-from tuner.aim import Aim
 from tuner.calibrate import error_ratio
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
-from tuner.confirm import Decision, Verdict, decide_predicted
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.objective import Objective
-from tuner.observation import Observation
-from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget, search_space
 from tuner.profiles import Profile, read_profile
 from tuner.ranking import Ranking
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.run_state import RunState, Silence
 from tuner.rundir import RunDir
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.race import Decision, Verdict, decide_predicted
+from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
+from tuner.search.trials import Observation
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows, default_jobs
 from tuner.spares import Spares

@@ -7,7 +7,6 @@ from contextlib import closing
 from typing import Any
 from uuid import uuid4
 
-from tuner.aim import Aim
 from tuner.cli.finish import Finish, run_record
 from tuner.cli.inputs import DEMO_NOTE, fit_lengths
 from tuner.cli.inputs import replay_plan as plan_of
@@ -23,22 +22,22 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.lessons import Lessons
-from tuner.objective import Objective
-from tuner.plan import search_space
 from tuner.profiles import Profile, write_profile
-from tuner.records import observation_of
 from tuner.recovery import open_journal
 from tuner.redact import redacted
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.run_state import RunState
 from tuner.rundir import PROFILE_FILE, RUN_FILE, RunDir
+from tuner.search.budget import Aim
+from tuner.search.objective import Objective
+from tuner.search.space import SearchSpace, search_space
+from tuner.search.trials import observation_of
 from tuner.session import AnySession, Method, Session
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import ShadowSession
 from tuner.shadow_source import ShadowSource
 from tuner.shadows import Shadows
-from tuner.space import SearchSpace
 from tuner.spares import Spares, spare_cores
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window

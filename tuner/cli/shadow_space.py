@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.aim import Aim
 from tuner.baseline import Baseline
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Objective
-from tuner.plan import DEFAULT_LADDER, Budget, search_space
 from tuner.replay.process import Host
 from tuner.retune import Retune, retuning
 from tuner.rundir import RunDir
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.space import DEFAULT_LADDER, search_space
 from tuner.shadows import default_jobs
 from tuner.traffic.traces import Trace
 

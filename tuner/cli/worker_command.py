@@ -12,7 +12,6 @@ from typing import Any
 import click
 import msgspec
 
-from tuner.aim import Aim
 from tuner.cli.inputs import fit_lengths, read_traffic
 from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.job import DEFAULT_BUDGET_S
@@ -22,14 +21,15 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.objective import Objective
-from tuner.observation import Phase
-from tuner.plan import DEFAULT_LADDER, PAST_LADDER, Budget
 from tuner.profiles import Profile, read_profile
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.run_state import judged
 from tuner.rundir import PROFILE_FILE, RUN_FILE
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
+from tuner.search.trials import Phase
 from tuner.shadows import Shadows, Task, default_jobs
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window

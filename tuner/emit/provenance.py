@@ -12,9 +12,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from tuner.confirm import Verdict
 from tuner.engine.limits import EngineLimits
 from tuner.outcome import Outcome
+from tuner.search.race import Verdict
 
 _IN_COMMENTS: Final = {
     "tuned-at": re.compile(r"tuned (\d{4}-\d\d-\d\d) on "),

@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 from tuner import evidence
-from tuner.confirm import Decision, Verdict
 from tuner.emit.provenance import facts_in, facts_of_run, first_comments
 from tuner.emit.recommendation import (
     CAPPED,
@@ -36,6 +35,7 @@ from tuner.evidence import Row
 from tuner.outcome import SCHEMA, Outcome, comments
 from tuner.profiles import read_profile
 from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
+from tuner.search.race import Decision, Verdict
 from tuner.stats import Estimate
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"

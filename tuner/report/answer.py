@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Goal, Objective
-from tuner.records import decisive, observation_of
 from tuner.replay.slo import parse_slo
 from tuner.report.parts import Section
 from tuner.report.run_files import Bounds, Recommendation, Result, RunFiles
 from tuner.report.words import change, interval, is_rate, limits_words, metric_name, sentence
+from tuner.search.objective import Goal, Objective
+from tuner.search.trials import decisive, observation_of
 
 CONFIDENCE = "95% interval, corrected for looking after every round"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.calibrate import read_metric
 from tuner.report.looks import LIVE, SHADOW, axis, layout, seconds_axis
 from tuner.report.parts import Cell, Plot, Section, Table, number
 from tuner.report.run_files import RunFiles, SavedStrategy
 from tuner.report.words import NOTHING, metric_name, plain, seconds
+from tuner.search.trials import read_metric
 
 TITLE = "The strategies of the field"
 _RATE = "requests_per_s"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.duel import EQUAL_RATIO
 from tuner.engine.limits import EngineLimits
-from tuner.observation import Phase
 from tuner.report.answer import CONFIDENCE
 from tuner.report.looks import BETTER, INK, WORSE, axis, layout
 from tuner.report.parts import Cell, Plot, Section, Table, number
@@ -25,6 +23,8 @@ from tuner.report.words import (
     score,
     sentence,
 )
+from tuner.search.race import EQUAL_RATIO
+from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
 

@@ -10,14 +10,13 @@ import math
 from collections.abc import Mapping
 from statistics import median
 
-from tuner import search
 from tuner.engine.limits import EngineLimits
-from tuner.objective import Tier
-from tuner.observation import TIE_RATIO, Observation, leader
-from tuner.records import observation_of, ranked
 from tuner.report.parts import Cell, Section, Table
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
+from tuner.search.ladder import same_schedule
+from tuner.search.objective import Tier
+from tuner.search.trials import TIE_RATIO, Observation, leader, observation_of, ranked
 
 SAME = "="
 
@@ -113,7 +112,7 @@ def _cell(
     found = values.get(limits)
     marks = _marks(run, limits)
     if found is None:
-        return Cell(f"{SAME if search.same_schedule(seen, limits) else NOTHING}{marks}")
+        return Cell(f"{SAME if same_schedule(seen, limits) else NOTHING}{marks}")
     text = score(found.score.metric, found.score.value) if found.is_whole else ""
     tier = "" if found.score.tier is Tier.GOOD else str(found.score.tier)[2:]
     said = ", ".join(part for part in (text, tier) if part)

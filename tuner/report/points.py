@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tuner.calibrate import read_metric
 from tuner.engine.limits import EngineLimits
-from tuner.observation import Phase
 from tuner.report.run_files import Result, Trial, live_trials, shadow_trials
+from tuner.search.trials import Phase, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
 _LEVELS = {

@@ -16,11 +16,10 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.observation import Phase
 from tuner.outcome import SCHEMA
-from tuner.records import observation_of
 from tuner.replay.series import TIMELINES_FILE
 from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.search.trials import Phase, observation_of
 from tuner.strategies import COMPARE_FILE
 
 T = TypeVar("T")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.observation import Observation, Phase, leader
-from tuner.records import observation_of, predictions, ranked
 from tuner.report.looks import (
     CHOSEN,
     INK,
@@ -25,7 +23,8 @@ from tuner.report.parts import Plot, Section
 from tuner.report.points import Point, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
 from tuner.report.words import listed, metric_name, percent, quantity, seconds
-from tuner.search import climb_is_over, same_schedule
+from tuner.search.ladder import climb_is_over, same_schedule
+from tuner.search.trials import Observation, Phase, leader, observation_of, predictions, ranked
 
 DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
 

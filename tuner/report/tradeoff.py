@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.observation import Phase
 from tuner.replay.slo import Slo, parse_slo
 from tuner.report.looks import CHOSEN, INK, LIVE, SHADOW, WORSE, axis, layout, seconds_axis
 from tuner.report.parts import Plot, Section
@@ -19,6 +18,7 @@ from tuner.report.points import (
 )
 from tuner.report.run_files import Result, RunFiles
 from tuner.report.words import counted, listed, metric_name, quantity, seconds
+from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
 # A sentence that names more points than these is read by nobody: ours.

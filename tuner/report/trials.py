@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.calibrate import read_metric
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import Result, RunFiles, Trial
 from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
+from tuner.search.trials import read_metric
 
 
 def trials(run: RunFiles) -> Section:

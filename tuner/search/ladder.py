@@ -15,15 +15,9 @@ from collections.abc import Iterator, Sequence
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import DISTORTED_RATIO
-from tuner.objective import Tier
-from tuner.observation import (
-    TIE_RATIO,
-    Observation,
-    Phase,
-    Proposal,
-    leader,
-)
-from tuner.space import SearchSpace
+from tuner.search.objective import Tier
+from tuner.search.space import SearchSpace
+from tuner.search.trials import TIE_RATIO, Observation, Phase, Proposal, leader
 
 # Decode steps this much slower count as degraded: ours.
 DECODE_DEGRADED_RATIO = 0.05

@@ -9,8 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import busiest
 
+DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
+# How far the sweep may go past the top of the ladder.
+PAST_LADDER = 4
 # Powers of two that span vLLM's own defaults: ours.
 TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -79,3 +85,24 @@ def token_budgets(useful_tokens: int, least: int) -> tuple[int, ...]:
         if budget >= useful_tokens:
             return tuple(kept[: i + 1])
     return tuple(kept) or (least,)
+
+
+def search_space(
+    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], present: EngineLimits
+) -> SearchSpace:
+    """Return what may be tried for this trace on this engine.
+
+    The ceiling holds the present limits, the ladder with room past its top, and the largest
+    token budget that could matter: what is due within the busiest second, or the longest
+    prompt, several times over.
+    """
+    least = 1 if facts.chunks_prefill else facts.max_model_len
+    peak = busiest(trace, 1.0).of(trace)
+    useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
+    budgets = token_budgets(useful, least)
+    top = max(ladder, default=1) * PAST_LADDER
+    ceiling = EngineLimits(
+        max(present.max_num_seqs, top),
+        max(present.max_num_batched_tokens, *budgets, top, least),
+    )
+    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, least)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
-from tuner.space import SearchSpace, token_budgets
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import Slo
+from tuner.search.objective import Objective
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
 
-DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
 # How many replays a whole run takes, measured on the sample traces: about fourteen to search
 # and sixteen to race.
 SEARCH_REPLAYS = 14
@@ -35,8 +34,6 @@ LEAST_REQUESTS = 40
 LEAST_REPLAYS = 5
 # More rounds than these are not told of: ours, a race seldom has more.
 MOST_TOLD = 8
-# How far the sweep may go past the top of the ladder.
-PAST_LADDER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +70,6 @@ class Pilot:
 
     wall_per_trace_s: float
     decode_s: float
-
-
-def search_space(
-    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], present: EngineLimits
-) -> SearchSpace:
-    """Return what may be tried for this trace on this engine.
-
-    The ceiling holds the present limits, the ladder with room past its top, and the largest
-    token budget that could matter: what is due within the busiest second, or the longest
-    prompt, several times over.
-    """
-    least = 1 if facts.chunks_prefill else facts.max_model_len
-    peak = busiest(trace, 1.0).of(trace)
-    useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
-    budgets = token_budgets(useful, least)
-    top = max(ladder, default=1) * PAST_LADDER
-    ceiling = EngineLimits(
-        max(present.max_num_seqs, top),
-        max(present.max_num_batched_tokens, *budgets, top, least),
-    )
-    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, least)
 
 
 def choose_windows(
@@ -189,3 +165,14 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
     ]
     total_s = sum(w.length_s for w in windows)
     return f"{' and '.join(parts)} ({total_s:.0f} of {trace.duration_s:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a run is after, as the user asked."""
+
+    objective: Objective
+    slos: tuple[Slo, ...]
+    plan: ReplayPlan
+    budget: Budget
+    window: Window | None

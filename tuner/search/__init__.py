@@ -1,0 +1,1 @@
+"""Pure decisions: what better means, what to measure next, who has won."""
