@@ -15,11 +15,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.outcome import Circumstances, Outcome, make_outcome
-from tuner.profiles import write_profile
 from tuner.redact import redacted
 from tuner.search.objective import Goal, Objective, Score, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase, record_of
+from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
 WINNER, PRESENT, CEILING = (

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
-from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import UsageError
-from tuner.profiles import KvStart, Profile, read_profile, write_profile
+from tuner.shadow.profiles import KvStart, Profile, read_profile, write_profile
+from tuner.shadow.step_model import FitError, StepModel
 
 SHAPE = EngineShape(
     model="org/model-7b",

@@ -12,10 +12,8 @@ from toy import ToyCosts, ToyEngine, ToySource
 from traffic import replay_toy
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import EngineError
 from tuner.journal import Journal
-from tuner.profiles import KvStart, Profile
 from tuner.replay.loop import Progress
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
@@ -28,7 +26,9 @@ from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, Phase
-from tuner.shadows import Done, Shadows, Task
+from tuner.shadow.pool import Done, Shadows, Task
+from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
-from tuner.engine.pipeline import StepTimer
 from tuner.engine.protocol import Batch
-from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
+from tuner.shadow.engine import ShadowEngine
+from tuner.shadow.pipeline import StepTimer
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace

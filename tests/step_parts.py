@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
-from tuner.engine.step_model import Knots, StepModel
 from tuner.engine.steps import StepColumns
+from tuner.shadow.step_model import Knots, StepModel
 
 LINEAR = StepModel.linear(
     4e-3,

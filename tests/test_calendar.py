@@ -24,8 +24,8 @@ from tuner.day_hours import Hour, clock_spans, hours_of, parse_offset
 from tuner.day_plan import Served, Table, day_plans
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.profiles import write_profile
 from tuner.search.objective import Tier
+from tuner.shadow.profiles import write_profile
 from tuner.traffic.traces import ClockOrigin, Trace
 from tuner.traffic.windows import Window
 

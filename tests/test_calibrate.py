@@ -11,7 +11,15 @@ from run_parts import a_profile
 from toy import ToyCosts, ToyEngine, ToySource
 from traffic import kept, replay_toy, steady
 
-from tuner.calibrate import (
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch
+from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.search.budget import LEAST_REQUESTS, Pilot
+from tuner.search.space import TOKEN_BUDGETS, SearchSpace
+from tuner.search.trials import COMPARED, apart, metric_error
+from tuner.shadow.calibration import (
     FILLS,
     LARGEST_ERROR_RATIO,
     LEAST_ERROR_RATIO,
@@ -24,16 +32,8 @@ from tuner.calibrate import (
     is_steady,
     replay_length_s,
 )
-from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch
-from tuner.engine.step_model import FitError
-from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.profiles import KvStart, Profile
-from tuner.replay.metrics import measure
-from tuner.replay.plan import ReplayPlan
-from tuner.search.budget import LEAST_REQUESTS, Pilot
-from tuner.search.space import TOKEN_BUDGETS, SearchSpace
-from tuner.search.trials import COMPARED, apart, metric_error
+from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.step_model import FitError
 
 CEILING = EngineLimits(512, 16384)
 

@@ -11,7 +11,7 @@ from test_served import CALM, STEPS, recorded
 from test_worker import a_profile
 
 from tuner.cli import run
-from tuner.profiles import read_profile, write_profile
+from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.formats.native import native_rows
 from tuner.traffic.traces import Trace
 

@@ -23,7 +23,7 @@ from tuner.replay.slo import parse_slo
 from tuner.search.objective import Goal, Objective, Score, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase
-from tuner.shadows import Task
+from tuner.shadow.pool import Task
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 

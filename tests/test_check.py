@@ -25,9 +25,9 @@ from tuner.check import Checked, Verdict, check, without_replay
 from tuner.cli.check_command import check as check_command
 from tuner.drift import compare
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import StepModel
 from tuner.errors import UsageError
-from tuner.profiles import Profile, write_profile
+from tuner.shadow.profiles import Profile, write_profile
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prefixes import HashIds, offsets_of
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch

@@ -19,8 +19,8 @@ from tuner.emit.names import Format
 from tuner.emit.registry import TARGETS
 from tuner.emit.target import ApiKey
 from tuner.errors import UsageError
-from tuner.profiles import write_profile
 from tuner.redact import redacted
+from tuner.shadow.profiles import write_profile
 from tuner.watch.publish import Publisher
 
 Output = pytest.CaptureFixture[str]

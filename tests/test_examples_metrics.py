@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tuner.check import Verdict
 from tuner.emit.names import Format
-from tuner.profiles import read_profile
+from tuner.shadow.profiles import read_profile
 from tuner.watch.handover import Handing, Notebook
 from tuner.watch.health import WatchMetrics
 from tuner.watch.loop import Watcher

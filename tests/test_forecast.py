@@ -27,7 +27,7 @@ from tuner.search.objective import Goal, Objective, Tier
 from tuner.search.race import Verdict, decide_predicted
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, leader
-from tuner.shadows import Task
+from tuner.shadow.pool import Task
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 

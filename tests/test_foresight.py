@@ -10,15 +10,15 @@ import pytest
 from run_parts import a_profile
 from shadow_parts import Workload, a_shape
 
-from tuner.engine import foresight
 from tuner.engine.compat import serve
-from tuner.engine.fast_forward import HiddenDecodes
-from tuner.engine.foresight import departure
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import replay
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
-from tuner.shadow_source import ShadowSource
+from tuner.shadow import self_check as foresight
+from tuner.shadow.fast_forward import HiddenDecodes
+from tuner.shadow.self_check import departure
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.prompts import PromptSource
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ import pytest
 from test_worker import a_profile, a_trace_file
 
 from tuner.cli import run
-from tuner.profiles import write_profile
+from tuner.shadow.profiles import write_profile
 
 
 @pytest.fixture(scope="module")

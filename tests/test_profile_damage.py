@@ -19,7 +19,7 @@ from profile_parts import (
 )
 
 from tuner.errors import UsageError
-from tuner.profiles import SCHEMA, Profile, read_profile
+from tuner.shadow.profiles import SCHEMA, Profile, read_profile
 
 
 def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:

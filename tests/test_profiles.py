@@ -22,7 +22,14 @@ from profile_parts import (
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.profiles import SCHEMA, KvStart, Profile, check_fits, read_profile, write_profile
+from tuner.shadow.profiles import (
+    SCHEMA,
+    KvStart,
+    Profile,
+    check_fits,
+    read_profile,
+    write_profile,
+)
 
 
 @settings(max_examples=60, deadline=None)

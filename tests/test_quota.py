@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.quota import usable_cores
+from tuner.shadow.pool import usable_cores
 
 CORES = 64
 POD = "kubepods.slice/pod.slice/tune.scope"

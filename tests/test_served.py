@@ -11,12 +11,12 @@ from run_parts import a_profile
 from shadow_parts import Workload, a_shadow, a_shape
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.loop import replay
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
-from tuner.served import learn
+from tuner.shadow.served import learn
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

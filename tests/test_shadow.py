@@ -12,13 +12,13 @@ from hypothesis import example, given, seed, settings
 from hypothesis import strategies as st
 from shadow_parts import LinearTimer, MaybeShared, Workload, a_shadow, a_shape
 
-from tuner.engine.fast_forward import is_foreseeable
-from tuner.engine.horizon import steps_within
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shadow import ShadowEngine
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
+from tuner.shadow.engine import ShadowEngine
+from tuner.shadow.fast_forward import is_foreseeable
+from tuner.shadow.pipeline import steps_within
 from tuner.traffic.prompts import PromptSource, TokenPrompt
 from tuner.traffic.traces import LoadModel
 

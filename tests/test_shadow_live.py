@@ -11,12 +11,12 @@ import pytest
 from shadow_parts import MaybeShared, Workload, a_shadow
 
 from tuner.demo import demo_engine_args
-from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
 from tuner.engine.protocol import Batch, Engine
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
+from tuner.shadow.fast_forward import is_foreseeable
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

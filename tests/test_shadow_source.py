@@ -11,9 +11,9 @@ from run_parts import a_profile
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
-from tuner.profiles import Profile
 from tuner.redact import REDACTED
-from tuner.shadow_source import ShadowSource
+from tuner.shadow.profiles import Profile
+from tuner.shadow.source import ShadowSource
 
 SERVED: dict[str, object] = {"model": "toy", "dtype": "float16", "max-num-seqs": 16}
 

@@ -12,13 +12,13 @@ from run_parts import a_profile
 from toy import ToyEngine, ToySource
 from traffic import steady
 
-from tuner import shadows as module
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
-from tuner.shadows import Shadows, Task
+from tuner.shadow import pool as module
+from tuner.shadow.pool import Shadows, Task
 
 CEILING = EngineLimits(16, 2048)
 START_S = 3.0

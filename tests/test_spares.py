@@ -14,11 +14,10 @@ from traffic import a_trace
 from tuner.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
-from tuner.profiles import read_profile
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.shadows import Shadows, Task
-from tuner.spares import Spares
+from tuner.shadow.pool import Shadows, Spares, Task
+from tuner.shadow.profiles import read_profile
 
 LIMITS = EngineLimits(16, 2048)
 PATIENCE_S = 20.0

@@ -22,10 +22,10 @@ from step_parts import (
     uniform,
 )
 
-from tuner.engine.step_fit import LEAST_STEPS, fit
-from tuner.engine.step_model import Knots, StepModel
 from tuner.engine.steps import StepColumns
 from tuner.errors import TooFewSamplesError, UsageError
+from tuner.shadow.fit import LEAST_STEPS, fit
+from tuner.shadow.step_model import Knots, StepModel
 
 
 @pytest.mark.parametrize("truth", [LINEAR, KNEE], ids=["linear", "knee"])

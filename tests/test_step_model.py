@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_parts import LINEAR, batch, batch_of, columns, counts, models
 
-from tuner.engine.step_model import StepModel
 from tuner.errors import UsageError
+from tuner.shadow.step_model import StepModel
 
 
 def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:

@@ -21,10 +21,10 @@ from tuner.cli.watch_job import run_watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.profiles import write_profile
 from tuner.replay.loop import replay
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow_source import ShadowSource
+from tuner.shadow.profiles import write_profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.live import _restarted_s, live_between

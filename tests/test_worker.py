@@ -16,8 +16,8 @@ from shadow_parts import a_shape
 from traffic import steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import FitError, StepModel
-from tuner.profiles import KvStart, Profile, write_profile
+from tuner.shadow.profiles import KvStart, Profile, write_profile
+from tuner.shadow.step_model import FitError, StepModel
 
 TUNE = [sys.executable, "-m", "tuner.cli"]
 

@@ -29,7 +29,7 @@ from tuner.console import say, say_error
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError, TunerError
-from tuner.spares import Spares
+from tuner.shadow.pool import Spares
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.

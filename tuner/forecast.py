@@ -18,7 +18,7 @@ from tuner.replay.runner import Failure
 from tuner.search.budget import Aim
 from tuner.search.objective import Goal, Objective, Score, parse_goal
 from tuner.search.space import SearchSpace
-from tuner.shadows import Shadows, Task
+from tuner.shadow.pool import Shadows, Task
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
 

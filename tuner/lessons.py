@@ -12,18 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tuner.calibrate import (
-    MOST_ROUNDS,
-    Calibration,
-    calibration_settings,
-    fit_error_ratio,
-    is_steady,
-    replay_length_s,
-)
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.live_search import fly_pilot
-from tuner.profiles import KvStart, Profile
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.process import Started
@@ -31,6 +22,15 @@ from tuner.run_state import RunState
 from tuner.search.budget import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
 from tuner.search.objective import Goal
 from tuner.search.trials import Phase
+from tuner.shadow.calibration import (
+    MOST_ROUNDS,
+    Calibration,
+    calibration_settings,
+    fit_error_ratio,
+    is_steady,
+    replay_length_s,
+)
+from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.windows import busiest
 
 # The name of what is replayed.

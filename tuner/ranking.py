@@ -16,7 +16,7 @@ from tuner.search.ladder import same_schedule
 from tuner.search.objective import Objective, Tier
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
-from tuner.shadows import Task
+from tuner.shadow.pool import Task
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2

@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner.calibrate import error_ratio
 from tuner.engine.limits import EngineLimits
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.profiles import Profile
 from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
@@ -28,8 +26,10 @@ from tuner.search.budget import Aim
 from tuner.search.objective import Goal
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation
-from tuner.shadow_source import ShadowSource
-from tuner.shadows import Shadows, Task
+from tuner.shadow.calibration import error_ratio
+from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.profiles import Profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 

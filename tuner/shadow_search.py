@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tuner.calibrate import check_rank_by, error_ratio
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.forecast import Forecast
 from tuner.lessons import CALIBRATION, Lessons
 from tuner.live_search import fly_pilot
-from tuner.profiles import Profile, read_profile, write_profile
 from tuner.race_time import fitting
 from tuner.ranking import Ranking
 from tuner.replay.arrivals import ClockKind
@@ -29,8 +27,9 @@ from tuner.search.ladder import FINALIST_RATIO, finalists
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import LEAST_AGREED, Decision, Forecasts, decide_predicted
 from tuner.search.trials import Observation, apart, beside, leader, metric_error, race_records
-from tuner.shadows import Shadows, Task
-from tuner.spares import Spares
+from tuner.shadow.calibration import check_rank_by, error_ratio
+from tuner.shadow.pool import Shadows, Spares, Task
+from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.windows import Window, busiest
 
 # The share of the budget that foretelling may take: ours.

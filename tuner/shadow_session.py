@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tuner.calibrate import error_ratio
 from tuner.carried import Carried, carried
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
@@ -22,7 +21,8 @@ from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run_state import RunState
 from tuner.search.ladder import at_edge
 from tuner.search.race import Decision, Verdict, decide_predicted
-from tuner.shadows import Shadows, Task
+from tuner.shadow.calibration import error_ratio
+from tuner.shadow.pool import Shadows, Task
 from tuner.traffic.windows import whole
 
 # The share of the budget that the forecast may take: ours, the rest is for capacities.

@@ -46,14 +46,14 @@ from tuner.arrays import Ints
 from tuner.check import Verdict, check
 from tuner.drift import compare
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import FitError, StepModel
-from tuner.profiles import Profile, read_profile
 from tuner.replay.plan import ReplayPlan
 from tuner.retune import Retune, retuning, shadow_host
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective, Score
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
+from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import sketch_of

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from tuner.engine.step_model import StepModel
-from tuner.profiles import read_profile, write_profile
+from tuner.shadow.profiles import read_profile, write_profile
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.native import native_rows
 

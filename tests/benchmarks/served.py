@@ -37,9 +37,7 @@ import numpy as np
 from tuner.demo import bundled, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.step_model import StepModel
 from tuner.engine.steps import StepLog
-from tuner.profiles import read_profile
 from tuner.recorder.settings import FILE
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
@@ -48,8 +46,10 @@ from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.replay.server.client import Endpoint, replay_http
 from tuner.retune import shadow_host
-from tuner.served import learn
-from tuner.shadow_source import ShadowSource
+from tuner.shadow.profiles import read_profile
+from tuner.shadow.served import learn
+from tuner.shadow.source import ShadowSource
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.reshape import at_load

@@ -82,10 +82,10 @@ def child(variant: str, path: str, hours: float, *, is_profiled: bool) -> dict[s
     """Replay once and return what it took; imports vLLM."""
     from tuner.engine.compat import serve
     from tuner.engine.limits import EngineLimits
-    from tuner.engine.shadow import ShadowEngine
     from tuner.engine.shape import EngineShape
     from tuner.replay.loop import replay
     from tuner.replay.plan import ReplayPlan
+    from tuner.shadow.engine import ShadowEngine
     from tuner.traffic.formats import ReadOptions, read_trace
     from tuner.traffic.prompts import PromptSource
     from tuner.traffic.traces import TooLong, Trace

@@ -39,16 +39,16 @@ from typing import Any
 
 from truth_figures import limits_of, show, summary
 
-from tuner.calibrate import Calibration, error_ratio
 from tuner.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.profiles import KvStart, Profile
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.search.trials import apart, metric_error
-from tuner.shadows import Shadows, Task
+from tuner.shadow.calibration import Calibration, error_ratio
+from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import TooLong, Trace

@@ -16,12 +16,12 @@ from tuner.console import say
 from tuner.day_calendar import Calendar, calendar_of
 from tuner.day_hours import LEAST_REQUESTS, Hour, hours_of, parse_offset
 from tuner.errors import UsageError
-from tuner.profiles import Profile, read_profile
 from tuner.retune import retuning, shadow_host
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, search_space
-from tuner.shadows import default_jobs
+from tuner.shadow.pool import default_jobs
+from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 

@@ -22,10 +22,10 @@ from tuner.engine.serve_config import (
     read_config,
 )
 from tuner.errors import Caveat, TraceError, UsageError
-from tuner.profiles import Profile
 from tuner.redact import REDACTED
 from tuner.replay.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.replay.plan import ReplayPlan
+from tuner.shadow.profiles import Profile
 from tuner.traffic.describe import describe
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import LoadModel, TooLong, Trace

@@ -24,14 +24,14 @@ from tuner.emit.registry import checked_writer
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import hyphenated, parse_engine_args
 from tuner.errors import UsageError
-from tuner.profiles import Profile, read_profile
 from tuner.redact import REDACTED
 from tuner.rundir import PROFILE_FILE, new_run_path
 from tuner.search.budget import Budget
 from tuner.search.objective import Goal, Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
 from tuner.session import Method
-from tuner.shadows import default_jobs
+from tuner.shadow.pool import default_jobs
+from tuner.shadow.profiles import Profile, read_profile
 
 DEFAULT_BUDGET_S = 1800.0
 

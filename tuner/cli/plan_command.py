@@ -13,14 +13,12 @@ from typing import Any
 
 import msgspec
 
-from tuner.calibrate import error_ratio
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.profiles import Profile, read_profile
 from tuner.ranking import Ranking
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
@@ -31,9 +29,10 @@ from tuner.search.objective import Objective
 from tuner.search.race import Decision, Verdict, decide_predicted
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.search.trials import Observation
-from tuner.shadow_source import ShadowSource
-from tuner.shadows import Shadows, default_jobs
-from tuner.spares import Spares
+from tuner.shadow.calibration import error_ratio
+from tuner.shadow.pool import Shadows, Spares, default_jobs
+from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window

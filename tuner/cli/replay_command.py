@@ -26,12 +26,12 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
 from tuner.errors import Caveat, UsageError
-from tuner.profiles import Profile, read_profile
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.slo import LATENCIES
-from tuner.shadow_source import ShadowSource
+from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.traces import LoadModel
 from tuner.traffic.windows import whole
 

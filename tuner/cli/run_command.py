@@ -22,7 +22,6 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.lessons import Lessons
-from tuner.profiles import Profile, write_profile
 from tuner.recovery import open_journal
 from tuner.redact import redacted
 from tuner.replay.process import Host
@@ -34,11 +33,11 @@ from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace, search_space
 from tuner.search.trials import observation_of
 from tuner.session import AnySession, Method, Session
+from tuner.shadow.pool import Shadows, Spares, spare_cores
+from tuner.shadow.profiles import Profile, write_profile
+from tuner.shadow.source import ShadowSource
 from tuner.shadow_search import ShadowSearch
 from tuner.shadow_session import ShadowSession
-from tuner.shadow_source import ShadowSource
-from tuner.shadows import Shadows
-from tuner.spares import Spares, spare_cores
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window
 

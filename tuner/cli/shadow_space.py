@@ -17,7 +17,7 @@ from tuner.rundir import RunDir
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, search_space
-from tuner.shadows import default_jobs
+from tuner.shadow.pool import default_jobs
 from tuner.traffic.traces import Trace
 
 

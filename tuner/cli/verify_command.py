@@ -27,7 +27,6 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
 from tuner.files import write_atomic
-from tuner.profiles import read_profile
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
@@ -35,7 +34,8 @@ from tuner.replay.server.client import find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import ServerProcess
 from tuner.replay.server.scrape import Scraper
-from tuner.shadow_source import ShadowSource
+from tuner.shadow.profiles import read_profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import LoadModel, Trace
 

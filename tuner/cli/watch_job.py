@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tuner.baseline import Baseline, read_baseline
-from tuner.calibrate import error_ratio
 from tuner.cli.emit_command import check_ending
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
@@ -26,8 +25,9 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.profiles import Profile
 from tuner.rundir import PROFILE_FILE
+from tuner.shadow.calibration import error_ratio
+from tuner.shadow.profiles import Profile
 from tuner.traffic.prometheus.client import Prometheus
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.watch.guard import Guard

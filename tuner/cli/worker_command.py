@@ -21,7 +21,6 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.forecast import Forecast
 from tuner.journal import Journal
-from tuner.profiles import Profile, read_profile
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.run_state import judged
@@ -30,7 +29,8 @@ from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
 from tuner.search.trials import Phase
-from tuner.shadows import Shadows, Task, default_jobs
+from tuner.shadow.pool import Shadows, Task, default_jobs
+from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 

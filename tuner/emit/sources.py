@@ -33,9 +33,9 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
 from tuner.evidence import Row
 from tuner.outcome import SCHEMA, Outcome, comments
-from tuner.profiles import read_profile
 from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
 from tuner.search.race import Decision, Verdict
+from tuner.shadow.profiles import read_profile
 from tuner.stats import Estimate
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"

@@ -23,8 +23,8 @@ from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.files import Held, write_atomic
-from tuner.profiles import Profile
 from tuner.redact import has_secrets
+from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 
 _REWRITTEN: Final = frozenset({Format.VLLM, Format.ARGS})

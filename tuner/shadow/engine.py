@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.limits import EngineLimits
-from tuner.engine.pipeline import Pipeline, StepTimer
 from tuner.engine.protocol import EngineInfo, PrefixCacheNeeded, Prompt, Step
-from tuner.engine.scheduler_pair import SchedulerPair
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
+from tuner.shadow.fast_forward import is_foreseeable
+from tuner.shadow.pipeline import Pipeline, SchedulerPair, StepTimer
 
 # Turns without a batch and without a token before the engine counts as stuck: as in `live`.
 STUCK_TURNS = 10_000

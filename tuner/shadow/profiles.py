@@ -24,9 +24,9 @@ import yaml
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
-from tuner.engine.step_model import FitError, StepModel
 from tuner.errors import UsageError
 from tuner.redact import redacted
+from tuner.shadow.step_model import FitError, StepModel
 
 SCHEMA: Final = 1
 """The form of the file; a file of another form is refused, for it may mean other units."""

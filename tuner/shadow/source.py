@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.compat import serve
 from tuner.engine.compat.scheduler import import_scheduler
-from tuner.engine.foresight import departure
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
-from tuner.engine.shadow import ShadowEngine
 from tuner.errors import ShadowError, UsageError
-from tuner.profiles import Profile, check_fits
 from tuner.redact import REDACTED, redacted
+from tuner.shadow.engine import ShadowEngine
+from tuner.shadow.profiles import Profile, check_fits
+from tuner.shadow.self_check import departure
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
 # and what belongs to the server in front of the engine.

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
-from tuner.engine.step_fit import Fit, fit
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.profiles import KvStart, Profile
 from tuner.search.budget import LEAST_REQUESTS, Pilot
 from tuner.search.space import SearchSpace
+from tuner.shadow.fit import Fit, fit
+from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.traces import Trace
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:

@@ -6,6 +6,8 @@ tasks other machines take to `journal`.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -16,17 +18,111 @@ from typing import Any, Self
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError
-from tuner.profiles import Profile
-from tuner.quota import usable_cores
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host, Started
 from tuner.replay.runner import Bench, Failure
 from tuner.replay.slo import Slo
-from tuner.shadow_source import ShadowSource
-from tuner.spares import Spares
+from tuner.shadow.profiles import Profile
+from tuner.shadow.source import ShadowSource, prepare_shadow
 from tuner.traffic.traces import Trace
+
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return how many processes can run at full speed beside each other, at least 1.
+
+    A quota that is no whole number of cores counts as the next larger one.
+    """
+    scheduled = len(os.sched_getaffinity(0))
+    quotas = [math.ceil(quota) for quota in _quotas(cgroups, membership)]
+    return max(1, min([scheduled, *quotas]))
+
+
+def _quotas(cgroups: Path, membership: Path) -> Iterator[float]:
+    """Yield the quotas in cores that hold for this process; none where there is no limit."""
+    for folder in _groups(cgroups, membership):
+        texts = _words(folder / "cpu.max")
+        if not texts:
+            texts = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        # "max" and -1 are no limit.
+        if len(texts) == 2 and all(text.isdecimal() for text in texts):
+            quota, period = map(int, texts)
+            if quota > 0 and period > 0:
+                yield quota / period
+
+
+def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
+    """Yield the folders of the process's groups, from its own up to the root's.
+
+    Inside a container the root that is seen is the container's own group.
+    """
+    for line in _lines(membership):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = cgroups
+        elif "cpu" in controllers.split(","):
+            root = cgroups / "cpu"
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        yield from (root / group for group in (own, *own.parents))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file of the kernel's, none where there is no such file."""
+    try:
+        return path.read_text().splitlines()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return [word for line in _lines(path) for word in line.split()]
+
+
+class Spares:
+    """Processes that do `how` side by side from now on; the default imports vLLM."""
+
+    def __init__(
+        self, count: int, log_path: Path, how: Callable[[], None] = prepare_shadow
+    ) -> None:
+        self._left = [Host(None, log_path) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(max(1, count), "spare")
+        self._importing: list[Future[None]] = [
+            self._threads.submit(host.prepare, how) for host in self._left
+        ]
+
+    def settle(self) -> None:
+        """Wait until nothing is imported any more, so that a measurement has the cores alone.
+
+        An import that failed fails again, and is told, where the process is asked to start.
+        """
+        wait(self._importing)
+
+    @property
+    def left(self) -> int:
+        """How many nobody has taken."""
+        return len(self._left)
+
+    def take(self) -> Host | None:
+        """Return a process that is ready or will soon be, to be closed by whoever takes it."""
+        return self._left.pop() if self._left else None
+
+    def close(self) -> None:
+        """End the processes that nobody took."""
+        for host in self._left:
+            host.close(gently=False)
+        self._left.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def spare_cores() -> int:
+    """Return how many cores an engine that starts leaves idle: all but one."""
+    return usable_cores() - 1
+
 
 # How long to wait for a replay to end before looking for tasks that came meanwhile: ours.
 _POLL_S = 0.2

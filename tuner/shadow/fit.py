@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from tuner.arrays import Floats
-from tuner.engine.step_model import FitError, Knots, StepModel, padded_column
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import TooFewSamplesError, UsageError
+from tuner.shadow.step_model import FitError, Knots, StepModel, padded_column
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.
 LEAST_STEPS = 200

@@ -8,6 +8,7 @@ that an engine makes to the replay are kept by `shadow`.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,71 @@ import numpy as np
 
 from tuner.engine.compat.core import read_batch
 from tuner.engine.compat.scheduler import SchedulerCore
-from tuner.engine.fast_forward import HiddenDecodes
-from tuner.engine.horizon import steps_within
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, DecodeRun, Emitted, Prompt, Rows, Step
-from tuner.engine.scheduler_pair import SchedulerPair
+from tuner.engine.protocol import (
+    Batch,
+    DecodeRun,
+    Emitted,
+    PrefixCacheNeeded,
+    Prompt,
+    Rows,
+    Step,
+)
+from tuner.engine.shape import EngineShape
+from tuner.shadow.fast_forward import HiddenDecodes
+
+
+def steps_within(horizon_s: float, first_s: float, growth_s: float) -> int:
+    """Return how many steps begin before the horizon, the first one in any case.
+
+    >>> steps_within(0.0, 0.02, 0.0), steps_within(0.05, 0.02, 0.0)
+    (1, 3)
+    """
+    if not math.isfinite(horizon_s):
+        return 1 << 40
+    if horizon_s <= 0:
+        return 1
+    # The root of growth/2 n^2 + (first - growth/2) n = horizon, in the form that bears a growth
+    # of nearly nothing.
+    slope_s = first_s - growth_s / 2
+    before = 2 * horizon_s / (slope_s + math.sqrt(slope_s * slope_s + 2 * growth_s * horizon_s))
+    # One more begins for the last that ends before the horizon; the root is not exact.
+    steps = max(1, math.ceil(before))
+    while steps > 1 and _ends_s(steps - 1, first_s, growth_s) >= horizon_s:
+        steps -= 1
+    while _ends_s(steps, first_s, growth_s) < horizon_s:
+        steps += 1
+    return steps
+
+
+def _ends_s(steps: int, first_s: float, growth_s: float) -> float:
+    return steps * first_s + growth_s * (steps * (steps - 1) / 2)
+
+
+class SchedulerPair:
+    """Makes each scheduler when it is first wanted, and keeps it."""
+
+    def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
+        self._shape, self._ceiling, self._num_blocks = shape, ceiling, num_blocks
+        self._made: dict[bool, SchedulerCore] = {}
+
+    def core(self, *, sharing: bool) -> SchedulerCore:
+        """Return the scheduler for prompts that begin alike, or for such that never do."""
+        caches = self._shape.prefix_caching and sharing
+        if caches not in self._made:
+            shape = replace(self._shape, prefix_caching=caches)
+            self._made[caches] = SchedulerCore(shape, self._ceiling, self._num_blocks)
+        return self._made[caches]
+
+    def check(self, core: SchedulerCore, *, preempts: bool) -> None:
+        """Refuse to go on where the cache that is missing would matter.
+
+        Raises: PrefixCacheNeeded; then the scheduler is made anew, for it is still busy.
+        """
+        if preempts and self._shape.prefix_caching and not core.caches:
+            del self._made[False]
+            raise PrefixCacheNeeded("a request was preempted that the prefix cache would help")
+
 
 _NO_BATCH = Batch(0, 0, 0, 0, 0, 0, 0)
 _NOBODY: Rows = np.empty(0, dtype=np.int64)

@@ -21,10 +21,10 @@ import numpy as np
 
 from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.limits import EngineLimits
-from tuner.engine.step_model import StepModel
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.profiles import Profile
 from tuner.replay.timeline import Timelines
+from tuner.shadow.profiles import Profile
+from tuner.shadow.step_model import StepModel
 from tuner.stats import QUANTILES, tail_statistic
 from tuner.traffic.traces import Trace
 

@@ -12,12 +12,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tuner.engine.fast_forward import is_foreseeable
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import PrefixCacheNeeded
-from tuner.engine.shadow import ShadowEngine
 from tuner.engine.shape import EngineShape
-from tuner.engine.step_model import StepModel
+from tuner.shadow.engine import ShadowEngine
+from tuner.shadow.fast_forward import is_foreseeable
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.prompts import TokenPrompt
 
 # Ours: small numbers, of which every one has its edge met: the cap binds, prompts are longer

@@ -1,0 +1,1 @@
+"""A simulator that runs vLLM's own scheduler with predicted step times."""
