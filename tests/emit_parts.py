@@ -14,8 +14,8 @@ from tuner.cli import run
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.outcome import Circumstances, Outcome, make_outcome
 from tuner.redact import redacted
+from tuner.run.result import Circumstances, Outcome, make_outcome
 from tuner.search.objective import Goal, Objective, Score, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase, record_of

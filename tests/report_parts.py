@@ -18,9 +18,9 @@ from traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.series import TIMELINES_FILE, timeline_record, with_replay
-from tuner.run_state import judged
-from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.replay.series import timeline_record, with_replay
+from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
+from tuner.run.state import judged
 from tuner.search.objective import Goal, Objective
 from tuner.search.trials import Phase
 from tuner.traffic.describe import describe

@@ -15,7 +15,7 @@ from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.replay.slo import Slo
 from tuner.retune import Retune
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace

@@ -13,15 +13,15 @@ from traffic import replay_toy
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
-from tuner.journal import Journal
 from tuner.replay.loop import Progress
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench, Failure
 from tuner.replay.slo import Slo
-from tuner.run_state import RunState
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
+from tuner.run.journal import Journal
+from tuner.run.state import RunState
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace

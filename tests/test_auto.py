@@ -28,11 +28,11 @@ from tuner.cli.replay_command import run_replay
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
-from tuner.lessons import Lessons
 from tuner.replay.metrics import measure
 from tuner.replay.process import Started
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
+from tuner.run.calibrate import Lessons
 from tuner.search.budget import Pilot
 from tuner.search.objective import Goal, Objective, Tier
 from tuner.shadow.profiles import read_profile, write_profile

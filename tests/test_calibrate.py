@@ -16,21 +16,23 @@ from tuner.engine.protocol import Batch
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
+from tuner.run.calibrate import (
+    FILLS,
+    LEAST_ROUNDS,
+    calibration_settings,
+    is_steady,
+    replay_length_s,
+)
 from tuner.search.budget import LEAST_REQUESTS, Pilot
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
 from tuner.search.trials import COMPARED, apart, metric_error
 from tuner.shadow.calibration import (
-    FILLS,
     LARGEST_ERROR_RATIO,
     LEAST_ERROR_RATIO,
-    LEAST_ROUNDS,
     Calibration,
-    calibration_settings,
     check_rank_by,
     error_ratio,
     fit_error_ratio,
-    is_steady,
-    replay_length_s,
 )
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError

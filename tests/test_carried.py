@@ -11,15 +11,15 @@ from run_parts import ToyShadows, a_profile, a_run, a_space
 from toy import ToyCosts, ToySource
 from traffic import a_trace, replay_toy, steady
 
-from tuner.carried import Carried, carried, confirmed_live
 from tuner.engine.limits import EngineLimits
-from tuner.forecast import Forecast
-from tuner.ranking import Ranking
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench, holds
 from tuner.replay.slo import parse_slo
+from tuner.run.capacity import Carried, carried, confirmed_live
+from tuner.run.forecast import Forecast
+from tuner.run.shadow_search import Ranking
 from tuner.search.objective import Goal, Objective, Score, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase

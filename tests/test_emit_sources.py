@@ -26,7 +26,7 @@ from tuner.emit.sources import read_emitted, read_run, read_source
 from tuner.emit.target import Names
 from tuner.emit.vllm import render
 from tuner.errors import UsageError
-from tuner.outcome import comments
+from tuner.run.result import comments
 from tuner.search.objective import Tier
 from tuner.search.race import Decision, Verdict
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tuner import evidence
 from tuner.engine.limits import EngineLimits
-from tuner.evidence import Row
 from tuner.replay.slo import parse_slo
+from tuner.run.result import Row, kv_text, limited_by, rows
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, record_of
 
@@ -39,7 +38,7 @@ def a_record(
 def test_rows_pair_the_rounds_that_both_raced() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, n) for n in (1, 2, 3, 4)]
     records += [a_record(PRESENT, 4.0, Phase.RACE, n) for n in (1, 2, 3)]
-    made = {row.metric: row for row in evidence.rows(records, WINNER, PRESENT, "p99")}
+    made = {row.metric: row for row in rows(records, WINNER, PRESENT, "p99")}
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
     assert row.change is not None
@@ -52,11 +51,11 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
 
 def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
-    (row, *_) = evidence.rows(records, WINNER, PRESENT, "p99")
+    (row, *_) = rows(records, WINNER, PRESENT, "p99")
     assert row.change is None
     assert row.text.endswith("(-50.0%, too few rounds for an interval)")
     searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
-    assert evidence.rows(searched, WINNER, PRESENT, "p99") == []
+    assert rows(searched, WINNER, PRESENT, "p99") == []
 
 
 @pytest.mark.parametrize(
@@ -75,17 +74,17 @@ def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text
 
 def test_a_full_cache_and_preemptions_are_told_under_both_names() -> None:
     full = a_record(WINNER, 2.0, gpu_cache_usage_perc={"max": 0.99}, preemptions=3)
-    text = evidence.kv_text([full], WINNER)
+    text = kv_text([full], WINNER)
     assert text == "gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.99, 3 preemptions"
-    assert "KV cache" in evidence.limited_by([full], WINNER, (), "p99")
-    assert evidence.kv_text([full], PRESENT) == "KV cache not measured"
-    assert evidence.limited_by([full], PRESENT, (), "p99") == "nothing that was measured"
+    assert "KV cache" in limited_by([full], WINNER, (), "p99")
+    assert kv_text([full], PRESENT) == "KV cache not measured"
+    assert limited_by([full], PRESENT, (), "p99") == "nothing that was measured"
 
 
 def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:
     records = [a_record(WINNER, 2.0)]
     near, far = parse_slo("e2e_p99=2.1s"), parse_slo("tpot_p99=1s")
-    said = evidence.limited_by(records, WINNER, (near, far), "p99")
+    said = limited_by(records, WINNER, (near, far), "p99")
     assert "SLO e2e_p99=2.1s" in said
     assert "tpot" not in said
 
@@ -97,7 +96,7 @@ def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:
         a_record(EngineLimits(16, 2048), 2.02),
         a_record(EngineLimits(2, 2048), 9.0),
     ]
-    assert evidence.limited_by(records, WINNER, (), "p99") == "4 raises e2e_p99 by 50%"
+    assert limited_by(records, WINNER, (), "p99") == "4 raises e2e_p99 by 50%"
 
 
 def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
@@ -105,11 +104,11 @@ def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
         1, PRESENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
     )
     cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")
-    said = evidence.limited_by([failed, a_record(WINNER, 2.0), cut], WINNER, (), "p99")
+    said = limited_by([failed, a_record(WINNER, 2.0), cut], WINNER, (), "p99")
     assert said == "4 was cut short: took too long; 32 failed"
 
 
 def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
     idle = a_record(WINNER, 2.0, running={"mean": 1.0, "max": 3})
-    said = evidence.limited_by([idle], WINNER, (), "p99")
+    said = limited_by([idle], WINNER, (), "p99")
     assert said == "the traffic: at most 3 requests ran at once, the cap never bound"

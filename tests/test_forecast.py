@@ -15,13 +15,13 @@ from toy_tune import CROWDED
 from traffic import a_trace, replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.forecast import PROBE_S, Forecast
-from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.runner import Failure
 from tuner.replay.timeline import Outcome
-from tuner.run_state import RunState
+from tuner.run.forecast import PROBE_S, Forecast
+from tuner.run.shadow_search import Ranking
+from tuner.run.state import RunState
 from tuner.search.ladder import same_schedule
 from tuner.search.objective import Goal, Objective, Tier
 from tuner.search.race import Verdict, decide_predicted

@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Engine, event
 
 from tuner.engine.limits import EngineLimits
-from tuner.interrupts import undisturbed, undisturbed_methods
-from tuner.journal import Journal
+from tuner.run.journal import Journal
+from tuner.run.storage import undisturbed, undisturbed_methods
 from tuner.search.trials import Phase
 
 LIMITS = EngineLimits(8, 1024)

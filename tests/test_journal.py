@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from sqlalchemy import text
 
-from tuner.claims import MOST_DEATHS
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.journal import Journal
+from tuner.run.journal import MOST_DEATHS, Journal
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, observation_of, race_records, record_of
 

@@ -18,8 +18,8 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.journal import Journal
 from tuner.replay.plan import CutRule
+from tuner.run.journal import Journal
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, record_of
 

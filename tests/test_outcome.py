@@ -11,7 +11,7 @@ from traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.outcome import Circumstances, Outcome, comments, make_outcome
+from tuner.run.result import Circumstances, Outcome, comments, make_outcome
 from tuner.search.objective import Goal, Objective, Score, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase, record_of

@@ -13,9 +13,9 @@ from toy import ToySource
 from traffic import steady
 
 from tuner.engine.limits import EngineLimits
-from tuner.race_time import cold_cost_s, fitting, reserve_s
 from tuner.replay.plan import CutRule
-from tuner.run_state import RunState
+from tuner.run.state import RunState
+from tuner.run.time_plan import cold_cost_s, fitting, reserve_s
 from tuner.search.race import LEAST_ROUNDS
 from tuner.search.trials import Phase
 

@@ -16,10 +16,10 @@ from traffic import replay_toy, steady
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
-from tuner.racing import confirm_cold, race
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule
+from tuner.run.race import confirm_cold, race
 from tuner.search.objective import Goal, Objective, Tier
 from tuner.search.race import Decision, Verdict
 from tuner.search.trials import Phase

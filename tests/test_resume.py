@@ -26,7 +26,7 @@ from tuner.cli.resume import (
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
 from tuner.replay.slo import parse_slo
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
 
 COSTS = {"knee": 10, "crowd_s": 0.0003}
 """Those of CROWDED, as the program takes them."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tuner.errors import UsageError
-from tuner.rundir import RunDir, new_run_path
+from tuner.run.directory import RunDir, new_run_path
 
 
 def test_a_second_owner_is_kept_out_until_the_first_has_gone(tmp_path: Path) -> None:

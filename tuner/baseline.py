@@ -14,7 +14,7 @@ import msgspec
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo, parse_slo
-from tuner.rundir import PROFILE_FILE, RESULT_FILE
+from tuner.run.directory import PROFILE_FILE, RESULT_FILE
 from tuner.search.objective import Objective
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.sketch import TRAFFIC_FILE, TrafficSketch, read_sketch

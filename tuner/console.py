@@ -18,8 +18,8 @@ from rich.table import Table
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
-from tuner.outcome import Outcome
 from tuner.replay.loop import Progress
+from tuner.run.result import Outcome
 from tuner.search.objective import Tier
 from tuner.search.race import Verdict
 from tuner.search.trials import Observation, Phase, leader

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.engine.limits import EngineLimits
-from tuner.forecast import Forecast
-from tuner.journal import Journal
-from tuner.ranking import Ranking
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench, Failure
-from tuner.run_state import RunState, Silence
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
+from tuner.run.forecast import Forecast
+from tuner.run.journal import Journal
+from tuner.run.listener import Silence
+from tuner.run.shadow_search import Ranking
+from tuner.run.state import RunState
 from tuner.search.budget import Aim
 from tuner.search.objective import Goal
 from tuner.search.space import SearchSpace

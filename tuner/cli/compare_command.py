@@ -33,7 +33,8 @@ from tuner.replay.process import Host
 from tuner.replay.runner import Bench, Failure
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
-from tuner.strategies import COMPARE_FILE, Row, Strategy, strategies, table, uniform
+from tuner.run.directory import COMPARE_FILE
+from tuner.run.strategies import Row, Strategy, strategies, table, uniform
 from tuner.traffic.traces import LoadModel, Trace
 
 RECORDED, UNIFORM = "recorded", "uniform"

@@ -19,15 +19,15 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.files import write_atomic
-from tuner.outcome import Circumstances, Outcome, make_outcome
 from tuner.redact import redacted
 from tuner.report.page import REPORT_FILE
-from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.run.directory import RESULT_FILE, RUN_FILE
+from tuner.run.result import Circumstances, Outcome, make_outcome
+from tuner.run.session import AnySession
 from tuner.search.budget import window_text
 from tuner.search.objective import Goal
 from tuner.search.race import Decision, Verdict, ratio
 from tuner.search.trials import decisive, leader, observation_of
-from tuner.session import AnySession
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.windows import Window

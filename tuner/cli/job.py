@@ -25,11 +25,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import hyphenated, parse_engine_args
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
-from tuner.rundir import PROFILE_FILE, new_run_path
+from tuner.run.directory import PROFILE_FILE, new_run_path
+from tuner.run.session import Method
 from tuner.search.budget import Budget
 from tuner.search.objective import Goal, Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
-from tuner.session import Method
 from tuner.shadow.pool import default_jobs
 from tuner.shadow.profiles import Profile, read_profile
 

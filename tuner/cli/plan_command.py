@@ -17,13 +17,14 @@ from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.forecast import Forecast
-from tuner.journal import Journal
-from tuner.ranking import Ranking
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
-from tuner.run_state import RunState, Silence
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
+from tuner.run.forecast import Forecast
+from tuner.run.journal import Journal
+from tuner.run.listener import Silence
+from tuner.run.shadow_search import Ranking
+from tuner.run.state import RunState
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.race import Decision, Verdict, decide_predicted

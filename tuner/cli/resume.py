@@ -12,7 +12,7 @@ from tuner.demo import bundled
 from tuner.engine.serve_config import read_tuning, shown_argument
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
-from tuner.rundir import RUN_FILE, RunDir
+from tuner.run.directory import RUN_FILE, RunDir
 
 # Options that hold for one invocation, not for the run.
 _NOT_STORED = ("--resume", "--run-dir")

@@ -21,23 +21,22 @@ from tuner.errors import (
     TunerError,
     UsageError,
 )
-from tuner.lessons import Lessons
-from tuner.recovery import open_journal
 from tuner.redact import redacted
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
-from tuner.run_state import RunState
-from tuner.rundir import PROFILE_FILE, RUN_FILE, RunDir
+from tuner.run.calibrate import Lessons
+from tuner.run.directory import PROFILE_FILE, RUN_FILE, RunDir
+from tuner.run.recovery import open_journal
+from tuner.run.session import AnySession, Method, Session, ShadowSession
+from tuner.run.shadow_search import ShadowSearch
+from tuner.run.state import RunState
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace, search_space
 from tuner.search.trials import observation_of
-from tuner.session import AnySession, Method, Session
 from tuner.shadow.pool import Shadows, Spares, spare_cores
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.source import ShadowSource
-from tuner.shadow_search import ShadowSearch
-from tuner.shadow_session import ShadowSession
 from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window
 

@@ -13,7 +13,7 @@ from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.replay.process import Host
 from tuner.retune import Retune, retuning
-from tuner.rundir import RunDir
+from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, search_space

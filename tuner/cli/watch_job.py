@@ -25,7 +25,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.rundir import PROFILE_FILE
+from tuner.run.directory import PROFILE_FILE
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.traffic.prometheus.client import Prometheus

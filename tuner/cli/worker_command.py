@@ -19,12 +19,12 @@ from tuner.cli.resume import with_tuning
 from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
-from tuner.forecast import Forecast
-from tuner.journal import Journal
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
-from tuner.run_state import judged
-from tuner.rundir import PROFILE_FILE, RUN_FILE
+from tuner.run.directory import PROFILE_FILE, RUN_FILE
+from tuner.run.forecast import Forecast
+from tuner.run.journal import Journal
+from tuner.run.state import judged
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER

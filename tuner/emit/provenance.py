@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
-from tuner.outcome import Outcome
+from tuner.run.result import Outcome
 from tuner.search.race import Verdict
 
 _IN_COMMENTS: Final = {

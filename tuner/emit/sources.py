@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import msgspec
 
-from tuner import evidence
 from tuner.emit.provenance import facts_in, facts_of_run, first_comments
 from tuner.emit.recommendation import (
     CAPPED,
@@ -31,9 +30,8 @@ from tuner.engine.serve_config import (
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
-from tuner.evidence import Row
-from tuner.outcome import SCHEMA, Outcome, comments
-from tuner.rundir import PROFILE_FILE, RESULT_FILE, RUN_FILE
+from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE
+from tuner.run.result import SCHEMA, Outcome, Row, comments, kv_text
 from tuner.search.race import Decision, Verdict
 from tuner.shadow.profiles import read_profile
 from tuner.stats import Estimate
@@ -115,7 +113,7 @@ def outcome_of(content: Mapping[str, Any]) -> Outcome:
         rows=tuple(map(_row, content["evidence"])),
         limited_by=content["limited_by"],
         load=content.get("load", ""),
-        kv=evidence.kv_text(content["trials"], winner),
+        kv=kv_text(content["trials"], winner),
         caveats=tuple(Caveat(caveat["id"]) for caveat in content["caveats"]),
         state=content["state"],
         feasible=True,

@@ -20,7 +20,6 @@ from tuner.engine.steps import StepColumns
 from tuner.replay.loop import ReplayLog
 from tuner.replay.timeline import Outcome
 
-TIMELINES_FILE = "timelines.json"
 SCHEMA = 1
 # Bins of one replay at most: ours, what half the width of a page has pixels for.
 MOST_POINTS = 500

@@ -16,11 +16,9 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.outcome import SCHEMA
-from tuner.replay.series import TIMELINES_FILE
-from tuner.rundir import RESULT_FILE, RUN_FILE
+from tuner.run.directory import COMPARE_FILE, RESULT_FILE, RUN_FILE, TIMELINES_FILE
+from tuner.run.result import SCHEMA
 from tuner.search.trials import Phase, observation_of
-from tuner.strategies import COMPARE_FILE
 
 T = TypeVar("T")
 Bounds = tuple[float | None, float | None]

@@ -14,11 +14,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.search.budget import LEAST_REQUESTS, Pilot
-from tuner.search.space import SearchSpace
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.traffic.traces import Trace
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -26,53 +23,6 @@ LARGEST_ERROR_RATIO = 0.20
 # No shadow is trusted to less than this, however well it fits: ours, what two live replays of
 # the same configuration differ by on a quiet machine.
 LEAST_ERROR_RATIO = 0.03
-# Rounds of short replays, so that the machine's drift over minutes hits all settings alike. On
-# a machine that drifts by 15 %, one round left a setting out that was 20 % off or more in three
-# of ten cases, three rounds of the same replays in none: ours.
-LEAST_ROUNDS, MOST_ROUNDS = 3, 6
-# How long a replay of a round should take at least, in real time, and how many times over a
-# request should decode meanwhile: ours, a few hundred steps of batches as full as they get.
-REPLAY_S, FILLS = 3.0, 3.0
-# A round that takes less than this off the error was one too many: ours.
-STEADY_RATIO = 0.9
-
-
-def calibration_settings(space: SearchSpace, most_running: float) -> list[EngineLimits]:
-    """Return what to replay live after the present limits and the ceiling.
-
-    The ceiling shows the fullest batches and the largest prefills that the traffic makes, with
-    `most_running` requests at once. Half as many with a small token budget show what lies
-    below, and prefills in pieces beside decodes; a low cap shows small batches and long queues.
-
-    Source: ours. Live on the demo model, ten settings: with half of what ran as the middle cap,
-        six that were not calibrated on came out 4.7 % off in the mean, with a seventh 6.0 %.
-    """
-    low = next((cap for cap in space.ladder if cap > 1), space.ladder[0])
-    half = max(1, int(most_running) // 2)
-    middle = max(low, 1 << (half.bit_length() - 1))
-    wanted = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
-    known = (space.present, space.ceiling)
-    return list(dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s not in known))
-
-
-def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
-    """Return how many seconds of the trace a calibration replays at every setting.
-
-    Long enough that batches fill up and medians mean something; beyond that, more rounds teach
-    more than longer ones. `each_s` is the real time for all replays of one setting.
-    """
-    wanted_s = max(REPLAY_S / pilot.wall_per_trace_s, FILLS * pilot.decode_s)
-    enough_s = LEAST_REQUESTS * trace.duration_s / max(len(trace), 1)
-    most_s = each_s / LEAST_ROUNDS / pilot.wall_per_trace_s
-    length_s = max(min(wanted_s, most_s), enough_s)
-    return min(length_s, max(trace.duration_s, 1e-3))
-
-
-def is_steady(errors: Sequence[float]) -> bool:
-    """Tell from the error after each round whether another is unlikely to teach more."""
-    if len(errors) < LEAST_ROUNDS or errors[-1] > LARGEST_ERROR_RATIO:
-        return False
-    return errors[-1] <= LEAST_ERROR_RATIO or errors[-1] > STEADY_RATIO * min(errors[:-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,27 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError
-from tuner.race_time import fitting
-from tuner.replay.load import pace_s, share_done
+from tuner.errors import Caveat
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
-from tuner.replay.runner import Failure
-from tuner.run_state import RunState
+from tuner.run.state import RunState
+from tuner.run.time_plan import fitting, plan_windows
 from tuner.search.budget import (
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     SEARCH_SHARE,
-    Pilot,
-    choose_windows,
 )
 from tuner.search.ladder import FINALISTS, finalists, propose
 from tuner.search.race import LEAST_ROUNDS
 from tuner.search.trials import Observation, Phase, leader
-from tuner.traffic.windows import busiest
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.
@@ -45,54 +38,6 @@ Learn = Callable[[EngineLimits, ReplayLog], None]
 def searched(run: RunState) -> list[Observation]:
     """Return what the live search has seen so far."""
     return [o for o in run.journal.observations() if o.phase.is_search]
-
-
-def fly_pilot(run: RunState, learn: Learn | None = None) -> Pilot:
-    """Return what a part of the trace costs at the present limits.
-
-    Counted by the work that was done when the pilot ended, not by who was answered in full.
-    `learn` hears of its steps.
-
-    Raises: EngineError if the engine fails at them.
-    """
-    pilot = busiest(run.trace, min(run.trace.duration_s, 60.0) or 1.0).of(run.trace)
-    run.bench.use("pilot", pilot)
-    cut = CutRule(max_wall_s=run.aim.budget.pilot_s)
-    plan = replace(run.aim.plan, cut=cut, keep_steps=learn is not None)
-    logs: list[ReplayLog] = []
-    measured = run.bench.measure(["pilot"], run.space.present, plan, (), on_log=logs.append)
-    if isinstance(measured, Failure):
-        raise EngineError(
-            f"the engine failed at the present configuration: {measured.cause}",
-            "run it once with `tune replay` and look at the engine's log",
-        )
-    (log,) = logs
-    if learn is not None:
-        learn(run.space.present, log)
-    done = share_done(pilot, log.timelines, log.steps) if measured.cut_reason else 1.0
-    if done == 0:
-        raise EngineError(
-            f"the engine computed nothing in {measured.wall_s:.0f} s of the trace",
-            "give --budget more, or look at the engine's log",
-        )
-    rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
-    run.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
-    return Pilot(rate, pace_s(log.timelines) * float(np.median(pilot.output_tokens)))
-
-
-def plan_windows(run: RunState, rate: float | None = None, replays: int | None = None) -> None:
-    """Choose the windows unless they are known, and make them ready.
-
-    Raises: EngineError, TooFewSamplesError, UsageError.
-    """
-    if not run.windows:
-        if run.aim.window is not None:
-            run.windows = (run.aim.window,)
-        else:
-            rate = fly_pilot(run).wall_per_trace_s if rate is None else rate
-            wanted = SEARCH_REPLAYS + RACE_REPLAYS if replays is None else replays
-            run.windows = choose_windows(run.trace, rate, run.left_s, wanted)
-    run.use_windows()
 
 
 def search_live(run: RunState, on_log: Learn | None = None) -> list[EngineLimits]:

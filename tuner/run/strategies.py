@@ -18,9 +18,6 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.traffic.traces import Trace
 
-COMPARE_FILE = "compare.json"
-"""The name under which a comparison is kept in a run directory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

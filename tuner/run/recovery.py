@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from tuner.journal import Journal, NoStudyError
 from tuner.replay.slo import Slo
-from tuner.rundir import TRIALS_FILE, RunDir
+from tuner.run.directory import TRIALS_FILE, RunDir
+from tuner.run.journal import Journal, NoStudyError
 from tuner.search.trials import observation_of
 
 Kept = tuple[Mapping[str, Any], Mapping[str, float]]

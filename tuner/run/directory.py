@@ -21,6 +21,9 @@ import msgspec
 
 from tuner.errors import UsageError
 
+COMPARE_FILE = "compare.json"
+"""The name under which a comparison is kept in a run directory."""
+TIMELINES_FILE = "timelines.json"
 RUN_FILE = "run.json"
 RESULT_FILE = "result.json"
 PROFILE_FILE = "profile.yaml"

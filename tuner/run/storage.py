@@ -6,9 +6,15 @@ two processes believe the same thing is theirs. What is stored is left to `journ
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage
@@ -96,3 +102,84 @@ def _keep_utc(connection: Any, _record: object) -> None:  # noqa: ANN401
     with connection.cursor() as cursor:
         cursor.execute("SET TIME ZONE 'UTC'")
     connection.commit()
+
+
+class Heart:
+    """A call every so often, from a daemon thread that dies with the process.
+
+    Units: interval_s in seconds; the first call comes after one interval.
+    """
+
+    def __init__(self, beat: Callable[[], None], interval_s: float) -> None:
+        self._beat = beat
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._beat()
+
+    def stop(self) -> None:
+        """Beat no more; a beat that hangs is not waited for longer than one interval."""
+        self._stopped.set()
+        self._thread.join(self._interval_s)
+
+
+_KINDS = (signal.SIGINT, signal.SIGTERM)
+
+Kept = TypeVar("Kept", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let a first Ctrl-C or SIGTERM wait until the block is left; a second one does not wait.
+
+    Nests. Signals interrupt the main thread alone, so there is nothing to do in others.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = {kind: signal.getsignal(kind) for kind in _KINDS}
+
+    def hear(kind: int, frame: FrameType | None) -> None:
+        handler = before[signal.Signals(kind)]
+        if heard and callable(handler):
+            handler(kind, frame)
+        heard.append(kind)
+
+    try:
+        for kind in _KINDS:
+            signal.signal(kind, hear)
+        yield
+    finally:
+        for kind, handler in before.items():
+            # None is a handler that is not Python's and cannot be put back.
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+        if heard:
+            signal.raise_signal(heard[0])
+
+
+def undisturbed_methods(kept: Kept) -> Kept:
+    """Run every public method and property of a class, and its making, undisturbed."""
+    for name, value in list(vars(kept).items()):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(value, FunctionType):
+            setattr(kept, name, _undisturbed(value))
+        elif isinstance(value, property) and value.fget is not None:
+            setattr(kept, name, property(_undisturbed(value.fget), doc=value.__doc__))
+    return kept
+
+
+def _undisturbed(call: Callable[P, R]) -> Callable[P, R]:
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with undisturbed():
+            return call(*args, **kwargs)
+
+    return called

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.forecast import Forecast
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
-from tuner.run_state import RunState
+from tuner.run.forecast import Forecast
+from tuner.run.state import RunState
 from tuner.search.race import Decision
 from tuner.search.trials import Phase
 

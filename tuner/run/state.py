@@ -8,63 +8,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
-from tuner.journal import Journal
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Bench, Failure
-from tuner.replay.series import TIMELINES_FILE, TimelineRecord, with_replay
-from tuner.rundir import TRIALS_FILE, RunDir
+from tuner.replay.series import TimelineRecord, with_replay
+from tuner.run.directory import TIMELINES_FILE, TRIALS_FILE, RunDir
+from tuner.run.journal import Journal
+from tuner.run.listener import Listener
 from tuner.search.budget import Aim
 from tuner.search.objective import Goal, Score, Tier, parse_goal
 from tuner.search.race import Forecasts
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Observation, Phase, observation_of, record_of
+from tuner.search.trials import Phase, observation_of, record_of
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
 # be chance, three are the engine's fault.
 MOST_DEATHS = 3
-
-
-class Listener(Protocol):
-    """Who hears what the run is doing."""
-
-    def note(self, text: str) -> None:
-        """Hear a sentence worth reading."""
-
-    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
-        """Hear that a replay begins."""
-
-    def progress(self, progress: Progress) -> None:
-        """Hear how far a replay is."""
-
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
-        """Hear that a replay ended and is on disk."""
-
-
-class Silence:
-    """A listener who does nothing."""
-
-    def note(self, text: str) -> None:
-        """Hear a sentence."""
-
-    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
-        """Hear that a replay begins."""
-
-    def progress(self, progress: Progress) -> None:
-        """Hear how far a replay is."""
-
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
-        """Hear that a replay ended."""
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
-from tuner.race_time import cold_cost_s
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.series import TimelineRecord, timeline_record
-from tuner.run_state import RunState
+from tuner.run.state import RunState
+from tuner.run.time_plan import cold_cost_s
 from tuner.search.objective import Score, Tier
 from tuner.search.race import Decision, Verdict, decide, next_run
 from tuner.search.trials import TIE_RATIO, Phase, observation_of

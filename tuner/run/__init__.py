@@ -1,0 +1,1 @@
+"""One tuning run: calibrate, search, race, confirm, decide, keep everything on disk."""

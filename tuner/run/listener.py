@@ -1,0 +1,42 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tuner.engine.limits import EngineLimits
+from tuner.replay.loop import Progress
+from tuner.search.trials import Observation, Phase
+
+
+class Listener(Protocol):
+    """Who hears what the run is doing."""
+
+    def note(self, text: str) -> None:
+        """Hear a sentence worth reading."""
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Hear that a replay begins."""
+
+    def progress(self, progress: Progress) -> None:
+        """Hear how far a replay is."""
+
+    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+        """Hear that a replay ended and is on disk."""
+
+
+class Silence:
+    """A listener who does nothing."""
+
+    def note(self, text: str) -> None:
+        """Hear a sentence."""
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Hear that a replay begins."""
+
+    def progress(self, progress: Progress) -> None:
+        """Hear how far a replay is."""
+
+    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+        """Hear that a replay ended."""
