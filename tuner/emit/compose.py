@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.emit import container
-from tuner.emit.args import ASKED
 from tuner.emit.edits import edit_container, label, no_place
-from tuner.emit.flags import without_expansion
+from tuner.emit.flags import ASKED, without_expansion
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.emit.hiding import has_secret
 from tuner.emit.json_patch import Operation, operations
-from tuner.emit.merge import Edit, edit_named, read_documents
+from tuner.emit.merge import Edit, edit_named, has_secret, read_documents
 from tuner.emit.names import PatchKind
 from tuner.emit.recommendation import Recommendation
 from tuner.emit.yaml_text import Block, yaml_text

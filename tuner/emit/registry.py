@@ -7,17 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tuner.emit import (
-    aibrix,
-    args,
-    compose,
-    kserve,
-    kubernetes,
-    llm_d,
-    production_stack,
-    vllm,
-    vllm_edit,
-)
+from tuner.emit import aibrix, compose, kserve, kubernetes, llm_d, production_stack, vllm
+from tuner.emit import flags as args
+from tuner.emit import vllm as vllm_edit
 from tuner.emit.merge import Merged, merge
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch

@@ -12,12 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from tuner.emit.provenance import facts_in, facts_of_run, first_comments
 from tuner.emit.recommendation import (
     CAPPED,
     EXACT,
     LIVE_LIMIT_KEYS,
     Recommendation,
+    facts_in,
+    facts_of_run,
+    first_comments,
     kept_back_in,
     without_lost,
 )

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from tuner.emit.names import Format
-from tuner.emit.provenance import spelled
-from tuner.emit.recommendation import Recommendation
+from tuner.emit.recommendation import Recommendation, spelled
 from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
