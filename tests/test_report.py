@@ -13,9 +13,9 @@ from report_parts import EVIL, changed, live_run, read, shadowed_run, write
 
 from tuner.cli.report_command import run_report
 from tuner.errors import UsageError
-from tuner.report.answer import headline
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run
+from tuner.report.summary import headline
 from tuner.run.directory import RESULT_FILE, TIMELINES_FILE
 
 ORDER = [

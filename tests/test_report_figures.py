@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.looks import SERIES
+from tuner.report.parts import SERIES
 from tuner.report.points import Point, frontier
 from tuner.report.sweep import stop_of
 from tuner.search.objective import Score, Tier

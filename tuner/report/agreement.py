@@ -11,8 +11,19 @@ from statistics import median
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.looks import BETTER, CHOSEN, INK, LIVE, axis, layout
-from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.parts import (
+    BETTER,
+    CHOSEN,
+    INK,
+    LIVE,
+    Cell,
+    Plot,
+    Section,
+    Table,
+    axis,
+    layout,
+    number,
+)
 from tuner.report.points import live_points, shadow_points
 from tuner.report.run_files import Compared, RunFiles, shadow_error
 from tuner.report.words import change, counted, listed, metric_name, percent, quantity

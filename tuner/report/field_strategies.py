@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.report.looks import LIVE, SHADOW, axis, layout, seconds_axis
-from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.parts import (
+    LIVE,
+    SHADOW,
+    Cell,
+    Plot,
+    Section,
+    Table,
+    axis,
+    layout,
+    number,
+    seconds_axis,
+)
 from tuner.report.run_files import RunFiles, SavedStrategy
 from tuner.report.words import NOTHING, metric_name, plain, seconds
 from tuner.search.trials import read_metric

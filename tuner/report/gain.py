@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.answer import CONFIDENCE
-from tuner.report.looks import BETTER, INK, WORSE, axis, layout
-from tuner.report.parts import Cell, Plot, Section, Table, number
+from tuner.report.parts import (
+    BETTER,
+    INK,
+    WORSE,
+    Cell,
+    Plot,
+    Section,
+    Table,
+    axis,
+    layout,
+    number,
+)
 from tuner.report.run_files import EvidenceRow, RunFiles, shadow_error
+from tuner.report.summary import CONFIDENCE
 from tuner.report.words import (
     NOTHING,
     change,

@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.looks import BETTER, INK, LEGEND, LIVE, SHADOW, WORSE, axis, layout, stacked
-from tuner.report.parts import Plot, Section
+from tuner.report.parts import (
+    BETTER,
+    INK,
+    LEGEND,
+    LIVE,
+    SHADOW,
+    WORSE,
+    Plot,
+    Section,
+    axis,
+    layout,
+    stacked,
+)
 from tuner.report.run_files import RunFiles, SavedReplay, SavedTimeline
 from tuner.report.words import counted, limits_words, percent, plain
 

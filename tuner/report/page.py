@@ -17,16 +17,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from tuner.report.agreement import agreement
-from tuner.report.answer import answer, headline
 from tuner.report.field_strategies import strategies
 from tuner.report.gain import gain
 from tuner.report.knobs import knobs
-from tuner.report.origin import caveats, provenance
 from tuner.report.over_time import over_time
 from tuner.report.parts import Section
 from tuner.report.run_files import RunFiles, read_run
+from tuner.report.summary import answer, caveats, headline, provenance, trace_facts
 from tuner.report.sweep import sweep
-from tuner.report.trace_facts import trace_facts
 from tuner.report.tradeoff import tradeoff
 from tuner.report.trials import trials
 

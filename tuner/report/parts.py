@@ -6,6 +6,7 @@ and is escaped there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,3 +73,99 @@ class Section:
 def number(value: float | None, text: str) -> Cell:
     """Return a cell with a number, which sorts by its value."""
     return Cell(text, value, "number")
+
+
+LIVE = "#2f7ed8"
+SHADOW = "#c26a1b"
+BETTER = "#2b8a4b"
+WORSE = "#d1495b"
+CHOSEN = "#8b62c9"
+INK = "#7b8794"
+SERIES = (LIVE, SHADOW, BETTER, WORSE, CHOSEN, INK)
+
+_CLEAR = "rgba(0,0,0,0)"
+LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "bgcolor": _CLEAR}
+_HOVER_BACKGROUND = "#20262d"
+_HOVER_INK = "#ffffff"
+# Ticks as 5ms, 200ms or 2s.
+_SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
+# A level that varies more than this many times is drawn on a logarithmic axis: ours.
+LOG_SPAN = 20.0
+# Room between the panels of a stack, as a share of its height: ours, what a title needs.
+_GAP = 0.07
+
+
+def layout(**more: Any) -> dict[str, Any]:  # noqa: ANN401 - Plotly's attributes are of any type
+    """Return a layout on the page's own background."""
+    common: dict[str, Any] = {
+        "paper_bgcolor": _CLEAR,
+        "plot_bgcolor": _CLEAR,
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 60, "r": 20, "t": 40, "b": 50},
+        "hovermode": "closest",
+        "hoverlabel": {
+            "bgcolor": _HOVER_BACKGROUND,
+            "bordercolor": _HOVER_BACKGROUND,
+            "font": {"color": _HOVER_INK},
+        },
+        "legend": LEGEND,
+    }
+    return {**common, **more}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - as layout
+    """Return an axis with its title."""
+    return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
+
+
+def seconds_axis(title: str, values: list[float]) -> dict[str, Any]:
+    """Return an axis for durations, logarithmic where they span too much for another."""
+    positive = [value for value in values if value > 0]
+    is_wide = bool(positive) and max(positive) > LOG_SPAN * min(positive)
+    if not is_wide or len(positive) < len(values):
+        return axis(title, rangemode="tozero", **_SECONDS)
+    ticks = log_ticks(min(positive), max(positive))
+    return axis(title, type="log", tickvals=ticks, ticktext=[_tick(tick) for tick in ticks])
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten from just below the low to just above the high.
+
+    >>> log_ticks(3.0, 45.0)
+    [2.0, 5.0, 10.0, 20.0, 50.0]
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = [float(f"{n}e{power}") for power in range(first, last + 1) for n in (1, 2, 5)]
+    below = max((tick for tick in every if tick <= low), default=every[0])
+    above = min((tick for tick in every if tick >= high), default=every[-1])
+    return [tick for tick in every if below <= tick <= above]
+
+
+def _tick(value_s: float) -> str:
+    return f"{value_s:g}s" if value_s >= 1 else f"{value_s * 1000:g}ms"
+
+
+def stacked(panels: int) -> list[tuple[float, float]]:
+    """Return where the panels of a stack stand, the first on top, as shares of the height.
+
+    >>> stacked(1)
+    [(0.0, 1.0)]
+    """
+    each = (1 - _GAP * (panels - 1)) / panels
+    tops = [1 - i * (each + _GAP) for i in range(panels)]
+    return [(max(0.0, round(top - each, 6)), round(top, 6)) for top in tops]
+
+
+def upright(x: float, colour: str, dash: str) -> dict[str, Any]:
+    """Return a vertical line through all panels."""
+    line = {"color": colour, "width": 2, "dash": dash}
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": line,
+        "layer": "between",
+    }

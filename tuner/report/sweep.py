@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.looks import (
+from tuner.report.parts import (
     CHOSEN,
     INK,
     LIVE,
     SHADOW,
+    Plot,
+    Section,
     axis,
     layout,
     seconds_axis,
     stacked,
     upright,
 )
-from tuner.report.parts import Plot, Section
 from tuner.report.points import Point, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
 from tuner.report.words import listed, metric_name, percent, quantity, seconds

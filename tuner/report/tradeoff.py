@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from tuner.replay.slo import Slo, parse_slo
-from tuner.report.looks import CHOSEN, INK, LIVE, SHADOW, WORSE, axis, layout, seconds_axis
-from tuner.report.parts import Plot, Section
+from tuner.report.parts import (
+    CHOSEN,
+    INK,
+    LIVE,
+    SHADOW,
+    WORSE,
+    Plot,
+    Section,
+    axis,
+    layout,
+    seconds_axis,
+)
 from tuner.report.points import (
     Point,
     frontier,

@@ -1,0 +1,286 @@
+"""The answer in a sentence, and how far it can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.engine.limits import EngineLimits
+from tuner.replay.slo import parse_slo
+from tuner.report.parts import Cell, Section, Table, number
+from tuner.report.run_files import Bounds, Provenance, Recommendation, Result, RunFiles
+from tuner.report.words import (
+    NOTHING,
+    change,
+    interval,
+    is_rate,
+    limits_words,
+    metric_name,
+    percent,
+    plain,
+    sentence,
+)
+from tuner.search.objective import Goal, Objective
+from tuner.search.trials import decisive, observation_of
+
+CONFIDENCE = "95% interval, corrected for looking after every round"
+
+
+def headline(run: RunFiles) -> str:
+    """Return the answer: what to do, and what comes of it."""
+    result = run.result
+    advice = result.recommendation
+    if advice is None:
+        return "No configuration meets the SLOs"
+    if advice.verdict != "change":
+        return f"Keep what you have: {limits_words(run.present)}"
+    return f"Change to {limits_words(advice.limits)}"
+
+
+def answer(run: RunFiles) -> Section:
+    """Return the sentences below the headline."""
+    result = run.result
+    said = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
+    return Section("answer", "The answer", tuple(sentence(text) for text in said))
+
+
+def _state(result: Result) -> list[str]:
+    """Say first what weakens everything that follows."""
+    said = []
+    if result.state != "complete":
+        said.append(
+            f"this run is not complete ({result.state}): best so far, nothing confirmed"
+        )
+    if result.method == "shadow":
+        said.append("every number on this page is predicted, none was measured in this run")
+    return said
+
+
+def _gain(run: RunFiles) -> list[str]:
+    result, advice = run.result, run.result.recommendation
+    if advice is None:
+        return _broken(result)
+    if advice.verdict == "change":
+        against = f"against the present {limits_words(run.present)}"
+        told = gain_words(result, advice)
+        return [f"{told} {against}" if told else f"better {against}: {advice.why}"]
+    if run.shown == run.present:
+        return [advice.why]
+    best = f"the best that was found is {limits_words(run.shown)}"
+    told = gain_words(result, advice)
+    return [f"{best}, but {advice.why}{f': {told}' if told else ''}"]
+
+
+def gain_words(result: Result, advice: Recommendation) -> str:
+    """Say the gain in the objective's own metric, empty where there is none to say."""
+    ratio, metric = advice.gain_ratio, scored_by(result, advice)
+    if ratio is None or ratio <= -1:
+        return ""
+    bounds = advice.gain_interval
+    if is_rate(metric):
+        ratio, bounds = _inverse(ratio), _inverted(bounds)
+    measured = "predicted, ± the shadow's own error" if advice.rounds == 0 else CONFIDENCE
+    within = f" ({interval(bounds)}; {measured})" if bounds else ""
+    return f"{metric_name(metric)} {change(ratio)}{within}"
+
+
+def _inverse(ratio: float) -> float:
+    """Turn the change of a score, of which less is better, into that of its rate."""
+    return 1 / (1 + ratio) - 1
+
+
+def _inverted(bounds: Bounds | None) -> Bounds | None:
+    """Return the bounds of the rate; without an end where the score's interval touches zero."""
+    if bounds is None:
+        return None
+    low, high = bounds
+    return (
+        -1.0 if high is None or high <= -1 else _inverse(high),
+        None if low is None or low <= -1 else _inverse(low),
+    )
+
+
+def scored_by(result: Result, advice: Recommendation) -> str:
+    """Return the metric that placed the one whose gain is told."""
+    if advice.gain_metric:
+        return advice.gain_metric
+    shown = advice.limits if advice.verdict == "change" else advice.best_measured.limits
+    metrics = [r["metric"] for r in decisive(result.trials) if _limits_of(r) == shown]
+    return str(metrics[-1]) if metrics else ""
+
+
+def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
+    return observation_of(record).limits
+
+
+def _broken(result: Result) -> list[str]:
+    """Say by how much the nearest configuration breaks the SLOs."""
+    goal = Goal(Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail)
+    seen = [(observation_of(r), r) for r in decisive(result.trials)]
+    whole = [(o, r) for o, r in seen if o.is_whole and r["measurement"]]
+    if not whole:
+        return ["no configuration survived its replay"]
+    nearest, record = min(whole, key=lambda pair: pair[0].score.order)
+    broken = "; ".join(goal.broken_in(record["measurement"]))
+    return [f"nearest is {limits_words(nearest.limits)}: {broken or record['tier'][2:]}"]
+
+
+def _limits(result: Result) -> list[str]:
+    said = []
+    if result.limited_by:
+        said.append(f"limited by: {result.limited_by}")
+    if result.capacity is not None:
+        said.append(f"capacity at the SLOs: {result.capacity.get('text', 'not told')}")
+    return said
+
+
+def _behind(result: Result) -> list[str]:
+    """Say what the answer rests on and what qualifies it."""
+    made = result.provenance.trace
+    wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
+    said = [
+        f"objective {result.objective}, {wanted}; {made.replayed_requests:,} requests were "
+        f"replayed, {made.window}"
+    ]
+    if result.caveats:
+        texts = "; ".join(caveat.text for caveat in result.caveats)
+        said.append(f"doubts: {texts}")
+    return said
+
+
+def caveats(run: RunFiles) -> Section:
+    """Return every caveat of the run."""
+    texts = tuple(f"{caveat.text} ({caveat.id})" for caveat in run.result.caveats)
+    said = () if texts else ("None: nothing that was checked gave reason to doubt the answer.",)
+    return Section("caveats", "Caveats", said, texts)
+
+
+def provenance(run: RunFiles) -> Section:
+    """Return where, when and with what the run was made."""
+    made = run.result.provenance
+    facts = {
+        "run": run.name,
+        "state": run.result.state,
+        "made at": made.made_at,
+        "method": run.result.method,
+        "model": made.model,
+        **_engine(made.engine or {}),
+        "trace": made.trace.source,
+        "trace SHA-256": made.trace.sha256,
+        "arguments": _arguments(made),
+        "tuner": f"{made.tuner_version}, Python {made.python}",
+        "engine starts": str(made.engine_starts),
+        "time": _time(made),
+        **_profile(made.profile or {}),
+    }
+    rows = tuple((Cell(name), Cell(text)) for name, text in facts.items() if text)
+    table = Table("provenance-table", "Where this comes from", ("what", "which"), rows)
+    return Section("provenance", "Provenance", tables=(table,))
+
+
+def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
+    if not engine:
+        return {"engine": "none was started"}
+    limits = engine.get("started_at_limits") or {}
+    blocks = f"{engine.get('num_blocks')} blocks of {engine.get('block_size')} tokens"
+    started = "/".join(str(limits[name]) for name in limits)
+    return {
+        "vLLM": str(engine.get("vllm_version", NOTHING)),
+        "device": str(engine.get("device", NOTHING)),
+        "dtype": str(engine.get("dtype", NOTHING)),
+        "longest model length": f"{engine.get('max_model_len')} tokens",
+        "KV cache": f"{blocks}, started at {started} (max_num_seqs/max_num_batched_tokens)",
+    }
+
+
+def _arguments(made: Provenance) -> str:
+    return " ".join(str(part) for part in made.options.get("arguments", ()))
+
+
+def _time(made: Provenance) -> str:
+    stages = ", ".join(f"{name} {plain(took_s)} s" for name, took_s in made.stages_s.items())
+    return f"{plain(made.wall_s)} s{f' ({stages})' if stages else ''}"
+
+
+def _profile(profile: Mapping[str, Any]) -> dict[str, str]:
+    if not profile:
+        return {}
+    wrong = profile.get("error_ratio")
+    known = f", wrong by {percent(wrong)}" if isinstance(wrong, int | float) else ""
+    made = f"made {profile.get('made_at', NOTHING)} on {profile.get('device', NOTHING)}{known}"
+    settings = ", ".join(str(s) for s in profile.get("calibrated_on", ()))
+    return {"profile": made, "calibrated on": settings}
+
+
+TITLE = "The trace"
+_LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
+
+
+def trace_facts(run: RunFiles) -> Section:
+    """Return what the trace asks of a server, and what may mislead in it."""
+    made = run.result.provenance.trace
+    said = (
+        f"{made.source}, format {made.format}, {made.requests:,} requests. Replayed: "
+        f"{made.window}, {made.replayed_requests:,} requests.",
+    )
+    found = run.result.trace_description
+    if found is None:
+        more = "This run kept no more of the trace's description."
+        return Section("trace", TITLE, (*said, more))
+    tables = (_facts(found), _lengths(found))
+    warnings = [w.get("text", "") for w in found.get("warnings", ()) if isinstance(w, dict)]
+    dropped = [f"dropped: {n} ({why})" for why, n in (found.get("dropped") or {}).items()]
+    return Section("trace", TITLE, said, (*warnings, *dropped), tables=tables)
+
+
+def _facts(found: Mapping[str, Any]) -> Table:
+    rows = (
+        ("requests", _number(found, "rows")),
+        ("duration", _number(found, "duration_s", " s")),
+        ("mean rate", _number(found, "rate_per_s", "/s")),
+        ("requests in the busiest second", _number(found, "peak_1s")),
+        ("requests in the busiest minute", _number(found, "peak_60s")),
+        ("CV of the gaps between arrivals (Poisson: 1)", _number(found, "iat_cv")),
+        ("prompt tokens that an unbounded prefix cache would hold", _reuse(found)),
+        *_in_flight(found.get("in_flight") or {}),
+    )
+    cells = tuple((Cell(name), Cell(value, mark="number")) for name, value in rows)
+    return Table("trace-facts", "What the trace asks for", ("fact", "value"), cells)
+
+
+def _number(found: Mapping[str, Any], name: str, unit: str = "") -> str:
+    value = found.get(name)
+    if not isinstance(value, int | float):
+        return "unknown"
+    return f"{value:,}{unit}" if isinstance(value, int) else f"{plain(value)}{unit}"
+
+
+def _reuse(found: Mapping[str, Any]) -> str:
+    ratio = found.get("prefix_reuse_ratio")
+    return percent(ratio) if isinstance(ratio, int | float) else "unknown, no hash ids"
+
+
+def _in_flight(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    pace_ms = 1000 * float(found.get("seconds_per_output_token") or 0)
+    is_recorded = bool(found.get("recorded_ratio"))
+    basis = "recorded latencies" if is_recorded else f"at {pace_ms:g} ms per output token"
+    names = {"mean": "mean", "p50": "p50", "p99": "p99", "peak": "peak"}
+    return [
+        (f"requests in flight, {name} ({basis})", _number(found, key))
+        for key, name in names.items()
+    ]
+
+
+def _lengths(found: Mapping[str, Any]) -> Table:
+    rows = []
+    for name in ("prompt_tokens", "output_tokens"):
+        spread = found.get(name) or {}
+        cells = [number(spread.get(key), _tokens(spread.get(key))) for key in _LENGTHS]
+        rows.append((Cell(name.replace("_", " ")), *cells))
+    return Table("trace-lengths", "Lengths in tokens", ("tokens", *_LENGTHS), tuple(rows))
+
+
+def _tokens(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else NOTHING
