@@ -9,12 +9,12 @@ from pathlib import Path
 from run_parts import ToyShadows, a_profile
 from toy import ToyCosts, ToySource
 
+from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.replay.slo import Slo
-from tuner.retune import Retune
 from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective

@@ -19,9 +19,16 @@ from traffic import a_trace
 
 from tuner.cli import plan
 from tuner.cli.calendar_job import run_calendar
-from tuner.day_calendar import calendar_of
-from tuner.day_hours import Hour, clock_spans, hours_of, parse_offset
-from tuner.day_plan import Served, Table, day_plans
+from tuner.drift.by_hour import (
+    Hour,
+    Served,
+    Table,
+    calendar_of,
+    clock_spans,
+    day_plans,
+    hours_of,
+    parse_offset,
+)
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.search.objective import Tier

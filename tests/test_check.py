@@ -21,9 +21,9 @@ from test_worker import a_profile, a_trace_file
 from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
 
-from tuner.check import Checked, Verdict, check, without_replay
 from tuner.cli.check_command import check as check_command
-from tuner.drift import compare
+from tuner.drift.check import Checked, Verdict, check, without_replay
+from tuner.drift.compare import compare
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.shadow.profiles import Profile, write_profile

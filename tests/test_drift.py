@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traffic import a_trace
 
-from tuner.drift import compare
+from tuner.drift.compare import compare
 from tuner.errors import UsageError
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.reshape import at_load

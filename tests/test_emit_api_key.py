@@ -15,13 +15,13 @@ from run_parts import a_profile
 from test_emit import vllm_serve_parser
 
 from tuner.cli import run
+from tuner.drift.watch.publish import Publisher
 from tuner.emit.names import Format
 from tuner.emit.registry import TARGETS
 from tuner.emit.target import ApiKey
 from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.shadow.profiles import write_profile
-from tuner.watch.publish import Publisher
 
 Output = pytest.CaptureFixture[str]
 HELD = (Format.VLLM, Format.VLLM_EXACT)

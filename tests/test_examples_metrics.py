@@ -14,15 +14,15 @@ import yaml
 from examples_parts import SCHEDULE, need, ran, succeeded
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tuner.check import Verdict
+from tuner.drift.check import Verdict
+from tuner.drift.watch.handover import Handing, Notebook
+from tuner.drift.watch.health import WatchMetrics
+from tuner.drift.watch.loop import Watcher
+from tuner.drift.watch.policy import Policy
+from tuner.drift.watch.publish import Publisher
+from tuner.drift.watch.state import Counts, Last, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.shadow.profiles import read_profile
-from tuner.watch.handover import Handing, Notebook
-from tuner.watch.health import WatchMetrics
-from tuner.watch.loop import Watcher
-from tuner.watch.policy import Policy
-from tuner.watch.publish import Publisher
-from tuner.watch.state import Counts, Last, StateDir, WatchState
 
 RENAMED = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"} | {
     f"vllm:gpu_prefix_cache_{what}" for what in ("hits", "queries")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from traffic import a_log
 
 from tuner.arrays import Floats
-from tuner.gains import Gain, by_stretch, gain_over
+from tuner.drift.gains import Gain, by_stretch, gain_over
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome

@@ -22,14 +22,14 @@ from watch_parts import (
     pays,
 )
 
-from tuner.check import Checked
+from tuner.drift.check import Checked
+from tuner.drift.watch.policy import Act
+from tuner.drift.watch.publish import Publisher, Text
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.files import Held
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
-from tuner.watch.policy import Act
-from tuner.watch.publish import Publisher, Text
 
 SERVED = (
     "# mine\nmodel: toy\nenforce-eager: true\nmax-num-seqs: 4\nmax-num-batched-tokens: 2048\n"

@@ -23,8 +23,8 @@ from watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
 
 from tuner.cli.watch_command import watch
 from tuner.cli.watch_job import run_watch
+from tuner.drift.watch.health import serving
 from tuner.errors import UsageError
-from tuner.watch.health import serving
 
 __all__ = ["home"]
 

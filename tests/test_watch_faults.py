@@ -15,14 +15,14 @@ from test_watch import SERVED
 from test_watch_state import full_disk
 from watch_parts import EIGHT, FOUR, HOUR_S, THIRTY, UNCHANGED, a_world, pays
 
+from tuner.drift.watch.handover import HookEnd, run_hook
+from tuner.drift.watch.policy import Act
+from tuner.drift.watch.publish import Publisher, Text
+from tuner.drift.watch.state import Handover, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.errors import UsageError
 from tuner.files import Held
-from tuner.watch.hook import HookEnd, run_hook
-from tuner.watch.policy import Act
-from tuner.watch.publish import Publisher, Text
-from tuner.watch.state import Handover, StateDir, WatchState
 
 RESTLESS = """
 import sys

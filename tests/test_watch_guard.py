@@ -17,12 +17,7 @@ from watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world
 
 from tuner import stats
 from tuner.arrays import Floats
-from tuner.emit.sources import read_emitted
-from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
-from tuner.replay.metrics import Measurement, measure
-from tuner.traffic.prometheus.live import Live
-from tuner.watch.guard import (
+from tuner.drift.watch.guard import (
     LEAST_REQUESTS,
     MEAN,
     RATE,
@@ -34,7 +29,12 @@ from tuner.watch.guard import (
     bias_of,
     compared,
 )
-from tuner.watch.policy import Act
+from tuner.drift.watch.policy import Act
+from tuner.emit.sources import read_emitted
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
+from tuner.replay.metrics import Measurement, measure
+from tuner.traffic.prometheus.live import Live
 
 # vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.
 BOUNDS_S = (

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
-from tuner.watch.policy import (
+from tuner.drift.watch.policy import (
     ODD_SHARE,
     Act,
     Memory,
@@ -26,6 +24,8 @@ from tuner.watch.policy import (
     later_from_s,
     rolled_back,
 )
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
 
 LIMITS = st.builds(EngineLimits, st.integers(1, 64), st.sampled_from([512, 2048, 8192]))
 PROPOSALS = st.none() | st.builds(Proposal, LIMITS, st.floats(0, 0.5), st.booleans())

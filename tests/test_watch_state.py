@@ -18,11 +18,8 @@ from drift_parts import busy_traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
-from tuner.traffic.sketch import sketch_of
-from tuner.watch.policy import Memory, Policy, later_from_s
-from tuner.watch.state import (
+from tuner.drift.watch.policy import Memory, Policy, later_from_s
+from tuner.drift.watch.state import (
     STATE_FILE,
     Counts,
     Handover,
@@ -31,6 +28,9 @@ from tuner.watch.state import (
     StateDir,
     WatchState,
 )
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
+from tuner.traffic.sketch import sketch_of
 
 LIMITS = st.builds(EngineLimits, st.integers(1, 64), st.integers(64, 8192))
 FINITE = st.floats(0, 1e10)

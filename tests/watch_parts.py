@@ -10,22 +10,21 @@ from pathlib import Path
 from drift_parts import busy_traffic
 from run_parts import a_profile
 
-from tuner.check import Checked, Verdict
-from tuner.drift import Drift
+from tuner.drift.check import Checked, Verdict
+from tuner.drift.compare import Drift
+from tuner.drift.gains import Gain
+from tuner.drift.watch.guard import Guard
+from tuner.drift.watch.handover import Handing, HookEnd, Notebook, RunHook
+from tuner.drift.watch.loop import Watcher
+from tuner.drift.watch.policy import Policy
+from tuner.drift.watch.publish import Publisher
+from tuner.drift.watch.state import StateDir
 from tuner.emit.names import Format
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.gains import Gain
 from tuner.stats import Estimate
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
-from tuner.watch.guard import Guard
-from tuner.watch.handover import Handing, Notebook, RunHook
-from tuner.watch.hook import HookEnd
-from tuner.watch.loop import Watcher
-from tuner.watch.policy import Policy
-from tuner.watch.publish import Publisher
-from tuner.watch.state import StateDir
 
 FOUR, EIGHT, THIRTY = (EngineLimits(cap, 2048) for cap in (4, 8, 32))
 MINUTE_S, HOUR_S = 60.0, 3600.0

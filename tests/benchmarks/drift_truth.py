@@ -43,11 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 
 from tuner.arrays import Ints
-from tuner.check import Verdict, check
-from tuner.drift import compare
+from tuner.drift.check import Verdict, check
+from tuner.drift.compare import compare
+from tuner.drift.retune import Retune, retuning, shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.retune import Retune, retuning, shadow_host
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective, Score
 from tuner.search.space import SearchSpace

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from tuner.demo import bundled, demo_engine_args
+from tuner.drift.retune import shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.steps import StepLog
@@ -45,7 +46,6 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench
 from tuner.replay.server.client import Endpoint, replay_http
-from tuner.retune import shadow_host
 from tuner.shadow.profiles import read_profile
 from tuner.shadow.served import learn
 from tuner.shadow.source import ShadowSource

@@ -13,10 +13,16 @@ import msgspec
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.cli.trace_options import read_named
 from tuner.console import say
-from tuner.day_calendar import Calendar, calendar_of
-from tuner.day_hours import LEAST_REQUESTS, Hour, hours_of, parse_offset
+from tuner.drift.by_hour import (
+    LEAST_REQUESTS,
+    Calendar,
+    Hour,
+    calendar_of,
+    hours_of,
+    parse_offset,
+)
+from tuner.drift.retune import retuning, shadow_host
 from tuner.errors import UsageError
-from tuner.retune import retuning, shadow_host
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, search_space

@@ -12,13 +12,13 @@ import msgspec
 
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
 from tuner.console import say
+from tuner.drift.retune import shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.process import Host
 from tuner.replay.runner import Bench, Failure
 from tuner.replay.timeline import Timelines
-from tuner.retune import shadow_host
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.served import Served, learn
 from tuner.shadow.source import ShadowSource

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from tuner.baseline import Baseline, read_baseline
-from tuner.check import Checked, check, without_replay
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import shadows_on
 from tuner.cli.trace_options import read_named
 from tuner.console import say
-from tuner.drift import Drift, compare
+from tuner.drift.baseline import Baseline, read_baseline
+from tuner.drift.check import Checked, check, without_replay
+from tuner.drift.compare import Drift, compare
+from tuner.drift.retune import shadow_host
 from tuner.errors import UsageError
-from tuner.retune import shadow_host
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.baseline import Baseline
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.console import say
+from tuner.drift.baseline import Baseline
+from tuner.drift.retune import Retune, retuning
 from tuner.engine.limits import EngineLimits
 from tuner.replay.process import Host
-from tuner.retune import Retune, retuning
 from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective

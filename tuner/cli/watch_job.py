@@ -11,14 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tuner.baseline import Baseline, read_baseline
 from tuner.cli.emit_command import check_ending
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.trace_options import read_named
 from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
 from tuner.console import say
 from tuner.doctor import installed_vllm
-from tuner.drift import LEAST_S
+from tuner.drift.baseline import Baseline, read_baseline
+from tuner.drift.compare import LEAST_S
+from tuner.drift.watch.guard import Guard
+from tuner.drift.watch.handover import Clock, Handing, Notebook, run_hook
+from tuner.drift.watch.health import serving
+from tuner.drift.watch.loop import Watcher
+from tuner.drift.watch.policy import Policy
+from tuner.drift.watch.publish import Publisher
+from tuner.drift.watch.state import StateDir
 from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
 from tuner.engine.limits import EngineLimits
@@ -30,14 +37,6 @@ from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.traffic.prometheus.client import Prometheus
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.watch.guard import Guard
-from tuner.watch.handover import Clock, Handing, Notebook
-from tuner.watch.health import serving
-from tuner.watch.hook import run_hook
-from tuner.watch.loop import Watcher
-from tuner.watch.policy import Policy
-from tuner.watch.publish import Publisher
-from tuner.watch.state import StateDir
 
 _NEEDED = {
     "prometheus": ("--prometheus", "for example --prometheus http://prometheus:9090"),

@@ -7,23 +7,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tuner.baseline import Baseline
-from tuner.check import Checked, Verdict, check, unlike_server, without_replay
 from tuner.cli.prometheus_options import credentials
 from tuner.cli.shadow_space import Ready, shadows_on
-from tuner.drift import Drift, compare
+from tuner.drift.baseline import Baseline
+from tuner.drift.check import Checked, Verdict, check, unlike_server, without_replay
+from tuner.drift.compare import Drift, compare
+from tuner.drift.retune import shadow_host
+from tuner.drift.watch.guard import Look
+from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
-from tuner.retune import shadow_host
 from tuner.traffic.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
-from tuner.watch.guard import Look
-from tuner.watch.handover import Clock
 
 MOST_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""

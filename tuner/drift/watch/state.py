@@ -20,11 +20,11 @@ from typing import Final, Self
 
 import msgspec
 
+from tuner.drift.watch.policy import Memory, forgotten
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
 from tuner.files import Held, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
-from tuner.watch.policy import Memory, forgotten
 
 STATE_FILE: Final = "state.json"
 SCHEMA: Final = 1

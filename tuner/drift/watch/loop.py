@@ -10,16 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tuner.check import Checked, Verdict
+from tuner.drift.check import Checked, Verdict
+from tuner.drift.watch.handover import Clock, Handing, Notebook, Tell
+from tuner.drift.watch.policy import (
+    Act,
+    Memory,
+    Policy,
+    Proposal,
+    confirm,
+    decide,
+    later_from_s,
+)
+from tuner.drift.watch.publish import Reason
+from tuner.drift.watch.state import Counts, Handover, Last
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.files import Held
 from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
-from tuner.watch.handover import Clock, Handing, Notebook, Tell
-from tuner.watch.policy import Act, Memory, Policy, Proposal, confirm, decide, later_from_s
-from tuner.watch.publish import Reason
-from tuner.watch.state import Counts, Handover, Last
 
 BACK_OFF_S: Final = (2.0, 8.0, 30.0)
 """Ours: a Prometheus that restarts is back within them; one that is down waits a round."""

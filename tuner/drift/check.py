@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.drift import Drift
+from tuner.drift.compare import Drift
+from tuner.drift.gains import Gain, gain_over
+from tuner.drift.retune import Ranked, Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.gains import Gain, gain_over
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
-from tuner.retune import Ranked, Retune
 from tuner.search.budget import Aim
 from tuner.search.objective import Tier
 from tuner.search.race import decide_predicted

@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from tuner.drift.watch.loop import Watcher
 from tuner.errors import TunerError, UsageError
-from tuner.watch.loop import Watcher
 
 LEAST_PATIENCE_S: Final = 900.0
 """Ours: replays, a hook and the guard's look take minutes; a quarter of an hour is a hang."""
