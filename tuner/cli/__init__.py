@@ -28,13 +28,13 @@ from tuner.cli.watch_command import watch
 from tuner.emit.names import Format
 from tuner.errors import TunerError
 
-_EPILOG = (
+_TUNE_EPILOG = (
     "Exit codes: 0 done; 2 bad input; 3 nothing meets the SLOs; 4 the engine failed; "
     "10 tune check: a re-tune pays; 130 interrupted."
 )
 
 
-@click.group(invoke_without_command=True, context_settings=CONTEXT, epilog=_EPILOG)
+@click.group(invoke_without_command=True, context_settings=CONTEXT, epilog=_TUNE_EPILOG)
 @traffic_options
 @engine_options
 @click.option(

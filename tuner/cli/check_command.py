@@ -9,13 +9,13 @@ import click
 from tuner.cli.options import CONTEXT, retune_options, shadow_options, traffic_options
 from tuner.cli.prometheus_options import prometheus_options
 
-_EPILOG = (
+_CHECK_EPILOG = (
     "Exit codes: 0 unchanged, the present configuration is still best, or too little data; "
     "10 a re-tune pays; 2 bad input; 4 the shadow failed."
 )
 
 
-@click.command("check", context_settings=CONTEXT, epilog=_EPILOG)
+@click.command("check", context_settings=CONTEXT, epilog=_CHECK_EPILOG)
 @click.option(
     "--baseline",
     metavar="RUN_OR_PROFILE",
