@@ -23,8 +23,8 @@ from shadow_toy import InstalledSource
 from toy_tune import job_on, write_trace
 from traffic import replay_toy
 
-from tuner.cli import tune
-from tuner.cli.replay_command import run_replay
+from tuner.cli.commands import tune
+from tuner.cli.replay import run_replay
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError

@@ -17,8 +17,8 @@ from test_worker import a_profile
 from toy_tune import CROWDED
 from traffic import a_trace
 
-from tuner.cli import plan
-from tuner.cli.calendar_job import run_calendar
+from tuner.cli.commands import plan
+from tuner.cli.plan import run_calendar
 from tuner.drift.by_hour import (
     Hour,
     Served,

@@ -21,7 +21,7 @@ from test_worker import a_profile, a_trace_file
 from toy import ToyCosts, ToySource
 from toy_tune import CROWDED, job_on, write_trace
 
-from tuner.cli.check_command import check as check_command
+from tuner.cli.commands import check as check_command
 from tuner.drift.check import Checked, Verdict, check, without_replay
 from tuner.drift.compare import compare
 from tuner.engine.limits import EngineLimits

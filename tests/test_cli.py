@@ -14,8 +14,9 @@ import click
 import pytest
 from toy_tune import write_trace
 
-from tuner.cli import run, tune
-from tuner.console import talk
+from tuner.cli import run
+from tuner.cli.commands import tune
+from tuner.cli.console import talk
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "help.txt"
 HELP_S = 1.5

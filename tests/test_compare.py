@@ -10,8 +10,8 @@ from emit_parts import a_run_dir
 from toy import ToyCosts, ToySource
 from toy_tune import write_trace
 
-from tuner.cli.compare_command import run_compare
-from tuner.cli.proof_commands import compare
+from tuner.cli.commands import compare
+from tuner.cli.compare import run_compare
 from tuner.errors import UsageError
 from tuner.report.page import sections_of
 from tuner.report.run_files import read_run

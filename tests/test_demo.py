@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from make_demo_tokenizer import VOCAB_SIZE, tokenizer_json, write_tokenizer
 
 from tuner.demo import DEMO_MODEL_DIR, bundled
-from tuner.demo_tokenizer import VOCAB_SIZE, tokenizer_json, write_tokenizer
 from tuner.errors import UsageError
 
 

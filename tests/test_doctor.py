@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner import doctor
-from tuner.doctor import Check, TorchBuild
+from tuner.cli import doctor
+from tuner.cli.doctor import Check, TorchBuild
 
 CPU = TorchBuild("2.13.0+cpu", "", "")
 CUDA = TorchBuild("2.13.0", "13.0", "NVIDIA H200")
@@ -103,8 +103,8 @@ def test_every_failed_check_says_how_to_mend_it() -> None:
 
 def test_the_doctor_itself_never_imports_what_it_examines() -> None:
     code = (
-        "import sys, tuner.doctor as d; d.checks(); print({'vllm', 'torch'} & set(sys.modules))"
-    )
+        "import sys, tuner.cli.doctor as d; d.checks(); "
+        "print({'vllm', 'torch'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

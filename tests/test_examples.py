@@ -24,7 +24,7 @@ from examples_parts import (
     tune_commands,
 )
 
-from tuner.cli.check_command import check
+from tuner.cli.commands import check
 from tuner.cli.watch_command import watch
 
 # --- every command in them ---

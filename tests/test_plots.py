@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from traffic import a_trace
 
-from tuner.plots import HEIGHT, trace_plots
+from tuner.cli.plots import HEIGHT, trace_plots
 
 
 @pytest.mark.parametrize("width", [20, 60, 300])

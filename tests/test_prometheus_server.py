@@ -30,8 +30,8 @@ from prometheus_parts import (
 from test_watch_prometheus import home
 from watch_parts import JumpingClock
 
+from tuner.cli.watch import run_watch
 from tuner.cli.watch_command import watch
-from tuner.cli.watch_job import run_watch
 from tuner.demo import demo_engine_args
 from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch

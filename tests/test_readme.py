@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from tuner.cli import tune
+from tuner.cli.commands import tune
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("examples/**/*.md"), *ROOT.glob("traces/*.md")]

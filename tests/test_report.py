@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import pytest
 from report_parts import EVIL, changed, live_run, read, shadowed_run, write
 
-from tuner.cli.report_command import run_report
+from tuner.cli.report import run_report
 from tuner.errors import UsageError
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run

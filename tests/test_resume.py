@@ -15,7 +15,7 @@ import yaml
 from toy import ToySource
 from toy_tune import CROWDED, command, job_on, lines_of, wait_for, write_trace
 
-from tuner.cli import tune
+from tuner.cli.commands import tune
 from tuner.cli.resume import (
     _drop_redacted,
     _refuse_changes,

@@ -79,4 +79,4 @@ def test_the_command_without_a_folder_says_how_it_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([]) == 2
-    assert "python -m tuner.samples DIR" in capsys.readouterr().err
+    assert "python -m tuner.traffic.samples DIR" in capsys.readouterr().err

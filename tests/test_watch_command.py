@@ -21,8 +21,8 @@ from prometheus_parts import free_port, wait_for
 from test_watch_prometheus import home
 from watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
 
+from tuner.cli.watch import run_watch
 from tuner.cli.watch_command import watch
-from tuner.cli.watch_job import run_watch
 from tuner.drift.watch.health import serving
 from tuner.errors import UsageError
 

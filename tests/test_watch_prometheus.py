@@ -16,8 +16,8 @@ from test_worker import a_profile, a_trace_file
 from watch_parts import JumpingClock
 
 from tuner.arrays import Floats
+from tuner.cli.watch import run_watch
 from tuner.cli.watch_command import watch
-from tuner.cli.watch_job import run_watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
 
-from tuner.cli import tune
+from tuner.cli.commands import tune
+from tuner.cli.console import say, say_error
 from tuner.cli.job import read_job
 from tuner.cli.resume import with_stored, with_tuning
-from tuner.cli.run_command import run_job
-from tuner.console import say, say_error
+from tuner.cli.tune import run_job
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError, TunerError

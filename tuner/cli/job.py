@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.emit_command import check_ending
+from tuner.cli.emit import check_ending
 from tuner.cli.inputs import (
     EngineChoice,
     Traffic,

@@ -2,13 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from tuner.cli.option_types import DURATION, LADDER, LOAD, SLO, WINDOW
 from tuner.errors import TunerError, UsageError
+
+
+class Parsed(click.ParamType[Any]):
+    """An option value read by one of our own parsers, so that its message is ours."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,  # noqa: ARG002 - click's own signature
+    ) -> Any:
+        """Return the parsed value; a value that is parsed already passes."""
+        if not isinstance(value, str):
+            return value
+        option = f"--{param.name.replace('_', '-')} " if param and param.name else ""
+        try:
+            return self._parse(value)
+        except UsageError as error:
+            if option.strip() and option.strip() not in error.message:
+                raise UsageError(f"{option}{error.message}", error.hint) from error
+            raise
+
+
+def _duration(text: str) -> float:
+    from tuner.traffic.windows import parse_duration
+
+    return parse_duration(text)
+
+
+def _window(text: str) -> Any:
+    from tuner.traffic.windows import parse_window
+
+    return parse_window(text)
+
+
+def _slo(text: str) -> Any:
+    from tuner.replay.slo import parse_slo
+
+    return parse_slo(text)
+
+
+def _ladder(text: str) -> tuple[int, ...]:
+    try:
+        caps = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        caps = ()
+    if not caps or min(caps) < 1:
+        raise UsageError(
+            f"must list caps of at least 1, got {text!r}", "for example 1,2,4,8,16,32"
+        )
+    return caps
+
+
+def _load(text: str) -> float:
+    try:
+        load = float(text.lower().removesuffix("x"))
+    except ValueError:
+        load = float("nan")
+    if not 0 < load < 1e6:
+        raise UsageError(f"must be a multiple above 0, got {text!r}", "for example 1.5")
+    return load
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    return tuple(dict.fromkeys(_load(part) for part in text.split(",")))
+
+
+def _share(text: str) -> float:
+    """Return a share of 1.
+
+    >>> _share("5%"), _share("0.05")
+    (0.05, 0.05)
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number)
+    except ValueError:
+        raise UsageError(f"must be a share, got {text!r}", "for example 5%") from None
+    return value / 100 if text.strip().endswith("%") else value
+
+
+DURATION = Parsed("duration", _duration)
+WINDOW = Parsed("window", _window)
+SLO = Parsed("slo", _slo)
+LADDER = Parsed("caps", _ladder)
+LOAD = Parsed("multiple", _load)
+LOADS = Parsed("multiples", _loads)
+SHARE = Parsed("share", _share)
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -265,3 +359,75 @@ def as_usage_error(error: click.ClickException) -> TunerError:
         hint = f"see {error.ctx.command_path} --help"
     text = error.format_message().rstrip(".")
     return UsageError(text[:1].lower() + text[1:], hint)
+
+
+TOKEN_VARIABLE = "PROMETHEUS_TOKEN"  # noqa: S105 - the name of a variable, not a token
+
+
+def prometheus_options(since: str) -> Callable[[Command], Command]:
+    """Return what adds the options; `since` is how far back to look unless it is said."""
+    return stacked(
+        click.option(
+            "--since",
+            type=DURATION,
+            default=since,
+            show_default=True,
+            metavar="TIME",
+            help="How far back Prometheus is asked.",
+        ),
+        click.option(
+            "--step",
+            type=DURATION,
+            default="30s",
+            show_default=True,
+            metavar="TIME",
+            help="Resolution of what Prometheus is asked.",
+        ),
+        click.option(
+            "--header",
+            "headers",
+            multiple=True,
+            metavar="'NAME: VALUE'",
+            help="Sent to Prometheus with every request; repeatable.",
+        ),
+        click.option(
+            "--token-file",
+            metavar="FILE",
+            help=f"Bearer token for Prometheus; default: that of {TOKEN_VARIABLE}, if any.",
+        ),
+        click.option(
+            "--no-verify", is_flag=True, help="Do not check Prometheus's certificate."
+        ),
+    )
+
+
+def credentials(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers of --header with the token of --token-file or the environment.
+
+    The file is read anew each time: the token in it may be another one by now.
+
+    Raises: UsageError.
+    """
+    headers = {}
+    if token := _token(options["token_file"]):
+        headers["Authorization"] = f"Bearer {token}"
+    for header in options["headers"]:
+        name, colon, value = header.partition(":")
+        if not colon or not name.strip():
+            # The value may be a secret, and is not shown.
+            raise UsageError("--header must look like 'NAME: VALUE'", "quote it as one word")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def _token(path: str | None) -> str:
+    if not path:
+        return os.environ.get(TOKEN_VARIABLE, "").strip()
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--token-file {path} cannot be read: {reason}") from error
+    if not token:
+        raise UsageError(f"--token-file {path} is empty", "it must hold the bearer token")
+    return token

@@ -117,7 +117,7 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def with_tuning(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fill what the command line leaves open: from the tuning profile, then by default."""
-    from tuner.cli.option_types import LADDER, SLO
+    from tuner.cli.options import LADDER, SLO
 
     filled = dict(options)
     if options["tuning"]:

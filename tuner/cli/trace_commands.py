@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from tuner.cli.option_types import LOAD, WINDOW
-from tuner.cli.options import CONTEXT, reading_options
-from tuner.cli.prometheus_options import prometheus_options
+from tuner.cli.options import CONTEXT, LOAD, WINDOW, prometheus_options, reading_options
 
 _FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...")
 _OUTPUT = click.option(
@@ -39,7 +37,7 @@ def inspect(**options: Any) -> int:
     \b
         tune trace inspect prod.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_inspect
+    from tuner.cli.traces import run_inspect
 
     return run_inspect(options)
 
@@ -54,7 +52,7 @@ def convert(**options: Any) -> int:
     \b
         tune trace convert azure.csv.gz -o prod.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_reshape
+    from tuner.cli.traces import run_reshape
 
     return run_reshape(options, lambda read: read)
 
@@ -69,7 +67,7 @@ def merge(**options: Any) -> int:
     \b
         tune trace merge day1.jsonl day2.jsonl -o both.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_reshape
+    from tuner.cli.traces import run_reshape
 
     return run_reshape(options, lambda read: read)
 
@@ -91,7 +89,7 @@ def slice_(**options: Any) -> int:
     \b
         tune trace slice prod.jsonl --window peak:300s -o peak.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import part_of, run_reshape
+    from tuner.cli.traces import part_of, run_reshape
 
     return run_reshape(options, lambda read: part_of(read, options))
 
@@ -113,7 +111,7 @@ def scale(**options: Any) -> int:
     \b
         tune trace scale prod.jsonl --load 1.5 -o busier.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_reshape
+    from tuner.cli.traces import run_reshape
     from tuner.traffic.reshape import at_load
 
     return run_reshape(options, lambda read: at_load(read, options["load"]))
@@ -147,7 +145,7 @@ def thin(**options: Any) -> int:
     \b
         tune trace thin fleet.jsonl --replicas 8 --router prefix -o replica.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_reshape, share_of
+    from tuner.cli.traces import run_reshape, share_of
 
     return run_reshape(options, lambda read: share_of(read, options))
 
@@ -172,7 +170,7 @@ def from_prometheus(**options: Any) -> int:
     at random, and the trace says so. A bearer token is read from PROMETHEUS_TOKEN or
     --token-file.
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_from_prometheus
+    from tuner.cli.traces import run_from_prometheus
 
     return run_from_prometheus(options)
 
@@ -190,6 +188,6 @@ def from_concurrency(**options: Any) -> int:
     \b
         tune trace from-concurrency in_flight.csv --lengths prod.jsonl -o closed.jsonl
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.trace_jobs import run_from_concurrency
+    from tuner.cli.traces import run_from_concurrency
 
     return run_from_concurrency(options)

@@ -6,9 +6,7 @@ from typing import Any
 
 import click
 
-from tuner.cli.option_types import DURATION, SHARE
-from tuner.cli.options import CONTEXT, retune_options
-from tuner.cli.prometheus_options import prometheus_options
+from tuner.cli.options import CONTEXT, DURATION, SHARE, prometheus_options, retune_options
 from tuner.emit.names import Format
 
 _EPILOG = (
@@ -162,6 +160,6 @@ def watch(**options: Any) -> int:
     probation, and the old one comes back if it does worse. No engine is started, and the
     serving process is never talked to.
     """  # noqa: D301 - click looks for the character that \b stands for
-    from tuner.cli.watch_job import run_watch
+    from tuner.cli.watch import run_watch
 
     return run_watch(options)

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tuner.emit import aibrix, compose, kserve, kubernetes, llm_d, production_stack, vllm
-from tuner.emit import flags as args
-from tuner.emit import vllm as vllm_edit
+from tuner.emit import aibrix, compose, flags, kserve, kubernetes, llm_d, production_stack, vllm
 from tuner.emit.merge import Merged, merge
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
@@ -18,11 +16,9 @@ from tuner.emit.target import ApiKey, Names, Target, Write
 from tuner.errors import UsageError
 
 TARGETS: Final[Mapping[Format, Target]] = {
-    Format.VLLM: Target("best.yaml", vllm.render_plain, vllm_edit.edit, ApiKey.HELD),
-    Format.VLLM_EXACT: Target(
-        "best.yaml", vllm.render_exact, vllm_edit.edit_exact, ApiKey.HELD
-    ),
-    Format.ARGS: Target("serve.sh", args.write),
+    Format.VLLM: Target("best.yaml", vllm.render_plain, vllm.edit, ApiKey.HELD),
+    Format.VLLM_EXACT: Target("best.yaml", vllm.render_exact, vllm.edit_exact, ApiKey.HELD),
+    Format.ARGS: Target("serve.sh", flags.write),
     Format.DOCKER_COMPOSE: Target("compose.yaml", compose.write, compose.edit),
     Format.KUBERNETES: Target(
         "deployment.yaml", kubernetes.write, kubernetes.edit, is_object=True

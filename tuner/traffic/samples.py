@@ -1,7 +1,7 @@
 """Sample traces made from seeds: a translation service, bursty chat, shared prefixes.
 
 They exist so that a first run needs no recording and tests have known traffic. They are
-invented from start to end and never stand for production data. `python -m tuner.samples DIR`
+invented from start to end and never stand for production data. `python -m tuner.traffic.samples DIR`
 writes them; the files in traces/ are what seed 0 gives.
 
 Shapes of the loads are ours, chosen for the bundled demo model at about 4 ms per output token:
@@ -157,7 +157,7 @@ def _trace(
 def main(arguments: list[str]) -> int:
     """Write the samples into the folder that was named; return the exit code."""
     if len(arguments) != 1:
-        sys.stderr.write("usage: python -m tuner.samples DIR\n")
+        sys.stderr.write("usage: python -m tuner.traffic.samples DIR\n")
         return 2
     for path in write_samples(Path(arguments[0])):
         sys.stdout.write(f"{path}\n")

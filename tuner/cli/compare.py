@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tuner.cli.console import ReplayDisplay, say
 from tuner.cli.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -19,8 +20,7 @@ from tuner.cli.inputs import (
     read_traffic,
     replay_plan,
 )
-from tuner.cli.report_command import write_report
-from tuner.console import ReplayDisplay, say
+from tuner.cli.report import write_report
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource

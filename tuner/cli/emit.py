@@ -8,67 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
-
-from tuner.cli.options import CONTEXT
 from tuner.emit.names import Format, PatchKind
 from tuner.errors import UsageError
-
-
-@click.command("emit", context_settings=CONTEXT)
-@click.argument("source", metavar="RUN_OR_YAML")
-@click.option(
-    "--format",
-    "chosen",
-    type=click.Choice([str(name) for name in Format]),
-    default=str(Format.VLLM),
-    show_default=True,
-    help="What to write. vllm-exact: four limits that repeat the measured point; args: a "
-    "command line.",
-)
-@click.option("-o", "--output", metavar="FILE", help="Where it goes; default: stdout.")
-@click.option(
-    "--patch",
-    type=click.Choice([str(kind) for kind in PatchKind]),
-    is_flag=False,
-    flag_value=str(PatchKind.OBJECT),
-    help="Only what changes of the object in --merge FILE, which stays as it is: for kubectl "
-    "patch, or as a Kustomize component; default: the whole object.",
-)
-@click.option(
-    "--merge",
-    metavar="FILE",
-    help="Set both limits in this file of yours and show the difference; with -o, leave it and "
-    "write the result there; default: a file of its own.",
-)
-@click.option(
-    "--allow-unauthenticated",
-    is_flag=True,
-    help="Write a server that answers without the api-key of the configuration; default: it "
-    "asks for the key at its start, or is not written.",
-)
-@click.option(
-    "--name", metavar="NAME", help="Name of the object or service; default: the model's."
-)
-@click.option(
-    "--container",
-    metavar="NAME",
-    help="Container that runs vLLM; default: vllm, or the only one.",
-)
-@click.option(
-    "--model",
-    metavar="NAME",
-    help="Model as it is named where it is served; default: as tuned.",
-)
-def emit(**options: Any) -> int:
-    """Write a recommendation as the file that a deployment takes.
-
-    \b
-        tune emit runs/2026-11-20T14-03-00 --format kubernetes -o deployment.yaml
-
-    Takes a run directory, or a YAML file that tune wrote, whose comments are the evidence then.
-    """  # noqa: D301 - click looks for the character that \b stands for
-    return run_emit(options)
 
 
 def run_emit(options: Mapping[str, Any]) -> int:
@@ -123,7 +64,7 @@ def _put(output: str | None, text: str, *, secret: bool) -> None:
 
 def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
     """Write the patch of the object in the file of --merge. Raises: UsageError."""
-    from tuner.console import say
+    from tuner.cli.console import say
     from tuner.emit.registry import emit_patch
 
     path = Path(options["merge"]) if options["merge"] else None
@@ -136,7 +77,7 @@ def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
 
 def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
     """Show the difference and put the file in its place, or nothing if there is none."""
-    from tuner.console import say
+    from tuner.cli.console import say
     from tuner.emit.registry import merge_into
     from tuner.files import Held, write_atomic
 

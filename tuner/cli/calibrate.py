@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
-from tuner.console import say
 from tuner.drift.retune import shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError

@@ -1,4 +1,4 @@
-"""What a watch asks of Prometheus and of a profile's shadows."""
+"""Shadows of a baseline's profile on new traffic, as `tune check` and `tune watch` need."""
 
 from __future__ import annotations
 
@@ -7,23 +7,82 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tuner.cli.prometheus_options import credentials
-from tuner.cli.shadow_space import Ready, shadows_on
+from tuner.cli.console import say
+from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
+from tuner.cli.options import credentials
 from tuner.drift.baseline import Baseline
 from tuner.drift.check import Checked, Verdict, check, unlike_server, without_replay
 from tuner.drift.compare import Drift, compare
-from tuner.drift.retune import shadow_host
+from tuner.drift.retune import Retune, retuning, shadow_host
 from tuner.drift.watch.guard import Look
 from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
+from tuner.replay.process import Host
 from tuner.replay.runner import Failure
+from tuner.run.directory import RunDir
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective
+from tuner.search.space import DEFAULT_LADDER, search_space
+from tuner.shadow.pool import default_jobs
 from tuner.traffic.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Shadows that can replay, what is aimed at, and the traffic as they can take it."""
+
+    retune: Retune
+    aim: Aim
+    trace: Trace
+
+
+@contextmanager
+def shadows_on(
+    read: Trace,
+    baseline: Baseline,
+    present: EngineLimits | None,
+    options: Mapping[str, Any],
+    host: Host,
+    run_dir: RunDir,
+) -> Iterator[Ready]:
+    """Yield shadows of the baseline's profile for this traffic; they end with the block.
+
+    `present` is None where the configuration that is named says it. Options that are not given
+    are those of the baseline.
+
+    Raises: TunerError.
+    """
+    given = {**options, "engine_args": (), "model": None}
+    facts = host.facts(profiled_engine(given, baseline.profile).values)
+    trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
+    if told:
+        say(told)
+    ladder = options["max_num_seqs"] or DEFAULT_LADDER
+    space = search_space(facts, trace, ladder, present or facts.present_limits)
+    aim = Aim(
+        Objective(options["objective"]) if options["objective"] else baseline.objective,
+        tuple(options["slo"]) or baseline.slos,
+        replay_plan(options, trace),
+        Budget(options["budget"]),
+        options["window"].resolve(trace) if options["window"] else None,
+    )
+    with retuning(
+        host,
+        run_dir,
+        baseline.profile,
+        space,
+        jobs=options["jobs"] or default_jobs(),
+        seed=options["seed"],
+        is_forced=options["force_profile"],
+    ) as retune:
+        yield Ready(retune, aim, trace)
+
 
 MOST_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""

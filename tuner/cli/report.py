@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.console import say
+from tuner.cli.console import say
 from tuner.files import write_atomic
 from tuner.report.page import REPORT_FILE, report_of
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tuner.cli.console import ReplayDisplay, say
 from tuner.cli.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -21,7 +22,6 @@ from tuner.cli.inputs import (
     read_traffic,
     replay_plan,
 )
-from tuner.console import ReplayDisplay, say
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource

@@ -12,9 +12,9 @@ from typing import Any
 import click
 import numpy as np
 
-from tuner.cli.prometheus_options import credentials
-from tuner.cli.trace_options import read_named
-from tuner.console import say
+from tuner.cli.console import say
+from tuner.cli.inputs import read_named
+from tuner.cli.options import credentials
 from tuner.errors import UsageError
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import describe
@@ -45,7 +45,7 @@ def _show(trace: Trace) -> None:
     for line in describe(trace).lines():
         click.echo(line)
     if sys.stdout.isatty():
-        from tuner.plots import trace_plots
+        from tuner.cli.plots import trace_plots
 
         for plot in trace_plots(trace, width=shutil.get_terminal_size().columns):
             click.echo()

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tuner.cli.prometheus_options import credentials
-from tuner.cli.shadow_space import shadows_on
-from tuner.cli.trace_options import read_named
-from tuner.console import say
+from tuner.cli.console import say
+from tuner.cli.inputs import read_named
+from tuner.cli.options import credentials
+from tuner.cli.shadows import shadows_on
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.check import Checked, check, without_replay
 from tuner.drift.compare import Drift, compare

@@ -12,11 +12,11 @@ from typing import Any
 import click
 import msgspec
 
+from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, read_traffic
 from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.job import DEFAULT_BUDGET_S
 from tuner.cli.resume import with_tuning
-from tuner.console import say
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.replay.metrics import Measurement

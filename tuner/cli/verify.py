@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from tuner.cli.console import ProgressLine, say
 from tuner.cli.inputs import (
     EngineChoice,
     choose_engine,
@@ -20,7 +21,6 @@ from tuner.cli.inputs import (
     read_traffic,
     replay_plan,
 )
-from tuner.console import ProgressLine, say
 from tuner.emit.vllm import render
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.emit_command import check_ending
-from tuner.cli.prometheus_options import credentials
-from tuner.cli.trace_options import read_named
-from tuner.cli.watch_shadow import PrometheusTraffic, ShadowCheck
-from tuner.console import say
-from tuner.doctor import installed_vllm
+from tuner.cli.console import say
+from tuner.cli.doctor import installed_vllm
+from tuner.cli.emit import check_ending
+from tuner.cli.inputs import read_named
+from tuner.cli.options import credentials
+from tuner.cli.shadows import PrometheusTraffic, ShadowCheck
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.compare import LEAST_S
 from tuner.drift.watch.guard import Guard

@@ -1,35 +1,59 @@
-"""The end of the main job: result.json, the emitted file, and the exit code."""
+"""`tune --trace …`: the main job, from options to an emitted file."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from tuner.cli.emit_command import holds_secrets
+from tuner.cli.console import RunDisplay, clock_text, say, show_outcome
+from tuner.cli.emit import holds_secrets
+from tuner.cli.inputs import DEMO_NOTE, fit_lengths
+from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.job import Job
-from tuner.cli.report_command import write_report
-from tuner.console import RunDisplay, say, show_outcome
+from tuner.cli.report import write_report
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineFacts
-from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
+from tuner.engine.live import LiveSource
+from tuner.engine.protocol import EngineFacts, EngineSource
+from tuner.errors import (
+    Caveat,
+    EngineError,
+    NoFeasibleConfigError,
+    RefusedConfigError,
+    TunerError,
+    UsageError,
+)
 from tuner.files import write_atomic
 from tuner.redact import redacted
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench
 from tuner.report.page import REPORT_FILE
-from tuner.run.directory import RESULT_FILE, RUN_FILE
+from tuner.run.calibrate import Lessons
+from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE, RunDir
+from tuner.run.recovery import open_journal
 from tuner.run.result import Circumstances, Outcome, make_outcome
-from tuner.run.session import AnySession
-from tuner.search.budget import window_text
-from tuner.search.objective import Goal
+from tuner.run.session import AnySession, Method, Session, ShadowSession
+from tuner.run.shadow_search import ShadowSearch
+from tuner.run.state import RunState
+from tuner.search.budget import Aim, window_text
+from tuner.search.objective import Goal, Objective
 from tuner.search.race import Decision, Verdict, ratio
+from tuner.search.space import SearchSpace, search_space
 from tuner.search.trials import decisive, leader, observation_of
+from tuner.shadow.pool import Shadows, Spares, spare_cores
+from tuner.shadow.profiles import Profile, write_profile
+from tuner.shadow.source import ShadowSource
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import Window
 
 _TOO_LONG_CAVEATS = {"refuse": Caveat.REQUESTS_REFUSED, "clip": Caveat.REQUESTS_CLIPPED}
@@ -203,3 +227,177 @@ class Finish:
             write_report(path, path / REPORT_FILE)
         except UsageError as error:
             say(f"no report: {error.message}")
+
+
+# How many processes import vLLM beside a live engine's start: ours. Each holds 0.7 GB, a few
+# replay most traces in seconds, and long work starts more of them.
+MOST_SPARES = 4
+
+
+def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None = None) -> int:
+    """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt.
+
+    Where the engines come from and who else can be a shadow is the installed vLLM's matter
+    unless given.
+    """
+    for line in job.traffic.lines:
+        say(line)
+    if job.engine.is_demo and job.method is not Method.SHADOW:
+        say(DEMO_NOTE)
+    run_dir = RunDir(job.run_path, resume=job.is_resumed)
+    try:
+        with (
+            Host(source or _source_of(job), run_dir.engine_log) as host,
+            closing(spares or Spares(_helpers(job), run_dir.shadow_log)) as others,
+        ):
+            return _run_in(job, run_dir, host, others)
+    except (EngineError, RefusedConfigError):
+        raise  # what the engine said is in the directory
+    except (TunerError, KeyboardInterrupt):
+        run_dir.discard()
+        raise
+    finally:
+        run_dir.close()
+
+
+def _source_of(job: Job) -> EngineSource:
+    if job.method is Method.SHADOW and job.profile is not None:
+        return ShadowSource(job.profile, is_forced=job.is_forced)
+    return LiveSource()
+
+
+def _helpers(job: Job) -> int:
+    """Return how many processes will be shadows beside the engine's own, or as one more."""
+    if job.method is Method.LIVE:
+        return 0
+    if job.method is Method.SHADOW:
+        return job.jobs - 1
+    return min(job.jobs, spare_cores(), MOST_SPARES)
+
+
+def _run_in(job: Job, run_dir: RunDir, host: Host, spares: Spares) -> int:
+    stored = run_dir.read_json(RUN_FILE) if job.is_resumed else {}
+    _check_same(job, stored)
+    facts = host.facts(job.engine.values)
+    trace, told = fit_lengths(job.traffic.trace, facts.max_model_len, job.options["too_long"])
+    if told:
+        say(told)
+    run = _run_state(job, run_dir, host, facts, trace, stored)
+    if job.profile is not None:
+        _take_profile(job, job.profile, run, facts)
+    if not job.is_resumed:
+        run_dir.write_json(
+            RUN_FILE, run_record(job, run.journal.study_name, (), run.space.ceiling)
+        )
+    return Finish(job, _session(job, run, spares), facts, told).run()
+
+
+def _take_profile(job: Job, profile: Profile, run: RunState, facts: EngineFacts) -> None:
+    """Keep the profile that was given, if it speaks for this engine. Raises: ShadowError."""
+    if job.is_forced:
+        run.caveats.add(Caveat.PROFILE_FORCED)
+    else:
+        ShadowSource(profile).check(job.engine.values, facts.vllm_version, facts.device)
+    if not job.is_resumed:
+        write_profile(run.run_dir.path / PROFILE_FILE, profile)
+
+
+def _session(job: Job, run: RunState, spares: Spares) -> AnySession:
+    """Return the kind of run that was asked for."""
+
+    def make_shadows(profile: Profile) -> Shadows:
+        return Shadows(
+            profile,
+            run.space.ceiling,
+            job.jobs,
+            run.run_dir.shadow_log,
+            job.options["seed"],
+            is_forced=job.is_forced,
+            spares=spares,
+        )
+
+    if job.method is Method.SHADOW and job.profile is not None:
+        shadows = make_shadows(job.profile)
+        shadows.adopt(run.bench)
+        return ShadowSession(run, shadows, is_forced=job.is_forced)
+    shadow = ShadowSearch(run, make_shadows, Lessons(run, redacted(job.engine.values)), spares)
+    return Session(run, shadow, is_live=job.method is Method.LIVE)
+
+
+def _run_state(
+    job: Job,
+    run_dir: RunDir,
+    host: Host,
+    facts: EngineFacts,
+    trace: Trace,
+    stored: Mapping[str, Any],
+) -> RunState:
+    options = job.options
+    space = search_space(facts, trace, job.ladder, facts.present_limits)
+    chosen: Window | None = options["window"].resolve(trace) if options["window"] else None
+    aim = Aim(
+        Objective(options["objective"]),
+        tuple(options["slo"]),
+        plan_of(options, trace),
+        job.budget,
+        chosen,
+    )
+    kept = tuple(Window(w["start_s"], w["end_s"]) for w in stored.get("windows", ()))
+    display = RunDisplay("p95", job.budget.total_s)
+    # Storage may be shared, and another run may have a directory of the same name.
+    study = stored.get("study") or f"tune {job.run_path.name} {uuid4().hex[:8]}"
+    storage = options["storage"] or run_dir.storage_url
+    journal, restored = open_journal(
+        storage, study, run_dir, aim.slos, is_resumed=job.is_resumed
+    )
+    for line in restored:
+        say(line)
+    for record in journal.records():
+        display.recall(observation_of(record), record)
+    bench = Bench(host, job.engine.values, space.ceiling, options["seed"])
+    _say_plan(job, facts, space, run_dir)
+    run = RunState(trace, space, aim, bench, journal, run_dir, display, windows=kept)
+    run.caveats |= job.traffic.caveats & {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK}
+    if job.engine.is_demo and job.method is not Method.SHADOW:
+        run.caveats.add(Caveat.DEMO_MODEL)
+    if aim.plan.load_model is LoadModel.CLOSED:
+        run.caveats.add(Caveat.CLOSED_LOOP)
+    return run
+
+
+def _say_plan(job: Job, facts: EngineFacts, space: SearchSpace, run_dir: RunDir) -> None:
+    """Say what will be done, and for how long at most."""
+    origin = "the configuration" if job.engine.names_limits else "vLLM's default here"
+    say(
+        f"present configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
+        f"from {origin}; "
+        f"vLLM {facts.vllm_version} on {facts.device}"
+    )
+    caps = ", ".join(map(str, space.ladder))
+    learnt = "a few settings live, " if job.profile is None else ""
+    how = {
+        Method.AUTO: f"{learnt}all of them in the shadow, the best live",
+        Method.LIVE: "every setting live, on one engine start",
+        Method.SHADOW: "in the shadow alone",
+    }[job.method]
+    say(
+        f"plan: caps {caps} and past the edge while it wins, token budgets "
+        f"{', '.join(map(str, space.budgets))}; {how}; at most "
+        f"{clock_text(job.budget.total_s)}; everything goes to {run_dir.path}"
+    )
+
+
+def _check_same(job: Job, stored: Mapping[str, Any]) -> None:
+    """Refuse to resume on another trace or another configuration."""
+    if not stored:
+        return
+    for name, now in (
+        ("trace_sha256", job.traffic.trace.sha256),
+        ("config_sha256", job.engine.config_sha256),
+    ):
+        if stored[name] != now:
+            what = name.removesuffix("_sha256")
+            raise UsageError(
+                f"the {what} is not the one that {job.run_path} was begun with",
+                "resume with the same files, or start a new run",
+            )
