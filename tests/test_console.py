@@ -8,13 +8,13 @@ import subprocess
 import sys
 
 SHOWS = """
-from tuner.console import ReplayDisplay, RunDisplay
-from tuner.engine.protocol import EngineLimits
+from tuner.cli.console import ReplayDisplay, RunDisplay
+from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
-from tuner.objective import Score, Tier
-from tuner.observation import Phase
-from tuner.records import observation_of, record_of
-from tuner.replay import Progress
+from tuner.search.objective import Score, Tier
+from tuner.search.trials import Phase
+from tuner.search.trials import observation_of, record_of
+from tuner.replay.loop import Progress
 
 limits = EngineLimits(8, 512)
 score = Score(Tier.FAILED, float("inf"), "failed")

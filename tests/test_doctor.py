@@ -105,6 +105,7 @@ def test_the_doctor_itself_never_imports_what_it_examines() -> None:
     code = (
         "import sys, tuner.cli.doctor as d; d.checks(); "
         "print({'vllm', 'torch'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -122,7 +122,7 @@ def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_standard_output_can_be_named_as_the_file() -> None:
-    code = "from pathlib import Path; from tuner.emit.vllm import write_atomic; "
+    code = "from pathlib import Path; from tuner.files import write_atomic; "
     code += "write_atomic(Path('/dev/stdout'), 'model: m\\n', secret=True)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -184,7 +184,7 @@ import resource, sys
 from pathlib import Path
 import polars
 from tuner.errors import TraceError
-from tuner.formats import read_trace
+from tuner.traffic.formats import read_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     print(len(read_trace(Path(sys.argv[1]))))

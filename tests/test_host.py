@@ -258,10 +258,10 @@ import json, sys
 from pathlib import Path
 from toy import ToySource
 from traffic import a_trace
-from tuner.arrivals import ClockKind
-from tuner.engine.protocol import EngineLimits
-from tuner.host import Host
-from tuner.replay_plan import ReplayPlan
+from tuner.replay.arrivals import ClockKind
+from tuner.engine.limits import EngineLimits
+from tuner.replay.process import Host
+from tuner.replay.plan import ReplayPlan
 
 def tell(progress):
     print(json.dumps(host._process.pid), flush=True)

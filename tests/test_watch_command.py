@@ -30,7 +30,8 @@ __all__ = ["home"]
 
 TUNE = """
 import sys
-from tuner.cli import run, tune
+from tuner.cli import run
+from tuner.cli.commands import tune
 from tuner.cli.watch_command import watch
 tune.add_command(watch)
 sys.exit(run(sys.argv[1:]))

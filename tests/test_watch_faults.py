@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from watch_parts import EIGHT, FOUR, HOUR_S, a_world, pays
-from tuner.watch.hook import HookEnd
+from tuner.drift.watch.handover import HookEnd
 folder = Path(sys.argv[1])
 def hand_over(told):
     (folder / "handed.new").write_text((folder / "best.yaml").read_text())

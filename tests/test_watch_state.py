@@ -59,7 +59,7 @@ STATES = st.builds(
 KILLED = """
 import sys
 from pathlib import Path
-from tuner.watch.state import Counts, StateDir, WatchState
+from tuner.drift.watch.state import Counts, StateDir, WatchState
 kept, count = StateDir(Path(sys.argv[1])), 0
 while True:
     count += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.emit import container
 from tuner.emit.edits import edit_container, label, no_place
-from tuner.emit.flags import ASKED, without_expansion
+from tuner.emit.flags import ASKED, one_key_note, without_expansion
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
@@ -37,7 +37,7 @@ def write(rec: Recommendation, names: Names) -> str:
         where = f"{API_KEY_ENV}, in the environment or in a file .env beside this one"
         notes += [
             f"{API_KEY} is a secret: it is read from {where}",
-            *container.one_key_note(rec),
+            *one_key_note(rec),
         ]
     if rec.is_folder:
         folder = rec.model if rec.model.startswith((".", "/", "~")) else f"./{rec.model}"

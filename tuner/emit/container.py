@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tuner.emit.flags import flags, without_expansion
+from tuner.emit.flags import flags, one_key_note, without_expansion
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 
 DEFAULT_PORT: Final = 8000
@@ -118,14 +118,6 @@ def api_key_notes(rec: Recommendation, workload: str) -> list[str]:
         f"  kubectl create secret generic {name} {made}",
         *one_key_note(rec),
     ]
-
-
-def one_key_note(rec: Recommendation) -> list[str]:
-    """Return what becomes of a list of api-keys, which no variable can hold."""
-    keys = rec.settings.get(API_KEY)
-    if not isinstance(keys, list) or len(keys) < 2:
-        return []
-    return [f"{API_KEY} lists {len(keys)} keys, and {API_KEY_ENV} holds one of them"]
 
 
 def container(rec: Recommendation, name: str, workload: str) -> dict[str, Any]:

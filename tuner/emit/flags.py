@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
-from tuner.emit import container
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
 from tuner.emit.target import Names
 from tuner.engine.serve_config import to_argv
@@ -47,6 +46,14 @@ def without_expansion(words: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
+def one_key_note(rec: Recommendation) -> list[str]:
+    """Return what becomes of a list of api-keys, which no variable can hold."""
+    keys = rec.settings.get(API_KEY)
+    if not isinstance(keys, list) or len(keys) < 2:
+        return []
+    return [f"{API_KEY} lists {len(keys)} keys, and {API_KEY_ENV} holds one of them"]
+
+
 ASKED: Final = f"set it to the {API_KEY} that clients send"
 """What a shell, or Compose, says where the key is not set, or empty."""
 
@@ -57,7 +64,7 @@ def write(rec: Recommendation, names: Names) -> str:
     A required api-key is asked for within the command itself: a line of its own would not stop
     the next one where somebody pastes both into a terminal.
     """
-    notes = container.one_key_note(rec) if rec.requires_api_key else []
+    notes = one_key_note(rec) if rec.requires_api_key else []
     above = [
         line for text in rec.lines(f"sh {names.file}", notes) for line in text.splitlines()
     ]

@@ -14,7 +14,6 @@ import numpy as np
 from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepSummary
-from tuner.replay.loop import ReplayLog
 from tuner.replay.timeline import Outcome, Timelines
 from tuner.traffic.traces import Trace
 
@@ -125,7 +124,7 @@ STRETCHES = 10
 _ROUNDING = 1e-6
 
 
-def is_sustained(log: ReplayLog) -> bool:
+def is_sustained(line: Timelines, *, is_closed_loop: bool = False) -> bool:
     """Tell whether the engine kept up with what it was offered.
 
     It did not when the offered work exceeds the time in which it came, however early everybody
@@ -136,8 +135,7 @@ def is_sustained(log: ReplayLog) -> bool:
 
     Source: ours; the criterion of a stable queue is that its mean has no trend.
     """
-    line = log.timelines
-    if log.is_closed_loop:
+    if is_closed_loop:
         return True
     waits = line.outcome != int(Outcome.REFUSED)
     due_s = np.sort(line.due_s[waits])

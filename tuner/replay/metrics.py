@@ -302,7 +302,7 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=cut_reason is None and all(is_sustained(log) for log in logs),
+        is_sustained=cut_reason is None and all(_kept_up(log) for log in logs),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines),
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
@@ -315,6 +315,10 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
     return _with_caveats(_with_load(measurement, lines))
+
+
+def _kept_up(log: ReplayLog) -> bool:
+    return is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
 
 
 def _with_load(m: Measurement, lines: Sequence[Timelines]) -> Measurement:

@@ -6,16 +6,14 @@ into its time, and `search` is asked for one configuration after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
-from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.run.state import RunState
-from tuner.run.time_plan import fitting, plan_windows
+from tuner.run.time_plan import Learn, fitting, plan_windows
 from tuner.search.budget import (
     RACE_REPLAYS,
     SEARCH_REPLAYS,
@@ -30,9 +28,6 @@ from tuner.search.trials import Observation, Phase, leader
 OVERTIME = 8.0
 # The race may claim this share of the budget at most: ours, the search needs the rest.
 MOST_RESERVED = 0.7
-
-
-Learn = Callable[[EngineLimits, ReplayLog], None]
 
 
 def searched(run: RunState) -> list[Observation]:

@@ -7,7 +7,7 @@ more finalists, since what is deployed starts cold and finalists are much alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +18,14 @@ from tuner.replay.load import pace_s, share_done
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
-from tuner.run.live_search import Learn
 from tuner.run.state import RunState
 from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, Pilot, choose_windows
 from tuner.search.race import LEAST_ROUNDS
 from tuner.traffic.windows import busiest
+
+Learn = Callable[[EngineLimits, ReplayLog], None]
+"""What hears of the steps of a replay at the limits."""
+
 
 # The race waits for the cold engines if they take less than this share of what is left: ours,
 # it may need more than three rounds.

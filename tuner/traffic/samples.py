@@ -1,8 +1,8 @@
 """Sample traces made from seeds: a translation service, bursty chat, shared prefixes.
 
 They exist so that a first run needs no recording and tests have known traffic. They are
-invented from start to end and never stand for production data. `python -m tuner.traffic.samples DIR`
-writes them; the files in traces/ are what seed 0 gives.
+invented from start to end and never stand for production data. The files in traces/ are what
+`python -m tuner.traffic.samples DIR` writes with seed 0.
 
 Shapes of the loads are ours, chosen for the bundled demo model at about 4 ms per output token:
 the translation service keeps 2 to 20 requests in flight with peaks near 25.
