@@ -21,17 +21,12 @@ settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Tests share `toy` and `traffic`, and an engine's process finds them through the same path.
+# Tests share what lies in `support`, and an engine's process finds it through the same path.
 sys.path.insert(0, str(ROOT / "tests"))
+_more = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *_more])
 # Its tests are inherited, and tell as much when they fail as if they stood in a test file.
-pytest.register_assert_rewrite(
-    "engine_contract",
-    "profile_parts",
-    "span_parts",
-    "weka_parts",
-    "servegen_parts",
-    "step_parts",
-)
+pytest.register_assert_rewrite("support")
 
 
 # Before pytest-xdist looks at the marks.
@@ -43,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and not is_installed:
             item.add_marker(skip)
-        group = "model" if item.get_closest_marker("model") else item.path.stem
+        group = "model" if item.get_closest_marker("model") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from make_demo_tokenizer import VOCAB_SIZE, tokenizer_json, write_tokenizer
 
+from support.make_demo_tokenizer import VOCAB_SIZE, tokenizer_json, write_tokenizer
 from tuner.demo import DEMO_MODEL_DIR, bundled
 from tuner.errors import UsageError
 

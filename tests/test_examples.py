@@ -11,7 +11,8 @@ from typing import Any
 import click
 import pytest
 import yaml
-from examples_parts import (
+
+from support.examples_parts import (
     NAMESPACE,
     SCHEDULE,
     compose_file,
@@ -23,7 +24,6 @@ from examples_parts import (
     succeeded,
     tune_commands,
 )
-
 from tuner.cli.commands import check
 from tuner.cli.watch_command import watch
 

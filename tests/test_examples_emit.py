@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from emit_targets import kubectl
 
+from support.emit_targets import kubectl
 from tuner.cli import run
 from tuner.emit.names import Format
 

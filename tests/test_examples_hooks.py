@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples_parts import SCHEDULE, ApiServer, kustomized, need, ran, serving, succeeded
+
+from support.examples_parts import (
+    SCHEDULE,
+    ApiServer,
+    kustomized,
+    need,
+    ran,
+    serving,
+    succeeded,
+)
 
 BEST = (
     "# tuned 2026-11-21 on 174 requests\n"

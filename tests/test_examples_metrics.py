@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from examples_parts import SCHEDULE, need, ran, succeeded
 from prometheus_client import CollectorRegistry, generate_latest
 
+from support.examples_parts import SCHEDULE, need, ran, succeeded
 from tuner.drift.check import Verdict
 from tuner.drift.watch.handover import Handing, Notebook
 from tuner.drift.watch.health import WatchMetrics

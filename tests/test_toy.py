@@ -7,9 +7,9 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import PRESENT, ToyCosts, ToyEngine, ToySource
-from traffic import a_trace, kept, replay_toy
 
+from support.toy import PRESENT, ToyCosts, ToyEngine, ToySource
+from support.traffic import a_trace, kept, replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError

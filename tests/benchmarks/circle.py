@@ -40,7 +40,7 @@ from tuner.recorder.settings import FILE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from prometheus_parts import answers, free_port, prometheus, wait_for
+from support.prometheus_parts import answers, free_port, prometheus, wait_for
 
 TUNE = (sys.executable, "-m", "tuner.cli")
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")

@@ -40,8 +40,7 @@ from scipy.stats import binomtest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
-
+from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 from tuner.arrays import Ints
 from tuner.drift.check import Verdict, check
 from tuner.drift.compare import compare

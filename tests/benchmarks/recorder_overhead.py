@@ -41,7 +41,7 @@ from tuner.stats import CONFIDENCE, paired_ratio, quantile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recorder_server import MIDDLEWARE, serving, wanted
+from support.recorder_server import MIDDLEWARE, serving, wanted
 
 IN_FLIGHT = 16
 PROMPT_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 512, 256, 32

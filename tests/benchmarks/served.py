@@ -58,7 +58,7 @@ from tuner.traffic.windows import parse_window
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recorder_server import MIDDLEWARE, MODEL, serving
+from support.recorder_server import MIDDLEWARE, MODEL, serving
 
 LIMITS = EngineLimits(16, 2048)
 SHOWN = (

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_contract import (
+
+from support.engine_contract import (
     CEILING,
     ClosingContract,
     EngineContract,
@@ -15,10 +16,9 @@ from engine_contract import (
     prompt,
     turns,
 )
-from leaping import LeapingSource
-from shadow_parts import a_shadow, a_shape
-from toy import ToySource
-
+from support.leaping import LeapingSource
+from support.shadow_parts import a_shadow, a_shape
+from support.toy import ToySource
 from tuner.demo import demo_engine_args
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import Engine, EngineSource

@@ -1,0 +1,285 @@
+"""The command says what is wrong, at once and in one form, and its help can be trusted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from support.paths import TESTS
+from support.toy_tune import write_trace
+from tuner.cli import run
+from tuner.cli.commands import tune
+from tuner.cli.console import talk
+
+SNAPSHOT = TESTS / "snapshots" / "help.txt"
+HELP_S = 1.5
+HEAVY = ("vllm", "torch", "optuna", "polars", "rich", "numpy", "yaml")
+LINE = '{"arrived_at_s": 0, "input_length": %s, "output_length": %s}\n'
+FILES = {
+    "empty.jsonl": "",
+    "words.jsonl": LINE % (1, 1) + "not json\n",
+    "lacks.jsonl": LINE % (1, 1) + '{"arrived_at_s": 0, "input_length": 1}\n',
+    "negative.jsonl": LINE % (-1, 1),
+    "absurd.jsonl": LINE % (10**11, 1),
+    "silent.jsonl": LINE % (5, 0),
+    "lfs.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n",
+    "list.yaml": "- a\n",
+    "keyless.yaml": "port: 8000\n",
+    "gone.yaml": "model: ./no-such-model\n",
+}
+Output = pytest.CaptureFixture[str]
+
+BAD_INPUT = [
+    ("--trace none.jsonl", ("none.jsonl", "no such file")),
+    ("--trace empty.jsonl", ("empty.jsonl is empty",)),
+    ("--trace words.jsonl", ("words.jsonl line 2", "is not JSON")),
+    ("--trace lacks.jsonl", ("lacks.jsonl line 2", "lacks output_length")),
+    ("--trace negative.jsonl", ("negative.jsonl line 1", "at least 0, got -1")),
+    ("--trace absurd.jsonl", ("absurd.jsonl line 1", "at most 10,000,000", "got 1000000000")),
+    (
+        "--trace silent.jsonl",
+        ("silent.jsonl", "none of the 1 requests can be replayed", "--zero-output"),
+    ),
+    (
+        "--trace silent.jsonl --zero-output refuse",
+        ("silent.jsonl line 1", "at least 1, got 0", "--zero-output"),
+    ),
+    ("--trace lfs.jsonl", ("lfs.jsonl", "Git-LFS pointer", "git lfs pull")),
+    ("--trace t.jsonl --trace-format x", ("mooncake", 'got "x"')),
+    ("--trace t.jsonl --max-num-seqs 0,0", ("--max-num-seqs", "at least 1, got '0,0'")),
+    ("--trace t.jsonl --max-num-seqs 4,x", ("--max-num-seqs", "got '4,x'")),
+    ("--trace t.jsonl --slo fast", ("--slo 'fast'", "ttft_p99=500ms")),
+    ("--trace t.jsonl --slo ttft_p98=1s", ("--slo 'ttft_p98=1s'", "p50, p90, p95 or p99")),
+    ("--trace t.jsonl --slo ttft_p99=5", ("--slo", 'got "5"')),
+    ("--trace t.jsonl --slo ttft_p99=0s", ("--slo", "above 0, got 0s")),
+    ("--trace t.jsonl --budget 3s", ("--budget 3s", "too short for one trial", "20 s")),
+    ("--trace t.jsonl --budget soon", ("--budget", 'got "soon"')),
+    ("--trace t.jsonl --model ./none", ("model folder ./none does not exist",)),
+    ("--trace t.jsonl --config none.yaml", ("none.yaml does not exist",)),
+    ("--trace t.jsonl --config list.yaml", ("list.yaml", "got a list")),
+    ("--trace t.jsonl --config keyless.yaml", ("names no model",)),
+    ("--trace t.jsonl --config gone.yaml", ("./no-such-model does not exist",)),
+    ("--trace t.jsonl --config t.jsonl", ("t.jsonl must end in .yaml",)),
+    ("--trace t.jsonl --engine-arg dtype", ("--engine-arg", "key=value", "'dtype'")),
+    ("--trace t.jsonl --objective goodput", ("--objective goodput", "--slo ttft_p99=500ms")),
+    ("--trace t.jsonl --objective best", ("--objective", "'best'", "balanced")),
+    ("--trace t.jsonl -o none/best.yaml", ("-o none/best.yaml", "folder does not exist")),
+    ("--trace t.jsonl --window 5m", ("--window", 'got "5m"')),
+    ("--trace t.jsonl --window 500s:600s", ("500 s and 600 s", "the trace ends at")),
+    ("--trace t.jsonl --load 0", ("--load", "above 0, got '0'")),
+    ("--trace t.jsonl --load nan", ("--load", "got 'nan'")),
+    ("--trace t.jsonl --concurrency 3", ("--concurrency", "--load-model closed")),
+    ("--trace t.jsonl --load-model closed", ("concurrency", "e2e_s")),
+    ("--trace t.jsonl --tuning x", ("--tuning x", "batch or interactive")),
+    ("--trace t.jsonl --request-timeout 0s", ("time-out", "above 0 s, got 0")),
+    ("--resume none", ("none holds no run to resume",)),
+    ("--budget 1m", ("--trace is missing",)),
+    ("--frace t.jsonl", ("--frace", "tune --help")),
+    ("replay", ("--trace is missing",)),
+    ("replay --trace none.jsonl", ("none.jsonl", "no such file")),
+    ("replay --trace t.jsonl --max-num-seqs 0", ("--max-num-seqs", "0")),
+    ("replay --trace t.jsonl --window 500s:600s", ("500 s and 600 s",)),
+    ("replay --trace t.jsonl --model ./none", ("model folder ./none does not exist",)),
+    ("replays", ("'replays'", "tune --help")),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in a folder with good and bad files."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    write_trace(tmp_path / "t.jsonl", n=50)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "told"), BAD_INPUT, ids=[typed for typed, _ in BAD_INPUT])
+def test_bad_input_is_told_in_one_form_before_anything_starts(
+    folder: Path, capsys: Output, typed: str, told: tuple[str, ...]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert run(typed.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert [line[:7] for line in lines[1:]] in ([], ["hint:  "])
+    assert not lines[0].endswith(".")
+    for words in told:
+        assert words in err
+    assert sorted(folder.rglob("*")) == before
+    assert multiprocessing.active_children() == []
+
+
+def without(missing: str, folder: Path) -> dict[str, str]:
+    """Return an environment in which a package cannot be imported."""
+    hidden = folder / "hidden"
+    hidden.mkdir()
+    (hidden / f"{missing}.py").write_text(
+        f"raise ModuleNotFoundError('there is no {missing}', name='{missing}')\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(hidden)}
+
+
+def typed_in_a_shell(
+    arguments: list[str], folder: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    code = "from tuner.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_missing_vllm_is_told_with_the_command_that_mends_it(folder: Path) -> None:
+    arguments = ["--trace", "t.jsonl", "--budget", "30s"]
+    done = typed_in_a_shell(arguments, folder, without("vllm", folder))
+    assert done.returncode == 2, done.stderr
+    assert "error: vLLM is not installed in this environment" in done.stderr
+    assert "pip install 'max-num-seqs-tuner[gpu]'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_help_is_the_same_by_both_names_and_opens_with_an_example(capsys: Output) -> None:
+    for command in ([], ["replay"], ["plan"], ["worker"], ["doctor"]):
+        texts = []
+        for flag in ("-h", "--help"):
+            assert run([*command, flag]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1]
+        opening = texts[0].split("Options:")[0].splitlines()
+        assert any(line.startswith("      tune ") for line in opening)
+
+
+def test_the_command_alone_shows_its_help(capsys: Output) -> None:
+    assert run([]) == 0
+    alone = capsys.readouterr().out
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out == alone
+
+
+def test_help_is_what_it_was(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Changed on purpose? UPDATE_SNAPSHOTS=1 python -m pytest tests/cli/test_commands.py."""
+    monkeypatch.setenv("COLUMNS", "96")
+    texts = []
+    for command in ([], ["replay"], ["plan"], ["worker"], ["doctor"]):
+        assert run([*command, "--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    shown = "\n".join(texts)
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        SNAPSHOT.write_text(shown)
+    assert shown == SNAPSHOT.read_text()
+
+
+def options_of(command: click.Command) -> list[click.Option]:
+    return [p for p in command.params if isinstance(p, click.Option)]
+
+
+def test_every_option_and_every_command_is_explained() -> None:
+    commands = [tune, *tune.commands.values()]
+    names = {command.name for command in commands}
+    proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
+    assert names == {"tune", "replay", "plan", "worker", "doctor"} | proofs
+    for command in commands:
+        assert command.help
+        unexplained = [option.opts[-1] for option in options_of(command) if not option.help]
+        assert unexplained == []
+
+
+def test_every_option_that_takes_a_value_says_its_default_or_that_it_has_none() -> None:
+    optional = {"trace", "config", "engine_args", "tuning", "slo", "resume", "profile"}
+    for option in options_of(tune):
+        if option.is_flag or option.name in optional | {"version"}:
+            continue
+        assert option.show_default or "default" in (option.help or ""), option.name
+
+
+def test_help_waits_for_nothing_heavy(folder: Path) -> None:
+    code = (
+        "import sys; from tuner.cli import run; code = run(['--help']); "
+        f"sys.stderr.write(repr([m for m in {HEAVY!r} if m in sys.modules])); sys.exit(code)"
+    )
+    began_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    took_s = time.perf_counter() - began_s
+    assert done.stderr == "[]"
+    assert took_s < HELP_S
+
+
+def test_the_version_is_that_of_the_distribution(capsys: Output) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tune, version 0.")
+
+
+def test_the_script_is_installed(folder: Path) -> None:
+    script = Path(sys.executable).with_name("tune")
+    done = subprocess.run(
+        [script, "--trace", "none.jsonl"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: none.jsonl: no such file\nhint:  ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")], ids=["NO_COLOR", "dumb"]
+)
+def test_colour_can_be_declined(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output, name: str, value: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    talk().print("loud", style="red")
+    assert "\x1b[" in capsys.readouterr().err
+    monkeypatch.setenv(name, value)
+    talk().print("quiet", style="red")
+    assert capsys.readouterr().err == "quiet\n"
+
+
+def test_a_defect_of_ours_is_called_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(tune.commands["doctor"], "callback", broken)
+    assert run(["doctor"]) == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: a defect" in err
+    assert "error: this is a defect of tune, not of your input" in err
+    assert folder.is_dir()
+
+
+def test_a_closed_pipe_is_no_error(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tuner.cli import main; main()", "--help"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    err = process.communicate(timeout=60)[1]
+    assert "Traceback" not in err
+    assert process.returncode in {0, 1, 141}

@@ -1,0 +1,65 @@
+"""`tune compare`: the strategies of the field in their known order, printed, kept and drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.emit_parts import a_run_dir
+from support.toy import ToyCosts, ToySource
+from support.toy_tune import write_trace
+from tuner.cli.commands import compare
+from tuner.cli.compare import run_compare
+from tuner.errors import UsageError
+from tuner.report.page import sections_of
+from tuner.report.run_files import read_run
+
+# A step costs nearly the same for one sequence as for eight, as on an engine.
+SOURCE = ToySource(ToyCosts(base_s=0.01, knee=64, crowd_s=0.0))
+
+
+def compared(trace: Path, *more: str) -> int:
+    arguments = ["--trace", str(trace), "--max-num-seqs", "16", "--batch-size", "4", *more]
+    return run_compare(compare.make_context("compare", arguments).params, SOURCE)
+
+
+def test_strategies_stand_in_the_order_of_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", n=120)
+    assert compared(trace, "--uniform", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["recorded", "uniform"]
+    for rows in found.values():
+        rates = [row["measurement"]["requests_per_s"] for row in rows]
+        assert rates[0] < rates[1] < rates[2] * 1.001
+        assert [row["max_num_seqs"] for row in rows][0::3] == [1, 16]
+        waits = [row["measurement"]["e2e_s"]["p50"] for row in rows]
+        assert waits[1] < waits[0]
+
+
+def test_what_is_kept_stands_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, folder = write_trace(tmp_path / "t.jsonl", n=60), a_run_dir(tmp_path)
+    assert compared(trace, "--uniform", "--run", str(folder)) == 0
+    out, err = capsys.readouterr()
+    assert "one request at a time" in out
+    assert "shown in" in err
+    page = (folder / "report.html").read_text()
+    assert "The strategies of the field" in page
+    sections = {section.anchor: section for section in sections_of(read_run(folder))}
+    recorded, uniform = sections["strategies"].tables
+    assert [row[0].text for row in recorded.rows] == [row[0].text for row in uniform.rows]
+    assert len(recorded.rows) == 4
+    assert "with uniform lengths: one request at a time" in sections["strategies"].plots[0].says
+
+
+def test_a_folder_that_holds_no_run_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", n=10)
+    with pytest.raises(UsageError, match="holds no result"):
+        compared(trace, "--run", str(tmp_path))

@@ -1,0 +1,236 @@
+"""`tune watch` as people and machines meet it: options, pages, signals, secrets."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.prometheus_parts import free_port, wait_for
+from support.shadow_files import home
+from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
+from tuner.cli.watch import run_watch
+from tuner.cli.watch_command import watch
+from tuner.drift.watch.health import serving
+from tuner.errors import UsageError
+
+__all__ = ["home"]
+
+TUNE = """
+import sys
+from tuner.cli import run
+from tuner.cli.commands import tune
+from tuner.cli.watch_command import watch
+tune.add_command(watch)
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def page(port: int, path: str) -> tuple[int, str]:
+    """Return a page of the watch."""
+    try:
+        # The address is a loopback one of our own.
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def values(text: str) -> dict[str, float]:
+    """Return the samples of a metrics page by name and verdict."""
+    return {
+        sample.name + "".join(sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        with serving("127.0.0.1:0", world.watcher) as port:
+            assert "tune_watch_last_check" not in page(port, "/metrics")[1]
+            world.rounds(UNCHANGED)
+            world.lasts(pays())
+            first = values(page(port, "/metrics")[1])
+            status, text = page(port, "/healthz")
+            assert (status, json.loads(text)["present"]) == (200, str(EIGHT))
+            assert page(port, "/")[0] == 404
+            world.clock.sleep(HOUR_S)
+            status, text = page(port, "/healthz")
+            assert (status, json.loads(text)["ok"]) == (503, False)
+        checked_s = world.watcher.book.state.last.check_s
+    assert first == {
+        "tune_watch_checks_totalunchanged": 1,
+        "tune_watch_checks_totalshifted, re-tune pays": 2,
+        "tune_watch_errors_total": 0,
+        "tune_watch_changes_total": 1,
+        "tune_watch_rollbacks_total": 0,
+        "tune_watch_last_check_timestamp_seconds": checked_s,
+        "tune_watch_gain_ratio": pytest.approx(0.3),
+        "tune_watch_on_guard": 0,
+        "tune_watch_present_max_num_seqs": 8,
+        "tune_watch_present_max_num_batched_tokens": 2048,
+    }
+    with a_world(tmp_path) as again, serving("127.0.0.1:0", again.watcher) as port:
+        assert values(page(port, "/metrics")[1]) == first
+
+
+def test_an_address_that_cannot_be_listened_on_is_told(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world, serving("127.0.0.1:0", world.watcher) as port:
+        for listen, words in (
+            ("9105", "--listen must be HOST:PORT, got 9105"),
+            ("localhost:99999", "--listen must be HOST:PORT"),
+            (f"127.0.0.1:{port}", "Address already in use"),
+        ):
+            with pytest.raises(UsageError, match=words), serving(listen, world.watcher):
+                pass
+
+
+def test_a_daemon_waits_for_a_prometheus_that_is_down_and_stops_when_told(home: Path) -> None:
+    port = free_port()
+    command = [
+        *(sys.executable, "-c", TUNE, "watch", "--prometheus", "http://127.0.0.1:9"),
+        *("--profile", str(home / "profile.yaml"), "--force-profile"),
+        *("--emit", str(home / "best.yaml")),
+        *("--listen", f"127.0.0.1:{port}", "--every", "1m"),
+    ]
+    before = (home / "best.yaml").read_text()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=home)
+    try:
+        wait_for(lambda: page(port, "/healthz")[0] == 200)
+        assert process.stderr is not None
+        told = [process.stderr.readline() for _ in range(2)]
+        assert told[0].startswith("watching ")
+        assert "Prometheus at 127.0.0.1:9 cannot be reached: Connection refused" in told[1]
+        assert "asking again in 2 s" in told[1]
+        # A second one on the same state is refused at once.
+        other = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
+        assert other.returncode == 2
+        assert "another watch is using" in other.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "stopped; the state carries on" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+    assert (home / "best.yaml").read_text() == before
+
+
+@contextmanager
+def asking_for_a_login(seen: list[str]) -> Iterator[str]:
+    """Serve a page that refuses everybody, and remember what they sent; yield its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(str(self.headers["Authorization"]))
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Keep quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class NoWait:
+    """A clock that stands."""
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return 1.8e9
+
+    def sleep(self, seconds: float) -> None:
+        """Return at once."""
+
+
+def options_of(home: Path, *more: str) -> dict[str, object]:
+    """Return the options of a round at the home folder."""
+    files = ("--profile", str(home / "profile.yaml"), "--emit", str(home / "best.yaml"))
+    given = [*files, "--force-profile", *more]
+    return watch.make_context("watch", given).params
+
+
+def test_a_token_is_sent_and_never_shown(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    (home / "token").write_text("tok-file\n")
+    monkeypatch.setenv("PROMETHEUS_TOKEN", "tok-env")
+    with asking_for_a_login(seen) as url:
+        for more in ((), ("--token-file", str(home / "token"))):
+            with pytest.raises(UsageError, match=r"wants to know who asks \(HTTP 401\)"):
+                run_watch(options_of(home, "--prometheus", url, "--once", *more), NoWait())
+    assert set(seen) == {"Bearer tok-env", "Bearer tok-file"}
+    told = "".join(capsys.readouterr())
+    kept = (home / "best.yaml.watch" / "state.json").read_text()
+    assert "tok-" not in told + kept
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), "--prometheus is missing"),
+        (("--prometheus", "prometheus:9090"), "must start with http:// or https://"),
+        (("--prometheus", "http://p:9", "--every", "0s"), "--every must be at least 1 s"),
+        (("--prometheus", "http://p:9", "--guard", "1s"), "--guard must be at least 60 s"),
+        (("--prometheus", "http://p:9", "--step", "0.5s"), "--step must be a whole number"),
+        (("--prometheus", "http://p:9", "--since", "30s"), "--since must be at least two"),
+        (("--prometheus", "http://p:9", "--min-gain", "many"), "--min-gain must be a share"),
+        (("--prometheus", "http://p:9", "--min-gain", "200%"), "--min-gain must be from 0%"),
+        (("--prometheus", "http://p:9", "--emit", "best.txt"), "must end in .yaml or .yml"),
+        (("--prometheus", "http://p:9", "--emit", "/no/b.yaml"), "folder of --emit"),
+        (("--prometheus", "http://p:9", "--token-file", "/no"), "--token-file /no cannot"),
+        (("--prometheus", "http://p:9", "--header", "x"), "--header must look like"),
+        (("--prometheus", "http://p:9", "--profile", "/no"), "/no does not exist"),
+        (("--prometheus", "http://p:9", "--listen", "x"), "--listen must be HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_watched_is_told_at_once(
+    home: Path, more: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(UsageError) as told:
+        run_watch(options_of(home, "--once", *more), NoWait())
+    assert words in told.value.message
+
+
+def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:
+    options = options_of(home, "--once", "--prometheus", "http://p:9")
+    with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as told:
+        run_watch({**options, "force_profile": False}, NoWait())
+    assert "--force-profile" in told.value.hint
+
+
+def test_help_opens_with_an_example_and_states_every_default() -> None:
+    shown = CliRunner().invoke(watch, ["--help"]).output
+    assert "tune watch --prometheus http://prometheus:9090 --profile runs/" in shown
+    for name, default in (
+        ("--every", "15m"),
+        ("--min-gain", "5%"),
+        ("--min-interval", "6h"),
+        ("--confirmations", "2"),
+        ("--guard", "30m"),
+        ("--hook-timeout", "2m"),
+        ("--since", "6h"),
+    ):
+        assert name in shown
+        assert f"[default: {default}" in shown

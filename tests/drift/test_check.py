@@ -1,0 +1,298 @@
+"""`tune check`: only a shift that a re-tune pays for ends with 10."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.drift_parts import busy_traffic, longer_outputs
+from support.job_parts import SHORT, arguments_for
+from support.prometheus_parts import need_prometheus, with_history
+from support.prometheus_past import SHAKEN, PastEngine
+from support.retune_parts import a_retune, an_aim
+from support.shadow_files import a_profile, a_trace_file
+from support.shadow_parts import a_shape
+from support.toy import ToyCosts, ToySource
+from support.toy_tune import CROWDED, job_on, write_trace
+from tuner.cli.commands import check as check_command
+from tuner.drift.check import Checked, Verdict, check, without_replay
+from tuner.drift.compare import compare
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
+from tuner.shadow.profiles import Profile, write_profile
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.formats import ReadOptions, read_traces
+from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+from tuner.traffic.traces import Trace
+
+BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed in (0, 1))
+
+
+def checked(
+    folder: Path,
+    now: Trace,
+    present: int,
+    costs: ToyCosts = CROWDED,
+    wrong_ratio: float = 0.03,
+) -> tuple[Checked, int]:
+    """Check new traffic on a toy; return the verdict and how many replays it took."""
+    drift = compare(sketch_of(BEFORE), sketch_of(now))
+    with a_retune(folder, EngineLimits(present, 2048), costs, wrong_ratio) as (retune, toys):
+        return check(drift, now, retune, an_aim()), len(toys.asked)
+
+
+def test_unchanged_traffic_takes_no_replay(tmp_path: Path) -> None:
+    found, replays = checked(tmp_path, TODAY, present=2)
+    assert (found.verdict, found.exit_code, replays) == (Verdict.UNCHANGED, 0, 0)
+
+
+def test_a_shift_that_the_present_cap_does_not_bear_pays(tmp_path: Path) -> None:
+    found, _ = checked(tmp_path, longer_outputs(TODAY), present=2)
+    assert (found.verdict, found.exit_code) == (Verdict.PAYS, 10)
+    assert found.best is not None
+    assert found.best.max_num_seqs > 2
+    assert found.gain is not None
+    assert 0 < found.gain.interval[0] < found.gain.value < found.gain.interval[1]
+    assert list(found.lines())[-1].startswith("shifted, re-tune pays ")
+
+    (tmp_path / "again").mkdir()
+    again, _ = checked(tmp_path / "again", longer_outputs(TODAY), present=2)
+    assert again == found
+
+
+def test_a_shift_that_no_other_cap_serves_better_is_told_as_such(tmp_path: Path) -> None:
+    found, replays = checked(tmp_path, longer_outputs(TODAY), present=16)
+    assert (found.verdict, found.exit_code) == (Verdict.STILL_BEST, 0)
+    assert replays > 0
+    assert "output_tokens" in found.why
+
+
+def test_a_gain_within_the_shadows_error_does_not_pay(tmp_path: Path) -> None:
+    found, _ = checked(tmp_path, longer_outputs(TODAY), present=2, wrong_ratio=50.0)
+    assert found.verdict is Verdict.STILL_BEST
+    assert found.gain is not None
+    assert found.gain.interval[0] < 0 < found.gain.value
+
+
+def test_with_too_little_data_nothing_is_asked_of_the_shadow() -> None:
+    drift = compare(sketch_of(BEFORE), sketch_of(TODAY.between(0.0, 30.0)))
+    found = without_replay(drift, EngineLimits(2, 2048))
+    assert found is not None
+    assert (found.verdict, found.exit_code) == (Verdict.TOO_LITTLE, 0)
+
+
+def run_check(*arguments: str) -> int:
+    """Run the command as `tune check` does. Raises: TunerError."""
+    context = check_command.make_context("check", list(arguments))
+    code: int = check_command.invoke(context)
+    return code
+
+
+def a_kept_profile(folder: Path) -> Path:
+    """Write a profile and the sketch of the traffic that it was made for."""
+    write_profile(folder / "profile.yaml", a_profile())
+    path = a_trace_file(folder / "before.jsonl", 1000, per_s=4.0)
+    before = read_traces([str(path)], None, ReadOptions())
+    write_sketch(folder / TRAFFIC_FILE, sketch_of(before))
+    return folder / "profile.yaml"
+
+
+@pytest.mark.engine
+def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = str(a_kept_profile(tmp_path))
+    (tmp_path / "before.jsonl").rename(tmp_path / "today.jsonl")
+    command = [
+        *("--baseline", profile, "--trace", str(tmp_path / "today.jsonl"), "--force-profile"),
+        *("--max-num-seqs", "6,12", "--json"),
+    ]
+    assert run_check(*command) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["verdict"], told["gain"]) == ("unchanged", None)
+
+    # Three times the load: more than the present cap of four can bear.
+    assert run_check(*command, "--load", "3") == 10
+    told = json.loads(capfd.readouterr().out)
+    assert told["verdict"] == "shifted, re-tune pays"
+    assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    assert told["gain"]["interval"][0] > 0
+    rate = next(shift for shift in told["shifts"] if shift["name"] == "arrival_rate")
+    assert rate["matters"]
+    assert rate["interval"][0] < rate["effect"] < rate["interval"][1]
+
+
+def test_a_run_that_kept_no_traffic_says_what_to_name(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "tuned.jsonl")
+    assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT)) == 0
+    run_dir = tmp_path / "run"
+    (run_dir / TRAFFIC_FILE).unlink(missing_ok=True)
+    with pytest.raises(UsageError, match=r"traffic.json is missing .* tuned.jsonl") as refused:
+        run_check("--baseline", str(run_dir), "--trace", str(trace))
+    assert "--baseline-trace" in refused.value.hint
+
+
+def test_a_live_run_is_checked_at_what_it_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "tuned.jsonl", n=1200)
+    assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT, "--window", "0s:10s")) == 0
+    run_dir = tmp_path / "run"
+    advised = json.loads((run_dir / "result.json").read_text())["recommendation"]
+    assert (run_dir / "profile.yaml").exists()
+    capsys.readouterr()
+    same = ("--baseline", str(run_dir), "--baseline-trace", str(trace), "--trace", str(trace))
+    assert run_check(*same, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "unchanged"
+    assert told["present"]["max_num_seqs"] == advised["max_num_seqs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "--baseline is missing"),
+        (("--baseline", "gone"), "gone does not exist"),
+        (("--baseline", "."), "result.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_checked_is_told(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        run_check(*arguments, "--trace", "today.jsonl")
+
+
+def test_the_present_traffic_has_one_source(tmp_path: Path) -> None:
+    profile = str(a_kept_profile(tmp_path))
+    both = ("--trace", "today.jsonl", "--prometheus", "http://localhost:9")
+    for given in ((), both):
+        with pytest.raises(UsageError, match="either --trace or --prometheus"):
+            run_check("--baseline", profile, *given)
+
+
+def test_without_a_prometheus_there_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = str(a_kept_profile(tmp_path))
+    with pytest.raises(UsageError, match="Prometheus"):
+        run_check("--baseline", profile, "--prometheus", "http://127.0.0.1:9")
+    assert capsys.readouterr().out == ""
+
+
+def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_prometheus()
+    profile = str(a_kept_profile(tmp_path))
+    with with_history(tmp_path, SHAKEN) as url:
+        asked = ("--prometheus", url, "--since", "490m", "--step", "30s", "--json")
+        assert run_check("--baseline", profile, *asked) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "too little data"
+    assert "there is no data for" in told["why"]
+    assert told["shifts"] == []
+
+
+HIT_RATIO, CHAT_S = 0.7, 300.0
+
+
+def chat(seed: int, per_s: float) -> Trace:
+    """Return traffic of which seven tenths of each prompt are one of eight beginnings."""
+    rng = np.random.default_rng(seed)
+    n = rng.poisson(per_s * CHAT_S)
+    prompt, output = (
+        np.rint(rng.uniform(*of, n)).astype(int) for of in ((400, 1200), (30, 90))
+    )
+    offsets = offsets_of(prompt // 16)
+    ids = np.arange(offsets[-1]) + 1_000_000
+    for row, beginning in enumerate(rng.integers(8, size=n).tolist()):
+        shared = int(HIT_RATIO * (prompt[row] // 16) + rng.random())
+        ids[offsets[row] : offsets[row] + shared] = 1000 * beginning + np.arange(shared)
+    due_s = np.sort(rng.uniform(0, CHAT_S, n))
+    return Trace(due_s - due_s[0], prompt, output, HashIds(offsets, ids, 16), source="chat")
+
+
+def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
+    """Return the profile of an engine that could not compute all of those prompts."""
+    knots, slopes_s = (0, 24), (0.0001, 0.0006)
+    steps = StepModel.linear(0.004, 0.0, 0.00012, decode_context_s=1e-9)
+    return replace(
+        a_profile(),
+        shape=a_shape(prefix_caching=prefix_caching),
+        step_model=replace(steps, decode_knots=knots, decode_slopes_s=slopes_s),
+        present_limits=EngineLimits(8, 512),
+    )
+
+
+@contextmanager
+def chat_served(folder: Path, profile: Profile, hit_ratio: float) -> Iterator[list[str]]:
+    """Serve chat of late, a little less than was tuned for; give a check's arguments."""
+    need_prometheus()
+    write_profile(folder / "profile.yaml", profile)
+    write_sketch(folder / TRAFFIC_FILE, sketch_of(chat(1, 9.5)))
+    now, end_s = chat(2, 8.0), int(time.time()) // 15 * 15
+    scrapes_s = np.arange(end_s - CHAT_S, end_s + 1, 15.0, dtype=np.float64)
+    engine = PastEngine(
+        arrived_s=scrapes_s[0] + now.due_s,
+        prompt=now.prompt_tokens,
+        output=now.output_tokens,
+        scrapes_s=scrapes_s,
+        hit_ratio=hit_ratio,
+    )
+    with with_history(folder, engine) as url:
+        asked = ("--prometheus", url, "--since", f"{CHAT_S:.0f}s", "--step", "15s", "--json")
+        shadow = ("--force-profile", "--max-num-seqs", "4,8,16", "--jobs", "1")
+        yield ["--baseline", str(folder / "profile.yaml"), *asked, *shadow]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_prefill(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with chat_served(tmp_path, a_chat_profile(), HIT_RATIO) as arguments:
+        assert run_check(*arguments) == 0
+        told = json.loads(capfd.readouterr().out)
+        assert told["verdict"] == "shifted, present config still best"
+        # Of a server on which nothing hits the same counters are another story.
+        (tmp_path / "cold").mkdir()
+    with chat_served(tmp_path / "cold", a_chat_profile(), 0.0) as arguments:
+        assert run_check(*arguments) == 10
+        told = json.loads(capfd.readouterr().out)
+        assert told["gain"]["interval"][0] > 0.3
+
+
+@pytest.mark.engine
+def test_a_shadow_that_finds_other_hits_than_the_server_had_gives_no_verdict(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = a_chat_profile(prefix_caching=False)
+    with chat_served(tmp_path, profile, HIT_RATIO) as arguments:
+        assert run_check(*arguments) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["verdict"] == "too little data"
+    assert (
+        "the shadow finds 0% of the prompt tokens cached and the server found 70%"
+        in (told["why"])
+    )
+
+
+def test_hits_that_cannot_be_imitated_give_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Whatever these prompts share, their last block is always computed.
+    with chat_served(tmp_path, a_chat_profile(), 0.999) as arguments:
+        assert run_check(*arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "too little data"
+    assert "prefix hits cannot be imitated: 100% of the prompt tokens hit" in told["why"]

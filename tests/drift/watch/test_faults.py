@@ -1,0 +1,256 @@
+"""Whatever dies, fills up or fails around a watch, the file is whole and the state tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.paths import TESTS
+from support.watch_parts import (
+    EIGHT,
+    FOUR,
+    HOUR_S,
+    SERVED,
+    THIRTY,
+    UNCHANGED,
+    a_world,
+    full_disk,
+    pays,
+)
+from tuner.drift.watch.handover import HookEnd, run_hook
+from tuner.drift.watch.policy import Act
+from tuner.drift.watch.publish import Publisher, Text
+from tuner.drift.watch.state import Handover, StateDir, WatchState
+from tuner.emit.names import Format
+from tuner.emit.sources import read_emitted
+from tuner.errors import UsageError
+from tuner.files import Held
+
+RESTLESS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from support.watch_parts import EIGHT, FOUR, HOUR_S, a_world, pays
+from tuner.drift.watch.handover import HookEnd
+folder = Path(sys.argv[1])
+def hand_over(told):
+    (folder / "handed.new").write_text((folder / "best.yaml").read_text())
+    (folder / "handed.new").replace(folder / "handed.yaml")
+    return HookEnd(0, "")
+with a_world(folder, run_hook=hand_over) as world:
+    while True:
+        other = EIGHT if world.watcher.present == FOUR else FOUR
+        world.lasts(pays(other))
+        world.clock.sleep(6 * HOUR_S)
+        print(other, flush=True)
+"""
+"""Changes the file again and again; a copy is what its hook has handed over."""
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process within it."""
+
+
+@pytest.mark.parametrize("changes", [1, 3, 6])
+def test_a_process_killed_at_any_instant_leaves_a_whole_file_and_is_taken_up(
+    tmp_path: Path, changes: int
+) -> None:
+    (tmp_path / "best.yaml").write_text(SERVED)
+    command = [sys.executable, "-c", RESTLESS, str(tmp_path), str(TESTS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(changes):
+        assert process.stdout.readline()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with a_world(tmp_path) as world:
+        assert world.words == ""
+        assert read_emitted(world.path).limits in (FOUR, EIGHT)
+        world.rounds(UNCHANGED)
+        state = world.watcher.book.state
+        assert state.handover is None
+        assert state.counts.changes >= changes
+        assert state.present == world.watcher.present
+        # Handed over by the process that was killed, or by this one.
+        handed = [text for _, text in world.hook.seen] or [
+            (tmp_path / "handed.yaml").read_text()
+        ]
+        assert handed == [world.path.read_text()]
+
+
+def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
+    tmp_path: Path,
+) -> None:
+    def die(_: object) -> HookEnd:
+        raise KilledError
+
+    with a_world(tmp_path, run_hook=die) as world, pytest.raises(KilledError):
+        world.lasts(pays())
+    with a_world(tmp_path) as world:
+        assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert world.hook.seen == [("change", world.path.read_text())]
+        assert world.watcher.present == EIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class DyingPublisher(Publisher):
+    """Does not live to write the file."""
+
+    def write(self, text: Text, held: Held) -> None:
+        """End the process."""
+        raise KilledError(text.text, held)
+
+
+def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "best.yaml").write_text(SERVED)
+    with a_world(tmp_path) as world:
+        handing = world.watcher.handing
+        handing.publisher = DyingPublisher(
+            world.path, Format.VLLM, handing.publisher.profile, {}
+        )
+        with pytest.raises(KilledError):
+            world.lasts(pays())
+    with a_world(tmp_path) as world:
+        assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert "was decided and not written: it is dropped" in world.words
+        assert world.hook.seen == []
+        assert world.path.read_text() == SERVED
+
+
+def test_a_way_back_that_was_decided_is_taken_even_after_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "best.yaml").write_text("model: toy\n")
+    back = Handover(
+        EIGHT,
+        FOUR,
+        "model: toy\n",
+        SERVED,
+        has_secrets=False,
+        why="it was worse",
+        decided_s=0.0,
+        is_rollback=True,
+    )
+    with StateDir(tmp_path / "state") as kept:
+        kept.save(WatchState(profile_sha256="a", handover=back))
+    with a_world(tmp_path) as world:
+        world.rounds(UNCHANGED)
+        assert world.hook.seen == [("rollback", SERVED)]
+        assert world.watcher.book.state.memory.barred == (EIGHT,)
+
+
+def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.hook.exit_codes = [3, 0]
+        found = world.lasts(pays())
+        assert found[-1].startswith("the hook ended with exit code 3: done; ")
+        assert "written but not handed over, try 1" in found[-1]
+        assert world.watcher.book.state.counts.changes == 0
+        assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert [event for event, _ in world.hook.seen] == ["change"] * 2
+        assert world.watcher.book.state.counts.changes == 1
+
+
+def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
+    served = SERVED + "".join(f"# {'x' * 90}\n" for _ in range(100))
+    (tmp_path / "best.yaml").write_text(served)
+    with a_world(tmp_path) as world:
+        world.rounds(pays())
+        world.clock.sleep(HOUR_S)
+        with full_disk():
+            (found,) = world.rounds(pays())
+        assert "cannot be written" in found
+        assert world.path.read_text() == served
+        assert world.hook.seen == []
+        # With room again the next round acts.
+        assert world.rounds(pays()) == [Act.CHANGE]
+
+
+def test_a_real_hook_is_told_what_happened_and_needs_no_shell(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code = (
+        "import json, os, sys; json.dump([sys.argv[2], {**os.environ}], open(sys.argv[1], 'w'))"
+    )
+    argv = [sys.executable, "-c", code, str(seen), "$(rm -rf /) ; *"]
+    with a_world(tmp_path, run_hook=lambda told: run_hook(argv, told, 30.0)) as world:
+        assert world.lasts(pays()) == [Act.CONFIRM, Act.CHANGE]
+        word, environment = json.loads(seen.read_text())
+        assert word == "$(rm -rf /) ; *"
+        assert environment["TUNE_EVENT"] == "change"
+        assert environment["TUNE_FILE"] == str(world.path.resolve())
+        assert environment["TUNE_MAX_NUM_SEQS"] == "8"
+        assert environment["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("print('no'); raise SystemExit(7)", "the hook ended with exit code 7: no"),
+        ("import time; time.sleep(60)", "did not end within 0.5 s and was killed"),
+        ("import os; os.kill(os.getpid(), 15)", "was ended by SIGTERM"),
+    ],
+)
+def test_how_a_hook_ends_is_told(code: str, words: str) -> None:
+    end = run_hook([sys.executable, "-c", code], {}, 0.5 if "sleep" in code else 30.0)
+    assert not end.is_done
+    assert words in end.text
+
+
+def test_a_hook_that_is_not_there_is_told() -> None:
+    end = run_hook(["/no/such program"], {}, 1.0)
+    assert end.text == "the hook cannot be run: /no/such program: No such file or directory"
+
+
+def test_a_damaged_state_is_told_and_the_file_says_what_is_in_use(tmp_path: Path) -> None:
+    with a_world(tmp_path) as world:
+        world.lasts(pays())
+    (tmp_path / "state" / "state.json").write_text("{")
+    with a_world(tmp_path) as world:
+        assert "is damaged and was set aside" in world.words
+        assert world.watcher.present == EIGHT
+        assert world.rounds(pays(THIRTY)) == [Act.CONFIRM]
+
+
+def test_kept_traffic_that_is_damaged_is_told_and_the_profiles_own_taken(
+    tmp_path: Path,
+) -> None:
+    with a_world(tmp_path) as world:
+        world.lasts(pays())
+        (kept,) = (tmp_path / "state").glob("traffic-*.json")
+        kept.write_text("{}")
+        assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert world.script.tuned_for[-1] is None
+        assert "comparing with the profile's own traffic" in world.words
+
+
+def test_one_state_is_for_one_watch(tmp_path: Path) -> None:
+    with (
+        a_world(tmp_path),
+        pytest.raises(UsageError, match="another watch is using"),
+        StateDir(tmp_path / "state"),
+    ):
+        pass
+
+
+def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_told(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "best.yaml").write_text(SERVED)
+    with a_world(tmp_path) as world:
+        world.script.outages.extend(["it is down"] * 3)
+        assert world.rounds(pays()) == [Act.CONFIRM]
+        assert world.clock.waits_s[:3] == [2.0, 8.0, 30.0]
+        world.script.outages.extend(["it is down"] * 4)
+        assert world.watcher.round() is not None
+        last = world.watcher.book.state.last
+        assert (last.error, world.watcher.book.state.counts.errors) == ("it is down", 1)
+        assert world.path.read_text() == SERVED
+        # It neither confirmed nor refuted.
+        world.script.outages.clear()
+        world.clock.sleep(HOUR_S)
+        assert world.rounds(pays()) == [Act.CHANGE]

@@ -1,0 +1,379 @@
+"""The guard takes a file back when the server does worse than the old one was foretold to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.traffic import replay_toy, steady
+from support.watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world, pays
+from tuner import stats
+from tuner.arrays import Floats
+from tuner.drift.watch.guard import (
+    LEAST_REQUESTS,
+    MEAN,
+    RATE,
+    TAIL,
+    Guard,
+    Guarded,
+    Judged,
+    Look,
+    bias_of,
+    compared,
+)
+from tuner.drift.watch.policy import Act
+from tuner.emit.sources import read_emitted
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
+from tuner.replay.metrics import Measurement, measure
+from tuner.traffic.prometheus.live import Live
+
+# vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.
+BOUNDS_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0, math.inf),
+)
+WRONG_RATIO = 0.05
+LASTING_S = 30 * MINUTE_S
+REQUESTS = steady(400, per_s=9.0)
+LOGS = {limits: replay_toy(REQUESTS, limits) for limits in (EngineLimits(2, 2048), FOUR)}
+FORETOLD = {limits: measure([log]) for limits, log in LOGS.items()}
+SLOW, FAST = FORETOLD.values()
+OVERLOADED = measure([replay_toy(REQUESTS, EngineLimits(1, 2048))])
+
+
+def served(like: Measurement, times: float = 1.0, requests: int = 400, **more: object) -> Live:
+    """Return a server that answers as foretold, but for its latencies so many times as long."""
+    log = next(log for limits, log in LOGS.items() if FORETOLD[limits] is like)
+    took_s = log.timelines.e2e_s
+    e2e_s = took_s[np.arange(requests) * took_s.size // requests] * times
+    return answering(e2e_s, requests / like.requests_per_s, **more)
+
+
+def answering(e2e_s: Floats, lasting_s: float, **more: object) -> Live:
+    """Return a server that took so long for each request."""
+    values: dict[str, Any] = {"bounds_s": BOUNDS_S, "mean_e2e": stats.mean(e2e_s), **more}
+    bounds_s = values["bounds_s"]
+    counts = np.bincount(np.searchsorted(bounds_s, e2e_s), minlength=len(bounds_s))
+    seen = {"counts": tuple(counts.tolist()), "covered_ratio": 1.0, "is_there": True}
+    return Live(**{"lasting_s": lasting_s, **seen, **values})
+
+
+def judged(live: Live, old: Measurement, new: Measurement, *, before: Live) -> Judged:
+    """Return what is made of a server that did like this before the change and does so now."""
+    bias = bias_of(before, old, FOUR, WRONG_RATIO)
+    assert bias.why_not == ""
+    return compared(live, old, new, WRONG_RATIO, bias.times)
+
+
+def test_the_toy_is_slower_at_a_cap_of_two_and_overloaded_at_one() -> None:
+    assert SLOW.is_sustained
+    assert FAST.is_sustained
+    assert 1.2 * mean_s(FAST) < mean_s(SLOW) < 3 * mean_s(FAST)
+    assert OVERLOADED.requests_per_s < 0.8 * FAST.requests_per_s
+
+
+def mean_s(measured: Measurement) -> float:
+    """Return a foretold mean."""
+    found = measured.latency("e2e_s", "mean")
+    assert found is not None
+    return found
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.97, 1.03), st.integers(LEAST_REQUESTS, 5000))
+def test_what_is_no_slower_than_foretold_is_never_held_against_it(
+    times: float, before: float, requests: int
+) -> None:
+    live = served(SLOW, times * before, requests)
+    found = judged(live, SLOW, SLOW, before=served(SLOW, before, requests))
+    assert found.found is Guarded.AGREES
+
+
+@given(st.floats(2.0, 50.0), st.floats(0.97, 1.03), st.integers(LEAST_REQUESTS, 5000))
+def test_what_is_twice_as_slow_as_the_old_one_never_passes(
+    times: float, before: float, requests: int
+) -> None:
+    live = served(FAST, times * before, requests)
+    found = judged(live, FAST, FAST, before=served(FAST, before, requests))
+    assert found.found is Guarded.WORSE
+    assert "on the same" in found.why
+
+
+def test_means_see_what_stays_within_the_buckets_of_the_tail() -> None:
+    wide = (0.1, 0.3, 2.0, math.inf)
+    slow = served(FAST, 2.0, bounds_s=wide)
+    assert compared(slow, FAST, FAST, WRONG_RATIO, {}).why.startswith("e2e_mean is ")
+    # Without a sum in the metrics only the tail is left, of which the bucket alone is certain.
+    found = compared(replace(slow, mean_e2e=None), FAST, FAST, WRONG_RATIO, {})
+    assert found.found is Guarded.AGREES
+    assert "e2e_mean" not in found.why
+    far = served(FAST, 20.0, bounds_s=wide, mean_e2e=None)
+    found = compared(far, FAST, FAST, WRONG_RATIO, {})
+    assert found.found is Guarded.WORSE
+    assert found.why.startswith("e2e_p95 is ")
+
+
+def test_fewer_finished_requests_than_foretold_are_worse() -> None:
+    live = replace(served(FAST), lasting_s=400 / (0.6 * FAST.requests_per_s))
+    found = compared(live, FAST, FAST, WRONG_RATIO, {})
+    assert found.found is Guarded.WORSE
+    assert "requests/s finish, foretold were" in found.why
+
+
+def test_what_the_new_one_gives_up_on_purpose_is_not_held_against_it() -> None:
+    live = served(SLOW)
+    assert compared(live, FAST, SLOW, WRONG_RATIO, {}).found is Guarded.AGREES
+    assert compared(live, FAST, FAST, WRONG_RATIO, {}).found is Guarded.WORSE
+
+
+def test_how_far_the_old_one_was_from_its_prediction_is_allowed_for_in_both_directions() -> (
+    None
+):
+    wrong_ratio = 0.2
+    slower, faster = (bias_of(served(FAST, t), FAST, FOUR, wrong_ratio) for t in (1.15, 0.87))
+    assert slower.why_not == faster.why_not == ""
+    assert [b.times[MEAN].value for b in (slower, faster)] == pytest.approx([1.15, 0.87])
+    assert faster.times[TAIL].value < slower.times[TAIL].value
+    assert slower.times[RATE].value == pytest.approx(1.0)
+    # The same live server is fine after a slow past and bad after a fast one.
+    live = served(FAST, 1.35)
+    assert compared(live, FAST, FAST, wrong_ratio, slower.times).found is Guarded.AGREES
+    assert compared(live, FAST, FAST, wrong_ratio, faster.times).found is Guarded.WORSE
+
+
+@pytest.mark.parametrize("times", [3.0, 1 / 3])
+def test_a_prediction_that_is_off_by_more_than_its_error_judges_nothing(times: float) -> None:
+    bias = bias_of(served(FAST, times), FAST, FOUR, 0.2)
+    assert bias.times == {}
+    assert bias.why_not.startswith(
+        "before the change 4/2048 was further from its prediction than the profile's error of "
+        "20%: e2e_mean was "
+    )
+    assert "tune calibrate" in bias.why_not
+    slow = replace(served(FAST), lasting_s=400 * times / FAST.requests_per_s)
+    assert "requests/s finished, foretold were" in bias_of(slow, FAST, FOUR, 0.2).why_not
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quantile_is_interpolated_and_its_interval_holds_what_the_bucket_hides(
+    seed: int,
+) -> None:
+    e2e_s = np.random.default_rng(seed).lognormal(1.5, 0.7, 3000)
+    live = answering(e2e_s, 600.0)
+    for q in (0.5, 0.9, 0.95, 0.99):
+        found, true_s = live.e2e_quantile(q), float(np.quantile(e2e_s, q))
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low <= true_s <= found.high
+        assert {found.low, found.high} <= {0.0, *BOUNDS_S}
+        assert found.value == pytest.approx(true_s, rel=0.1)
+    assert replace(live, counts=(0.0,) * len(BOUNDS_S)).e2e_quantile(0.5) is None
+
+
+def looking(
+    live: Live, before: Live | None = None, **foretold: Measurement
+) -> Callable[[], Guard]:
+    """Return a guard that sees one server after the change and, by default, a good one before.
+
+    Both are what was foretold for as long as nothing else is said.
+    """
+    by_limits = {"old": FOUR, "new": EIGHT}
+    was = before or (served(foretold["old"]) if "old" in foretold else live)
+
+    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+        assert end_s - start_s == pytest.approx(LASTING_S)
+        found = {by_limits[name]: m for name, m in foretold.items()}
+        seen = live if EIGHT in settings else was
+        return Look(seen, {limits: found[limits] for limits in settings if limits in found})
+
+    return lambda: Guard(LASTING_S, look, WRONG_RATIO)
+
+
+def handed_over(world: World) -> None:
+    """Change to eight."""
+    world.path.write_text("model: toy\nmax-num-seqs: 4\nmax-num-batched-tokens: 2048\n")
+    assert world.lasts(pays()) == [Act.CONFIRM, Act.CHANGE]
+    world.clock.waits_s.clear()
+
+
+def on_guard(world: World) -> bool:
+    """Say whether the change is on probation."""
+    return world.watcher.handing.is_on_guard
+
+
+def test_a_change_that_does_as_foretold_stands(tmp_path: Path) -> None:
+    with a_world(tmp_path, guard=looking(served(FAST), old=SLOW, new=FAST)) as world:
+        handed_over(world)
+        assert on_guard(world)
+        world.rounds(UNCHANGED, UNCHANGED, UNCHANGED)
+        assert not on_guard(world)
+        # It looks when its time is up, and not only when the next round is due.
+        assert world.clock.waits_s[:2] == [900.0, 360.0]
+        assert read_emitted(world.path).limits == EIGHT
+        assert "guard: 8/2048 does as well as foretold: e2e_mean " in world.words
+
+
+def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    before = "model: toy\nmax-num-seqs: 4\nmax-num-batched-tokens: 2048\n"
+    guard = looking(served(FAST, 2.0), new=FAST, old=FAST)
+    with a_world(tmp_path, guard=guard) as world:
+        handed_over(world)
+        # While it is on probation nothing else is tried; the guard looks when its time is up.
+        assert world.rounds(pays(EngineLimits(32, 2048))) == [Act.CONFIRM]
+        world.rounds(UNCHANGED, UNCHANGED)
+        assert world.path.read_text() == before
+        assert [event for event, _ in world.hook.seen] == ["change", "rollback"]
+        assert world.hook.seen[-1][1] == before
+        state = world.watcher.book.state
+        assert (state.counts.changes, state.counts.rollbacks, state.handover) == (1, 1, None)
+        assert "does worse than the old configuration would: e2e_mean is " in world.words
+        assert world.watcher.present == FOUR
+        # The same advice is not taken again, and the traffic is held against the first.
+        world.clock.sleep(24 * HOUR_S)
+        assert world.lasts(pays()) == [Act.BARRED, Act.BARRED]
+        assert world.script.tuned_for[-2:] == [None, None]
+
+
+@pytest.mark.parametrize("times", [3.0, 1 / 3])
+@pytest.mark.parametrize("after", [0.1, 1.0, 10.0])
+def test_where_the_old_prediction_was_off_by_three_a_change_neither_passes_nor_is_taken_back(
+    tmp_path: Path, times: float, after: float
+) -> None:
+    guard = looking(served(FAST, after), served(FAST, times), old=FAST, new=FAST)
+    with a_world(tmp_path, guard=guard) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 4)
+        assert on_guard(world)
+        told = "guard: 8/2048 cannot be told: before the change 4/2048 was further from"
+        assert told in world.words
+        assert "it looks again" in world.words
+        world.rounds(*[UNCHANGED] * 8)
+        assert not on_guard(world)
+        assert "gave up without a verdict on 8/2048: before the change" in world.words
+        assert world.watcher.present == EIGHT
+        assert world.watcher.book.state.counts.rollbacks == 0
+
+
+def test_how_the_old_one_did_is_asked_of_the_time_before_the_change(tmp_path: Path) -> None:
+    asked: list[tuple[float, float, tuple[EngineLimits, ...]]] = []
+
+    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+        asked.append((start_s, end_s, tuple(settings)))
+        return Look(served(FAST), dict.fromkeys(settings, FAST))
+
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+        handed_over(world)
+        # Nothing is asked before the file is written: it would be old by then.
+        assert asked == []
+        changed_s = world.clock.now_s() - 15 * MINUTE_S
+        world.rounds(UNCHANGED, UNCHANGED, UNCHANGED)
+        assert asked == [
+            (changed_s + 360.0, changed_s + 360.0 + LASTING_S, (FOUR, EIGHT)),
+            (changed_s - LASTING_S, changed_s, (FOUR,)),
+        ]
+
+
+def test_a_server_that_is_gone_since_the_change_brings_the_old_file_back(
+    tmp_path: Path,
+) -> None:
+    gone = served(FAST, 1.0, 50, is_there=False)
+    with a_world(tmp_path, guard=looking(gone)) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 4)
+        assert world.watcher.present == FOUR
+        assert "the server shows no metrics any more" in world.words
+
+
+def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: Path) -> None:
+    asked: list[tuple[float, float]] = []
+    slow, well = served(FAST, 20.0), served(FAST)
+    up_s: list[float] = []
+
+    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+        if EIGHT not in settings:
+            return Look(well, dict.fromkeys(settings, FAST))
+        asked.append((start_s, end_s))
+        # Up only ten minutes before the guard looks for the first time.
+        up_s[:] = up_s or [end_s - 10 * MINUTE_S]
+        live = replace(slow, restarted_s=up_s[0]) if start_s < up_s[0] else well
+        return Look(live, dict.fromkeys(settings, FAST))
+
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 8)
+        assert asked[-1] == pytest.approx((up_s[0] + 360.0, up_s[0] + 360.0 + LASTING_S))
+        assert len(asked) == 2
+        assert "the server was up again only then; it looks again" in world.words
+        assert "does as well as foretold" in world.words
+
+
+@pytest.mark.parametrize(
+    ("live", "words"),
+    [
+        (served(FAST, 20.0, covered_ratio=0.5), "Prometheus looked at 50% of the time only"),
+        (served(FAST, covered_ratio=0.5, is_there=False), "looked at 50% of the time"),
+        (served(FAST, 20.0, 150), "150 requests finished, 200 are needed"),
+    ],
+)
+def test_without_enough_to_see_nothing_is_taken_back(
+    tmp_path: Path, live: Live, words: str
+) -> None:
+    with a_world(tmp_path, guard=looking(live, old=FAST, new=FAST)) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 12)
+        assert words in world.words
+        assert "guard: gave up without a verdict on 8/2048" in world.words
+        assert not on_guard(world)
+        assert world.watcher.present == EIGHT
+
+
+def test_a_file_that_somebody_else_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    slow = served(FAST, 20.0)
+    with a_world(tmp_path, guard=looking(slow, new=FAST, old=FAST)) as world:
+        handed_over(world)
+        others = world.path.read_text() + "enforce-eager: true\n"
+        world.path.write_text(others)
+        world.rounds(*[UNCHANGED] * 4)
+        assert world.path.read_text() == others
+        assert "was changed by others since and is left alone" in world.words
+        assert len(world.hook.seen) == 1
+
+
+def test_a_prometheus_that_is_down_when_the_guard_looks_is_asked_later(tmp_path: Path) -> None:
+    well, is_down = served(FAST), [False]
+
+    def look(_: float, __: float, settings: Sequence[EngineLimits]) -> Look:
+        if is_down[0]:
+            raise UsageError("it is down")
+        return Look(well, dict.fromkeys(settings, FAST))
+
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+        handed_over(world)
+        is_down[0] = True
+        assert world.rounds(*[UNCHANGED] * 4)[-1] == "it is down"
+        is_down[0] = False
+        assert world.rounds(UNCHANGED) == [Act.NONE]
+        assert "does as well as foretold" in world.words
+
+
+def test_without_a_word_of_the_time_before_a_change_nothing_is_judged(tmp_path: Path) -> None:
+    quiet = served(FAST, 1.0, 150)
+    with a_world(
+        tmp_path, guard=looking(served(FAST, 20.0), quiet, old=FAST, new=FAST)
+    ) as world:
+        handed_over(world)
+        world.rounds(*[UNCHANGED] * 4)
+        told = "how 4/2048 did before the change is not known: 150 requests finished, 200"
+        assert told in world.words
+        assert world.watcher.present == EIGHT

@@ -1,0 +1,285 @@
+"""The user's own file gets both limits, and nothing else in it moves."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.emit_files import (
+    AFTER,
+    COMPOSE,
+    DEPLOYMENT,
+    FILES,
+    KSERVE,
+    KSERVE_LLM,
+    LLM_D,
+    SHELL,
+    STACK,
+    VLLM,
+)
+from support.emit_parts import a_run_dir
+from support.prometheus_parts import wait_for
+from tuner.cli import run
+from tuner.emit.names import Format
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.registry import TARGETS, merge_into
+from tuner.emit.sources import read_run
+from tuner.emit.target import Names
+from tuner.engine.limits import EngineLimits
+
+Output = pytest.CaptureFixture[str]
+FLAGS = "--max-num-seqs=48", "--max-num-batched-tokens=4096"
+PLAIN = Recommendation({"model": "m"}, EngineLimits(48, 4096))
+"""A recommendation without provenance: an edit shows in the limits alone."""
+
+
+def changed(before: str, after: str) -> list[str]:
+    """Return the lines that differ, as a diff shows them."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+    return [line for line in lines if line[:3] not in {"---", "+++"} and line[0] in "+-"]
+
+
+def test_every_yaml_format_is_merged_in_these_tests() -> None:
+    able = {name for name, target in TARGETS.items() if target.edit is not None}
+    assert able - set(FILES) == {Format.VLLM_EXACT, Format.AIBRIX}
+
+
+@pytest.mark.parametrize("chosen", FILES)
+def test_only_our_own_lines_change(chosen: Format, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILES[chosen])
+    merged = merge_into(path, chosen, PLAIN, Names())
+    assert changed(merged.before, merged.after) == AFTER[chosen]
+    assert path.read_text() == FILES[chosen]
+
+
+@pytest.mark.parametrize("chosen", FILES)
+def test_a_second_merge_changes_nothing(chosen: Format, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILES[chosen])
+    rec = read_run(a_run_dir(tmp_path))
+    path.write_text(merge_into(path, chosen, rec, Names()).after)
+    again = merge_into(path, chosen, rec, Names())
+    assert again.diff == ""
+    assert again.before == again.after
+
+
+def test_provenance_goes_where_the_target_has_a_place_for_it(tmp_path: Path) -> None:
+    rec = read_run(a_run_dir(tmp_path))
+    places = {
+        Format.DOCKER_COMPOSE: ("services", "llm", "labels"),
+        Format.KUBERNETES: ("metadata", "annotations"),
+        Format.PRODUCTION_STACK: ("servingEngineSpec", "modelSpec", 0, "annotations"),
+        Format.LLM_D: ("decode", "annotations"),
+    }
+    for chosen, place in places.items():
+        path = tmp_path / f"{chosen}.yaml"
+        path.write_text(FILES[chosen])
+        found = list(yaml.safe_load_all(merge_into(path, chosen, rec, Names()).after))[-1]
+        for key in place:
+            found = found[key]
+        assert found["max-num-seqs-tuner/run-id"] == rec.facts["run-id"]
+    path = tmp_path / "vllm.yaml"
+    path.write_text(VLLM)
+    after = merge_into(path, Format.VLLM, rec, Names()).after
+    assert "max_num_seqs: 48 # tuned 2" in " ".join(after.split())
+
+
+def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SHELL)
+    merged = merge_into(path, Format.KUBERNETES, PLAIN, Names())
+    assert changed(merged.before, merged.after) == [
+        "-            Qwen/Qwen2.5-7B-Instruct \\",
+        "-            --max-num-seqs 256 --max-num-active-seqs 4",
+        "+            Qwen/Qwen2.5-7B-Instruct --max-num-batched-tokens=4096 \\",
+        "+            --max-num-seqs 48",
+    ]
+
+
+def test_all_four_limits_are_set_for_the_exact_form(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(VLLM)
+    rec = read_run(a_run_dir(tmp_path))
+    after = yaml.safe_load(merge_into(path, Format.VLLM_EXACT, rec, Names()).after)
+    assert after["max_num_seqs"] == 128
+    assert after["max-num-batched-tokens"] == 16384
+    assert (after["max-num-active-seqs"], after["max-num-scheduled-tokens"]) == (48, 4096)
+
+
+KEYS = st.from_regex(r"[a-z]{2,8}(-[a-z]{1,6}){0,2}", fullmatch=True)
+SCALARS = st.one_of(
+    st.integers(),
+    st.booleans(),
+    st.from_regex(r"[A-Za-z][a-z ./:=-]{0,20}[a-z]", fullmatch=True),
+)
+BODIES = st.dictionaries(KEYS, st.one_of(SCALARS, st.lists(SCALARS, min_size=1)), max_size=8)
+
+
+@given(BODIES, st.integers(2, 6), st.booleans(), st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_whatever_else_a_file_says_it_says_afterwards(
+    tmp_path: Path,
+    body: dict[str, object],
+    indent: int,
+    flow: bool,
+    dos: bool,
+) -> None:
+    values = {**body, "model": "m", "max-num-seqs": 7}
+    text = yaml.safe_dump(values, sort_keys=False, indent=indent, default_flow_style=flow)
+    text = "# mine\n" + text + "# the end\n"
+    path = tmp_path / "mine.yaml"
+    path.write_bytes((text.replace("\n", "\r\n") if dos else text).encode())
+    after = merge_into(path, Format.VLLM, PLAIN, Names()).after
+    limits = {"max-num-seqs": 48, "max-num-batched-tokens": 4096}
+    assert yaml.safe_load(after) == values | limits
+    assert after.startswith("# mine")
+    assert "# the end" in after
+    assert after.count("\r\n") == (after.count("\n") if dos else 0)
+
+
+REFUSED = [
+    (
+        Format.VLLM,
+        "{a: 1, # why\n model: m}\n",
+        "cannot be changed without losing a comm",
+    ),
+    (Format.VLLM, "a: [\n", "is not YAML: "),
+    (Format.VLLM, "a: 1\na: 2\n", "is not YAML: a key stands there twice"),
+    (Format.VLLM, "{{- if .Values.x }}\nmodel: m\n", "is not YAML: "),
+    (Format.VLLM, "", "expected a configuration of vLLM with model"),
+    (Format.VLLM, "- a\n", "expected a configuration of vLLM with model"),
+    (Format.VLLM, COMPOSE, "got keys x-logging, services"),
+    (Format.DOCKER_COMPOSE, VLLM, "expected services.NAME.command, got no services"),
+    (
+        Format.DOCKER_COMPOSE,
+        "services:\n  vllm: {image: vllm}\n",
+        "a service without a command",
+    ),
+    (
+        Format.KUBERNETES,
+        KSERVE,
+        "expected kind: Deployment or StatefulSet or ReplicaSet, got Inf",
+    ),
+    (Format.KUBERNETES, "kind: Deployment\nspec: {}\n", "spec.containers[], got no template"),
+    (
+        Format.KUBERNETES,
+        DEPLOYMENT.replace("engine\n", "proxy2\n").replace("vllm", "x"),
+        "--cont",
+    ),
+    (Format.KUBERNETES, SHELL.replace("vllm serve", "run.sh"), "a script without one"),
+    (
+        Format.PRODUCTION_STACK,
+        LLM_D,
+        "servingEngineSpec.modelSpec[].vllmConfig, got no serving",
+    ),
+    (Format.PRODUCTION_STACK, STACK.partition("    vllmConfig")[0], "got no vllmConfig"),
+    (Format.VLLM_RUNTIME, DEPLOYMENT, "expected kind: VLLMRuntime, got Service chat"),
+    (Format.KSERVE, "kind: InferenceService\nspec: {}\n", "model.args, got no predictor"),
+    (Format.KSERVE_LLM, KSERVE_LLM.replace("main", "x"), "one named main, got x"),
+    (Format.LLM_D, STACK, "decode.containers[], got no decode"),
+    (Format.ARGS, VLLM, "--merge changes a YAML file"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "text", "told"), REFUSED)
+def test_a_file_without_a_place_is_refused_and_stays(
+    chosen: Format, text: str, told: str, tmp_path: Path, capsys: Output
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    folder = a_run_dir(tmp_path)
+    assert run(["emit", str(folder), "--format", str(chosen), "--merge", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.startswith(f"error: {path} ") or chosen is Format.ARGS
+    assert path.read_text() == text
+
+
+def test_the_file_is_changed_in_place_and_the_difference_shown(
+    tmp_path: Path, capsys: Output
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        DEPLOYMENT.replace(
+            "          args:\n", "          args:\n            - --api-key=abc123\n"
+        )
+    )
+    path.chmod(0o640)
+    run_dir = str(a_run_dir(tmp_path))
+    command = ["emit", run_dir, "--format", "kubernetes", "--merge", str(path)]
+    assert run([*command, "-o", str(tmp_path / "new.yaml")]) == 0
+    assert '"256"' in path.read_text()
+    assert '"48"' in (tmp_path / "new.yaml").read_text()
+    capsys.readouterr()
+    assert run(command) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"--- {path}\n" in err
+    assert '\n+            - "48"' in err
+    assert "abc123" not in err
+    assert "abc123" in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["2026-11-20T14-03-00", "mine.yaml", "new.yaml"]
+    )
+    assert run(command) == 0
+    assert f"{path} has these values already" in capsys.readouterr().err
+
+
+def test_an_edit_made_while_the_difference_was_shown_is_not_written_over(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(VLLM)
+    command = [sys.executable, "-m", "tuner.cli", "emit", str(a_run_dir(tmp_path))]
+    reading, writing = os.pipe()
+    # A terminal that shows nothing yet: the difference does not fit into what is left of it.
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * 4096)
+    os.set_blocking(writing, True)
+    process = subprocess.Popen([*command, "--merge", str(path)], stderr=writing)
+    os.close(writing)
+    try:
+        wait_for(lambda: "pipe" in Path(f"/proc/{process.pid}/wchan").read_text())
+        others = VLLM + "seed: 7\n"
+        path.write_text(others)
+        with os.fdopen(reading, "rb") as terminal:
+            told = terminal.read().decode().lstrip(".")
+        assert process.wait(30) == 2
+    finally:
+        process.kill()
+        process.wait()
+    assert f"error: {path} was changed by others meanwhile and is left alone" in told
+    assert path.read_text() == others
+    assert run(["emit", command[-1], "--merge", str(path)]) == 0
+    assert path.read_text().endswith("seed: 7\n")
+
+
+def test_a_choice_is_left_to_the_user(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "mine.yaml"
+    two = (
+        DEPLOYMENT
+        + "---\n"
+        + DEPLOYMENT.rpartition("---\n")[2].replace("name: chat ", "name: code ")
+    )
+    path.write_text(two)
+    command = ["emit", str(a_run_dir(tmp_path)), "--format", "kubernetes", "--merge", str(path)]
+    assert run(command) == 2
+    assert "2: chat, code\nhint:  choose one with --name" in capsys.readouterr().err
+    assert run([*command, "--name", "code"]) == 0
+    documents = list(yaml.safe_load_all(path.read_text()))
+    caps = [d["spec"]["template"]["spec"]["containers"][1]["args"][1] for d in documents[1:]]
+    assert caps == ["256", "48"]

@@ -1,0 +1,175 @@
+"""A recommendation is read from a run or a file, whole, or refused with what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.emit_parts import (
+    CEILING,
+    CHANGE,
+    PRESENT,
+    QWEN,
+    RUN_ID,
+    SHA256,
+    WINNER,
+    a_run_dir,
+    an_outcome,
+)
+from tuner.cli import run
+from tuner.emit.names import Format
+from tuner.emit.registry import emit
+from tuner.emit.sources import read_emitted, read_run, read_source
+from tuner.emit.target import Names
+from tuner.emit.vllm import render
+from tuner.errors import UsageError
+from tuner.run.result import comments
+from tuner.search.objective import Tier
+from tuner.search.race import Decision, Verdict
+
+Output = pytest.CaptureFixture[str]
+WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
+
+
+@pytest.mark.parametrize("in_result", [True, False], ids=["result", "profile"])
+def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(
+    tmp_path: Path, *, in_result: bool
+) -> None:
+    outcome = an_outcome()
+    folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET, in_result=in_result)
+    again = emit(Format.VLLM, read_run(folder), Names("best.yaml"))
+    wrote = render(WITHOUT_SECRET, 48, 4096, comments(outcome, "best.yaml", str(folder)))
+    assert again == wrote
+
+
+def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) -> None:
+    of_run = read_run(a_run_dir(tmp_path, values=WITHOUT_SECRET))
+    path = tmp_path / "best.yaml"
+    path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))
+    of_file = read_emitted(path)
+    assert of_file.limits == of_run.limits == WINNER
+    assert of_file.settings == yaml.safe_load(path.read_text())
+    assert of_file.comments == of_run.comments
+    same = {"run-id", "trace", "vllm-version", "device", "gain", "limits"}
+    assert {key: of_file.facts[key] for key in same} == {key: of_run.facts[key] for key in same}
+    assert of_run.facts["trace-sha256"] == SHA256
+    assert SHA256.startswith(of_file.facts["trace-sha256"])
+    assert of_run.facts["tuned-at"].startswith(of_file.facts["tuned-at"])
+    assert of_run.facts["run-id"] == RUN_ID
+    assert of_run.facts["gain"].startswith("e2e_p99 -20.0%, interval ")
+
+
+def test_advice_to_keep_is_said_in_both(tmp_path: Path) -> None:
+    keep = Decision(Verdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise")
+    of_run = read_run(a_run_dir(tmp_path, an_outcome(keep)))
+    path = tmp_path / "best.yaml"
+    path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))
+    for source in (of_run, read_emitted(path)):
+        assert source.limits == PRESENT
+        assert source.facts["gain"] == "none: keep what you have, the gain is within noise"
+
+
+def test_a_file_of_another_make_is_taken_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# by hand\nmodel: m\nmax_num_seqs: 8\nmax-num-batched-tokens: 2K\n")
+    found = read_emitted(path)
+    assert (found.limits.max_num_seqs, found.limits.max_num_batched_tokens) == (8, 2048)
+    assert found.comments == ("by hand",)
+    assert found.facts == {}
+
+
+def test_the_exact_form_can_be_emitted_again(tmp_path: Path) -> None:
+    path = tmp_path / "exact.yaml"
+    exact = emit(Format.VLLM_EXACT, read_run(a_run_dir(tmp_path)), Names("exact.yaml"))
+    path.write_text(exact)
+    found = read_emitted(path)
+    assert (found.limits, found.started_at) == (WINNER, CEILING)
+    assert emit(Format.VLLM_EXACT, found, Names("exact.yaml")) == exact
+
+
+def test_a_secret_that_the_run_did_not_keep_is_named(tmp_path: Path) -> None:
+    text = emit(Format.VLLM, read_run(a_run_dir(tmp_path)))
+    assert "# left out hf-token, which is a secret: set HF_TOKEN in the environment" in text
+    assert "redacted" not in text
+    path = tmp_path / "best.yaml"
+    path.write_text(text)
+    assert read_emitted(path).lost == ("hf-token",)
+    assert emit(Format.VLLM, read_emitted(path)) == text
+    path.write_text(text + "hf-token: found\n")
+    assert "which is a secret" not in emit(Format.VLLM, read_emitted(path))
+
+
+def broken(folder: Path, **changed: object) -> Path:
+    """Change the result of a run directory."""
+    path = folder / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return folder
+
+
+def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Return what cannot be emitted from, and the words that say why."""
+    began = a_run_dir(root / "began")
+    (began / "result.json").unlink()
+    (root / "empty").mkdir()
+    cut = a_run_dir(root / "cut")
+    (cut / "result.json").write_text('{"schema": 1')
+    bare = broken(a_run_dir(root / "bare"), serve_values=None)
+    lacks = a_run_dir(root / "lacks")
+    content = json.loads((lacks / "result.json").read_text())
+    del content["baseline"]
+    (lacks / "result.json").write_text(json.dumps(content))
+    unmet = a_run_dir(root / "unmet", an_outcome(CHANGE, Tier.BREAKS_SLO))
+    files = {
+        "pod.yaml": "apiVersion: v1\nkind: Pod\n",
+        "a.yaml": "a: [\n",
+        "x.txt": "model: m\n",
+    }
+    for name, text in files.items():
+        (root / name).write_text(text)
+    return {
+        "a run that did not end": (began, ("result.json is missing", "--resume")),
+        "no run at all": (root / "empty", ("result.json is missing", "run directory")),
+        "half a result": (cut, ("result.json cannot be read",)),
+        "no configuration": (bare, ("does not hold the engine's configuration",)),
+        "a damaged result": (lacks, ("result.json is damaged: no 'baseline'",)),
+        "another schema": (
+            broken(a_run_dir(root / "old"), schema=0),
+            ("schema must be 1, got 0",),
+        ),
+        "nothing recommended": (unmet, ("recommends nothing: no configuration met the SLOs",)),
+        "nothing there": (root / "gone.yaml", ("gone.yaml does not exist",)),
+        "no configuration of vLLM": (root / "pod.yaml", ("lacks model, max-num-seqs", "kind")),
+        "no YAML": (root / "a.yaml", ("is not YAML",)),
+        "another ending": (root / "x.txt", ("must end in .yaml",)),
+    }
+
+
+CASES = (
+    "a run that did not end",
+    "no run at all",
+    "half a result",
+    "no configuration",
+    "a damaged result",
+    "another schema",
+    "nothing recommended",
+    "nothing there",
+    "no configuration of vLLM",
+    "no YAML",
+    "another ending",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_emitted_from_is_told(case: str, tmp_path: Path, capsys: Output) -> None:
+    source, told = bad_sources(tmp_path)[case]
+    with pytest.raises(UsageError) as raised:
+        read_source(source)
+    for words in told:
+        assert words in f"{raised.value.message} {raised.value.hint}"
+    assert run(["emit", str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")

@@ -1,0 +1,211 @@
+"""A replay over HTTP sends when due, stamps what comes, and hides neither lag nor failures."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.paths import ROOT
+from support.sse_server import SseServer
+from support.traffic import a_trace
+from tuner.cli import run as tune
+from tuner.errors import EngineError
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.server.client import Endpoint, HttpRun, find_endpoint, replay_http
+from tuner.replay.server.comparison import Verification, verification
+from tuner.replay.server.scrape import Scraper, read_gauges
+from tuner.replay.slo import parse_slo
+from tuner.replay.timeline import Outcome
+from tuner.traffic.prompts import TokenPrompt
+from tuner.traffic.traces import LoadModel, Trace, Turns
+
+TRACE = ROOT / "traces" / "chat.jsonl"
+
+
+def prompts(trace: Trace) -> Any:
+    """Prompts that begin with their row's number."""
+    return SimpleNamespace(
+        prompt=lambda row: TokenPrompt([row] * int(trace.prompt_tokens[row]))
+    )
+
+
+def replayed(server: SseServer, trace: Trace, plan: ReplayPlan | None = None) -> HttpRun:
+    endpoint = Endpoint(server.url, "toy")
+    return replay_http(endpoint, trace, prompts(trace), plan or ReplayPlan(), lambda: None)
+
+
+def test_latencies_are_the_servers_and_count_from_the_due_time() -> None:
+    trace = a_trace([0, 0.1, 0.2], prompt=[3, 4, 5], output=[1, 5, 10])
+    with SseServer(first_s=0.05, gap_s=0.02) as server:
+        line = replayed(server, trace).timelines
+    assert line.outcome.tolist() == [Outcome.COMPLETED] * 3
+    assert line.ttft_s == pytest.approx([0.05] * 3, abs=0.04)
+    assert line.e2e_s == pytest.approx([0.05, 0.05 + 4 * 0.02, 0.05 + 9 * 0.02], abs=0.08)
+    assert line.sent_s == pytest.approx(trace.due_s, abs=0.04)
+    asked = sorted(server.asked, key=lambda body: len(body["prompt"]))
+    assert [len(body["prompt"]) for body in asked] == [3, 4, 5]
+    assert [body["max_tokens"] for body in asked] == [1, 5, 10]
+    assert all(body["ignore_eos"] for body in asked)
+
+
+def test_a_next_turn_waits_for_the_answer_over_http_too() -> None:
+    trace = replace(
+        a_trace([0, 0.01], output=5), turns=Turns(np.array([-1, 0]), np.array([0.0, 0.1]))
+    )
+    with SseServer() as server:
+        line = replayed(server, trace).timelines
+    assert line.due_s[1] == pytest.approx(line.last_s[0] + 0.1, abs=0.02)
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    trace = a_trace([0] * 6, output=3)
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=2)
+    with SseServer() as server:
+        line = replayed(server, trace, plan).timelines
+    starts, ends = np.sort(line.sent_s), np.sort(line.last_s)
+    in_flight = [int((starts <= at).sum() - (ends < at).sum()) for at in starts]
+    assert max(in_flight) == 2
+
+
+def test_failures_are_counted_with_what_the_server_said() -> None:
+    trace = a_trace([0, 0, 0], output=5)
+    with SseServer(fails_on=1, cuts_on=2) as server:
+        run = replayed(server, trace)
+    assert run.timelines.outcome.tolist() == [
+        Outcome.COMPLETED,
+        Outcome.ABORTED,
+        Outcome.ABORTED,
+    ]
+    said = " ".join(run.errors)
+    assert "HTTP 500: out of order" in said
+    assert "1 for 5" in said
+
+
+def judged(run: HttpRun, *slos: str) -> Verification:
+    return verification(
+        run, Scraper("http://127.0.0.1:9"), None, [parse_slo(slo) for slo in slos], None
+    )
+
+
+def test_requests_that_fail_are_later_than_any_bound() -> None:
+    trace = a_trace([i * 0.01 for i in range(100)], output=5)
+    with SseServer(fails_on=10, cuts_on=20, hangs_on=30) as server:
+        found = judged(
+            replayed(server, trace, ReplayPlan(timeout_s=2.0)),
+            *("ttft_p95=1s", "tpot_p95=1s", "e2e_p95=1s", "itl_p95=1s"),
+            *("ttft_p99=1h", "tpot_p99=1h", "e2e_p99=1h", "itl_p99=1h", "e2e_mean=1h"),
+        )
+    assert [said.split()[0] for said in found.broken] == [
+        *("ttft_p99", "tpot_p99", "e2e_p99", "itl_p99", "e2e_mean")
+    ]
+    assert "e2e_p99 is infinite, as 3.0% failed" in found.broken
+    assert found.lines()[0] == "3 of 100 requests failed (3.0%)"
+    assert found.as_json()["failed"] == 3
+    assert found.as_json()["failed_ratio"] == 0.03
+    assert "at most 1% may" in found.failure
+
+
+def test_a_run_in_which_all_fail_holds_no_slo_and_one_in_which_none_does_says_so() -> None:
+    trace = a_trace([0, 0, 0], output=5)
+    with SseServer(busy_every=1) as server:
+        found = judged(replayed(server, trace), "ttft_p50=1h")
+    assert found.broken == ("ttft_p50 is infinite, as 100.0% failed",)
+    assert found.failure.endswith("most often: HTTP 503: too busy")
+    with SseServer() as server:
+        found = judged(replayed(server, trace), "ttft_p50=1h")
+    assert not found.broken
+    assert not found.failure
+    assert found.lines()[0] == "none of 3 requests failed"
+
+
+def test_what_exceeds_the_servers_length_is_no_failure_of_it() -> None:
+    # The second has no room for its prompt, the third none for its whole answer.
+    trace = a_trace([0, 0, 0], prompt=[10, 60, 40], output=20)
+    with SseServer(max_model_len=50) as server:
+        endpoint = find_endpoint(server.url, {})
+        run = replay_http(endpoint, trace, prompts(trace), ReplayPlan(), lambda: None)
+        unknown = replayed(server, trace)
+    assert run.timelines.outcome.tolist() == [
+        Outcome.COMPLETED,
+        Outcome.REFUSED,
+        Outcome.REFUSED,
+    ]
+    found = judged(run, "e2e_p99=5s")
+    assert (found.failed, found.broken) == (0, ())
+    assert "2 requests exceed the server's max_model_len: not counted" in found.lines()
+    assert judged(unknown).failed == 2
+
+
+@pytest.mark.engine
+def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    traffic = ["--trace", str(TRACE), "--window", "typical:2s", "--predict", "none"]
+    with SseServer(busy_every=3, first_s=0.0, gap_s=0.0) as server:
+        asked = ["verify", *traffic, "--url", server.url, "--max-send-lag", "10s"]
+        assert tune([*asked, "--slo", "e2e_p50=1h"]) == 4
+        said = capsys.readouterr()
+        assert re.match(r"\d+ of \d+ requests failed \(3\d\.\d%\)\n", said.out)
+        assert "at most 1% may; most often: HTTP 503: too busy" in said.err
+        assert tune([*asked, "--slo", "e2e_p90=1h"]) == 3
+        assert "breaks 1 SLO: e2e_p90 is infinite, as 3" in capsys.readouterr().err
+
+
+def test_a_client_that_falls_behind_voids_the_run_and_still_shows_it() -> None:
+    with SseServer() as server:
+        run = replayed(server, a_trace([0]))
+        late = replace(run, lag_p99_s=0.3)
+        found = [
+            verification(one, Scraper(server.url), None, [], None, 0.2) for one in (run, late)
+        ]
+    assert [bool(one.void) for one in found] == [False, True]
+    assert "VOID: this client fell behind: p99 send lag 300 ms" in found[1].lines()[-1]
+    assert found[1].as_json()["measured"]["completed"] == 1
+
+
+def test_a_server_that_dies_ends_the_replay() -> None:
+    def dead() -> None:
+        raise EngineError("the server ended with code 1")
+
+    trace = a_trace([0, 60])
+    with SseServer() as server, pytest.raises(EngineError, match="ended with code 1"):
+        replay_http(Endpoint(server.url, "toy"), trace, prompts(trace), ReplayPlan(), dead)
+
+
+def test_what_is_no_vllm_server_is_said_to_be_none() -> None:
+    with SseServer() as server:
+        assert find_endpoint(server.url, {}).model == "toy"
+    with pytest.raises(EngineError, match="does not answer as a vLLM API server"):
+        find_endpoint("http://127.0.0.1:9", {})
+
+
+@pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
+def test_gauges_of_several_engines_are_put_together(name: str) -> None:
+    page = (
+        f"# HELP vllm:{name} x\n# TYPE vllm:{name} gauge\n"
+        f'vllm:{name}{{engine="0",model_name="m"}} 0.2\n'
+        f'vllm:{name}{{engine="1",model_name="m"}} 0.4\n'
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
+    )
+    found = read_gauges(page)
+    assert found["gpu_cache_usage_perc"] == pytest.approx(0.3)
+    assert found["running"] == 7
+
+
+def test_the_table_says_what_the_front_end_adds_and_which_slo_breaks() -> None:
+    trace = a_trace([i * 0.01 for i in range(30)], output=5)
+    with SseServer() as server:
+        run = replayed(server, trace)
+    slow = parse_slo("ttft_p50=1ms")
+    found = verification(run, Scraper("http://127.0.0.1:9"), None, [slow], 3.0)
+    assert found.measured.completed == 30
+    assert found.broken == (found.broken[0],)
+    assert "ttft_p50" in found.broken[0]
+    assert "exceeds 0.001 s" in found.broken[0]
+    same = verification(run, Scraper(""), found.measured, [], None)
+    assert set(same.as_json()["added"].values()) <= {0.0, None}
+    assert any("requests/s" in line for line in same.lines())

@@ -1,0 +1,321 @@
+"""The engine's process may die in any way: the parent hears of it, says why, and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.paths import TESTS
+from support.toy import EXIT_CODE, LAST_WORDS, PRESENT, ToyEngine, ToySource
+from support.traffic import a_trace, kept, replay_toy, steady
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
+from tuner.errors import EngineError, TraceError, UsageError
+from tuner.replay.loop import Progress
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import Host, last_words
+from tuner.replay.timeline import Outcome
+from tuner.traffic.traces import LoadModel
+
+CEILING = EngineLimits(16, 512)
+LIMITS = EngineLimits(8, 256)
+TRACE = steady(60, 10.0)
+LONG = a_trace([0.0] * 1000, output=3000)
+"""Seconds of real work for the toy, so that there is a middle to be struck in."""
+PATIENCE_S = 20.0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Path:
+    """Return where the engine's process writes."""
+    return tmp_path / "engine.log"
+
+
+@pytest.fixture
+def host(log_path: Path) -> Iterator[Host]:
+    """Return a host with a toy that dies at a cap of 7, started and with traces loaded."""
+    with Host(ToySource(dies_at=(7,)), log_path) as host:
+        ready(host)
+        yield host
+
+
+def ready(host: Host) -> None:
+    host.start({}, CEILING)
+    host.load("short", TRACE, 0)
+    host.load("long", LONG, 0)
+
+
+def pid_of(host: Host) -> int:
+    assert host._process is not None
+    assert host._process.pid is not None
+    return host._process.pid
+
+
+def test_a_replay_in_the_child_is_the_replay_here(host: Host) -> None:
+    plan = ReplayPlan(keep_steps=True)
+    log, here = host.replay("short", LIMITS, plan), replay_toy(TRACE, LIMITS, plan=plan)
+    assert log.timelines.last_s.tolist() == here.timelines.last_s.tolist()
+    assert kept(log).running.tolist() == kept(here).running.tolist()
+    assert log.steps.peaks == here.steps.peaks
+    assert pid_of(host) != os.getpid()
+
+
+def test_one_process_serves_all_requests(host: Host) -> None:
+    first = pid_of(host)
+    for cap in (1, 16, 4):
+        host.replay("short", EngineLimits(cap, 256), ReplayPlan())
+    assert pid_of(host) == first
+
+
+def test_facts_are_told_before_anything_is_started(log_path: Path) -> None:
+    with Host(ToySource(), log_path) as host:
+        assert host.facts({}) == EngineFacts(PRESENT, 4096, True, "0.0", "toy")
+
+
+def test_progress_is_heard_and_the_caller_may_stop(host: Host) -> None:
+    heard: list[Progress] = []
+
+    def stop(progress: Progress) -> bool:
+        heard.append(progress)
+        return False
+
+    log = host.replay("long", LIMITS, ReplayPlan(), stop)
+    assert log.cut_reason == "stopped by the caller"
+    assert heard
+    assert log.timelines.count(Outcome.ABORTED) > 0
+    again = host.replay("short", LIMITS, ReplayPlan())
+    assert again.timelines.count(Outcome.COMPLETED) == len(TRACE)
+
+
+def test_a_stop_that_comes_too_late_harms_nothing(host: Host) -> None:
+    assert host._connection is not None
+    host._connection.send("stop")
+    log = host.replay("short", LIMITS, ReplayPlan())
+    assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
+
+
+def test_a_crash_is_an_engine_error_with_its_last_words(host: Host, log_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        host.replay("short", EngineLimits(7, 256), ReplayPlan())
+    assert LAST_WORDS in caught.value.message
+    assert f"exit code {EXIT_CODE}" in caught.value.message
+    assert "during replay" in caught.value.message
+    assert str(log_path) in caught.value.hint
+
+
+def test_after_a_crash_it_starts_again_with_nothing_left_of_the_old(host: Host) -> None:
+    old = pid_of(host)
+    with pytest.raises(EngineError):
+        host.replay("short", EngineLimits(7, 256), ReplayPlan())
+    assert not is_alive(old)
+    ready(host)
+    assert pid_of(host) != old
+    log = host.replay("short", LIMITS, ReplayPlan())
+    assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
+
+
+def test_old_last_words_are_not_told_again(host: Host) -> None:
+    with pytest.raises(EngineError, match="ToyMemoryError"):
+        host.replay("short", EngineLimits(7, 256), ReplayPlan())
+    ready(host)
+    os.kill(pid_of(host), signal.SIGKILL)
+    with pytest.raises(EngineError) as caught:
+        host.replay("short", LIMITS, ReplayPlan())
+    assert "ToyMemoryError" not in caught.value.message
+
+
+def test_a_child_that_is_killed_in_the_middle_is_taken_for_out_of_memory(host: Host) -> None:
+    def kill(progress: Progress) -> bool:
+        assert progress.offered == len(LONG)
+        os.kill(pid_of(host), signal.SIGKILL)
+        return True
+
+    with pytest.raises(EngineError, match="killed, most likely out of memory"):
+        host.replay("long", LIMITS, ReplayPlan(), kill)
+
+
+def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(host: Host) -> None:
+    """As on Ctrl-C, while a shadow replays: neither of the two may trip over the other."""
+    begun = threading.Event()
+
+    def hear(_progress: Progress) -> bool:
+        begun.set()
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(host.replay, "long", LIMITS, ReplayPlan(), hear)
+        assert begun.wait(PATIENCE_S)
+        pid = pid_of(host)
+        host.close(gently=False)
+        with pytest.raises(EngineError, match="died during replay"):
+            asked.result(PATIENCE_S)
+    assert not is_alive(pid)
+    assert host._process is None
+    assert host._connection is None
+
+
+def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(host: Host) -> None:
+    os.kill(pid_of(host), signal.SIGKILL)
+    with pytest.raises(EngineError, match="died during replay"):
+        host.replay("short", LIMITS, ReplayPlan())
+
+
+def test_an_interrupt_does_not_reach_the_child(host: Host) -> None:
+    pid = pid_of(host)
+    assert os.getsid(pid) == pid != os.getsid(0)
+    os.kill(pid, signal.SIGINT)
+    log = host.replay("short", LIMITS, ReplayPlan())
+    assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
+    assert pid_of(host) == pid
+
+
+def test_an_error_keeps_its_class_and_hint_on_the_way(host: Host) -> None:
+    with pytest.raises(UsageError) as refused:
+        host.facts({"toy-refuses": 1})
+    assert refused.value.hint == "leave it out"
+    with pytest.raises(TraceError) as unrecorded:
+        host.replay("short", LIMITS, ReplayPlan(load_model=LoadModel.CLOSED))
+    assert "record e2e_s" in unrecorded.value.hint
+    assert host.replay("short", LIMITS, ReplayPlan()).cut_reason is None
+
+
+def test_limits_above_the_ceiling_are_an_engine_error(host: Host, log_path: Path) -> None:
+    with pytest.raises(EngineError, match="above 16/512") as caught:
+        host.replay("short", EngineLimits(17, 512), ReplayPlan())
+    assert str(log_path) in caught.value.hint
+
+
+def test_a_replay_without_an_engine_is_an_error_and_no_puzzle(log_path: Path) -> None:
+    with Host(ToySource(), log_path) as host, pytest.raises(EngineError, match="no engine"):
+        host.load("short", TRACE, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Defective(ToySource):
+    """A source with a defect that nobody foresaw."""
+
+    def start(self, values: object, ceiling: EngineLimits) -> ToyEngine:
+        """Fail in a way that is no TunerError."""
+        sys.stdout.write(f"starting at {ceiling}\n")
+        raise ZeroDivisionError(f"the defect of {values}")
+
+
+def test_an_unforeseen_failure_of_the_child_is_told_with_its_last_words(log_path: Path) -> None:
+    with (
+        Host(Defective(), log_path) as host,
+        pytest.raises(EngineError, match=r"ZeroDivisionError: the defect of \{\}"),
+    ):
+        host.start({}, CEILING)
+    assert "Traceback" in log_path.read_text()
+    assert log_path.stat().st_mode & 0o077 == 0
+
+
+def test_closing_ends_the_child_and_closing_again_is_nothing(log_path: Path) -> None:
+    host = Host(ToySource(), log_path)
+    host.start({}, CEILING)
+    pid = pid_of(host)
+    host.close()
+    assert not is_alive(pid)
+    host.close()
+    Host(ToySource(), log_path).close()
+
+
+def test_leaving_with_an_error_ends_the_child_at_once(log_path: Path) -> None:
+    host = Host(ToySource(), log_path)
+    host.start({}, CEILING)
+    pid = pid_of(host)
+    host.__exit__(KeyError, KeyError(), None)
+    assert not is_alive(pid)
+
+
+PARENT = """
+import json, sys
+from pathlib import Path
+from support.toy import ToySource
+from support.traffic import a_trace
+from tuner.replay.arrivals import ClockKind
+from tuner.engine.limits import EngineLimits
+from tuner.replay.process import Host
+from tuner.replay.plan import ReplayPlan
+
+def tell(progress):
+    print(json.dumps(host._process.pid), flush=True)
+    return True
+
+if __name__ == "__main__":
+    host = Host(ToySource(), Path(sys.argv[1]))
+    host.start({}, EngineLimits(16, 512))
+    # Heard of after the first wait, the child then sleeps where no broken pipe can wake it.
+    host.load("quiet", a_trace([0.3, 600.0]), 0)
+    plan = ReplayPlan(clock=ClockKind.WALL)
+    host.replay("quiet", EngineLimits(8, 256), plan, tell)
+"""
+
+
+def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path, log_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    tests = TESTS
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(log_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = int(json.loads(parent.stdout.readline()))
+        assert is_alive(child)
+        parent.kill()
+    wait_until(lambda: not is_alive(child))
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "it said nothing"),
+        ("\n \n", "it said nothing"),
+        ("all is well\nbye\n", "bye"),
+        ("INFO x\nvllm.Foo: torch.OutOfMemoryError: CUDA\nbye", "OutOfMemoryError: CUDA"),
+        ("ValueError: first\nRuntimeError: last\n  ^^^^\n", "RuntimeError: last"),
+    ],
+)
+def test_the_last_words_are_the_last_error_or_else_the_last_line(
+    log_path: Path, log: str, said: str
+) -> None:
+    log_path.write_text(log)
+    assert last_words(log_path) == said
+
+
+def test_last_words_of_a_huge_log_are_found_and_stay_short(log_path: Path) -> None:
+    log_path.write_bytes(b"\xff" * 500_000 + b"\nMemoryError: " + b"x" * 5000)
+    assert last_words(log_path).startswith("MemoryError: xxx")
+    assert len(last_words(log_path)) == 400
+    assert last_words(log_path.with_name("none")) == "it left no log"

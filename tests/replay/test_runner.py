@@ -1,0 +1,83 @@
+"""One engine start for a whole sweep, and what happens where that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from support.toy import ToySource
+from support.traffic import steady
+from tuner.engine.limits import EngineLimits
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.process import Host
+from tuner.replay.runner import Bench, Failure
+
+CEILING = EngineLimits(32, 2048)
+SWEEP = [EngineLimits(cap, 1024) for cap in (1, 4, 16)]
+
+
+def a_bench(source: ToySource, log: Path) -> tuple[Host, Bench]:
+    host = Host(source, log)
+    bench = Bench(host, {}, CEILING, seed=0)
+    bench.use("all", steady(40, per_s=20.0))
+    return host, bench
+
+
+def test_a_sweep_costs_one_start(tmp_path: Path) -> None:
+    host, bench = a_bench(ToySource(), tmp_path / "engine.log")
+    with host:
+        found = [bench.measure(["all"], limits, ReplayPlan(), ()) for limits in SWEEP]
+    assert all(isinstance(m, Measurement) and m.completed == 40 for m in found)
+    assert bench.starts == 1
+    assert not bench.restarts_per_config
+
+
+def test_an_engine_that_hides_its_limits_is_started_at_each_configuration(
+    tmp_path: Path,
+) -> None:
+    host, bench = a_bench(ToySource(hides_limits=True), tmp_path / "engine.log")
+    with host:
+        found = [bench.measure(["all"], limits, ReplayPlan(), ()) for limits in SWEEP]
+        same = bench.measure(["all"], SWEEP[-1], ReplayPlan(), ())
+    assert all(isinstance(m, Measurement) and m.running.max <= 16 for m in (*found, same))
+    assert bench.restarts_per_config
+    assert bench.starts == 1 + len(SWEEP)
+
+
+def test_limits_above_the_ceiling_raise_it_by_a_restart(tmp_path: Path) -> None:
+    host, bench = a_bench(ToySource(), tmp_path / "engine.log")
+    with host:
+        bench.measure(["all"], SWEEP[0], ReplayPlan(), ())
+        bench.measure(["all"], EngineLimits(64, 4096), ReplayPlan(), ())
+    assert bench.starts == 2
+    assert bench.ceiling == EngineLimits(64, 4096)
+
+
+def test_a_death_is_an_outcome_and_the_next_configuration_gets_a_new_engine(
+    tmp_path: Path,
+) -> None:
+    host, bench = a_bench(ToySource(dies_at=(4,)), tmp_path / "engine.log")
+    with host:
+        died = bench.measure(["all"], SWEEP[1], ReplayPlan(), ())
+        lived = bench.measure(["all"], SWEEP[2], ReplayPlan(), ())
+    assert isinstance(died, Failure)
+    assert "died" in died.cause
+    assert isinstance(lived, Measurement)
+    assert bench.starts == 2
+
+
+def test_windows_are_pooled_and_share_one_cut_rule(tmp_path: Path) -> None:
+    host, bench = a_bench(ToySource(), tmp_path / "engine.log")
+    bench.use("again", steady(40, per_s=20.0, seed=1))
+    plan = ReplayPlan()
+    with host:
+        both = bench.measure(["all", "again"], SWEEP[2], plan, ())
+        one = bench.measure(["all"], SWEEP[2], plan, ())
+        assert isinstance(both, Measurement)
+        assert isinstance(one, Measurement)
+        cut = CutRule(max_clock_s=1.5 * one.clock_s)
+        short = bench.measure(["all", "again"], SWEEP[2], replace(plan, cut=cut), ())
+    assert both.offered == both.completed == 80
+    assert isinstance(short, Measurement)
+    assert short.cut_reason is not None

@@ -1,0 +1,51 @@
+"""A timeline keeps every count and every mean of a replay, in as few bins as asked for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.toy import ToyCosts, ToySource
+from support.traffic import replay_toy, steady
+from tuner.engine.limits import EngineLimits
+from tuner.replay.metrics import levels
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.series import timeline_record, with_replay
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 999), st.floats(2.0, 60.0), st.integers(1, 40), st.integers(1, 600))
+def test_a_timeline_keeps_every_count_and_every_mean(
+    seed: int, per_s: float, cap: int, most_points: int
+) -> None:
+    source = ToySource(ToyCosts(), num_blocks=60)
+    log = replay_toy(
+        steady(60, per_s, prompt=40, seed=seed),
+        EngineLimits(cap, 2048),
+        source,
+        ReplayPlan(keep_steps=True),
+    )
+    made = timeline_record(log, most_points)
+    assert 1 <= made.running.size <= most_points
+    assert made.arrivals.sum() == len(log.timelines)
+    assert made.preemptions.sum() == log.steps.preempted
+    assert made.kv_peak_ratio.max() == pytest.approx(log.steps.peaks["kv_usage_ratio"])
+    held_s = log.clock_s * levels([log], "running").mean
+    assert made.running.sum() * made.bin_s == pytest.approx(held_s, rel=1e-3)
+    assert bool((made.kv_usage_ratio <= made.kv_peak_ratio + 1e-12).all())
+
+
+def test_a_timeline_replaces_the_one_of_the_same_limits_and_engine() -> None:
+    log = replay_toy(steady(20, 5.0), EngineLimits(4, 64), plan=ReplayPlan(keep_steps=True))
+    record = timeline_record(log)
+    first = with_replay(None, EngineLimits(4, 64), "live", [record])
+    both = with_replay(first, EngineLimits(4, 64), "shadow", [record])
+    again = with_replay(both, EngineLimits(4, 64), "live", [record, record])
+    kept = {(r["engine"], len(r["windows"])) for r in again["replays"]}
+    assert kept == {("shadow", 1), ("live", 2)}
+
+
+def test_a_replay_whose_steps_were_not_kept_has_no_timeline() -> None:
+    with pytest.raises(ValueError, match="did not ask for its steps"):
+        timeline_record(replay_toy(steady(5, 5.0), EngineLimits(4, 64)))

@@ -1,0 +1,157 @@
+"""In a browser the page opens quietly, draws its plots, sorts, and suits screen and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.report_parts import live_run
+from tuner.report.page import report_of, sections_of
+from tuner.report.run_files import read_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+
+CHROMIUM = Path("/usr/bin/chromium")
+NARROW = {"width": 390, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a live run."""
+    return live_run(tmp_path_factory.mktemp("live"))
+
+
+@pytest.fixture(scope="module")
+def page(live: Path) -> str:
+    """Return its page."""
+    return report_of(live)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start a Chromium without a window, or say what is missing."""
+    if not CHROMIUM.exists():
+        pytest.skip("no Chromium here: apt-get install chromium")
+    drivers = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with drivers.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page in the browser, and all that it complained of or asked for."""
+
+    def __init__(self, browser: Browser, text: str, folder: Path, **options: object) -> None:
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        path = folder / "report.html"
+        path.write_text(text, encoding="utf-8")
+        self.page: Page = browser.new_page(**options)  # type: ignore[arg-type]  # plain options
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._asked)
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector(".canvas .main-svg")
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            self.complaints.append(message.text)
+
+    def _asked(self, request: Request) -> None:
+        self.requests.append(request.url)
+
+    def column(self, at: int) -> list[str]:
+        """Return the texts of a column of the trials, from the top."""
+        cells = self.page.locator(f"#trials-table tbody tr > :nth-child({at + 1})")
+        return cells.all_inner_texts()
+
+
+def test_it_opens_without_complaint_or_request_and_draws_every_plot(
+    browser: Browser, live: Path, page: str, tmp_path: Path
+) -> None:
+    visit = Visit(browser, page, tmp_path)
+    assert visit.complaints == []
+    assert [url[:5] for url in visit.requests if not url.startswith("data:")] == ["file:"]
+    boxes = visit.page.locator(".canvas")
+    sections = sections_of(read_run(live))
+    assert boxes.count() == sum(len(section.plots) for section in sections)
+    for i in range(boxes.count()):
+        assert boxes.nth(i).locator(".scatterlayer .trace").count() > 0
+    assert visit.page.title().startswith("Change to max_num_seqs")
+
+
+def test_the_trials_sort_by_click_and_by_key(
+    browser: Browser, page: str, tmp_path: Path
+) -> None:
+    visit = Visit(browser, page, tmp_path)
+    rates = visit.page.locator("#trials-table thead button", has_text="requests/s")
+    head = visit.page.get_by_role("columnheader", name="requests/s", exact=True)
+    at = 6
+    before = visit.column(at)
+    rates.click()
+    values = [float(text.rstrip("/s").replace(",", "")) for text in visit.column(at)]
+    assert values == sorted(values)
+    assert head.get_attribute("aria-sort") == "ascending"
+    rates.focus()
+    visit.page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "descending"
+    turned = [float(text.rstrip("/s").replace(",", "")) for text in visit.column(at)]
+    assert turned == sorted(values, reverse=True)
+    assert visit.page.locator("th[aria-sort=descending]").count() == 1
+    assert visit.page.get_by_role("status").inner_text() == "sorted by requests/s, descending"
+    assert sorted(before) == sorted(visit.column(at))
+
+
+def test_the_keyboard_reaches_the_answer_the_map_and_the_table(
+    browser: Browser, page: str, tmp_path: Path
+) -> None:
+    visit = Visit(browser, page, tmp_path)
+    reached = []
+    for _ in range(60):
+        visit.page.keyboard.press("Tab")
+        reached.append(
+            visit.page.evaluate(
+                "() => (document.activeElement.closest('[id], [aria-labelledby]') || {}).id"
+                " + ' ' + document.activeElement.tagName + ' '"
+                " + (document.activeElement.getAttribute('aria-labelledby') || '')"
+            )
+        )
+    assert "A" in reached[0]
+    assert any("knobs-map-caption" in place for place in reached)
+    assert any("trials-table BUTTON" in place for place in reached)
+
+
+def test_a_narrow_window_scrolls_tables_and_not_the_page(
+    browser: Browser, page: str, tmp_path: Path
+) -> None:
+    visit = Visit(browser, page, tmp_path, viewport=NARROW)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_dark_is_dark_and_paper_is_white(browser: Browser, page: str, tmp_path: Path) -> None:
+    visit = Visit(browser, page, tmp_path, color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.querySelector('.xtick text')).fill"
+    assert visit.page.evaluate(ground) == "rgb(20, 24, 29)"
+    assert visit.page.evaluate(ink) == "rgb(230, 234, 238)"
+    visit.page.emulate_media(media="print")
+    assert visit.page.evaluate(ground) == "rgb(255, 255, 255)"
+    assert visit.page.evaluate(ink) == "rgb(27, 33, 40)"
+    assert len(visit.page.pdf()) > 10_000
+    assert visit.complaints == []
+
+
+def test_without_scripts_every_number_is_still_there(
+    browser: Browser, page: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    shown = browser.new_page(java_script_enabled=False)
+    shown.goto(path.as_uri())
+    assert "On the measured frontier" in shown.locator("#tradeoff").inner_text()
+    assert shown.locator("#trials-table tbody tr").count() > 5

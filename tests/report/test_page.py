@@ -1,0 +1,275 @@
+"""The page says what the run found, in order and to every reader, and loads nothing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+
+from support.report_parts import EVIL, changed, live_run, read, shadowed_run, write
+from tuner.cli.report import run_report
+from tuner.errors import UsageError
+from tuner.report.page import report_of, sections_of
+from tuner.report.run_files import read_run
+from tuner.report.summary import headline
+from tuner.run.directory import RESULT_FILE, TIMELINES_FILE
+
+ORDER = [
+    *("answer", "gain", "tradeoff", "knobs", "sweep", "over-time", "agreement", "trace"),
+    *("trials", "caveats", "provenance"),
+]
+MOST_BYTES = 6_000_000
+
+
+class Outline(HTMLParser):
+    """What a page holds: its sections, what it loads, its headings, its plots' words."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.sections: list[str] = []
+        self.loads: list[str] = []
+        self.levels: list[int] = []
+        self.images: list[dict[str, str | None]] = []
+        self.ids: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what an element is."""
+        found = dict(attrs)
+        if tag == "section":
+            self.sections.append(found["id"] or "")
+        if re.fullmatch(r"h[1-6]", tag):
+            self.levels.append(int(tag[1]))
+        if found.get("role") == "img":
+            self.images.append(found)
+        self.ids.extend(value for name, value in attrs if name == "id" and value)
+        self.loads.extend(v for k, v in attrs if k in {"src", "href", "action"} and v)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a live run, which no test changes."""
+    return live_run(tmp_path_factory.mktemp("live"))
+
+
+@pytest.fixture(scope="module")
+def page(live: Path) -> str:
+    """Return its page."""
+    return report_of(live)
+
+
+@pytest.fixture(scope="module")
+def shadowed(live: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run that a shadow ranked."""
+    return shadowed_run(live, tmp_path_factory.mktemp("shadowed"))
+
+
+# --- what the page says ---------------------------------------------------------------
+
+
+def test_the_parts_stand_in_their_order_and_the_answer_first(page: str) -> None:
+    assert Outline(page).sections == ORDER
+
+
+def test_the_headline_is_the_recommendation(live: Path) -> None:
+    advice = read(live, RESULT_FILE)["recommendation"]
+    assert advice["verdict"] == "change"
+    assert headline(read_run(live)) == (
+        f"Change to max_num_seqs {advice['max_num_seqs']}, "
+        f"max_num_batched_tokens {advice['max_num_batched_tokens']}"
+    )
+
+
+def test_the_gain_is_told_with_its_interval(live: Path) -> None:
+    advice = read(live, RESULT_FILE)["recommendation"]
+    said = sections_of(read_run(live))[0].says[0]
+    low, high = (
+        f"{bound:+.1%}".replace("-", "\N{MINUS SIGN}") for bound in advice["gain_interval"]
+    )
+    assert f"{advice['gain_ratio']:+.1%}".replace("-", "\N{MINUS SIGN}") in said
+    assert f"{low} … {high}" in said
+
+
+def test_text_of_the_users_is_never_markup(page: str) -> None:
+    assert EVIL not in page
+    assert "&lt;script&gt;alert(&#39;model&#39;)&lt;/script&gt;" in page
+    assert "a&b <b>" not in page
+    assert "a&amp;b &lt;b&gt;.jsonl" in page
+
+
+def test_the_page_is_one_file_of_bounded_size_that_loads_nothing(page: str) -> None:
+    assert len(page.encode()) < MOST_BYTES
+    loads = [target for target in Outline(page).loads if not target.startswith("#")]
+    assert loads == ["data:,"]
+
+
+def test_every_figure_is_one_that_plotly_draws(live: Path, shadowed: Path) -> None:
+    for run_dir in (live, shadowed):
+        plots = [plot for section in sections_of(read_run(run_dir)) for plot in section.plots]
+        assert {"gain-plot", "tradeoff-e2e_p95", "sweep-plot", "over-time-present"} <= {
+            plot.anchor for plot in plots
+        }
+        for plot in plots:
+            go.Figure(plot.traces, plot.layout)  # raises for an attribute it does not know
+
+
+def test_every_plot_has_its_numbers_in_words_and_headings_leave_no_level_out(page: str) -> None:
+    outline = Outline(page)
+    assert len(outline.images) >= 5
+    for image in outline.images:
+        names = (image["aria-labelledby"] or "").split()
+        assert len(names) == 2
+        assert set(names) <= set(outline.ids)
+        words = re.search(rf'<figcaption id="{names[1]}">(.+?)</figcaption>', page)
+        assert words is not None
+        assert re.search(r"\d", words[1])
+    assert len(set(outline.ids)) == len(outline.ids)
+    assert outline.levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(outline.levels))
+
+
+def test_measured_and_predicted_are_told_apart(shadowed: Path) -> None:
+    sections = {section.anchor: section for section in sections_of(read_run(shadowed))}
+    cloud = {trace["name"] for trace in sections["tradeoff"].plots[0].traces}
+    assert {"measured", "predicted"} <= cloud
+    assert "predicted" in sections["knobs"].says[0]
+    assert sections["sweep"].plots[0].says.startswith("Predicted")
+    assert "may be wrong by 5.0%" in sections["agreement"].says[0]
+    assert len(sections["agreement"].says) == 1
+
+
+def test_a_shadow_that_replayed_other_requests_is_not_compared_as_if_it_had_not(
+    live: Path, tmp_path: Path
+) -> None:
+    run_dir = shadowed_run(live, tmp_path, same_requests=False)
+    said = {s.anchor: s.says for s in sections_of(read_run(run_dir))}["agreement"]
+    assert "other stretches of the trace" in said[1]
+
+
+def test_pairs_that_the_run_kept_are_what_is_compared(shadowed: Path, tmp_path: Path) -> None:
+    pair = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "metric": "tpot_p50"}
+    pairs = [{**pair, "live": 0.010, "shadow": 0.011}]
+    run_dir = changed(shadowed, tmp_path, live_against_shadow=pairs)
+    section = {s.anchor: s for s in sections_of(read_run(run_dir))}["agreement"]
+    assert section.says[0].startswith(
+        "At 1 configuration the shadow was off, in the middle, in"
+    )
+    assert [cell.text for cell in section.tables[0].rows[0]] == [
+        *("8/512", "TPOT p50", "10.0 ms", "11.0 ms", "+10.0%")
+    ]
+
+
+def test_nothing_feasible_is_the_answer_too(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path, recommendation=None, slos=["e2e_p95=0.001s"])
+    run = read_run(run_dir)
+    assert headline(run) == "No configuration meets the SLOs"
+    assert "exceeds 0.001 s" in " ".join(sections_of(run)[0].says)
+    assert Outline(report_of(run_dir)).sections == ORDER
+
+
+def test_keeping_is_told_with_what_was_found_and_why_it_does_not_count(
+    live: Path, tmp_path: Path
+) -> None:
+    found = read(live, RESULT_FILE)
+    advice, present = found["recommendation"], found["baseline"]
+    best = {name: advice[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
+    kept = {**advice, **present, "verdict": "keep", "why": "the gain is within noise"}
+    run = read_run(changed(live, tmp_path, recommendation={**kept, "best_measured": best}))
+    assert headline(run).startswith("Keep what you have: max_num_seqs 32")
+    assert "but the gain is within noise" in sections_of(run)[0].says[0]
+
+
+def test_a_run_without_timelines_or_description_says_so(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path, trace_description=None, caveats=[])
+    (run_dir / "timelines.json").unlink()
+    said = {s.anchor: " ".join(s.says) for s in sections_of(read_run(run_dir))}
+    assert "kept no timelines" in said["over-time"]
+    assert "no more of the trace's description" in said["trace"]
+    assert said["caveats"].startswith("None")
+    assert Outline(report_of(run_dir)).sections == ORDER
+
+
+def test_windows_follow_each_other_and_preemptions_are_counted(
+    live: Path, tmp_path: Path
+) -> None:
+    run_dir = changed(live, tmp_path)
+    saved = read(run_dir, TIMELINES_FILE)
+    for replay in saved["replays"]:
+        (first,) = replay["windows"]
+        replay["windows"] = [first, {**first, "preemptions": [1] * len(first["preemptions"])}]
+    write(run_dir, TIMELINES_FILE, saved)
+    section = {s.anchor: s for s in sections_of(read_run(run_dir))}["over-time"]
+    bins = len(saved["replays"][-1]["windows"][0]["preemptions"])
+    assert f"{bins} preemptions." in section.plots[0].says
+    assert "400 requests" in section.plots[0].says
+    assert "one after the other" in section.says[1]
+    running = next(line for line in section.plots[0].traces if line["name"] == "running")
+    assert running["y"].count(None) == running["x"].count(None) == 1
+    times = [x for x in running["x"] if x is not None]
+    assert times == sorted(times)
+
+
+def test_an_unfinished_run_and_a_prediction_say_it_first(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path, state="interrupted", method="shadow")
+    said = sections_of(read_run(run_dir))[0].says
+    assert "not complete (interrupted)" in said[0]
+    assert "predicted, none was measured" in said[1]
+
+
+# --- bad input ------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
+    for path, told in (
+        (tmp_path / "none", "not a run directory"),
+        (tmp_path, "holds no result"),
+    ):
+        with pytest.raises(UsageError, match=told) as caught:
+            report_of(path)
+        assert caught.value.exit_code == 2
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("{", "cannot be read"),
+        ('{"schema": 99}', "has schema 99, expected 1"),
+        ('{"schema": 1}', "missing required field"),
+    ],
+)
+def test_a_damaged_result_is_told_and_the_last_page_stays(
+    live: Path, tmp_path: Path, damage: str, told: str
+) -> None:
+    run_dir = changed(live, tmp_path)
+    (run_dir / RESULT_FILE).write_text(damage)
+    target = tmp_path / "report.html"
+    target.write_text("the last page")
+    with pytest.raises(UsageError, match=told):
+        run_report({"run_dir": str(run_dir), "output": str(target)})
+    assert target.read_text() == "the last page"
+
+
+def test_a_trial_that_is_none_is_told(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path)
+    result = read(run_dir, RESULT_FILE)
+    result["trials"][0]["phase"] = "guess"
+    write(run_dir, RESULT_FILE, result)
+    with pytest.raises(UsageError, match="a trial is not one"):
+        report_of(run_dir)
+
+
+def test_the_command_writes_beside_the_run_or_where_it_is_told(
+    live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = changed(live, tmp_path)
+    assert run_report({"run_dir": str(run_dir), "output": None}) == 0
+    assert run_report({"run_dir": str(run_dir), "output": str(tmp_path / "r.html")}) == 0
+    assert (run_dir / "report.html").read_bytes() == (tmp_path / "r.html").read_bytes()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"report written to {tmp_path / 'r.html'}" in err

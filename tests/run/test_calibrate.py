@@ -1,0 +1,234 @@
+"""Few settings teach a lot, and a shadow that is too wrong is not trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.run_parts import a_profile
+from support.toy import ToyCosts, ToyEngine, ToySource
+from support.traffic import kept, replay_toy, steady
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch
+from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.run.calibrate import (
+    FILLS,
+    LEAST_ROUNDS,
+    calibration_settings,
+    is_steady,
+    replay_length_s,
+)
+from tuner.search.budget import LEAST_REQUESTS, Pilot
+from tuner.search.space import TOKEN_BUDGETS, SearchSpace
+from tuner.search.trials import COMPARED, apart, metric_error
+from tuner.shadow.calibration import (
+    LARGEST_ERROR_RATIO,
+    LEAST_ERROR_RATIO,
+    Calibration,
+    check_rank_by,
+    error_ratio,
+    fit_error_ratio,
+)
+from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.step_model import FitError
+
+CEILING = EngineLimits(512, 16384)
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> SearchSpace:
+    ladder = draw(st.lists(st.integers(1, 128), min_size=1, max_size=8, unique=True))
+    budgets = draw(st.lists(st.sampled_from(TOKEN_BUDGETS), min_size=1, unique=True))
+    present = EngineLimits(draw(st.integers(1, 256)), draw(st.sampled_from(TOKEN_BUDGETS)))
+    top = max(present.max_num_seqs, 4 * max(ladder))
+    most = max(present.max_num_batched_tokens, *budgets, top)
+    ceiling = EngineLimits(top, most)
+    return SearchSpace(present, tuple(sorted(ladder)), tuple(sorted(budgets)), ceiling)
+
+
+@given(spaces(), st.floats(0, 512))
+def test_settings_are_few_distinct_startable_and_none_that_was_replayed(
+    space: SearchSpace, running: float
+) -> None:
+    found = calibration_settings(space, running)
+    assert len(set(found)) == len(found) <= 2
+    assert not {space.present, space.ceiling} & {*found}
+    for limits in found:
+        assert limits.within(space.ceiling)
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs
+
+
+def test_settings_are_spread_over_caps_and_budgets() -> None:
+    space = SearchSpace(
+        EngineLimits(256, 2048), (1, 2, 4, 8, 16, 32), (512, 1024, 2048, 4096), CEILING
+    )
+    middle, low = calibration_settings(space, most_running=90.0)
+    assert middle == EngineLimits(32, 512)
+    assert low == EngineLimits(2, 4096)
+    # Of little traffic, that lies between what ran and the lowest.
+    assert calibration_settings(space, most_running=9.0)[0] == EngineLimits(4, 512)
+
+
+@given(st.floats(0.01, 100), st.floats(0, 60), st.floats(0.1, 600))
+def test_a_replay_fills_the_batches_within_its_time(
+    wall_per_trace_s: float, decode_s: float, each_s: float
+) -> None:
+    trace = steady(600, per_s=2.0)
+    length_s = replay_length_s(trace, Pilot(wall_per_trace_s, decode_s), each_s)
+    least_s = LEAST_REQUESTS * trace.duration_s / len(trace)
+    assert least_s <= length_s <= trace.duration_s
+    if length_s < min(FILLS * decode_s, trace.duration_s) - 1e-9:
+        assert length_s == pytest.approx(max(least_s, each_s / LEAST_ROUNDS / wall_per_trace_s))
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([0.02, 0.02], False),
+        ([0.3, 0.1, 0.02], True),
+        ([0.3, 0.2, 0.1], False),
+        ([0.3, 0.1, 0.095], True),
+        ([0.3, 0.25, 0.24], False),
+        ([0.05, 0.04, 0.15], True),
+    ],
+)
+def test_rounds_end_when_the_error_is_small_or_falls_no_more(
+    errors: list[float], *, expected: bool
+) -> None:
+    assert is_steady(errors) is expected
+
+
+def test_rounds_keep_the_machines_drift_from_looking_like_a_setting() -> None:
+    """Planted: it slows down by a third while a round lasts, and is quick again in between.
+
+    In one round the setting replayed last looks a third slower than the model; in as many
+    rounds as there are settings, each of them first in turn, none does.
+    """
+    found = {
+        rounds: fit_error_ratio(taught_in_rounds(rounds, slowing_ratio=1.33))
+        for rounds in (1, 3)
+    }
+    assert found[1] > 0.2
+    assert found[3] < 0.1
+
+
+def taught_in_rounds(rounds: int, slowing_ratio: float) -> Profile:
+    """Return the profile of a machine that slows down within every round."""
+    settings = [EngineLimits(32, 2048), EngineLimits(16, 1024), EngineLimits(8, 512)]
+    trace, calibration = steady(200, per_s=40.0), a_calibration(ToySource())
+    for number in range(rounds):
+        turn = number % len(settings)
+        for place, limits in enumerate((*settings[turn:], *settings[:turn])):
+            steps = kept(replay_toy(trace, limits, ToySource(), ReplayPlan(keep_steps=True)))
+            slow = slowing_ratio ** (place / (len(settings) - 1))
+            slowed = replace(steps, duration_s=steps.duration_s * slow)
+            calibration = calibration.and_steps(limits, [slowed])
+    return calibration.profile()
+
+
+def test_a_metric_is_apart_by_what_the_shadow_says_too_much() -> None:
+    live = {"requests_per_s": 2.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 4.0}}
+    shadow = {"requests_per_s": 2.2, "tpot_s": {"p50": 0.09}, "e2e_s": {"p50": 4.0}}
+    found = apart([live], shadow)
+    assert set(found) == set(COMPARED)
+    assert found["requests_per_s"] == pytest.approx(0.1)
+    assert found["tpot_p50"] == pytest.approx(-0.1)
+    assert found["e2e_p50"] == 0.0
+
+
+def test_what_was_not_measured_is_not_compared() -> None:
+    live = {"requests_per_s": 2.0, "tpot_s": {"p50": None}, "e2e_s": {"p50": 4.0}}
+    shadow = {"requests_per_s": 0.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 5.0}}
+    assert apart([live], shadow) == {"e2e_p50": pytest.approx(0.25)}
+    assert apart([], {}) == {}
+
+
+def test_what_is_compared_can_be_read_of_every_measurement() -> None:
+    log = replay_toy(steady(60, per_s=5.0), EngineLimits(8, 1024))
+    found = measure([log]).as_json()
+    assert apart([found], found) == dict.fromkeys(COMPARED, 0.0)
+
+
+def test_the_error_is_the_worst_metrics_middle_one_whatever_its_sign() -> None:
+    differences = [
+        {"requests_per_s": 0.01, "tpot_p50": -0.30},
+        {"requests_per_s": -0.02, "tpot_p50": 0.04},
+        {"requests_per_s": 0.90, "tpot_p50": 0.05},
+    ]
+    assert metric_error(differences) == pytest.approx(0.05)
+    assert metric_error([]) is None
+    assert metric_error([{}, {}]) is None
+
+
+def test_the_stated_error_is_that_of_the_metrics_and_else_of_the_steps() -> None:
+    assert error_ratio(a_profile(0.07)) == 0.07
+    assert error_ratio(a_profile(0.001)) == LEAST_ERROR_RATIO
+    without = replace(a_profile(), metric_error_ratio=None)
+    by_config = replace(without, fit=FitError(100, 0.5, 0.11, 0.13, 0.0))
+    assert error_ratio(by_config) == 0.13
+    assert error_ratio(replace(by_config, fit=FitError(100, 0.5, 0.11, None, 0.0))) == 0.11
+
+
+def test_a_shadow_that_is_too_wrong_ranks_nothing() -> None:
+    check_rank_by(a_profile(LARGEST_ERROR_RATIO))
+    with pytest.raises(ShadowError, match="wrong by 21% on what it was calibrated with"):
+        check_rank_by(a_profile(0.21))
+
+
+def a_calibration(source: ToySource) -> Calibration:
+    shape = ToyEngine(source, CEILING).shape()
+    starts = (KvStart(CEILING, 1000),)
+    return Calibration(shape, starts, (), EngineLimits(16, 2048), {"model": "toy"})
+
+
+def test_the_toys_costs_are_learnt_from_its_steps() -> None:
+    """The toy's costs are linear, so a fit on two settings foretells any batch."""
+    costs = ToyCosts()
+    source, calibration = ToySource(costs), a_calibration(ToySource())
+    for limits in (EngineLimits(32, 2048), EngineLimits(8, 512)):
+        plan = ReplayPlan(keep_steps=True)
+        trace = steady(300, per_s=40.0, prompt=100, output=20)
+        steps = kept(replay_toy(trace, limits, source, plan))
+        calibration = calibration.and_steps(limits, [steps])
+    profile = calibration.profile(0.01)
+    assert profile.calibrated_on == ("32/2048", "8/512")
+    assert profile.metric_error_ratio == 0.01
+    assert profile.present_limits == EngineLimits(16, 2048)
+    for decodes, tokens in ((3, 0), (16, 0), (5, 200), (0, 100)):
+        seqs = 1 if tokens else 0
+        batch = Batch(decodes, tokens, seqs, decodes * 100, tokens * 50, 0, 0)
+        expected = costs.seconds(decodes, tokens)
+        assert profile.step_model.step_s(batch) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_start_is_kept_once() -> None:
+    calibration = a_calibration(ToySource())
+    more = calibration.and_start(EngineLimits(8, 512), 1200)
+    assert more.starts == (KvStart(CEILING, 1000), KvStart(EngineLimits(8, 512), 1200))
+    assert more.and_start(EngineLimits(8, 512), 1200) == more
+
+
+def test_a_kept_profile_is_corrected_by_how_long_steps_take_now() -> None:
+    """The machine that the profile was made on took twice as long."""
+    calibration, limits = a_calibration(ToySource()), EngineLimits(8, 512)
+    log = replay_toy(steady(300, per_s=40.0), limits, ToySource(), ReplayPlan(keep_steps=True))
+    taught = calibration.and_steps(limits, [kept(log)])
+    right = taught.profile(0.01)
+    wrong = replace(right, step_model=right.step_model.scaled(2.0))
+    found = taught.corrected(wrong)
+    batch = Batch(5, 0, 0, 500, 0, 0, 0)
+    expected = right.step_model.step_s(batch)
+    assert found.step_model.step_s(batch) == pytest.approx(expected, rel=0.02)
+    assert found.fit == wrong.fit
+    with pytest.raises(TooFewSamplesError):
+        calibration.corrected(wrong)
+
+
+def test_nothing_is_learnt_of_nothing() -> None:
+    with pytest.raises(TooFewSamplesError):
+        a_calibration(ToySource()).profile()

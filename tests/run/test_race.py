@@ -1,0 +1,242 @@
+"""A change is recommended only if it shows on engines started cold, and in time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from support.run_parts import a_run, a_space
+from support.toy import ToyEngine, ToySource
+from support.toy_tune import CROWDED, FragileSource
+from support.traffic import replay_toy, steady
+from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat, EngineError
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import measure
+from tuner.replay.plan import CutRule
+from tuner.run.race import confirm_cold, race
+from tuner.search.objective import Goal, Objective, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase
+from tuner.stats import Estimate
+
+PRESENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
+TRACE = steady(240, per_s=14.0, prompt=110, output=35)
+GOAL = Goal(Objective.BALANCED, (), "p95")
+CROWDED_TOY = ToySource(CROWDED)
+
+
+def known_ratio(winner: EngineLimits) -> float:
+    """Return the score's ratio to the present one, by replays on fresh toys."""
+    ours, theirs = (
+        GOAL.score(measure([replay_toy(TRACE, limits, CROWDED_TOY)]))
+        for limits in (winner, PRESENT)
+    )
+    assert ours.tier is theirs.tier is Tier.GOOD
+    return ours.value / theirs.value
+
+
+def a_change(winner: EngineLimits, gain: float | None) -> Decision:
+    estimate = None if gain is None else Estimate(gain, gain * 0.98, gain * 1.02, 3)
+    why = "better beyond noise"
+    return Decision(Verdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
+
+
+def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
+    gain = known_ratio(BETTER)
+    assert gain < 0.95
+    decision = a_change(BETTER, gain)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        run.bench.ensure_started()
+        found, cold = confirm_cold(run, decision)
+        records = run.journal.records()
+        assert run.bench.starts == 3
+        assert set(run.bench.cold_blocks) == {BETTER, PRESENT}
+    assert found == decision
+    assert cold is not None
+    assert cold.ratio == pytest.approx(gain, rel=1e-6)
+    assert run.caveats == set()
+    assert [(r["phase"], r["engine"], r["max_num_seqs"]) for r in records] == [
+        ("cold", "live", BETTER.max_num_seqs),
+        ("cold", "live", PRESENT.max_num_seqs),
+    ]
+    assert cold.as_json()["winner"] == records[0]["value"]
+    assert cold.as_json()["present"] == records[1]["value"]
+    assert run.walls_s["cold"] > 0
+
+
+def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
+    tmp_path: Path,
+) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        run.bench.ensure_started()
+        confirm_cold(run, a_change(BETTER, 0.9))
+        # What raced is another engine than those two, and stays the one that is told of.
+        assert run.bench.info is not None
+        assert run.bench.info.ceiling == run.space.ceiling
+        assert set(run.bench.cold_blocks) == {BETTER, PRESENT}
+        # The next replay needs an engine that takes any limits again.
+        assert run.bench.ensure_started().info.ceiling == run.space.ceiling
+
+
+@pytest.mark.parametrize("winner", [WORSE, PRESENT])
+def test_a_winner_that_is_not_better_cold_is_not_recommended(
+    tmp_path: Path, winner: EngineLimits
+) -> None:
+    assert known_ratio(winner) > 0.99
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        found, cold = confirm_cold(run, a_change(winner, 0.8))
+    assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, winner)
+    assert found.why == "the gain did not show on engines started cold"
+    assert cold is not None
+
+
+def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
+    gain = known_ratio(BETTER)
+    for folder, claimed, told in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
+        (tmp_path / folder).mkdir()
+        with a_run(tmp_path / folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+            found, _ = confirm_cold(run, a_change(BETTER, claimed))
+        assert found.verdict is Verdict.CHANGE
+        assert (Caveat.COLD_DIFFERS in run.caveats) is told
+
+
+def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> None:
+    decision = a_change(BETTER, 0.8)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        run.bench.started = replace(run.bench.ensure_started(), start_s=1e6)
+        assert confirm_cold(run, decision) == (decision, None)
+        assert run.bench.starts == 1
+        assert run.journal.observations() == []
+    assert run.caveats == {Caveat.NOT_CONFIRMED_COLD}
+
+
+def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
+    kept = replace(a_change(BETTER, 0.99), verdict=Verdict.KEEP, winner=PRESENT)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        assert confirm_cold(run, kept) == (kept, None)
+        assert run.bench.starts == 0
+    assert run.caveats == set()
+
+
+def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Path) -> None:
+    decision = a_change(BETTER, 0.8)
+    source = replace(CROWDED_TOY, hides_limits=True)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
+        run.bench.ensure_started(PRESENT)
+        starts = run.bench.starts
+        assert confirm_cold(run, decision) == (decision, None)
+        assert run.bench.starts == starts
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bool) -> None:
+    source = FragileSource(CROWDED, fails_above=16, dies=dies)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
+        run.trial(PRESENT, Phase.RACE, CutRule(), 1)
+        found, cold = confirm_cold(run, a_change(WORSE, 0.8))
+    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert cold is not None
+    assert cold.winner.tier is Tier.FAILED
+    assert cold.ratio is None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSource(ToySource):
+    """A toy that writes down each start at the limits, and may refuse the first of them."""
+
+    log: str = ""
+    refuses: int = 0
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
+        """Start a toy, unless it is to be refused. Raises: EngineError."""
+        with Path(self.log).open("a") as log:
+            log.write(f"{ceiling} {os.getpid()}\n")
+        tries = [
+            line for line in Path(self.log).read_text().splitlines() if f"{BETTER} " in line
+        ]
+        if ceiling == BETTER and len(tries) <= self.refuses:
+            raise EngineError("the device has 1 of 80 GiB free")
+        return ToySource.start(self, values, ceiling)
+
+
+def logged(folder: Path, refuses: int = 0) -> LoggedSource:
+    return LoggedSource(CROWDED, log=str(folder / "starts"), refuses=refuses)
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
+    tmp_path: Path, refuses: int
+) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses)) as run:
+        run.bench.ensure_started()
+        found, _ = confirm_cold(run, a_change(BETTER, known_ratio(BETTER)))
+    assert found.verdict is Verdict.CHANGE
+    starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
+    assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
+        str(PRESENT)
+    ]
+    assert len({pid for _, pid in starts}) == len(starts)
+
+
+def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses=2)) as run:
+        run.bench.ensure_started()
+        found, cold = confirm_cold(run, a_change(BETTER, 0.8))
+    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
+    assert cold is not None
+
+
+def test_a_present_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
+    tmp_path: Path,
+) -> None:
+    source = FragileSource(CROWDED, fails_above=15)
+    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
+        found, cold = confirm_cold(run, a_change(BETTER, None))
+        assert found.verdict is Verdict.CHANGE
+        assert cold is not None
+        assert cold.ratio is None
+        run.run_dir.write_json("cold.json", cold.as_json())
+        written = (run.run_dir.path / "cold.json").read_text()
+    json.loads(written, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> object:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None:
+    heard: list[EngineLimits] = []
+
+    def on_log(limits: EngineLimits, log: ReplayLog) -> None:
+        assert log.kept_steps is not None
+        assert len(log.kept_steps)
+        heard.append(limits)
+
+    field = [BETTER, PRESENT]
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        race(run, field, 0.0, on_log, until_round=1)
+        assert sorted(heard) == field
+        assert {r.round for r in run.journal.race_runs()} == {1}
+        found = race(run, field, 0.0, on_log)
+        # Steps are kept of the first round alone, and no round is run twice.
+        assert sorted(heard) == field
+        keys = [(r.round, r.limits) for r in run.journal.race_runs()]
+    assert len(set(keys)) == len(keys)
+    assert (found.verdict, found.winner) == (Verdict.CHANGE, BETTER)
+    assert found.gain is not None
+    assert found.gain.value == pytest.approx(known_ratio(BETTER), rel=1e-6)
+
+
+def test_a_race_leaves_the_time_that_is_reserved(tmp_path: Path) -> None:
+    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        found = race(run, [BETTER, PRESENT], reserved_s=1e6)
+        assert run.journal.observations() == []
+    assert found.verdict is Verdict.KEEP
+    assert run.caveats == {Caveat.BUDGET_SPENT}

@@ -1,0 +1,123 @@
+"""The result says what was decided, on what, and how far it may be trusted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from support.traffic import a_trace
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
+from tuner.errors import Caveat
+from tuner.run.result import Circumstances, Outcome, comments, make_outcome
+from tuner.search.objective import Goal, Objective, Score, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase, record_of
+from tuner.stats import Estimate
+
+WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 4096)
+GOAL = Goal(Objective.BALANCED, (), "p99")
+CHANGE = Decision(
+    Verdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
+)
+INFO = EngineInfo(
+    *("toy", "m", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, PRESENT),
+    can_change_limits=True,
+    asynchronous=False,
+)
+AROUND = Circumstances(
+    trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),
+    replayed_requests=1234,
+    window="the whole trace, 9 s",
+    info=INFO,
+    present_source="configuration",
+    model="m",
+    options={"arguments": []},
+    engine_starts=1,
+    wall_s=9.0,
+)
+
+
+def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> dict[str, Any]:
+    measured = {
+        "e2e_s": {"p50": 1.0, "p99": 2.0},
+        "tpot_s": {"p50": 0.01, "p99": 0.02},
+        "requests_per_s": 1.0,
+        "gpu_cache_usage_perc": {"max": 0.3},
+        "preemptions": 0,
+        "running": {"mean": 2.0, "max": 8},
+        "cut_reason": None,
+    }
+    phase = Phase.RACE if round_ else Phase.LADDER
+    return record_of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
+
+
+def made(
+    decision: Decision = CHANGE, tier: Tier = Tier.GOOD, state: str = "complete"
+) -> Outcome:
+    records = [a_record(limits, tier, n) for limits in (WINNER, PRESENT) for n in (0, 1, 2)]
+    caveats = [Caveat.WINDOWED]
+    return make_outcome(decision, PRESENT, GOAL, records, caveats, AROUND, state)
+
+
+def test_a_change_is_quoted_with_its_gain_and_interval() -> None:
+    found = made().content["recommendation"]
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (8, 2048)
+    assert found["verdict"] == "change"
+    assert round(found["gain_ratio"], 6) == -0.2
+    assert [round(x, 6) for x in found["gain_interval"]] == [-0.25, -0.15]
+
+
+def test_everything_can_be_written_as_json() -> None:
+    content = made().content
+    assert json.loads(json.dumps(content)) == content
+    assert content["baseline"] == {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 4096,
+        "source": "configuration",
+    }
+    assert content["caveats"] == [{"id": "windowed", "text": Caveat.WINDOWED.text}]
+    assert content["provenance"]["engine"]["started_at_limits"]["max_num_seqs"] == 32
+
+
+def test_nothing_is_recommended_when_every_configuration_breaks_an_slo() -> None:
+    outcome = made(tier=Tier.BREAKS_SLO)
+    assert not outcome.feasible
+    assert outcome.content["recommendation"] is None
+    assert made(tier=Tier.NOT_SUSTAINED).feasible
+
+
+def test_a_gain_without_an_interval_is_told_without_one() -> None:
+    decision = replace(CHANGE, gain=Estimate(0.9, None, None, 1))
+    assert made(decision).content["recommendation"]["gain_interval"] is None
+    none = made(replace(CHANGE, gain=None)).content["recommendation"]
+    assert (none["gain_ratio"], none["gain_interval"]) == (None, None)
+
+
+def test_comments_carry_what_a_reader_needs_years_later() -> None:
+    lines = comments(made(), "best.yaml", "runs/x")
+    assert lines[0] == "vllm serve --config best.yaml"
+    text = "\n".join(lines)
+    for words in (
+        "1,234 requests of toy.jsonl (sha256 01234567…), the whole trace, 9 s",
+        "vLLM 0.32.0",
+        "against the present max-num-seqs 32, max-num-batched-tokens 4096:",
+        "limited by: ",
+        f"caveat: {Caveat.WINDOWED.text}",
+    ):
+        assert words in text
+    assert lines[-1] == "evidence: runs/x"
+
+
+def test_keeping_what_one_has_is_said_first_of_all() -> None:
+    kept = Decision(Verdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise")
+    text = "\n".join(comments(made(kept), "best.yaml", "runs/x"))
+    assert "KEEP WHAT YOU HAVE: max-num-seqs 32" in text
+    assert "the gain is within noise" in text
+    assert "best that was found, 8/2048" in text
+
+
+def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
+    text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
+    assert "interrupted: best so far, not raced against the present values" in text

@@ -1,0 +1,139 @@
+"""What goes wrong in a run is told: failing engines, SLOs out of reach, requests too long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.job_parts import SHORT, arguments_for, run
+from support.toy import ToySource
+from support.toy_tune import CROWDED, FragileSource, job_on, write_trace
+from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Return a trace on disk."""
+    return write_trace(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("policy", "told", "refused", "offered"),
+    [("refuse", "will be refused", 40, 240), ("drop", "were dropped", 0, 200)],
+)
+def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    policy: str,
+    told: str,
+    refused: int,
+    offered: int,
+) -> None:
+    path = write_trace(tmp_path / "t.jsonl", n=200)
+    long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
+    path.write_text(path.read_text() + "".join(long % second for second in range(40)))
+    done = run(capsys, ToySource(CROWDED), path, "--too-long", policy, *SHORT)
+    assert f"40 of 240 requests exceed max_model_len 4096: they {told}" in done.talk
+    whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
+    assert {m["refused"] for m in whole} == {refused}
+    assert {m["offered"] for m in whole} == {offered}
+    assert ("requests_refused" in done.caveats) is (refused > 0)
+
+
+def test_clipped_requests_are_replayed_and_the_result_says_that_they_were_clipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "t.jsonl", n=200)
+    long = '{"arrived_at_s": 3, "input_length": 5000, "output_length": 9}\n'
+    path.write_text(path.read_text() + long)
+    done = run(capsys, ToySource(CROWDED), path, "--too-long", "clip", *SHORT)
+    assert "1 of 201 requests exceed max_model_len 4096: they were clipped" in done.talk
+    assert {t["measurement"]["refused"] for t in done.trials} == {0}
+    assert "requests_clipped" in done.caveats
+
+
+def test_an_slo_nothing_meets_names_the_nearest_and_what_broke(trace: Path) -> None:
+    with pytest.raises(NoFeasibleConfigError) as caught:
+        job_on(ToySource(CROWDED), arguments_for(trace, "--slo", "ttft_p50=1ms", *SHORT))
+    assert caught.value.exit_code == 3
+    assert "nearest is " in caught.value.message
+    assert "ttft_p50" in caught.value.message
+    assert "exceeds 0.001 s" in caught.value.message
+    result = json.loads((trace.parent / "run" / "result.json").read_text())
+    assert result["recommendation"] is None
+    assert {t["tier"] for t in result["trials"]} == {"2 breaks an SLO"}
+    assert not (trace.parent / "best.yaml").exists()
+
+
+def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", n=60)
+    with pytest.raises(TooFewSamplesError, match="needs at least 100 requests") as caught:
+        job_on(ToySource(), arguments_for(trace, "--slo", "e2e_p99=9s", *SHORT))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("dies", "told"), [(False, "no memory for"), (True, "the toy died of its limits")]
+)
+def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_goes_on(
+    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, told: str
+) -> None:
+    source = FragileSource(fails_above=16, dies=dies)
+    done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
+    failed = [t for t in done.trials if t["tier"] == "4 failed"]
+    assert {t["max_num_seqs"] for t in failed} >= {32}
+    for trial in failed:
+        assert told in trial["cause"]
+        assert trial["value"] is None
+        assert trial["measurement"] is None
+    assert done.result["recommendation"]["max_num_seqs"] <= 16
+    cold = [t for t in done.trials if t["phase"] == "cold"]
+    assert len(cold) == 2 * (done.result["recommendation"]["verdict"] == "change")
+    assert done.result["provenance"]["engine_starts"] == 1 + len(failed) + len(cold)
+    assert told in done.talk
+
+
+def test_caps_that_all_fail_above_the_present_do_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three failures in a row are the fault of three caps while a lower one works."""
+    trace = write_trace(tmp_path / "t.jsonl", per_s=40)
+    source = FragileSource(fails_above=16)
+    done = run(capsys, source, trace, "--max-num-seqs", "16,32,64", "--budget", "60s")
+    assert done.result["recommendation"]["max_num_seqs"] == 16
+    assert sum(t["tier"] == "4 failed" for t in done.trials) >= 3
+
+
+def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path) -> None:
+    with pytest.raises(EngineError, match="the toy died of its limits") as caught:
+        job_on(ToySource(dies_above=0), arguments_for(trace, *SHORT))
+    assert caught.value.exit_code == 4
+    log = trace.parent / "run" / "engine.log"
+    assert str(log) in str(caught.value.hint)
+    assert "the toy died of its limits" in log.read_text()
+    assert not (trace.parent / "best.yaml").exists()
+
+
+def test_a_present_configuration_that_fails_is_an_infeasible_trial_0(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = FragileSource(CROWDED, fails_above=15)
+    more = ("--window", "all", "--max-num-seqs", "4,8", "--budget", "60s")
+    done = run(capsys, source, trace, *more)
+    assert (done.trials[0]["tier"], done.trials[0]["measurement"]) == ("4 failed", None)
+    assert "no memory for 16" in done.trials[0]["cause"]
+    found = done.result["recommendation"]
+    assert (found["verdict"], found["gain_ratio"]) == ("change", None)
+
+
+def test_an_engine_that_refuses_a_key_is_told_before_anything_is_measured(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="refuses the key toy-refuses"):
+        job_on(ToySource(), arguments_for(trace, "--engine-arg", "toy-refuses=1", *SHORT))
+    assert "trial" not in capsys.readouterr().err
+    assert [one.name for one in trace.parent.iterdir()] == ["t.jsonl"]

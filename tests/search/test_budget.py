@@ -1,0 +1,145 @@
+"""A run's time is divided so that it fits, and its space holds what can matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.traffic import a_trace, steady
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineFacts
+from tuner.errors import UsageError
+from tuner.search.budget import (
+    LEAST_BUDGET_S,
+    LEAST_REPLAYS,
+    LEAST_REQUESTS,
+    RACE_REPLAYS,
+    SEARCH_REPLAYS,
+    Budget,
+    choose_windows,
+    outlook,
+    shorter_window,
+    window_text,
+)
+from tuner.search.space import PAST_LADDER, search_space
+from tuner.traffic.windows import Window, whole
+
+PRESENT = EngineLimits(64, 2048)
+FACTS = EngineFacts(PRESENT, 4096, chunks_prefill=True, vllm_version="0", device="toy")
+
+
+def test_a_budget_that_cannot_hold_one_trial_is_refused() -> None:
+    assert Budget(LEAST_BUDGET_S).pilot_s == 1.0
+    with pytest.raises(UsageError, match=r"19\.9s is too short for one trial, at least 20 s"):
+        Budget(LEAST_BUDGET_S - 0.1)
+
+
+def test_the_pilot_takes_a_small_share_of_the_budget_and_never_long() -> None:
+    assert Budget(300).pilot_s == pytest.approx(6.0)
+    assert Budget(36_000).pilot_s == 15.0
+
+
+def test_the_ceiling_holds_the_present_limits_and_room_past_the_ladder() -> None:
+    trace = steady(200, per_s=10, prompt=100)
+    small = search_space(FACTS, trace, (1, 2, 4), PRESENT)
+    assert small.ceiling.max_num_seqs == 64
+    large = search_space(FACTS, trace, (8, 2, 32, 8), PRESENT)
+    assert large.ladder == (2, 8, 32)
+    assert large.ceiling.max_num_seqs == 32 * PAST_LADDER
+    assert large.ceiling.max_num_batched_tokens >= max(large.budgets)
+
+
+def test_token_budgets_end_at_what_the_busiest_second_or_longest_prompt_can_use() -> None:
+    quiet = a_trace([0.0, 5.0, 10.0], prompt=[10, 200, 10])
+    assert search_space(FACTS, quiet, (4,), PRESENT).budgets == (512, 1024)
+    burst = a_trace([0.0] * 50, prompt=200)
+    assert search_space(FACTS, burst, (4,), PRESENT).budgets[-1] == 16384
+
+
+def test_without_chunked_prefill_no_budget_is_below_the_models_length() -> None:
+    facts = EngineFacts(PRESENT, 4096, chunks_prefill=False, vllm_version="0", device="toy")
+    space = search_space(facts, steady(50, per_s=1), (1, 4), PRESENT)
+    assert min(space.budgets) >= 4096
+    assert space.at(4, 512).max_num_batched_tokens == 4096
+
+
+def test_a_trace_that_fits_is_replayed_whole() -> None:
+    trace = steady(600, per_s=1)
+    assert choose_windows(trace, wall_per_trace_s=0.001, remaining_s=1800) == (whole(trace),)
+    assert window_text((whole(trace),), trace).startswith("the whole trace, ")
+
+
+def test_a_long_trace_gets_its_busiest_and_a_typical_stretch() -> None:
+    rng = np.random.default_rng(0)
+    due_s = np.sort(np.concatenate([rng.uniform(0, 7200, 7200), rng.uniform(3000, 3100, 900)]))
+    trace = a_trace(due_s.tolist(), prompt=20, output=20)
+    windows = choose_windows(trace, wall_per_trace_s=0.1, remaining_s=1800)
+    busy, usual = windows
+    assert busy.start_s < 3050 < busy.end_s
+    assert not busy.overlaps(usual)
+    text = window_text(windows, trace)
+    assert text.startswith("busiest ")
+    assert " and typical " in text
+
+
+@given(
+    cost=st.floats(0.001, 10),
+    remaining_s=st.floats(30, 7200),
+    per_s=st.sampled_from([0.5, 5.0]),
+)
+def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
+    cost: float, remaining_s: float, per_s: float
+) -> None:
+    trace = steady(2000, per_s=per_s)
+    shortest_s = LEAST_REQUESTS / len(trace) * trace.duration_s
+    if LEAST_REPLAYS * cost * shortest_s > remaining_s:
+        with pytest.raises(UsageError, match="the budget leaves"):
+            choose_windows(trace, cost, remaining_s)
+        return
+    windows = choose_windows(trace, cost, remaining_s)
+    length_s = sum(w.length_s for w in windows)
+    replays = SEARCH_REPLAYS + RACE_REPLAYS
+    least_s = LEAST_REQUESTS / len(trace) * trace.duration_s
+    allowed_s = max(remaining_s / replays / cost, least_s)
+    assert length_s <= allowed_s * 1.01 or windows == (whole(trace),)
+    assert all(0 <= w.start_s < w.end_s for w in windows)
+    assert sum(len(w.of(trace)) for w in windows) > 0
+
+
+def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
+    quiet, busy = np.arange(0, 100, 1.0), np.arange(60, 70, 0.2)
+    trace = a_trace(np.sort(np.concatenate([quiet, busy])).tolist())
+    window = Window(20.0, 90.0)
+    lengths = []
+    while (shorter := shorter_window(trace, (window,), 0.7)) is not None:
+        assert window.start_s <= shorter.start_s < shorter.end_s <= window.end_s
+        assert len(shorter.of(trace)) >= LEAST_REQUESTS
+        window = shorter
+        lengths.append(window.length_s)
+    assert lengths == sorted(lengths, reverse=True)
+    assert 60 <= window.start_s < window.end_s <= 71
+    at_once = a_trace([5.0] * 80)
+    assert shorter_window(at_once, (whole(at_once),), 0.7) is None
+
+
+@pytest.mark.parametrize(
+    ("replay_s", "words"),
+    [
+        (5.0, "8 rounds of two settings and cold engines fit"),
+        (30.0, "2 rounds of two settings fit, cold engines may not; --budget 7m holds both"),
+        (154.0, "a stretch of it will race; --budget 31m would race all of it"),
+    ],
+)
+def test_what_the_time_can_answer_is_told_with_the_option_that_helps(
+    replay_s: float, words: str
+) -> None:
+    told = outlook(Budget(240), 226.0, 0.3, replay_s, cold_s=30.0)
+    assert words in told
+    assert "calibrating takes up to 72 s of the 226 s left" in told
+
+
+def test_one_window_is_named_by_its_ends() -> None:
+    trace = steady(100, per_s=1)
+    assert "10 s to 30 s (20 of " in window_text((Window(10, 30),), trace)

@@ -1,0 +1,171 @@
+"""The shadow engine schedules, step for step, what a live vLLM scheduled that took as long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from support.shadow_parts import MaybeShared, Workload, a_shadow
+from tuner.demo import demo_engine_args
+from tuner.engine.limits import EngineLimits
+from tuner.engine.live import LiveEngine, LiveSource
+from tuner.engine.protocol import Batch, Engine
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.plan import ReplayPlan
+from tuner.shadow.fast_forward import is_foreseeable
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What vLLM's scheduler decided in one turn, requests in its order."""
+
+    tokens: tuple[tuple[str, int], ...]
+    preempted: frozenset[str]
+    admitted: tuple[tuple[str, int], ...]
+    finished: frozenset[str]
+
+
+class _Scheduler(Protocol):
+    """What is watched of vLLM's scheduler."""
+
+    schedule: Callable[..., Any]
+
+
+def record(scheduler: _Scheduler, patch: pytest.MonkeyPatch) -> list[Scheduled]:
+    """Let a scheduler's decisions be noted for as long as the patch lasts."""
+    seen: list[Scheduled] = []
+    schedule = scheduler.schedule
+
+    def noting(*args: object, **kwargs: object) -> object:
+        out = schedule(*args, **kwargs)
+        seen.append(
+            Scheduled(
+                tuple(out.num_scheduled_tokens.items()),
+                frozenset(out.preempted_req_ids or ()),
+                tuple((new.req_id, new.num_computed_tokens) for new in out.scheduled_new_reqs),
+                frozenset(out.finished_req_ids),
+            )
+        )
+        return out
+
+    patch.setattr(scheduler, "schedule", noting)
+    return seen
+
+
+@dataclass(slots=True)
+class RecordedTimer:
+    """Says of each turn what it took on another engine, one after the other."""
+
+    durations_s: list[float]
+    asked: int = field(default=0)
+
+    def _next(self) -> float:
+        self.asked += 1
+        return self.durations_s[self.asked - 1]
+
+    @property
+    def tidy_s(self) -> float:
+        """Return what the next turn took."""
+        return self._next()
+
+    def step_s(self, batch: Batch) -> float:  # noqa: ARG002 - it was measured, not worked out
+        """Return what the next turn took."""
+        return self._next()
+
+    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
+        """Refuse: a recording knows single steps."""
+        raise NotImplementedError
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+LIVE_CEILING = EngineLimits(16, 512)
+LIVE_BLOCKS = 24
+# The block size that vLLM's attention takes on a CPU as on a GPU, in tokens.
+LIVE_BLOCK_TOKENS = 32
+# Keys and values of 6 layers with 2 heads of 64 in bfloat16: the demo model's.
+LIVE_BLOCK_BYTES = LIVE_BLOCK_TOKENS * 6 * 2 * 2 * 64 * 2
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveEngine]:
+    """Start vLLM on the demo model with few blocks, and see it closed; takes seconds."""
+    values = {
+        **demo_engine_args(),
+        "max-model-len": 384,
+        "block-size": LIVE_BLOCK_TOKENS,
+        "kv-cache-memory-bytes": LIVE_BLOCKS * LIVE_BLOCK_BYTES,
+    }
+    engine = LiveSource().start(values, LIVE_CEILING)
+    yield engine
+    engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What a workload is there to bring about, and must."""
+
+    preempts: bool
+    hits: bool
+
+
+NONE = Pressure(preempts=False, hits=False)
+PREEMPTS = Pressure(preempts=True, hits=False)
+BOTH = Pressure(preempts=True, hits=True)
+
+ROOMY = Workload(seed=3, n=12, per_s=20.0, longest_prompt=40, longest_output=12)
+# All due within ten milliseconds, so that how fast the machine is changes little.
+PRESSED = Workload(seed=4, n=16, per_s=2000.0, longest_prompt=150, longest_output=60)
+CHATTY = replace(PRESSED, longest_prompt=30, longest_output=120)
+SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("workload", "limits", "wanted"),
+    [
+        pytest.param(ROOMY, EngineLimits(4, 64), NONE, id="room"),
+        pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
+        pytest.param(CHATTY, EngineLimits(16, 16), PREEMPTS, id="small budget"),
+        pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
+    ],
+)
+def test_every_step_schedules_what_a_live_engine_did(
+    live: LiveEngine, workload: Workload, limits: EngineLimits, wanted: Pressure
+) -> None:
+    trace = workload.trace()
+    # The live scheduler keeps its cache, whatever it is told; so does the shadow here.
+    prompts = MaybeShared(trace, live.info.vocab_size)
+    live.set_limits(limits)
+    measured, live_turns = recorded(live, live._running_core._scheduler, trace, prompts)
+    assert measured.kept_steps is not None
+    timer = RecordedTimer(measured.kept_steps.duration_s.tolist())
+    shadow = a_shadow(live.shape(), limits, live.info.num_blocks, timer, fast=False)
+    predicted, turns = recorded(shadow, shadow._open.core.scheduler, trace, prompts)
+
+    for at, (turn, live_turn) in enumerate(zip(turns, live_turns, strict=False)):
+        assert turn == live_turn, f"turn {at}"
+    assert len(turns) == len(live_turns) == timer.asked
+    np.testing.assert_array_equal(predicted.timelines.last_s, measured.timelines.last_s)
+    assert predicted.steps.prefill_tokens == measured.steps.prefill_tokens
+    assert predicted.steps.peaks == pytest.approx(measured.steps.peaks)
+    assert (measured.steps.preempted > 2) == wanted.preempts
+    assert any(computed for turn in live_turns for _, computed in turn.admitted) == wanted.hits
+
+
+def recorded(
+    engine: Engine, scheduler: _Scheduler, trace: Trace, prompts: PromptSource
+) -> tuple[ReplayLog, list[Scheduled]]:
+    """Replay a trace and return all that the scheduler decided meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = record(scheduler, patch)
+        return replay(engine, trace, prompts, ReplayPlan(keep_steps=True)), seen
+
+
+def test_a_live_engine_as_most_run_it_has_a_fast_shadow(live: LiveEngine) -> None:
+    assert is_foreseeable(live.shape())

@@ -1,0 +1,199 @@
+"""A profile comes back as it was measured, and says where it fits."""
+
+from __future__ import annotations
+
+import math
+import resource
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from support.profile_parts import (
+    MODEL,
+    PROFILE,
+    SHAPE,
+    limits,
+    profiles,
+    written,
+)
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
+from tuner.shadow.profiles import (
+    SCHEMA,
+    KvStart,
+    Profile,
+    check_fits,
+    read_profile,
+    write_profile,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles)
+def test_what_is_read_is_what_was_written(profile: Profile) -> None:
+    with TemporaryDirectory() as folder:
+        assert read_profile(written(Path(folder), profile)) == profile
+
+
+def test_types_survive_the_file(tmp_path: Path) -> None:
+    read = read_profile(written(tmp_path))
+    assert read == PROFILE
+    assert {key: type(value) for key, value in read.shape.scheduler.items()} == {
+        "policy": str,
+        "enable_chunked_prefill": bool,
+        "a_ratio": float,
+        "none": type(None),
+    }
+
+
+def test_the_file_can_be_read_by_people(tmp_path: Path) -> None:
+    text = written(tmp_path).read_text()
+    assert text.startswith("# A profile of one vLLM engine")
+    assert "tune --method shadow --profile" in text
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    assert body[0] == f"schema: {SCHEMA}"
+    assert "  base_s: 0.0061" in body
+    assert "  decode_slopes_s_per_seq: [1.5e-05, 2.0e-05]" in body
+    assert "  prefill_knots_tokens: [0, 64, 512]" in body
+    assert "!!" not in text
+    assert "&id" not in text
+
+
+def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path: Path) -> None:
+    model = replace(
+        MODEL,
+        base_s=np.float64(0.0061),
+        decode_slopes_s=tuple(np.array(MODEL.decode_slopes_s)),
+    )
+    assert read_profile(written(tmp_path, replace(PROFILE, step_model=model))) == PROFILE
+
+
+def test_a_secret_is_not_written(tmp_path: Path) -> None:
+    values = {"api-key": "sesame", "nested": {"hf-token": "sesame"}, "seed": 1}
+    path = written(tmp_path, replace(PROFILE, serve_values=values))
+    assert "sesame" not in path.read_text()
+    assert read_profile(path).serve_values["seed"] == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_what_could_not_be_read_again_is_not_written(value: float, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="metric_error_ratio"):
+        write_profile(path, replace(PROFILE, metric_error_ratio=value))
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_old_profile_and_no_litter(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    larger = replace(PROFILE, serve_values={"note": "x" * 100_000})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(UsageError, match=r"profile\.yaml cannot be written"):
+            write_profile(path, larger)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_profile(path) == PROFILE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_reads_while_a_new_profile_is_written_sees_the_old_one_whole(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path)
+    before = path.read_text()
+    with path.open(encoding="utf-8") as reader:
+        write_profile(path, replace(PROFILE, metric_error_ratio=None))
+        assert reader.read() == before
+    assert read_profile(path).metric_error_ratio is None
+
+
+def test_a_target_that_cannot_be_replaced_is_told_and_leaves_no_litter(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "inside").mkdir(parents=True)
+    for target in (folder, tmp_path / "none" / "profile.yaml"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            write_profile(target, PROFILE)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "profile.yaml"
+    link.symlink_to(tmp_path / "there" / "kept.yaml")
+    write_profile(link, PROFILE)
+    assert link.is_symlink()
+    assert read_profile(tmp_path / "there" / "kept.yaml") == PROFILE
+
+
+def starting(*starts: tuple[int, int, int]) -> Profile:
+    """Return a profile with starts of seqs, tokens and blocks."""
+    return replace(
+        PROFILE, kv_starts=tuple(KvStart(EngineLimits(n, m), b) for n, m, b in starts)
+    )
+
+
+@settings(deadline=None)
+@given(profiles, limits)
+def test_a_measured_start_answers_with_its_own_blocks(
+    profile: Profile, wanted: EngineLimits
+) -> None:
+    for start in profile.kv_starts:
+        same = [s.num_blocks for s in profile.kv_starts if s.limits == start.limits]
+        assert profile.num_blocks_at(start.limits) == min(same)
+    assert profile.num_blocks_at(wanted) in {s.num_blocks for s in profile.kv_starts}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks"),
+    [
+        ((8, 512), 1000),
+        ((15, 2000), 900),
+        ((18, 2000), 800),  # above 16, the middle of 8 and 32 in ratios, but below 20
+        ((1, 1), 1000),
+        ((4096, 65536), 800),
+    ],
+)
+def test_the_nearest_start_is_nearest_in_ratios(wanted: tuple[int, int], blocks: int) -> None:
+    profile = starting((8, 2000, 900), (32, 2000, 800), (8, 512, 1000))
+    assert profile.num_blocks_at(EngineLimits(*wanted)) == blocks
+
+
+def test_both_limits_count_for_nearness() -> None:
+    profile = starting((8, 512, 1000), (8, 8192, 700))
+    assert profile.num_blocks_at(EngineLimits(64, 4096)) == 700
+    assert profile.num_blocks_at(EngineLimits(64, 1024)) == 1000
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_equally_near_starts_the_smaller_cache_answers(order: int) -> None:
+    starts = [(8, 64, 1000), (50, 64, 900)][::order]
+    assert starting(*starts).num_blocks_at(EngineLimits(20, 64)) == 900
+
+
+def test_a_profile_without_starts_or_blocks_is_refused() -> None:
+    for starts in ((), (KvStart(EngineLimits(8, 512), 0),)):
+        with pytest.raises(ValueError, match="kv_starts"):
+            replace(PROFILE, kv_starts=starts)
+
+
+def test_a_profile_fits_where_it_was_made() -> None:
+    here = check_fits(PROFILE, vllm_version="0.20.2", device=SHAPE.device, model=SHAPE.model)
+    assert here == []
+    assert check_fits(PROFILE, vllm_version="0.20.2", device=None, model=None) == []
+
+
+def test_each_difference_is_a_sentence_with_both_sides() -> None:
+    assert check_fits(PROFILE, vllm_version="0.32.0", device="cpu", model="other") == [
+        "the profile was made with vLLM 0.20.2, here is 0.32.0",
+        "the profile was made with the device NVIDIA H100 80GB HBM3, here is cpu",
+        "the profile was made with the model org/model-7b, here is other",
+    ]
+    assert check_fits(PROFILE, vllm_version="0.20.2", device="cpu", model=None) == [
+        "the profile was made with the device NVIDIA H100 80GB HBM3, here is cpu"
+    ]

@@ -1,0 +1,100 @@
+"""What a step model says of a batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.step_parts import LINEAR, batch, batch_of, columns, counts, models
+from tuner.errors import UsageError
+from tuner.shadow.step_model import StepModel
+
+
+def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:
+    model = StepModel(
+        (0, 4), (1.0, 10.0), (0, 8), (0.0, 2.0), 100.0, 50.0, 0.1, 0.01, 7.0, (2, 6)
+    )
+    assert model.step_s(batch(0, 0, 0, 0)) == 7.0
+    assert model.step_s(batch(1, 0, 5, 0)) == pytest.approx(100 + 2 + 0.5)
+    assert model.step_s(batch(3, 0, 0, 0)) == pytest.approx(100 + 4 + 20)
+    assert model.step_s(batch(7, 0, 0, 0)) == pytest.approx(100 + 4 + 30)
+    assert model.step_s(batch(3, 8, 0, 20)) == pytest.approx(100 + 3 + 50 + 0.2)
+    assert model.step_s(batch(0, 9, 0, 0)) == pytest.approx(100 + 50 + 2)
+
+
+def test_a_prefill_beside_padded_decodes_takes_no_less_than_the_decodes_alone() -> None:
+    model = replace(LINEAR, prefill_base_s=0.0, prefill_slopes_s=(0.0,), captured_sizes=(1, 64))
+    assert model.step_s(batch(2, 1, 0, 0)) == model.step_s(batch(2, 0, 0, 0))
+    assert model.step_s(batch(2, 0, 0, 0)) == pytest.approx(4e-3 + 64 * 3e-5)
+
+
+@given(models(), counts, counts)
+def test_a_batch_that_holds_more_never_takes_less_and_none_takes_less_than_nothing(
+    model: StepModel, few: tuple[int, ...], more: tuple[int, ...]
+) -> None:
+    smaller, larger = batch(*few), batch(*(a + b for a, b in zip(few, more, strict=True)))
+    assert model.step_s(smaller) >= 0.0
+    if smaller.tokens:
+        assert model.step_s(larger) >= model.step_s(smaller) * (1 - 1e-12)
+
+
+@given(models(), st.lists(counts, min_size=1, max_size=20))
+def test_a_row_predicts_what_its_batch_predicts(
+    model: StepModel, rows: list[tuple[int, ...]]
+) -> None:
+    decode, prefill, decode_context, prefill_context = np.array(rows, dtype=np.float64).T
+    steps = columns(
+        duration_s=np.ones(len(rows)),
+        decode_seqs=decode,
+        prefill_tokens=prefill,
+        decode_context_tokens=decode_context,
+        prefill_context_tokens=prefill_context,
+    )
+    one_by_one = [model.step_s(batch_of(steps, row)) for row in range(len(rows))]
+    assert model.predict_s(steps) == pytest.approx(one_by_one, rel=1e-12, abs=1e-12)
+
+
+@given(models(), st.integers(1, 300), st.integers(0, 10**5), st.integers(1, 30))
+def test_a_run_of_decodes_is_the_same_step_again_with_growing_context(
+    model: StepModel, seqs: int, context: int, steps: int
+) -> None:
+    first_s, growth_s = model.decode_run_s(seqs, context)
+    for i in range(steps):
+        stepped_s = model.step_s(batch(seqs, 0, context + i * seqs, 0))
+        assert first_s + i * growth_s == pytest.approx(stepped_s, rel=1e-9)
+
+
+@given(models())
+def test_a_model_survives_being_copied_and_sent(model: StepModel) -> None:
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), replace(model)):  # noqa: S301 - our own bytes
+        assert twin == model
+        assert twin.step_s(batch(77, 99, 5, 5)) == model.step_s(batch(77, 99, 5, 5))
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"decode_knots": (1,)}, "decode_knots"),
+        ({"decode_knots": ()}, "decode_knots"),
+        ({"prefill_knots": (0, 8)}, "prefill_knots"),
+        ({"prefill_knots": (0, 8, 8), "prefill_slopes_s": (0.0,) * 3}, "prefill_knots"),
+        ({"prefill_slopes_s": (-1e-9,)}, "prefill_slopes_s"),
+        ({"decode_slopes_s": (math.nan,)}, "decode_slopes_s"),
+        ({"base_s": -1.0}, "base_s"),
+        ({"tidy_s": math.inf}, "tidy_s"),
+        ({"captured_sizes": (4, 2)}, "captured_sizes"),
+        ({"captured_sizes": (0, 2)}, "captured_sizes"),
+    ],
+)
+def test_a_model_that_could_shrink_or_go_astray_is_refused(
+    broken: dict[str, tuple[int, ...]], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        replace(LINEAR, **broken)  # type: ignore[arg-type]  # wrong on purpose

@@ -1,0 +1,1 @@
+"""What tests share: a toy engine, traffic, and the parts that cases are made of."""

@@ -1,0 +1,147 @@
+"""Runs to emit from: a run directory as a run leaves it, with an invented outcome."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.run_parts import a_profile
+from support.traffic import a_trace
+from tuner.cli import run
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
+from tuner.errors import Caveat
+from tuner.redact import redacted
+from tuner.run.result import Circumstances, Outcome, make_outcome
+from tuner.search.objective import Goal, Objective, Score, Tier
+from tuner.search.race import Decision, Verdict
+from tuner.search.trials import Phase, record_of
+from tuner.shadow.profiles import write_profile
+from tuner.stats import Estimate
+
+WINNER, PRESENT, CEILING = (
+    EngineLimits(48, 4096),
+    EngineLimits(64, 8192),
+    EngineLimits(128, 16384),
+)
+CHANGE = Decision(
+    Verdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
+)
+SHA256 = "59445ac5" * 8
+QWEN: dict[str, object] = {
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "served-model-name": ["Qwen/Qwen2.5-7B-Instruct", "qwen"],
+    "max-model-len": 8192,
+    "gpu-memory-utilization": 0.85,
+    "enable-prefix-caching": False,
+    "tensor-parallel-size": 2,
+    "port": 8010,
+    "host": "127.0.0.1",
+    "max-num-seqs": 64,
+    "max-num-batched-tokens": 8192,
+    "generation-config": "vllm",
+    "kv-transfer-config": {"kv_connector": "X", "kv_role": "kv_both"},
+    "hf-token": "s3cret-value",
+}
+"""A configuration with one of each: a list, a number, a false, a mapping, a secret."""
+
+KEYED: dict[str, object] = {**QWEN, "api-key": "k3y-value"}
+"""The same behind a key: whoever has none is not answered."""
+
+RUN_ID = "2026-11-20T14-03-00"
+
+
+def an_outcome(
+    decision: Decision = CHANGE,
+    tier: Tier = Tier.GOOD,
+    state: str = "complete",
+    device: str = "NVIDIA H200",
+    version: str = "0.33.0",
+    **changed: Any,
+) -> Outcome:
+    """Return what came of an invented run."""
+    info = EngineInfo(
+        *("live", "m", device, "bfloat16", version, 100, 8192, 16, 64, CEILING),
+        can_change_limits=True,
+        asynchronous=False,
+    )
+    values: dict[str, Any] = {
+        "trace": replace(a_trace([0.0, 1.0]), sha256=SHA256, source="prod.jsonl"),
+        "replayed_requests": 5985,
+        "window": "the whole trace, 60 min",
+        "info": info,
+        "present_source": "configuration",
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "options": {"arguments": []},
+        "engine_starts": 1,
+        "wall_s": 9.0,
+    }
+    measured = {
+        "e2e_s": {"p50": 1.0, "p99": 2.0},
+        "tpot_s": {"p50": 0.01, "p99": 0.02},
+        "requests_per_s": 1.0,
+        "gpu_cache_usage_perc": {"max": 0.3},
+        "preemptions": 0,
+        "running": {"mean": 2.0, "max": 8},
+        "cut_reason": None,
+    }
+    records = [
+        record_of(
+            0,
+            limits,
+            Phase.RACE if round_ else Phase.LADDER,
+            round_,
+            Score(tier, 2.0, "e2e_p99"),
+            {**measured, "e2e_s": {"p50": 1.0 * slow, "p99": (2.0 + round_ / 10) * slow}},
+        )
+        for limits, slow in ((WINNER, 0.8), (PRESENT, 1.0))
+        for round_ in (0, 1, 2, 3)
+    ]
+    goal = Goal(Objective.BALANCED, (), "p99")
+    around = Circumstances(**values | changed)
+    return make_outcome(decision, PRESENT, goal, records, [Caveat.WINDOWED], around, state)
+
+
+def a_run_dir(
+    root: Path,
+    outcome: Outcome | None = None,
+    values: dict[str, object] | None = None,
+    *,
+    in_result: bool = True,
+) -> Path:
+    """Return a run directory; its configuration stands in the result or in the profile."""
+    folder = root / RUN_ID
+    folder.mkdir(parents=True)
+    content = dict((outcome or an_outcome()).content)
+    kept = redacted(QWEN if values is None else values)
+    if in_result:
+        content["serve_values"] = kept
+    else:
+        del content["serve_values"]
+        write_profile(folder / "profile.yaml", a_profile(serve_values=kept))
+    (folder / "result.json").write_text(json.dumps(content))
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def emitted(capsys: Any, *arguments: str) -> str:
+    """Return what `tune emit` writes to standard output."""
+    code = run(["emit", *arguments])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return str(out)
+
+
+def vllm_serve_parser() -> Any:
+    """Return a parser as `vllm serve` makes it: sub-command first, its options below it."""
+    flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+    found = next(place for place in places if importlib.util.find_spec(place))
+    parser = flexible()
+    serve = parser.add_subparsers(dest="subparser").add_parser("serve")
+    importlib.import_module(found).make_arg_parser(serve)
+    return parser

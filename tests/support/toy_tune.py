@@ -1,0 +1,150 @@
+"""The main job on the toy engine: in this process, or as a program that can be interrupted.
+
+    python tests/toy_tune.py '{"noise_ratio": 0.1}' --trace t.jsonl --budget 60s --run-dir r
+
+The first argument holds ToySource's fields as JSON, ToyCosts under `costs`; the others are
+those of `tune`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
+from tuner.cli.commands import tune
+from tuner.cli.console import say, say_error
+from tuner.cli.job import read_job
+from tuner.cli.resume import with_stored, with_tuning
+from tuner.cli.tune import run_job
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Step
+from tuner.errors import EngineError, TunerError
+from tuner.shadow.pool import Spares
+
+PATIENCE_S = 60.0
+# Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
+CROWDED = ToyCosts(knee=10, crowd_s=0.0003)
+
+
+@dataclass(frozen=True, slots=True)
+class FragileSource(ToySource):
+    """A toy that starts and warms up at any ceiling, and fails in a replay above a cap."""
+
+    fails_above: int = 1_000_000
+    dies: bool = False
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> FragileEngine:
+        """Start a toy at the ceiling."""
+        self.facts(values)
+        return FragileEngine(self, ceiling)
+
+
+class FragileEngine(ToyEngine):
+    """The toy of a FragileSource."""
+
+    def __init__(self, source: FragileSource, ceiling: EngineLimits) -> None:
+        super().__init__(source, ceiling)
+        self._fragile = source
+        self._cap = 0
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits, which the next step may not survive."""
+        super().set_limits(limits)
+        self._cap = limits.max_num_seqs
+
+    def step(self, horizon_s: float = 0.0) -> Step:
+        """Fail, or schedule one batch."""
+        if self._cap <= self._fragile.fails_above:
+            return super().step(horizon_s)
+        if self._fragile.dies:
+            os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
+            os._exit(EXIT_CODE)
+        raise EngineError(f"the toy has no memory for {self._cap} sequences")
+
+
+def job_on(
+    source: ToySource | None, arguments: Sequence[str], *, prepares: bool = False
+) -> int:
+    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError.
+
+    It prepares shadows while the engine starts only where a run is known to want them.
+    """
+    context = tune.make_context("tune", list(arguments))
+    kept, options = with_stored(tune, arguments, context.params)
+    spares = None if prepares else Spares(0, Path(os.devnull))
+    return run_job(read_job(with_tuning(options), kept), source, spares)
+
+
+def write_trace(
+    path: Path, n: int = 240, per_s: float = 14.0, seed: int = 0, tick_s: float = 1e-4
+) -> Path:
+    """Write n Poisson arrivals with mixed lengths, as JSON Lines; a long tick makes bursts."""
+    rng = np.random.default_rng(seed)
+    due_s = np.cumsum(rng.exponential(1 / per_s, n)) // tick_s * tick_s
+    prompts, outputs = rng.integers(20, 200, n), rng.integers(10, 60, n)
+    rows = zip(due_s.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    path.write_text(
+        "".join(
+            f'{{"arrived_at_s": {d:.4f}, "input_length": {p}, "output_length": {o}}}\n'
+            for d, p, o in rows
+        )
+    )
+    return path
+
+
+def command(arguments: Sequence[str], **fields: object) -> list[str]:
+    """Return the command line that runs the job on such a toy."""
+    return [sys.executable, "-m", "support.toy_tune", json.dumps(fields), *arguments]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return a JSON Lines file, none if it is not there yet."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Poll until it is true. Fails once the process has ended or patience has."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not true():
+        if process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.communicate()[1]}")
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not true within {PATIENCE_S:g} s")
+        time.sleep(0.01)
+
+
+def _source(text: str) -> ToySource:
+    fields = json.loads(text)
+    if "costs" in fields:
+        fields["costs"] = ToyCosts(**fields["costs"])
+    if "present" in fields:
+        fields["present"] = EngineLimits(*fields["present"])
+    return ToySource(**fields)
+
+
+def main(fields: str, arguments: Sequence[str]) -> int:
+    """Run and return the exit code, as `tuner.cli.run` does."""
+    try:
+        return job_on(_source(fields), arguments)
+    except TunerError as error:
+        say_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

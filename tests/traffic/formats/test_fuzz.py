@@ -1,0 +1,33 @@
+"""Bytes of any kind, guided by coverage: see fuzz_readers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import TESTS
+
+FUZZ = TESTS / "support" / "fuzz_readers.py"
+SECONDS = 15
+
+
+@pytest.mark.slow
+def test_no_bytes_crash_hang_or_fill_the_memory_of_a_reader() -> None:
+    pytest.importorskip("atheris", reason="pip install atheris, which has Linux builds only")
+    done = subprocess.run(
+        [sys.executable, str(FUZZ), f"-max_total_time={SECONDS}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = re.search(r"Done (\d+) runs", done.stderr)
+    assert runs is not None
+    assert int(runs[1]) > 1000
+    grown = re.search(r"DONE\s+cov: (\d+)", done.stderr)
+    assert grown is not None
+    assert int(grown[1]) > 500

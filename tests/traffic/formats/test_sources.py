@@ -1,0 +1,291 @@
+"""Where traces come from: packed, piped, in parts, with wrong rows, in formats of others."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from support.paths import SHARED_TRACES
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.formats import (
+    Columns,
+    ReadOptions,
+    TimeUnit,
+    TraceFormat,
+    read_trace,
+    read_traces,
+)
+from tuner.traffic.formats import registry as registry_module
+from tuner.traffic.formats.sources import write_trace
+
+SHARED = SHARED_TRACES
+LINES = "".join(
+    f'{{"arrived_at_s": {i}.5, "input_length": {10 + i}, "output_length": 3}}\n'
+    for i in range(40)
+)
+CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+CHAT = '{{"chat_id": {}, "parent_chat_id": {}, "timestamp": {}, "input_length": {}, '
+CHAT += '"output_length": {}, "type": "text", "turn": 1, "hash_ids": {}}}\n'
+
+
+def written(folder: Path, data: str | bytes, name: str = "prod.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+# --- packed and piped -----------------------------------------------------------------
+
+
+def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:
+    data = LINES.encode()
+    two_frames = zstandard.compress(data[:700]) + zstandard.compress(data[700:])
+    plain = read_trace(written(tmp_path, data))
+    for name, packed in (
+        ("a.jsonl.gz", gzip.compress(data)),
+        ("a.jsonl.zst", zstandard.compress(data)),
+        ("b.jsonl.zst", two_frames),
+    ):
+        trace = read_trace(written(tmp_path, packed, name))
+        assert trace.due_s.tolist() == plain.due_s.tolist()
+        assert trace.source == name
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, pack: object) -> None:
+    data = np.random.default_rng(0).integers(0, 9, 9000).astype(str)
+    packed = pack("".join(data).encode())  # type: ignore[operator]
+    with pytest.raises(TraceError, match="cannot be unpacked"):
+        read_trace(written(tmp_path, packed[: len(packed) // 2]))
+
+
+def test_standard_input_is_a_file_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(gzip.compress(LINES.encode())))
+    monkeypatch.setattr(sys, "stdin", piped)
+    trace = read_trace("-")
+    assert (len(trace), trace.source) == (40, "standard input")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_what_is_written_is_read_back_packed_or_not(tmp_path: Path, name: str) -> None:
+    trace = read_trace(written(tmp_path, LINES))
+    write_trace(trace, tmp_path / name)
+    again = read_trace(tmp_path / name)
+    assert again.prompt_tokens.tolist() == trace.prompt_tokens.tolist()
+    assert again.zero_s == 0.5
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_trace(trace, tmp_path / "none" / name)
+
+
+# --- several files --------------------------------------------------------------------
+
+
+def test_a_folder_stands_for_its_trace_files(tmp_path: Path) -> None:
+    written(tmp_path, CSV + "2024-05-10 00:00:10+00:00,5,6\n", "2.csv")
+    written(tmp_path, CSV + "2024-05-10 00:00:00.5+00:00,3,4\n", "1.csv")
+    written(tmp_path, "not a trace", "README.md")
+    trace = read_traces([tmp_path])
+    assert trace.due_s.tolist() == [0, 9.5]
+    assert trace.prompt_tokens.tolist() == [3, 5]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError, match="holds no trace file"):
+        read_traces([tmp_path / "empty"])
+
+
+# --- clocks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [
+        "2023-11-16 18:17:03.9799600",
+        "2023-11-16 18:17:03.979960+00:00",
+        "2023-11-16 18:17:03+00:00",
+        "2023-11-16T18:17:03.979Z",
+        "2023-11-16 18:17:03",
+        "2023-11-16T20:17:03.5+02:00",
+    ],
+)
+def test_each_kind_of_wall_clock_is_the_same_instant(tmp_path: Path, clock: str) -> None:
+    first = "2023-11-16 18:17:00+00:00"
+    for rows in ((first, clock), (clock, first)):
+        body = "".join(f"{when},3,4\r\n" for when in rows)
+        trace = read_trace(written(tmp_path, CSV + body, "a.csv"))
+        assert int(trace.due_s[1]) == 3
+        assert int(trace.zero_s) == 1_700_158_620
+
+
+def test_the_unit_of_a_plain_number_can_be_given_but_not_that_of_a_calendar(
+    tmp_path: Path,
+) -> None:
+    rows = "".join(
+        f'{{"timestamp": {t}, "input_length": 5, "output_length": 7}}\n' for t in (0, 2000)
+    )
+    path = written(tmp_path, rows)
+    assert read_trace(path).duration_s == 2
+    seconds = ReadOptions(time_unit=TimeUnit.SECONDS)
+    assert read_trace(path, None, seconds).duration_s == 2000
+    azure = written(tmp_path, CSV + "2024-05-10 00:00:10,5,6\n", "a.csv")
+    with pytest.raises(UsageError, match="--time-unit does not apply"):
+        read_trace(azure, None, seconds)
+
+
+def test_images_are_remarked_on_and_not_replayed(tmp_path: Path) -> None:
+    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15T12:00:00.269Z,2,9,4\n"
+    trace = read_trace(written(tmp_path, text, "a.csv"))
+    assert trace.prompt_tokens.tolist() == [9]
+    assert "images" in trace.notes.remarks[0]
+
+
+# --- chats and vLLM's own data set ----------------------------------------------------
+
+
+def test_chats_are_known_by_their_ids_and_their_turns_wait(tmp_path: Path) -> None:
+    rows = (
+        CHAT.format(7, -1, 10.0, 40, 100, [1, 2, 3])
+        + CHAT.format(9, -1, 11.0, 5, 5, [4])
+        + CHAT.format(8, 7, 15.0, 50, 10, [1, 2, 3, 5])
+    )
+    trace = read_trace(written(tmp_path, rows))
+    assert trace.format == "bailian"
+    assert trace.due_s.tolist() == [0, 1, 5]  # seconds
+    assert trace.hashes is not None
+    assert trace.hashes.block_size == 16
+    assert trace.turns is not None
+    assert trace.turns.after.tolist() == [-1, -1, 0]
+    # 100 tokens at 20 ms leave 3 of the 5 seconds.
+    assert trace.turns.pause_s[2] == pytest.approx(3.0)
+    again = tmp_path / "again.jsonl"
+    write_trace(trace, again)
+    assert (found := read_trace(again).turns) is not None
+    assert found.after.tolist() == [-1, -1, 0]
+
+
+def test_vllms_own_data_set_has_to_be_named(tmp_path: Path) -> None:
+    row = '{"timestamp": 2, "input_length": 20, "output_length": 3, "hash_ids": [1, 2]}\n'
+    path = written(tmp_path, row + row.replace("2,", "4,", 1))
+    trace = read_trace(path, "timed-trace")
+    assert trace.duration_s == 2
+    assert trace.hashes is not None
+    assert trace.hashes.block_size == 16
+    with pytest.raises(TraceError, match="in blocks of 512"):
+        read_trace(path)  # taken for Mooncake's, whose blocks are larger
+
+
+# --- the header -----------------------------------------------------------------------
+
+
+def test_a_header_says_what_holds_for_all_requests(tmp_path: Path) -> None:
+    header = (
+        '{"trace_header": {"version": 1, "clock": "wall", "block_size": 8, '
+        '"in_flight": [[0, 2], [10, 4]], "sampled_from": "a dashboard", "lacks": ["hash ids"]}}'
+    )
+    trace = read_trace(written(tmp_path, f"\n{header}\n{LINES}"))
+    assert trace.origin == "wall"
+    assert trace.concurrency is not None
+    assert trace.concurrency.in_flight.tolist() == [2, 4]
+    assert trace.notes.sampled_from == "a dashboard"
+    assert trace.notes.remarks == ("the recording lacks hash ids",)
+    write_trace(trace, tmp_path / "again.jsonl")
+    assert read_trace(tmp_path / "again.jsonl").notes.remarks == trace.notes.remarks
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("7", "trace_header must be an object, got 7"),
+        ('{"version": 2}', "must have version 1, got 2"),
+        ('{"version": 1, "block_size": 0}', "block_size must be a whole number above 0"),
+        ('{"version": 1, "in_flight": [[3, 1], [2, 1]]}', "times_s must ascend"),
+        ('{"version": 1, "in_flight": [1, 2]}', "must be a list of [seconds, requests]"),
+        ('{"version": 1, "clock": "sun"}', 'must be wall, shared or own, got "sun"'),
+        ('{"version": 1, "lacks": "much"}', "lacks must be a list of texts"),
+    ],
+)
+def test_a_wrong_header_is_said_to_be_wrong(tmp_path: Path, header: str, said: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        read_trace(written(tmp_path, f'{{"trace_header": {header}}}\n{LINES}'))
+    assert "line 1" in caught.value.message
+    assert said in caught.value.message
+
+
+def test_a_file_with_a_header_alone_holds_no_request(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no request"):
+        read_trace(written(tmp_path, '{"trace_header": {"version": 1}}\n'))
+
+
+def test_a_turn_cannot_wait_for_one_that_is_not_there(tmp_path: Path) -> None:
+    wrong = LINES + '{"arrived_at_s": 99, "input_length": 1, "output_length": 1, "after": 40}\n'
+    with pytest.raises(TraceError, match="request 40: after must name an earlier request"):
+        read_trace(written(tmp_path, wrong))
+
+
+# --- wrong rows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "name"),
+    [
+        (LINES, '{"arrived_at_s": 1, "input_length": -5, "output_length": 7}\nnonsense\n', "j"),
+        (CSV + "2024-05-10 00:00:10,5,6\n" * 40, "2024-05-10 00:00:10,-5,6\nx,1,2\n", "c"),
+    ],
+)
+def test_wrong_rows_can_be_counted_and_skipped_up_to_a_share(
+    tmp_path: Path, good: str, bad: str, name: str
+) -> None:
+    path = written(tmp_path, good + bad, name)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert "--skip-invalid" in caught.value.hint
+    trace = read_trace(path, None, ReadOptions(skip_invalid=True))
+    assert len(trace) == 40
+    assert trace.notes.rows == 42
+    assert sum(trace.notes.dropped.values()) == 2
+    with pytest.raises(TraceError, match="2 of 42 rows are invalid, more than 1%"):
+        read_trace(path, None, ReadOptions(skip_invalid=True, max_invalid_ratio=0.01))
+
+
+# --- formats of third parties ---------------------------------------------------------
+
+
+def _read_dots(path: Path, options: ReadOptions) -> Columns:  # noqa: ARG001 - as all readers
+    n = path.read_bytes().count(b".")
+    ones = np.ones(n, dtype=np.int64)
+    return Columns(np.arange(n, dtype=np.float64), 1.0, ones, ones.copy())
+
+
+DOTS = TraceFormat(name="dots", matches=lambda head: head.startswith(b"..."), read=_read_dots)
+NO_FORMAT = 7
+
+
+@pytest.mark.parametrize("named", [None, "dots"])
+def test_an_installed_package_can_bring_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    here = Path(__file__)
+    monkeypatch.syspath_prepend(str(here.parent))
+
+    def offer(value: str) -> None:
+        point = EntryPoint("dots", f"{here.stem}:{value}", registry_module.ENTRY_POINTS)
+        monkeypatch.setattr(registry_module, "entry_points", lambda **_: [point])
+        registry_module.all_formats.cache_clear()
+
+    offer("DOTS")
+    try:
+        assert len(read_trace(written(tmp_path, "....."), named)) == 5
+        offer("NO_FORMAT")
+        with pytest.raises(UsageError, match="is not a TraceFormat"):
+            read_trace(written(tmp_path, "....."))
+        offer("NOTHING")
+        with pytest.raises(UsageError, match="cannot be loaded"):
+            read_trace(written(tmp_path, "....."))
+    finally:
+        monkeypatch.undo()
+        registry_module.all_formats.cache_clear()
