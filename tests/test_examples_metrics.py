@@ -14,8 +14,8 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from support.examples_parts import SCHEDULE, need, ran, succeeded
-from tuner.drift.check import Verdict
-from tuner.drift.watch.handover import Handing, Notebook
+from tuner.drift.check import DriftVerdict
+from tuner.drift.watch.handover import Rollout, StateStore
 from tuner.drift.watch.health import WatchMetrics
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
@@ -108,15 +108,15 @@ class Noon:
 
 def a_page(folder: Path) -> str:
     """Return the page of a watcher that has seen something."""
-    counts = Counts(checks={str(verdict): 1 for verdict in Verdict})
+    counts = Counts(checks={str(verdict): 1 for verdict in DriftVerdict})
     last = Last(check_s=1.79e9, gain_ratio=0.1)
     profile = read_profile(SCHEDULE.parents[1] / "profiles" / "demo.profile.yaml")
     publisher = Publisher(folder / "best.yaml", Format.VLLM, profile, {})
     with StateDir(folder / "state") as kept:
-        book = Notebook(kept, WatchState(counts=counts, last=last))
+        book = StateStore(kept, WatchState(counts=counts, last=last))
         watcher = Watcher(
             book=book,
-            handing=Handing(book, publisher, None, None, Noon(), print),
+            handing=Rollout(book, publisher, None, None, Noon(), print),
             policy=Policy(),
             every_s=900,
             tuned_for=profile.present_limits,
@@ -143,7 +143,7 @@ def test_every_verdict_that_is_asked_for_is_one() -> None:
     assert len(asked) == 2
     for how, text in asked:
         pattern = text if how == "=~" else re.escape(text)
-        assert [v for v in Verdict if re.fullmatch(pattern, v)] != []
+        assert [v for v in DriftVerdict if re.fullmatch(pattern, v)] != []
 
 
 def test_the_dashboard_s_panels_lie_beside_each_other_and_say_what_they_show() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tuner import stats
 from tuner.errors import TooFewSamplesError
-from tuner.stats import BIN_RATIO, EMPTY, Tally, Weighted, pooled
+from tuner.stats import BIN_RATIO, EMPTY, LogHistogram, WeightedSamples, pooled
 
 # Rounding may put a sample that lies on an edge into the next bin.
 ROUNDING = 1e-9
@@ -26,8 +26,8 @@ usual = st.sampled_from([0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99])
 fractions = usual | st.integers(1, 999).map(lambda k: k / 1000)
 
 
-def counted(samples: list[float]) -> Weighted:
-    tally = Tally()
+def counted(samples: list[float]) -> WeightedSamples:
+    tally = LogHistogram()
     tally.add(np.array(samples))
     return tally.finish()
 
@@ -37,7 +37,7 @@ def within_a_bin(value: float) -> object:
     return pytest.approx(value, rel=BIN_RATIO + ROUNDING, abs=0.0)
 
 
-def same(a: Weighted, b: Weighted) -> None:
+def same(a: WeightedSamples, b: WeightedSamples) -> None:
     """Check that two counts tell the same, up to rounding at the edges of bins."""
     assert a.total_weight == pytest.approx(b.total_weight, rel=1e-12)
     assert a.mean().value == pytest.approx(b.mean().value, rel=1e-12)
@@ -62,7 +62,7 @@ def test_a_quantile_lies_in_the_bin_of_the_nearest_rank(samples: list[float], q:
 def test_samples_spread_over_a_bin_are_told_to_half_of_it() -> None:
     """Seed 0; 20 million per unit of value, so every bin is evenly filled."""
     samples = np.random.default_rng(0).uniform(1.0, 1.01, 200_000)
-    tally = Tally()
+    tally = LogHistogram()
     tally.add(samples)
     found = tally.finish()
     for q in (0.05, 0.5, 0.95, 0.999):
@@ -97,7 +97,7 @@ def test_the_mean_is_exact_and_has_no_interval(samples: list[float]) -> None:
 @given(st.lists(st.tuples(positive | st.just(0.0), st.integers(1, 9)), min_size=1, max_size=60))
 @settings(deadline=None)
 def test_a_weight_is_a_repetition(weighed: list[tuple[float, int]]) -> None:
-    tally = Tally()
+    tally = LogHistogram()
     tally.add(np.array([v for v, _ in weighed]), np.array([float(w) for _, w in weighed]))
     same(tally.finish(), counted([v for v, w in weighed for _ in range(w)]))
 
@@ -111,7 +111,7 @@ def test_parts_pooled_are_the_samples_counted_together(
     found = pooled([counted(part) for part in parts])
     same(found, counted(everything))
     assert found.value_at(q) == within_a_bin(stats.quantile(everything, q).value)
-    piecemeal = Tally()
+    piecemeal = LogHistogram()
     for part in parts:
         piecemeal.add(np.array(part))
     same(piecemeal.finish(), counted(everything))
@@ -159,7 +159,7 @@ def test_values_ascend_and_every_one_has_weight(samples: list[float]) -> None:
 
 def test_its_size_does_not_grow_with_the_samples() -> None:
     """Seed 0; a decade holds 4,606 bins, whatever falls into it."""
-    rng, tally = np.random.default_rng(0), Tally()
+    rng, tally = np.random.default_rng(0), LogHistogram()
     for _ in range(20):
         tally.add(rng.uniform(0.1, 1.0, 10_000))
     assert tally.finish().values.size <= 4607
@@ -167,7 +167,7 @@ def test_its_size_does_not_grow_with_the_samples() -> None:
 
 
 def test_without_samples_there_is_no_number() -> None:
-    nothing = Tally()
+    nothing = LogHistogram()
     nothing.add(np.empty(0))
     nothing.add(np.array([3.0]), np.array([0.0]))
     for empty in (nothing.finish(), EMPTY, pooled([]), pooled([EMPTY, EMPTY])):

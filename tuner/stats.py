@@ -260,7 +260,7 @@ _ZERO = -(1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightedSamples:
     """Samples with weights, ascending; each value stands for a bin and is its mean.
 
     Shapes: values and weights are [bins].
@@ -314,10 +314,10 @@ class Weighted:
         return float(self.weights[self.values > bound].sum())
 
 
-EMPTY = Weighted(np.empty(0), np.empty(0))
+EMPTY = WeightedSamples(np.empty(0), np.empty(0))
 
 
-class Tally:
+class LogHistogram:
     """Counts samples into bins as they come; negative ones count as zero."""
 
     def __init__(self) -> None:
@@ -338,7 +338,7 @@ class Tally:
         keys[above] = np.floor(np.log(values[above]) / _LOG_WIDTH).astype(np.int64)
         self._merge(keys, weighed, np.where(above, values, 0.0) * weighed)
 
-    def add_counted(self, counted: Weighted) -> None:
+    def add_counted(self, counted: WeightedSamples) -> None:
         """Count what another tally has counted."""
         self.add(counted.values, counted.weights)
 
@@ -351,18 +351,18 @@ class Tally:
         np.add.at(self._weights, where, all_weights)
         np.add.at(self._sums, where, all_sums)
 
-    def finish(self) -> Weighted:
+    def finish(self) -> WeightedSamples:
         """Return what was counted."""
         weighty = self._weights > 0
         weights = self._weights[weighty]
-        return Weighted(self._sums[weighty] / weights, weights)
+        return WeightedSamples(self._sums[weighty] / weights, weights)
 
 
-def pooled(parts: Sequence[Weighted]) -> Weighted:
+def pooled(parts: Sequence[WeightedSamples]) -> WeightedSamples:
     """Return the samples of all parts together."""
     if len(parts) == 1:
         return parts[0]
-    tally = Tally()
+    tally = LogHistogram()
     for part in parts:
         tally.add_counted(part)
     return tally.finish()
@@ -387,7 +387,7 @@ class Resampled:
     df: float
 
 
-LEAST_RUNS: Final = 8
+MIN_RUNS: Final = 8
 """Ours: of fewer runs a spread is a guess, whatever Student's factor makes of it."""
 
 
@@ -399,7 +399,7 @@ def run_lengths(blocks: int) -> list[int]:
     block are not.
     """
     usual = math.ceil(math.cbrt(blocks))
-    return [length for length in (usual, 2 * usual) if blocks / length >= LEAST_RUNS] or [usual]
+    return [length for length in (usual, 2 * usual) if blocks / length >= MIN_RUNS] or [usual]
 
 
 def resampled(statistic: Statistic, blocks: int, rng: np.random.Generator) -> Resampled:

@@ -65,13 +65,13 @@ def every_setting(window_s: float) -> dict[str, Any]:
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
     from tuner.replay.plan import ReplayPlan
-    from tuner.replay.process import Host
+    from tuner.replay.process import EngineProcess
 
     ceiling = EngineLimits(max(CAPS), max(BUDGETS))
     began_s = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as folder,
-        Host(LiveSource(), Path(folder) / "live.log") as host,
+        EngineProcess(LiveSource(), Path(folder) / "live.log") as host,
     ):
         host.start(demo_engine_args(), ceiling)
         start_s = time.monotonic() - began_s

@@ -48,7 +48,7 @@ MODEL = "demo"
 PRESENT = {"max-num-seqs": 8, "max-num-batched-tokens": 2048}
 PATIENCE_S = 180.0
 RECORD_S, CALM_S, SINCE_S, GUARD_S = 150.0, 100.0, 90, 60
-MOST_IN_FLIGHT = 128
+MAX_IN_FLIGHT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Load:
             while not self._is_over.is_set():
                 due_s += self.rng.exponential(1 / self.traffic.per_s)
                 await asyncio.sleep(max(due_s - time.monotonic(), 0.0))
-                if len(open_) >= MOST_IN_FLIGHT:
+                if len(open_) >= MAX_IN_FLIGHT:
                     self.left_out += 1
                     continue
                 task = asyncio.create_task(self._ask(session))

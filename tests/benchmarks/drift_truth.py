@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 from tuner.arrays import Ints
-from tuner.drift.check import Verdict, check
+from tuner.drift.check import DriftVerdict, check
 from tuner.drift.compare import compare
 from tuner.drift.retune import Retune, retuning, shadow_host
 from tuner.engine.limits import EngineLimits
@@ -191,7 +191,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
         if best_still is not None:
             paid_anyway = _gain(score_of(seen_still, tuned.limits), best_still.score)
     advised_limits = (
-        found.best if found.verdict is Verdict.PAYS and found.best else tuned.limits
+        found.best if found.verdict is DriftVerdict.PAYS and found.best else tuned.limits
     )
     advised = score_of(seen, advised_limits)
     ideal = best.score
@@ -248,7 +248,7 @@ def summary(found: Sequence[Tried]) -> dict[str, object]:
     moved = [t for t in found if t.planted != "none"]
     paying = [t for t in moved if t.pays_enough]
     since = [t for t in moved if t.pays_since]
-    pays = str(Verdict.PAYS)
+    pays = str(DriftVerdict.PAYS)
     shares = [
         share("unshifted, called shifted", sum(bool(t.shifts) for t in still), len(still)),
         share("unshifted, told to re-tune", sum(t.verdict == pays for t in still), len(still)),

@@ -26,7 +26,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.search.objective import Objective, parse_goal
 from tuner.search.race import RaceRun, compare, next_run
 from tuner.traffic.formats import ReadOptions, read_trace
@@ -38,7 +38,7 @@ LIMITS = EngineLimits(16, 2048)
 TWIN = EngineLimits(17, 2048)
 
 
-def race(host: Host, requests: int) -> dict[str, Any]:
+def race(host: EngineProcess, requests: int) -> dict[str, Any]:
     """Run one race of the two names and return its outcome."""
     goal = parse_goal(Objective.LATENCY, (), requests)
     runs: list[RaceRun] = []
@@ -65,7 +65,7 @@ def main() -> None:
     races = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Host(LiveSource(), Path(folder) / "live.log") as host,
+        EngineProcess(LiveSource(), Path(folder) / "live.log") as host,
     ):
         started = host.start(demo_engine_args(), TWIN)
         host.load("window", window, 0)

@@ -43,11 +43,11 @@ from tuner.recorder.settings import FILE
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner
 from tuner.replay.server.client import Endpoint, replay_http
 from tuner.shadow.profiles import read_profile
-from tuner.shadow.served import learn
+from tuner.shadow.served import fit_serving_overhead
 from tuner.shadow.source import ShadowSource
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
@@ -69,7 +69,7 @@ REPLAYS = ("recording replayed", "shadow", "shadow, corrected")
 Figures = dict[str, float]
 
 
-def in_process(host: Host, trace: Trace) -> Figures:
+def in_process(host: EngineProcess, trace: Trace) -> Figures:
     """Replay inside the engine's process."""
     host.load("trace", trace, 0)
     log = host.replay("trace", LIMITS, ReplayPlan())
@@ -153,7 +153,7 @@ def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
     """Replay a recording by the shadow of the bundled profile, and as `before` corrects it."""
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
     with shadow_host(profile, is_forced=True) as (host, _):
-        bench = Bench(host, {}, LIMITS, 0)
+        bench = EngineRunner(host, {}, LIMITS, 0)
 
         def replay(model: StepModel, name: str) -> ReplayLog:
             tried = replace(profile, step_model=model)
@@ -166,7 +166,7 @@ def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
         found = {"shadow": figures_of(replay(profile.step_model, "this"))}
         if before is not None:
             bench.use("before", before)
-            corrected, learnt = learn(
+            corrected, learnt = fit_serving_overhead(
                 profile, before, LIMITS, lambda model: replay(model, "before").timelines
             )
             sys.stderr.write("\n".join(learnt.lines()) + "\n")
@@ -194,7 +194,7 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
         for number in range(options.rounds):
             folder = root / str(number)
             folder.mkdir()
-            with Host(LiveSource(), root / "engine.log") as host:
+            with EngineProcess(LiveSource(), root / "engine.log") as host:
                 info = host.start(demo_engine_args(), LIMITS).info
                 inside = in_process(host, trace)
             client, recording = over_http(trace, folder, info.vocab_size, options.executor)
@@ -205,7 +205,7 @@ def rounds_of(options: argparse.Namespace) -> list[dict[str, Figures]]:
                 "engine's own stamps": engine_stamps(recording),
                 "recorded": recorded(read),
             }
-            with Host(LiveSource(), root / "engine.log") as host:
+            with EngineProcess(LiveSource(), root / "engine.log") as host:
                 host.start(demo_engine_args(), LIMITS)
                 this["recording replayed"] = in_process(host, read)
                 if options.busy:

@@ -44,10 +44,10 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.search.trials import apart, metric_error
 from tuner.shadow.calibration import Calibration, error_ratio
-from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.reshape import at_load
@@ -152,7 +152,7 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     print(f"\n{scenario.name}: {len(window)} requests in {window.duration_s:.0f} s", flush=True)
     walls: dict[str, float] = {}
     live: dict[EngineLimits, list[dict[str, Any]]] = {}
-    with Host(LiveSource(), folder / "live.log") as host:
+    with EngineProcess(LiveSource(), folder / "live.log") as host:
         began_s = time.monotonic()
         started = host.start(values, ceiling)
         walls["start"] = time.monotonic() - began_s
@@ -204,11 +204,11 @@ def foretell(
     walls: dict[str, float],
 ) -> dict[EngineLimits, dict[str, Any]]:
     """Return what the shadow says of the settings."""
-    with Shadows(profile, ceiling, 2, folder / "shadow.log", 0) as shadows:
+    with ShadowPool(profile, ceiling, 2, folder / "shadow.log", 0) as shadows:
         shadows.use("window", window)
-        shadows.run([Task(("window",), settings[0], ReplayPlan())] * 2)
+        shadows.run([ReplayTask(("window",), settings[0], ReplayPlan())] * 2)
         began_s = time.monotonic()
-        found = shadows.run([Task(("window",), s, ReplayPlan()) for s in settings])
+        found = shadows.run([ReplayTask(("window",), s, ReplayPlan()) for s in settings])
         walls["shadow, each"] = (time.monotonic() - began_s) / len(settings)
     return {
         limits: outcome.as_json()

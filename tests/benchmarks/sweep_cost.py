@@ -51,13 +51,13 @@ def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, fl
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
     from tuner.replay.plan import ReplayPlan
-    from tuner.replay.process import Host
+    from tuner.replay.process import EngineProcess
 
     began_s = time.perf_counter()
     limits = [EngineLimits(cap, budget) for cap, budget in configurations]
     with (
         tempfile.TemporaryDirectory() as folder,
-        Host(LiveSource(), Path(folder) / "engine.log") as host,
+        EngineProcess(LiveSource(), Path(folder) / "engine.log") as host,
     ):
         started = host.start(demo_engine_args(), EngineLimits(max(CAPS), max(BUDGETS)))
         ready_s = time.perf_counter() - began_s

@@ -21,7 +21,7 @@ from tuner.cli.commands import plan
 from tuner.cli.plan import run_calendar
 from tuner.drift.by_hour import (
     Hour,
-    Served,
+    ServedHour,
     Table,
     calendar_of,
     clock_spans,
@@ -108,7 +108,7 @@ def hours_with(requests: Sequence[int], dates: int = 3) -> list[Hour]:
 
 def values(rows: dict[EngineLimits, list[float]], dates: int = 3) -> Table:
     return {
-        limits: [[Served(Tier.GOOD, value)] * dates for value in row]
+        limits: [[ServedHour(Tier.GOOD, value)] * dates for value in row]
         for limits, row in rows.items()
     }
 
@@ -139,9 +139,9 @@ def test_differences_within_the_shadows_error_switch_nothing() -> None:
 
 def test_an_hour_that_breaks_an_slo_is_mended_before_anything_is_faster() -> None:
     hours = hours_with([1000, 10])
-    table: dict[EngineLimits, list[list[Served]]] = {
-        SMALL: [[Served(Tier.GOOD, 1.0)], [Served(Tier.BREAKS_SLO, 1.0)]],
-        LARGE: [[Served(Tier.GOOD, 1.5)], [Served(Tier.GOOD, 1.5)]],
+    table: dict[EngineLimits, list[list[ServedHour]]] = {
+        SMALL: [[ServedHour(Tier.GOOD, 1.0)], [ServedHour(Tier.BREAKS_SLO, 1.0)]],
+        LARGE: [[ServedHour(Tier.GOOD, 1.5)], [ServedHour(Tier.GOOD, 1.5)]],
     }
     plans = day_plans([replace(h, parts=h.parts[:1], dates=(0,)) for h in hours], table, 0.05)
     assert plans.fixed.by_hour == (LARGE, LARGE)
@@ -155,7 +155,7 @@ def test_what_differs_from_date_to_date_widens_the_interval() -> None:
     widths = []
     for rows in (steady, varied):
         table = {
-            limits: [[Served(Tier.GOOD, v) for v in row] for row in kept]
+            limits: [[ServedHour(Tier.GOOD, v) for v in row] for row in kept]
             for limits, kept in rows.items()
         }
         gain = day_plans(hours, table, wrong_ratio=0.05).two.gain

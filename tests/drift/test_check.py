@@ -22,7 +22,7 @@ from support.shadow_parts import a_shape
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner.cli.commands import check as check_command
-from tuner.drift.check import Checked, Verdict, check, without_replay
+from tuner.drift.check import Checked, DriftVerdict, check, without_replay
 from tuner.drift.compare import compare
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
@@ -51,12 +51,12 @@ def checked(
 
 def test_unchanged_traffic_takes_no_replay(tmp_path: Path) -> None:
     found, replays = checked(tmp_path, TODAY, present=2)
-    assert (found.verdict, found.exit_code, replays) == (Verdict.UNCHANGED, 0, 0)
+    assert (found.verdict, found.exit_code, replays) == (DriftVerdict.UNCHANGED, 0, 0)
 
 
 def test_a_shift_that_the_present_cap_does_not_bear_pays(tmp_path: Path) -> None:
     found, _ = checked(tmp_path, longer_outputs(TODAY), present=2)
-    assert (found.verdict, found.exit_code) == (Verdict.PAYS, 10)
+    assert (found.verdict, found.exit_code) == (DriftVerdict.PAYS, 10)
     assert found.best is not None
     assert found.best.max_num_seqs > 2
     assert found.gain is not None
@@ -70,14 +70,14 @@ def test_a_shift_that_the_present_cap_does_not_bear_pays(tmp_path: Path) -> None
 
 def test_a_shift_that_no_other_cap_serves_better_is_told_as_such(tmp_path: Path) -> None:
     found, replays = checked(tmp_path, longer_outputs(TODAY), present=16)
-    assert (found.verdict, found.exit_code) == (Verdict.STILL_BEST, 0)
+    assert (found.verdict, found.exit_code) == (DriftVerdict.STILL_BEST, 0)
     assert replays > 0
     assert "output_tokens" in found.why
 
 
 def test_a_gain_within_the_shadows_error_does_not_pay(tmp_path: Path) -> None:
     found, _ = checked(tmp_path, longer_outputs(TODAY), present=2, wrong_ratio=50.0)
-    assert found.verdict is Verdict.STILL_BEST
+    assert found.verdict is DriftVerdict.STILL_BEST
     assert found.gain is not None
     assert found.gain.interval[0] < 0 < found.gain.value
 
@@ -86,7 +86,7 @@ def test_with_too_little_data_nothing_is_asked_of_the_shadow() -> None:
     drift = compare(sketch_of(BEFORE), sketch_of(TODAY.between(0.0, 30.0)))
     found = without_replay(drift, EngineLimits(2, 2048))
     assert found is not None
-    assert (found.verdict, found.exit_code) == (Verdict.TOO_LITTLE, 0)
+    assert (found.verdict, found.exit_code) == (DriftVerdict.TOO_LITTLE, 0)
 
 
 def run_check(*arguments: str) -> int:

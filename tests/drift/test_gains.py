@@ -13,11 +13,11 @@ from tuner.drift.gains import Gain, by_stretch, gain_over
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
-from tuner.search.objective import Goal, Objective
+from tuner.search.objective import Objective, Scoring
 from tuner.stats import Estimate
 
-LATENCY = Goal(Objective.LATENCY, (), "p50")
-TAIL = Goal(Objective.BALANCED, (), "p90")
+LATENCY = Scoring(Objective.LATENCY, (), "p50")
+TAIL = Scoring(Objective.BALANCED, (), "p90")
 REQUESTS = 400
 
 
@@ -61,7 +61,7 @@ def test_a_steady_gain_has_the_shadows_error_as_its_interval() -> None:
 
 
 @pytest.mark.parametrize("goal", [LATENCY, TAIL])
-def test_the_gain_is_that_of_the_whole_replay(goal: Goal) -> None:
+def test_the_gain_is_that_of_the_whole_replay(goal: Scoring) -> None:
     rng = np.random.default_rng(0)
     old_s = in_bursts(rng)
     new_s = old_s * rng.uniform(0.5, 1.0, REQUESTS)
@@ -97,7 +97,7 @@ def test_a_gain_in_half_of_the_bursts_is_none() -> None:
 
 
 def test_a_broken_slo_is_compared_by_the_tail_that_both_have() -> None:
-    goal = Goal(Objective.LATENCY, (parse_slo("e2e_p50=1.8s"),), "p50")
+    goal = Scoring(Objective.LATENCY, (parse_slo("e2e_p50=1.8s"),), "p50")
     found = gain_over(lasting(2.0), lasting(1.7), goal, wrong_ratio=0.5)
     assert found is not None
     assert found.metric == "e2e_p50"
@@ -114,7 +114,7 @@ def test_a_rate_that_rises_is_a_gain() -> None:
 
 
 def test_a_rate_is_compared_stretch_by_stretch() -> None:
-    goal = Goal(Objective.THROUGHPUT, (), "p50")
+    goal = Scoring(Objective.THROUGHPUT, (), "p50")
     slow = [(float(i), (2.0 * i + 1.0,), Outcome.COMPLETED) for i in range(REQUESTS)]
     found = gain_over([a_log(slow)], lasting(0.5), goal, wrong_ratio=0.03)
     assert found is not None

@@ -28,7 +28,7 @@ from tuner.emit.vllm import render
 from tuner.errors import UsageError
 from tuner.run.result import comments
 from tuner.search.objective import Tier
-from tuner.search.race import Decision, Verdict
+from tuner.search.race import RaceDecision, RaceVerdict
 
 Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
@@ -63,7 +63,9 @@ def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) ->
 
 
 def test_advice_to_keep_is_said_in_both(tmp_path: Path) -> None:
-    keep = Decision(Verdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise")
+    keep = RaceDecision(
+        RaceVerdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise"
+    )
     of_run = read_run(a_run_dir(tmp_path, an_outcome(keep)))
     path = tmp_path / "best.yaml"
     path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tuner import stats
 from tuner.engine.protocol import Batch, DecodeRun, Step
 from tuner.engine.steps import LEVELS, StepColumns, StepLog, StepSummary
-from tuner.stats import BIN_RATIO, Weighted
+from tuner.stats import BIN_RATIO, WeightedSamples
 
 QUANTILES = (0.01, 0.25, 0.5, 0.9, 0.99)
 
@@ -45,7 +45,7 @@ def summary(steps: list[Step]) -> StepSummary:
     return logged(steps)[0]
 
 
-def same_counts(a: Weighted, b: Weighted) -> None:
+def same_counts(a: WeightedSamples, b: WeightedSamples) -> None:
     assert a.total_weight == pytest.approx(b.total_weight)
     if b.total_weight == 0:
         return

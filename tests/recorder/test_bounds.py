@@ -28,7 +28,7 @@ from tuner.recorder.messages import (
     Usage,
     weight_bytes,
 )
-from tuner.recorder.open_prompts import MOST_OPEN_BYTES, OpenPrompts
+from tuner.recorder.open_prompts import MAX_OPEN_BYTES, OpenPrompts
 
 HASHES = KeyedHashes(bytes(range(32)))
 
@@ -158,8 +158,8 @@ def test_prompts_that_are_never_answered_take_no_more_than_their_bound(
             one = prompt(name.format(number), number, 3)
             opened.add(one, array("q", [number]) * blocks)
         assert len(opened) < count
-        assert opened.held_bytes <= MOST_OPEN_BYTES
-        assert 0.8 * MOST_OPEN_BYTES < held() < 1.1 * MOST_OPEN_BYTES
+        assert opened.held_bytes <= MAX_OPEN_BYTES
+        assert 0.8 * MAX_OPEN_BYTES < held() < 1.1 * MAX_OPEN_BYTES
     # The oldest went.
     assert opened.find(name.format(0), 0) is None
     assert opened.find(name.format(count - 1), count - 1) is not None

@@ -26,8 +26,8 @@ from support.recorder_parts import (
     recording,
     warnings_kept,
 )
-from tuner.recorder.faults import MOST_IN_A_ROW
-from tuner.recorder.recorder import MOST_WAITING_BYTES, process_recorder
+from tuner.recorder.faults import MAX_IN_A_ROW
+from tuner.recorder.recorder import MAX_WAITING_BYTES, process_recorder
 from tuner.recorder.rows import Source, header_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
@@ -179,8 +179,8 @@ def test_a_disk_that_hangs_ends_the_recording_before_memory_does(
                     break
             assert not recorder.is_on
             # What waited is let go of at once, not only when the disk comes back.
-            assert tracemalloc.get_traced_memory()[0] < MOST_WAITING_BYTES / 10
-            assert 0.9 * MOST_WAITING_BYTES < most_bytes < 1.1 * MOST_WAITING_BYTES
+            assert tracemalloc.get_traced_memory()[0] < MAX_WAITING_BYTES / 10
+            assert 0.9 * MAX_WAITING_BYTES < most_bytes < 1.1 * MAX_WAITING_BYTES
             goes_on.set()
     finally:
         tracemalloc.stop()
@@ -208,10 +208,10 @@ def test_very_many_faults_without_a_request_that_goes_well_end_the_recording(
 ) -> None:
     odd: Any = None
     with log_kept() as said, recording(tmp_path / "prod.jsonl") as recorder:
-        for _ in range(MOST_IN_A_ROW - 1):
+        for _ in range(MAX_IN_A_ROW - 1):
             recorder.offer(finished(Reported("bad", e2e_latency=odd)))
         recorder.offer(finished(Reported("good")))
-        for _ in range(MOST_IN_A_ROW):
+        for _ in range(MAX_IN_A_ROW):
             assert recorder.is_on
             recorder.offer(finished(Reported("bad", e2e_latency=odd)))
         recorder.close()

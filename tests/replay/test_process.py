@@ -24,7 +24,7 @@ from tuner.engine.protocol import EngineFacts
 from tuner.errors import EngineError, TraceError, UsageError
 from tuner.replay.loop import Progress
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host, last_words
+from tuner.replay.process import EngineProcess, last_words
 from tuner.replay.timeline import Outcome
 from tuner.traffic.traces import LoadModel
 
@@ -58,26 +58,26 @@ def log_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host(log_path: Path) -> Iterator[Host]:
+def host(log_path: Path) -> Iterator[EngineProcess]:
     """Return a host with a toy that dies at a cap of 7, started and with traces loaded."""
-    with Host(ToySource(dies_at=(7,)), log_path) as host:
+    with EngineProcess(ToySource(dies_at=(7,)), log_path) as host:
         ready(host)
         yield host
 
 
-def ready(host: Host) -> None:
+def ready(host: EngineProcess) -> None:
     host.start({}, CEILING)
     host.load("short", TRACE, 0)
     host.load("long", LONG, 0)
 
 
-def pid_of(host: Host) -> int:
+def pid_of(host: EngineProcess) -> int:
     assert host._process is not None
     assert host._process.pid is not None
     return host._process.pid
 
 
-def test_a_replay_in_the_child_is_the_replay_here(host: Host) -> None:
+def test_a_replay_in_the_child_is_the_replay_here(host: EngineProcess) -> None:
     plan = ReplayPlan(keep_steps=True)
     log, here = host.replay("short", LIMITS, plan), replay_toy(TRACE, LIMITS, plan=plan)
     assert log.timelines.last_s.tolist() == here.timelines.last_s.tolist()
@@ -86,7 +86,7 @@ def test_a_replay_in_the_child_is_the_replay_here(host: Host) -> None:
     assert pid_of(host) != os.getpid()
 
 
-def test_one_process_serves_all_requests(host: Host) -> None:
+def test_one_process_serves_all_requests(host: EngineProcess) -> None:
     first = pid_of(host)
     for cap in (1, 16, 4):
         host.replay("short", EngineLimits(cap, 256), ReplayPlan())
@@ -94,11 +94,11 @@ def test_one_process_serves_all_requests(host: Host) -> None:
 
 
 def test_facts_are_told_before_anything_is_started(log_path: Path) -> None:
-    with Host(ToySource(), log_path) as host:
+    with EngineProcess(ToySource(), log_path) as host:
         assert host.facts({}) == EngineFacts(PRESENT, 4096, True, "0.0", "toy")
 
 
-def test_progress_is_heard_and_the_caller_may_stop(host: Host) -> None:
+def test_progress_is_heard_and_the_caller_may_stop(host: EngineProcess) -> None:
     heard: list[Progress] = []
 
     def stop(progress: Progress) -> bool:
@@ -113,14 +113,16 @@ def test_progress_is_heard_and_the_caller_may_stop(host: Host) -> None:
     assert again.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
 
-def test_a_stop_that_comes_too_late_harms_nothing(host: Host) -> None:
+def test_a_stop_that_comes_too_late_harms_nothing(host: EngineProcess) -> None:
     assert host._connection is not None
     host._connection.send("stop")
     log = host.replay("short", LIMITS, ReplayPlan())
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
 
-def test_a_crash_is_an_engine_error_with_its_last_words(host: Host, log_path: Path) -> None:
+def test_a_crash_is_an_engine_error_with_its_last_words(
+    host: EngineProcess, log_path: Path
+) -> None:
     with pytest.raises(EngineError) as caught:
         host.replay("short", EngineLimits(7, 256), ReplayPlan())
     assert LAST_WORDS in caught.value.message
@@ -129,7 +131,9 @@ def test_a_crash_is_an_engine_error_with_its_last_words(host: Host, log_path: Pa
     assert str(log_path) in caught.value.hint
 
 
-def test_after_a_crash_it_starts_again_with_nothing_left_of_the_old(host: Host) -> None:
+def test_after_a_crash_it_starts_again_with_nothing_left_of_the_old(
+    host: EngineProcess,
+) -> None:
     old = pid_of(host)
     with pytest.raises(EngineError):
         host.replay("short", EngineLimits(7, 256), ReplayPlan())
@@ -140,7 +144,7 @@ def test_after_a_crash_it_starts_again_with_nothing_left_of_the_old(host: Host) 
     assert log.timelines.count(Outcome.COMPLETED) == len(TRACE)
 
 
-def test_old_last_words_are_not_told_again(host: Host) -> None:
+def test_old_last_words_are_not_told_again(host: EngineProcess) -> None:
     with pytest.raises(EngineError, match="ToyMemoryError"):
         host.replay("short", EngineLimits(7, 256), ReplayPlan())
     ready(host)
@@ -150,7 +154,9 @@ def test_old_last_words_are_not_told_again(host: Host) -> None:
     assert "ToyMemoryError" not in caught.value.message
 
 
-def test_a_child_that_is_killed_in_the_middle_is_taken_for_out_of_memory(host: Host) -> None:
+def test_a_child_that_is_killed_in_the_middle_is_taken_for_out_of_memory(
+    host: EngineProcess,
+) -> None:
     def kill(progress: Progress) -> bool:
         assert progress.offered == len(LONG)
         os.kill(pid_of(host), signal.SIGKILL)
@@ -160,7 +166,9 @@ def test_a_child_that_is_killed_in_the_middle_is_taken_for_out_of_memory(host: H
         host.replay("long", LIMITS, ReplayPlan(), kill)
 
 
-def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(host: Host) -> None:
+def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(
+    host: EngineProcess,
+) -> None:
     """As on Ctrl-C, while a shadow replays: neither of the two may trip over the other."""
     begun = threading.Event()
 
@@ -180,13 +188,15 @@ def test_a_child_that_is_ended_while_another_thread_asks_is_ended_once(host: Hos
     assert host._connection is None
 
 
-def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(host: Host) -> None:
+def test_a_child_that_is_killed_while_idle_is_noticed_at_the_next_request(
+    host: EngineProcess,
+) -> None:
     os.kill(pid_of(host), signal.SIGKILL)
     with pytest.raises(EngineError, match="died during replay"):
         host.replay("short", LIMITS, ReplayPlan())
 
 
-def test_an_interrupt_does_not_reach_the_child(host: Host) -> None:
+def test_an_interrupt_does_not_reach_the_child(host: EngineProcess) -> None:
     pid = pid_of(host)
     assert os.getsid(pid) == pid != os.getsid(0)
     os.kill(pid, signal.SIGINT)
@@ -195,7 +205,7 @@ def test_an_interrupt_does_not_reach_the_child(host: Host) -> None:
     assert pid_of(host) == pid
 
 
-def test_an_error_keeps_its_class_and_hint_on_the_way(host: Host) -> None:
+def test_an_error_keeps_its_class_and_hint_on_the_way(host: EngineProcess) -> None:
     with pytest.raises(UsageError) as refused:
         host.facts({"toy-refuses": 1})
     assert refused.value.hint == "leave it out"
@@ -205,14 +215,19 @@ def test_an_error_keeps_its_class_and_hint_on_the_way(host: Host) -> None:
     assert host.replay("short", LIMITS, ReplayPlan()).cut_reason is None
 
 
-def test_limits_above_the_ceiling_are_an_engine_error(host: Host, log_path: Path) -> None:
+def test_limits_above_the_ceiling_are_an_engine_error(
+    host: EngineProcess, log_path: Path
+) -> None:
     with pytest.raises(EngineError, match="above 16/512") as caught:
         host.replay("short", EngineLimits(17, 512), ReplayPlan())
     assert str(log_path) in caught.value.hint
 
 
 def test_a_replay_without_an_engine_is_an_error_and_no_puzzle(log_path: Path) -> None:
-    with Host(ToySource(), log_path) as host, pytest.raises(EngineError, match="no engine"):
+    with (
+        EngineProcess(ToySource(), log_path) as host,
+        pytest.raises(EngineError, match="no engine"),
+    ):
         host.load("short", TRACE, 0)
 
 
@@ -228,7 +243,7 @@ class Defective(ToySource):
 
 def test_an_unforeseen_failure_of_the_child_is_told_with_its_last_words(log_path: Path) -> None:
     with (
-        Host(Defective(), log_path) as host,
+        EngineProcess(Defective(), log_path) as host,
         pytest.raises(EngineError, match=r"ZeroDivisionError: the defect of \{\}"),
     ):
         host.start({}, CEILING)
@@ -237,17 +252,17 @@ def test_an_unforeseen_failure_of_the_child_is_told_with_its_last_words(log_path
 
 
 def test_closing_ends_the_child_and_closing_again_is_nothing(log_path: Path) -> None:
-    host = Host(ToySource(), log_path)
+    host = EngineProcess(ToySource(), log_path)
     host.start({}, CEILING)
     pid = pid_of(host)
     host.close()
     assert not is_alive(pid)
     host.close()
-    Host(ToySource(), log_path).close()
+    EngineProcess(ToySource(), log_path).close()
 
 
 def test_leaving_with_an_error_ends_the_child_at_once(log_path: Path) -> None:
-    host = Host(ToySource(), log_path)
+    host = EngineProcess(ToySource(), log_path)
     host.start({}, CEILING)
     pid = pid_of(host)
     host.__exit__(KeyError, KeyError(), None)

@@ -10,16 +10,16 @@ from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, Failure
 
 CEILING = EngineLimits(32, 2048)
 SWEEP = [EngineLimits(cap, 1024) for cap in (1, 4, 16)]
 
 
-def a_bench(source: ToySource, log: Path) -> tuple[Host, Bench]:
-    host = Host(source, log)
-    bench = Bench(host, {}, CEILING, seed=0)
+def a_bench(source: ToySource, log: Path) -> tuple[EngineProcess, EngineRunner]:
+    host = EngineProcess(source, log)
+    bench = EngineRunner(host, {}, CEILING, seed=0)
     bench.use("all", steady(40, per_s=20.0))
     return host, bench
 

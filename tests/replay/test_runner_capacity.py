@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.replay.runner import LARGEST_LOAD, LEAST_LOAD, LOAD_RATIO, Capacity, capacity
+from tuner.replay.runner import LARGEST_LOAD, LOAD_RATIO, MIN_LOAD, Capacity, capacity
 
 # Six doublings or halvings lead from 1 to either end, and six halvings of a factor two in
 # logarithms lead below two percent.
-MOST_QUESTIONS = 1 + 6 + 6
+MAX_QUESTIONS = 1 + 6 + 6
 
 edges = st.floats(-5.99, 5.99).map(lambda power: 2.0**power)
 starts = st.floats(-3.0, 3.0).map(lambda power: 2.0**power)
@@ -36,7 +36,7 @@ def test_the_planted_capacity_is_found_within_two_percent(edge: float) -> None:
     assert found.load is not None
     assert found.beyond is not None
     assert found.load <= edge < found.beyond <= found.load * (1 + LOAD_RATIO)
-    assert len(planted.asked) <= MOST_QUESTIONS
+    assert len(planted.asked) <= MAX_QUESTIONS
     assert len(set(planted.asked)) == len(planted.asked)
 
 
@@ -51,12 +51,12 @@ def test_where_it_starts_changes_the_questions_and_not_the_answer(
         assert found.load <= edge < found.beyond <= found.load * (1 + LOAD_RATIO)
     else:
         # The ends are reached in doubles of the start: at most one double beyond them.
-        assert edge < 2 * LEAST_LOAD or edge > LARGEST_LOAD / 2
+        assert edge < 2 * MIN_LOAD or edge > LARGEST_LOAD / 2
 
 
 def test_what_never_holds_has_no_capacity() -> None:
     planted = Planted(0.0)
-    assert capacity(planted) == Capacity(None, LEAST_LOAD)
+    assert capacity(planted) == Capacity(None, MIN_LOAD)
     assert planted.asked == [2.0**-power for power in range(7)]
 
 
@@ -69,7 +69,7 @@ def test_what_always_holds_has_no_end() -> None:
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        (Capacity(None, LEAST_LOAD), "breaks an SLO already at 0.016 x today's load"),
+        (Capacity(None, MIN_LOAD), "breaks an SLO already at 0.016 x today's load"),
         (Capacity(LARGEST_LOAD, None), "holds beyond 64 x today's load"),
         (Capacity(1.234, 1.25), "holds up to 1.23 x today's load"),
     ],

@@ -22,7 +22,7 @@ ORDER = [
     *("answer", "gain", "tradeoff", "knobs", "sweep", "over-time", "agreement", "trace"),
     *("trials", "caveats", "provenance"),
 ]
-MOST_BYTES = 6_000_000
+MAX_BYTES = 6_000_000
 
 
 class Outline(HTMLParser):
@@ -102,7 +102,7 @@ def test_text_of_the_users_is_never_markup(page: str) -> None:
 
 
 def test_the_page_is_one_file_of_bounded_size_that_loads_nothing(page: str) -> None:
-    assert len(page.encode()) < MOST_BYTES
+    assert len(page.encode()) < MAX_BYTES
     loads = [target for target in Outline(page).loads if not target.startswith("#")]
     assert loads == ["data:,"]
 

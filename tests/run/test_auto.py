@@ -29,12 +29,12 @@ from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.replay.metrics import measure
-from tuner.replay.process import Started
+from tuner.replay.process import EngineStart
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
-from tuner.run.calibrate import Lessons
+from tuner.run.calibrate import Calibrator
 from tuner.search.budget import Pilot
-from tuner.search.objective import Goal, Objective, Tier
+from tuner.search.objective import Objective, Scoring, Tier
 from tuner.shadow.profiles import read_profile, write_profile
 from tuner.traffic.formats import read_trace
 
@@ -44,7 +44,7 @@ PRESENT = EngineLimits(4, 2048)
 SOURCE = InstalledSource(present=PRESENT)
 LADDER = ("--max-num-seqs", "4,16", "--jobs", "1")
 REQUESTS = 120
-GOAL = Goal(Objective.BALANCED, (), "p90")
+GOAL = Scoring(Objective.BALANCED, (), "p90")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +260,14 @@ def test_replays_that_were_all_cut_short_teach_nonetheless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an engine so slow that no calibration replay ends in its time."""
-    take = Lessons.take
+    take = Calibrator.take
 
-    def cut_short(lessons: Lessons, started: Started) -> Pilot:
+    def cut_short(lessons: Calibrator, started: EngineStart) -> Pilot:
         pilot = take(lessons, started)
         lessons.live.clear()
         return pilot
 
-    monkeypatch.setattr(Lessons, "take", cut_short)
+    monkeypatch.setattr(Calibrator, "take", cut_short)
     found = auto(tmp_path, SOURCE)
     assert "shadow_unfit" not in found.caveats
     assert by_phase(found, "shadow")

@@ -18,17 +18,17 @@ from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import (
     FILLS,
-    LEAST_ROUNDS,
+    MIN_ROUNDS,
     calibration_settings,
     is_steady,
     replay_length_s,
 )
-from tuner.search.budget import LEAST_REQUESTS, Pilot
+from tuner.search.budget import MIN_REQUESTS, Pilot
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
 from tuner.search.trials import COMPARED, apart, metric_error
 from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
-    LEAST_ERROR_RATIO,
+    MIN_ERROR_RATIO,
     Calibration,
     check_rank_by,
     error_ratio,
@@ -80,10 +80,10 @@ def test_a_replay_fills_the_batches_within_its_time(
 ) -> None:
     trace = steady(600, per_s=2.0)
     length_s = replay_length_s(trace, Pilot(wall_per_trace_s, decode_s), each_s)
-    least_s = LEAST_REQUESTS * trace.duration_s / len(trace)
+    least_s = MIN_REQUESTS * trace.duration_s / len(trace)
     assert least_s <= length_s <= trace.duration_s
     if length_s < min(FILLS * decode_s, trace.duration_s) - 1e-9:
-        assert length_s == pytest.approx(max(least_s, each_s / LEAST_ROUNDS / wall_per_trace_s))
+        assert length_s == pytest.approx(max(least_s, each_s / MIN_ROUNDS / wall_per_trace_s))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_error_is_the_worst_metrics_middle_one_whatever_its_sign() -> None:
 
 def test_the_stated_error_is_that_of_the_metrics_and_else_of_the_steps() -> None:
     assert error_ratio(a_profile(0.07)) == 0.07
-    assert error_ratio(a_profile(0.001)) == LEAST_ERROR_RATIO
+    assert error_ratio(a_profile(0.001)) == MIN_ERROR_RATIO
     without = replace(a_profile(), metric_error_ratio=None)
     by_config = replace(without, fit=FitError(100, 0.5, 0.11, 0.13, 0.0))
     assert error_ratio(by_config) == 0.13

@@ -14,16 +14,16 @@ from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, holds
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, holds
 from tuner.replay.slo import parse_slo
-from tuner.run.capacity import Carried, carried, confirmed_live
+from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.forecast import Forecast
 from tuner.run.shadow_search import Ranking
-from tuner.search.objective import Goal, Objective, Score, Tier
-from tuner.search.race import Decision, Verdict
+from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
-from tuner.shadow.pool import Task
+from tuner.shadow.pool import ReplayTask
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 
@@ -41,9 +41,9 @@ def bears(limits: EngineLimits, load: float) -> bool:
 class CapableShadows(ToyShadows):
     """Toy shadows that look for capacities too, as the real ones do: through a bench."""
 
-    def _replayed(self, task: Task) -> Measurement:
-        with Host(self._toy, self._log_path) as host:
-            bench = Bench(host, {}, self._ceiling, seed=0)
+    def _replayed(self, task: ReplayTask) -> Measurement:
+        with EngineProcess(self._toy, self._log_path) as host:
+            bench = EngineRunner(host, {}, self._ceiling, seed=0)
             for name in task.names:
                 bench.use(name, self._traces[name])
             found = bench.measure_capacity(task.names, task.limits, task.plan, task.slos)
@@ -55,8 +55,8 @@ class CapableShadows(ToyShadows):
 def capacities(tmp_path_factory: pytest.TempPathFactory) -> dict[EngineLimits, float]:
     """Return what a bench finds for a small and a large cap."""
     found = {}
-    with Host(ToySource(), tmp_path_factory.mktemp("toy") / "engine.log") as host:
-        bench = Bench(host, {}, LARGE, seed=0)
+    with EngineProcess(ToySource(), tmp_path_factory.mktemp("toy") / "engine.log") as host:
+        bench = EngineRunner(host, {}, LARGE, seed=0)
         bench.use("all", TRACE)
         for limits in (SMALL, LARGE):
             measured = bench.measure_capacity(["all"], limits, ReplayPlan(), SLOS)
@@ -80,14 +80,14 @@ def test_more_room_bears_more_load(capacities: dict[EngineLimits, float]) -> Non
 
 
 def test_slos_that_hold_at_no_load_have_no_capacity(tmp_path: Path) -> None:
-    with Host(ToySource(), tmp_path / "engine.log") as host:
-        bench = Bench(host, {}, LARGE, seed=0)
+    with EngineProcess(ToySource(), tmp_path / "engine.log") as host:
+        bench = EngineRunner(host, {}, LARGE, seed=0)
         bench.use("all", TRACE)
         hopeless = (parse_slo("e2e_p90=1ms"),)
         measured = bench.measure_capacity(["all"], LARGE, ReplayPlan(), hopeless)
     assert isinstance(measured, Measurement)
     assert measured.capacity == 0.0
-    assert Goal(Objective.CAPACITY, hopeless, "p90").score(measured).tier is Tier.BREAKS_SLO
+    assert Scoring(Objective.CAPACITY, hopeless, "p90").score(measured).tier is Tier.BREAKS_SLO
 
 
 def test_the_objective_capacity_ranks_by_it(
@@ -107,17 +107,17 @@ def test_the_objective_capacity_ranks_by_it(
 
 def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Path) -> None:
     shadows = CapableShadows(ToySource(), a_profile(), tmp_path / "shadow.log")
-    decision = Decision(Verdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
+    decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS) as run:
         forecast = Forecast(TRACE, run.aim, shadows, 0)
         forecast.choose_parts(run.space, time_s=600.0)
-        found = carried(run, forecast, decision)
+        found = predict_capacity(run, forecast, decision)
         assert found.winner is not None
         assert found.present is not None
         assert found.winner > found.present
-        assert confirmed_live(run, forecast, LARGE, found).live is True
+        assert confirm_capacity(run, forecast, LARGE, found).live is True
         beyond = replace(found, winner=1.5 * found.winner)
-        assert confirmed_live(run, forecast, LARGE, beyond).live is False
+        assert confirm_capacity(run, forecast, LARGE, beyond).live is False
         tried = [r for r in run.journal.records() if r["phase"] == str(Phase.CAPACITY)]
     assert [r["measurement"]["load"] for r in tried] == [found.winner, beyond.winner]
 
@@ -147,8 +147,8 @@ def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
     source = ToySource(ToyCosts(0.010, 0.0005, 0.00005), max_model_len=100_000)
     limits, trace = EngineLimits(cap, 8192), even(18.0, length_s, seed=1)
     slos = (parse_slo("ttft_p90=2s"),)
-    with Host(source, tmp_path / "engine.log") as host:
-        bench = Bench(host, {}, EngineLimits(128, 8192), seed=0)
+    with EngineProcess(source, tmp_path / "engine.log") as host:
+        bench = EngineRunner(host, {}, EngineLimits(128, 8192), seed=0)
         bench.use("all", trace)
         found = bench.measure_capacity(["all"], limits, ReplayPlan(), slos)
     assert isinstance(found, Measurement)
@@ -160,16 +160,16 @@ def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
 
 
 def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:
-    text = Carried(0.9, 0.5, None, is_shown=False).text
+    text = CapacityResult(0.9, 0.5, None, is_shown=False).text
     assert text.startswith("beyond what this window can show")
     assert "holds up to" not in text
 
 
 def test_today_s_load_is_the_recorded_one_also_under_another_load(tmp_path: Path) -> None:
     found = {}
-    with Host(ToySource(), tmp_path / "engine.log") as host:
+    with EngineProcess(ToySource(), tmp_path / "engine.log") as host:
         for load in (1.0, 2.0):
-            bench = Bench(host, {}, LARGE, seed=0)
+            bench = EngineRunner(host, {}, LARGE, seed=0)
             bench.use("all", at_load(TRACE, load))
             measured = bench.measure_capacity(["all"], LARGE, ReplayPlan(), SLOS)
             assert isinstance(measured, Measurement)
@@ -180,10 +180,13 @@ def test_today_s_load_is_the_recorded_one_also_under_another_load(tmp_path: Path
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Carried(1.7, 1.2, True), "holds up to 1.7 x today's load (the present one 1.2 x)"),
-        (Carried(1.7, None, False), "but live it did not hold at that load"),
-        (Carried(None, None, None), "the SLOs hold at no load"),
+        (
+            CapacityResult(1.7, 1.2, True),
+            "holds up to 1.7 x today's load (the present one 1.2 x)",
+        ),
+        (CapacityResult(1.7, None, False), "but live it did not hold at that load"),
+        (CapacityResult(None, None, None), "the SLOs hold at no load"),
     ],
 )
-def test_it_is_said_in_a_sentence(found: Carried, words: str) -> None:
+def test_it_is_said_in_a_sentence(found: CapacityResult, words: str) -> None:
     assert words in found.text

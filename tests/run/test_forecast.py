@@ -23,17 +23,17 @@ from tuner.run.forecast import PROBE_S, Forecast
 from tuner.run.shadow_search import Ranking
 from tuner.run.state import RunState
 from tuner.search.ladder import same_schedule
-from tuner.search.objective import Goal, Objective, Tier
-from tuner.search.race import Verdict, decide_predicted
+from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.race import RaceVerdict, decide_predicted
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, leader
-from tuner.shadow.pool import Task
+from tuner.shadow.pool import ReplayTask
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 
 PRESENT = EngineLimits(16, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)
-GOAL = Goal(Objective.BALANCED, (), "p95")
+GOAL = Scoring(Objective.BALANCED, (), "p95")
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def test_what_lies_between_the_best_and_its_neighbours_is_looked_at(tmp_path: Pa
 
 def smallest_of_the_best(trace: Trace, tail: str, settings: list[EngineLimits]) -> EngineLimits:
     """Return the smallest setting that ties with the best, by replays of them all."""
-    goal = Goal(Objective.BALANCED, (), tail)
+    goal = Scoring(Objective.BALANCED, (), tail)
     values = {
         limits: goal.score(measure([replay_toy(trace, limits)])).value for limits in settings
     }
@@ -178,7 +178,7 @@ def test_what_is_as_good_as_the_present_one_does_not_replace_it(tmp_path: Path) 
     trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(PRESENT)
     with forecast_on(tmp_path, trace, space, ToySource()) as (run, forecast, _):
         seen = Ranking(run, forecast).rank()
-    assert decide_predicted(seen, PRESENT, 0.03).verdict is Verdict.KEEP
+    assert decide_predicted(seen, PRESENT, 0.03).verdict is RaceVerdict.KEEP
 
 
 def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_glance_tells_how_much_of_a_long_trace_there_is_time_for(tmp_path: Pat
     """
 
     class Slow(ToyShadows):
-        def _replayed(self, task: Task) -> Measurement | Failure:
+        def _replayed(self, task: ReplayTask) -> Measurement | Failure:
             assert task.plan.cut.max_wall_s == PROBE_S
             logs: list[ReplayLog] = []
             found = super()._replayed(replace(task, on_log=logs.append))

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.run.journal import MOST_DEATHS, Journal
+from tuner.run.journal import MAX_DEATHS, Journal
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, observation_of, race_records, record_of
 
@@ -168,7 +168,7 @@ def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> No
 def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
     main.enqueue(LIMITS, Phase.SHADOW)
-    for _ in range(MOST_DEATHS):
+    for _ in range(MAX_DEATHS):
         assert main.unfinished(Phase.SHADOW) == 1
         claimed = worker.claim(Phase.SHADOW)
         assert claimed is not None
@@ -179,7 +179,7 @@ def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) 
     assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
     (record,) = resumed.records()
     assert record["tier"] == str(Tier.FAILED)
-    assert record["cause"].startswith(f"{MOST_DEATHS} processes ended while they replayed it")
+    assert record["cause"].startswith(f"{MAX_DEATHS} processes ended while they replayed it")
     (seen,) = resumed.observations()
     assert (seen.limits, seen.phase) == (LIMITS, Phase.SHADOW)
 
@@ -187,7 +187,7 @@ def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) 
 def test_who_ends_in_order_is_no_death(url: str) -> None:
     main = Journal(url)
     main.enqueue(LIMITS, Phase.SHADOW)
-    for _ in range(MOST_DEATHS + 1):
+    for _ in range(MAX_DEATHS + 1):
         worker = Journal(url, join=True)
         claimed = worker.claim(Phase.SHADOW)
         assert claimed is not None

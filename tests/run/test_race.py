@@ -20,14 +20,14 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule
 from tuner.run.race import confirm_cold, race
-from tuner.search.objective import Goal, Objective, Tier
-from tuner.search.race import Decision, Verdict
+from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.stats import Estimate
 
 PRESENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)
-GOAL = Goal(Objective.BALANCED, (), "p95")
+GOAL = Scoring(Objective.BALANCED, (), "p95")
 CROWDED_TOY = ToySource(CROWDED)
 
 
@@ -41,10 +41,10 @@ def known_ratio(winner: EngineLimits) -> float:
     return ours.value / theirs.value
 
 
-def a_change(winner: EngineLimits, gain: float | None) -> Decision:
+def a_change(winner: EngineLimits, gain: float | None) -> RaceDecision:
     estimate = None if gain is None else Estimate(gain, gain * 0.98, gain * 1.02, 3)
     why = "better beyond noise"
-    return Decision(Verdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
+    return RaceDecision(RaceVerdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
 
 
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_winner_that_is_not_better_cold_is_not_recommended(
     assert known_ratio(winner) > 0.99
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
         found, cold = confirm_cold(run, a_change(winner, 0.8))
-    assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, winner)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, winner)
     assert found.why == "the gain did not show on engines started cold"
     assert cold is not None
 
@@ -102,7 +102,7 @@ def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) ->
         (tmp_path / folder).mkdir()
         with a_run(tmp_path / folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
             found, _ = confirm_cold(run, a_change(BETTER, claimed))
-        assert found.verdict is Verdict.CHANGE
+        assert found.verdict is RaceVerdict.CHANGE
         assert (Caveat.COLD_DIFFERS in run.caveats) is told
 
 
@@ -117,7 +117,7 @@ def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> Non
 
 
 def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
-    kept = replace(a_change(BETTER, 0.99), verdict=Verdict.KEEP, winner=PRESENT)
+    kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=PRESENT)
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
         assert confirm_cold(run, kept) == (kept, None)
         assert run.bench.starts == 0
@@ -140,7 +140,7 @@ def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bo
     with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
         run.trial(PRESENT, Phase.RACE, CutRule(), 1)
         found, cold = confirm_cold(run, a_change(WORSE, 0.8))
-    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
     assert cold is not None
     assert cold.winner.tier is Tier.FAILED
     assert cold.ratio is None
@@ -176,7 +176,7 @@ def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
     with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses)) as run:
         run.bench.ensure_started()
         found, _ = confirm_cold(run, a_change(BETTER, known_ratio(BETTER)))
-    assert found.verdict is Verdict.CHANGE
+    assert found.verdict is RaceVerdict.CHANGE
     starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
     assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
         str(PRESENT)
@@ -188,7 +188,7 @@ def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
     with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses=2)) as run:
         run.bench.ensure_started()
         found, cold = confirm_cold(run, a_change(BETTER, 0.8))
-    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
     assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
     assert cold is not None
 
@@ -199,7 +199,7 @@ def test_a_present_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
     source = FragileSource(CROWDED, fails_above=15)
     with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
         found, cold = confirm_cold(run, a_change(BETTER, None))
-        assert found.verdict is Verdict.CHANGE
+        assert found.verdict is RaceVerdict.CHANGE
         assert cold is not None
         assert cold.ratio is None
         run.run_dir.write_json("cold.json", cold.as_json())
@@ -229,7 +229,7 @@ def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None
         assert sorted(heard) == field
         keys = [(r.round, r.limits) for r in run.journal.race_runs()]
     assert len(set(keys)) == len(keys)
-    assert (found.verdict, found.winner) == (Verdict.CHANGE, BETTER)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, BETTER)
     assert found.gain is not None
     assert found.gain.value == pytest.approx(known_ratio(BETTER), rel=1e-6)
 
@@ -238,5 +238,5 @@ def test_a_race_leaves_the_time_that_is_reserved(tmp_path: Path) -> None:
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
         found = race(run, [BETTER, PRESENT], reserved_s=1e6)
         assert run.journal.observations() == []
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is RaceVerdict.KEEP
     assert run.caveats == {Caveat.BUDGET_SPENT}

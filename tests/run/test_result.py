@@ -10,23 +10,23 @@ from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.run.result import Circumstances, Outcome, comments, make_outcome
-from tuner.search.objective import Goal, Objective, Score, Tier
-from tuner.search.race import Decision, Verdict
+from tuner.run.result import RunProvenance, RunResult, comments, make_outcome
+from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, record_of
 from tuner.stats import Estimate
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 4096)
-GOAL = Goal(Objective.BALANCED, (), "p99")
-CHANGE = Decision(
-    Verdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
+GOAL = Scoring(Objective.BALANCED, (), "p99")
+CHANGE = RaceDecision(
+    RaceVerdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
 )
 INFO = EngineInfo(
     *("toy", "m", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, PRESENT),
     can_change_limits=True,
     asynchronous=False,
 )
-AROUND = Circumstances(
+AROUND = RunProvenance(
     trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),
     replayed_requests=1234,
     window="the whole trace, 9 s",
@@ -54,8 +54,8 @@ def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> d
 
 
 def made(
-    decision: Decision = CHANGE, tier: Tier = Tier.GOOD, state: str = "complete"
-) -> Outcome:
+    decision: RaceDecision = CHANGE, tier: Tier = Tier.GOOD, state: str = "complete"
+) -> RunResult:
     records = [a_record(limits, tier, n) for limits in (WINNER, PRESENT) for n in (0, 1, 2)]
     caveats = [Caveat.WINDOWED]
     return make_outcome(decision, PRESENT, GOAL, records, caveats, AROUND, state)
@@ -111,7 +111,9 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
 
 
 def test_keeping_what_one_has_is_said_first_of_all() -> None:
-    kept = Decision(Verdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise")
+    kept = RaceDecision(
+        RaceVerdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise"
+    )
     text = "\n".join(comments(made(kept), "best.yaml", "runs/x"))
     assert "KEEP WHAT YOU HAVE: max-num-seqs 32" in text
     assert "the gain is within noise" in text

@@ -8,7 +8,7 @@ import pytest
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
-from tuner.run.result import Row, kv_text, limited_by, rows
+from tuner.run.result import MetricChange, kv_text, limited_by, metric_changes
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, record_of
 
@@ -38,7 +38,7 @@ def a_record(
 def test_rows_pair_the_rounds_that_both_raced() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, n) for n in (1, 2, 3, 4)]
     records += [a_record(PRESENT, 4.0, Phase.RACE, n) for n in (1, 2, 3)]
-    made = {row.metric: row for row in rows(records, WINNER, PRESENT, "p99")}
+    made = {row.metric: row for row in metric_changes(records, WINNER, PRESENT, "p99")}
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
     assert row.change is not None
@@ -51,11 +51,11 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
 
 def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
-    (row, *_) = rows(records, WINNER, PRESENT, "p99")
+    (row, *_) = metric_changes(records, WINNER, PRESENT, "p99")
     assert row.change is None
     assert row.text.endswith("(-50.0%, too few rounds for an interval)")
     searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
-    assert rows(searched, WINNER, PRESENT, "p99") == []
+    assert metric_changes(searched, WINNER, PRESENT, "p99") == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     ],
 )
 def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text: str) -> None:
-    shown = Row("e2e_p99", " s", value, value, None, 1).text
+    shown = MetricChange("e2e_p99", " s", value, value, None, 1).text
     assert f"{text} s ->" in shown
 
 

@@ -21,7 +21,7 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.replay.metrics import measure
-from tuner.search.objective import Goal, Objective, Tier
+from tuner.search.objective import Objective, Scoring, Tier
 from tuner.traffic.formats import read_trace
 
 SECRETS = ("sk-of-the-config", "hf_of_the_config", "sk-of-an-argument")
@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> Path:
 
 def values_by_cap(trace: Path, source: ToySource, caps: Sequence[int]) -> dict[int, float]:
     """Replay each cap without any search and return what the objective makes of it."""
-    goal = Goal(Objective.BALANCED, (), "p95")
+    goal = Scoring(Objective.BALANCED, (), "p95")
     scores = {
         cap: goal.score(
             measure([replay_toy(read_trace(trace), EngineLimits(cap, 2048), source)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.objective import Score, Tier
-from tuner.search.race import Verdict, decide_predicted
+from tuner.search.race import RaceVerdict, decide_predicted
 from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 
 PRESENT, OTHER = EngineLimits(16, 2048), EngineLimits(8, 1024)
@@ -32,7 +32,7 @@ def test_a_gain_beyond_the_error_is_a_change_with_the_error_as_its_interval() ->
     found = decide_predicted(
         [foretold(PRESENT, 2.0), foretold(OTHER, 1.6)], PRESENT, WRONG_RATIO
     )
-    assert (found.verdict, found.winner, found.best) == (Verdict.CHANGE, OTHER, OTHER)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.CHANGE, OTHER, OTHER)
     assert found.gain is not None
     assert found.gain.value == pytest.approx(0.8)
     assert (found.gain.low, found.gain.high) == pytest.approx((0.8 * 0.95, 0.8 * 1.05))
@@ -43,7 +43,7 @@ def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> N
     found = decide_predicted(
         [foretold(PRESENT, 2.0), foretold(OTHER, 1.92)], PRESENT, WRONG_RATIO
     )
-    assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, OTHER)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, OTHER)
     assert found.why == "the gain is within the shadow's error"
     assert found.gain is not None
     assert found.gain.value == pytest.approx(0.96)
@@ -52,14 +52,14 @@ def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> N
 def test_a_surer_shadow_decides_what_a_less_sure_one_leaves_open() -> None:
     seen = [foretold(PRESENT, 2.0), foretold(OTHER, 1.8)]
     verdicts = [decide_predicted(seen, PRESENT, wrong).verdict for wrong in (0.10, 0.12)]
-    assert verdicts == [Verdict.CHANGE, Verdict.KEEP]
+    assert verdicts == [RaceVerdict.CHANGE, RaceVerdict.KEEP]
 
 
 def test_nothing_better_keeps_the_present_one() -> None:
     found = decide_predicted(
         [foretold(PRESENT, 1.0), foretold(OTHER, 2.0)], PRESENT, WRONG_RATIO
     )
-    assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, PRESENT)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, PRESENT)
     assert found.gain is None
 
 
@@ -67,18 +67,18 @@ def test_nothing_better_keeps_the_present_one() -> None:
 def test_a_present_one_that_fails_is_left_without_a_gain_to_quote(tier: Tier) -> None:
     seen = [foretold(PRESENT, 0.0, tier, "failed"), foretold(OTHER, 5.0)]
     found = decide_predicted(seen, PRESENT, WRONG_RATIO)
-    assert (found.verdict, found.winner, found.gain) == (Verdict.CHANGE, OTHER, None)
+    assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
 
 
 def test_a_present_one_that_breaks_an_slo_is_left_for_any_that_does_not() -> None:
     broken = foretold(PRESENT, 1.01, Tier.BREAKS_SLO, "worst SLO slack")
     found = decide_predicted([broken, foretold(OTHER, 9.0)], PRESENT, WRONG_RATIO)
-    assert (found.verdict, found.winner, found.gain) == (Verdict.CHANGE, OTHER, None)
+    assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
 
 
 def test_without_the_present_one_there_is_nothing_to_compare_with() -> None:
     found = decide_predicted([foretold(OTHER, 1.0)], PRESENT, WRONG_RATIO)
-    assert (found.verdict, found.winner) == (Verdict.KEEP, PRESENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
 
 
 def test_when_nothing_survives_it_says_so() -> None:
@@ -97,7 +97,7 @@ def test_a_change_is_always_better_than_the_present_one_beyond_the_error(
     found = decide_predicted(seen, PRESENT, wrong)
     value_of = {o.limits: o.score.value for o in seen}
     assert value_of[found.best] <= min(value_of.values()) * (1 + TIE_RATIO)
-    if found.verdict is Verdict.CHANGE:
+    if found.verdict is RaceVerdict.CHANGE:
         assert value_of[found.winner] * (1 + wrong) < present
         assert found.gain is not None
         assert found.gain.value == pytest.approx(value_of[found.winner] / present)

@@ -16,7 +16,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import CutRule
 from tuner.run.state import RunState
 from tuner.run.time_plan import cold_cost_s, fitting, reserve_s
-from tuner.search.race import LEAST_ROUNDS
+from tuner.search.race import MIN_ROUNDS
 from tuner.search.trials import Phase
 
 PRESENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
@@ -87,4 +87,4 @@ def test_more_time_never_means_fewer_who_race(
     assert many[: len(few) - 1] == few[:-1]
     assert few[-1] == many[-1] == PRESENT
     if len(few) > 2:
-        assert LEAST_ROUNDS * sum(replays_s[FIELD.index(s)] for s in few) <= left_s
+        assert MIN_ROUNDS * sum(replays_s[FIELD.index(s)] for s in few) <= left_s

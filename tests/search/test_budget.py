@@ -12,9 +12,9 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
 from tuner.search.budget import (
-    LEAST_BUDGET_S,
-    LEAST_REPLAYS,
-    LEAST_REQUESTS,
+    MIN_BUDGET_S,
+    MIN_REPLAYS,
+    MIN_REQUESTS,
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     Budget,
@@ -31,9 +31,9 @@ FACTS = EngineFacts(PRESENT, 4096, chunks_prefill=True, vllm_version="0", device
 
 
 def test_a_budget_that_cannot_hold_one_trial_is_refused() -> None:
-    assert Budget(LEAST_BUDGET_S).pilot_s == 1.0
+    assert Budget(MIN_BUDGET_S).pilot_s == 1.0
     with pytest.raises(UsageError, match=r"19\.9s is too short for one trial, at least 20 s"):
-        Budget(LEAST_BUDGET_S - 0.1)
+        Budget(MIN_BUDGET_S - 0.1)
 
 
 def test_the_pilot_takes_a_small_share_of_the_budget_and_never_long() -> None:
@@ -93,15 +93,15 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
     cost: float, remaining_s: float, per_s: float
 ) -> None:
     trace = steady(2000, per_s=per_s)
-    shortest_s = LEAST_REQUESTS / len(trace) * trace.duration_s
-    if LEAST_REPLAYS * cost * shortest_s > remaining_s:
+    shortest_s = MIN_REQUESTS / len(trace) * trace.duration_s
+    if MIN_REPLAYS * cost * shortest_s > remaining_s:
         with pytest.raises(UsageError, match="the budget leaves"):
             choose_windows(trace, cost, remaining_s)
         return
     windows = choose_windows(trace, cost, remaining_s)
     length_s = sum(w.length_s for w in windows)
     replays = SEARCH_REPLAYS + RACE_REPLAYS
-    least_s = LEAST_REQUESTS / len(trace) * trace.duration_s
+    least_s = MIN_REQUESTS / len(trace) * trace.duration_s
     allowed_s = max(remaining_s / replays / cost, least_s)
     assert length_s <= allowed_s * 1.01 or windows == (whole(trace),)
     assert all(0 <= w.start_s < w.end_s for w in windows)
@@ -115,7 +115,7 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
     lengths = []
     while (shorter := shorter_window(trace, (window,), 0.7)) is not None:
         assert window.start_s <= shorter.start_s < shorter.end_s <= window.end_s
-        assert len(shorter.of(trace)) >= LEAST_REQUESTS
+        assert len(shorter.of(trace)) >= MIN_REQUESTS
         window = shorter
         lengths.append(window.length_s)
     assert lengths == sorted(lengths, reverse=True)

@@ -19,12 +19,12 @@ from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.search.ladder import FINALISTS, at_edge, climb_is_over, disturbed, finalists, propose
-from tuner.search.objective import WORST_SLACK, Goal, Objective, Score, Tier
+from tuner.search.objective import WORST_SLACK, Objective, Score, Scoring, Tier
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 from tuner.traffic.traces import Trace
 
-BALANCED = Goal(Objective.BALANCED, (), "p95")
+BALANCED = Scoring(Objective.BALANCED, (), "p95")
 PRESENT = EngineLimits(16, 2048)
 SPACE = SearchSpace(PRESENT, (1, 2, 4, 8, 16, 32), (512, 1024, 2048), EngineLimits(256, 8192))
 LONGEST_SEARCH = 40
@@ -39,7 +39,7 @@ class OnToy:
 
     source: ToySource
     trace: Trace
-    goal: Goal = BALANCED
+    goal: Scoring = BALANCED
     cuts: bool = True
 
     def __call__(
@@ -98,7 +98,7 @@ def near(score: Score, best: Score, tolerance_ratio: float = 0.05) -> bool:
 def test_it_finds_the_cap_beyond_which_a_crowd_hurts(knee: int, objective: Objective) -> None:
     costs = ToyCosts(base_s=0.02, per_seq_s=0.0002, knee=knee, crowd_s=0.01)
     trace = steady(120, 60.0, output=12)
-    on = OnToy(ToySource(costs), trace, Goal(objective, (), "p95"))
+    on = OnToy(ToySource(costs), trace, Scoring(objective, (), "p95"))
     history = searched(on)
     by_cap = {cap: on.value(cap) for cap in range(1, 33)}
     best = min(by_cap.values(), key=lambda score: score.order)
@@ -220,11 +220,11 @@ def test_an_slo_is_a_bound_and_not_a_price() -> None:
     # Throughput wants 24 and more; decode steps must stay short, which wants few.
     costs = ToyCosts(base_s=0.01, per_seq_s=0.001)
     slos = (parse_slo("decode_step_p99=16ms"),)
-    on = OnToy(ToySource(costs), steady(250, 60.0), Goal(Objective.THROUGHPUT, slos, "p95"))
+    on = OnToy(ToySource(costs), steady(250, 60.0), Scoring(Objective.THROUGHPUT, slos, "p95"))
     best = won(searched(on))
     assert best.score.tier is Tier.GOOD
     assert 5 <= best.limits.max_num_seqs <= 6
-    free = OnToy(ToySource(costs), steady(250, 60.0), Goal(Objective.THROUGHPUT, (), "p95"))
+    free = OnToy(ToySource(costs), steady(250, 60.0), Scoring(Objective.THROUGHPUT, (), "p95"))
     assert won(searched(free)).limits.max_num_seqs > 8
 
 
@@ -247,7 +247,7 @@ def test_where_everything_fails_it_ends_and_races_nobody_but_the_present() -> No
 
 def test_cutting_short_saves_replays_without_changing_the_answer() -> None:
     costs = ToyCosts(base_s=0.02, per_seq_s=0.0002, knee=6, crowd_s=0.01)
-    on = OnToy(ToySource(costs), steady(150, 10.0), Goal(Objective.LATENCY, (), "p95"))
+    on = OnToy(ToySource(costs), steady(150, 10.0), Scoring(Objective.LATENCY, (), "p95"))
     cut, whole = searched(on), searched(replace(on, cuts=False))
     assert any(o.score.tier is Tier.CUT for o in cut)
     assert won(cut).limits == won(whole).limits

@@ -18,11 +18,11 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
-from tuner.search.objective import HOPELESS_RATIO, Goal, Objective, Score, Tier, parse_goal
+from tuner.search.objective import HOPELESS_RATIO, Objective, Score, Scoring, Tier, parse_goal
 from tuner.stats import tail_statistic
 
 ROOMY = EngineLimits(32, 512)
-BALANCED = Goal(Objective.BALANCED, (), "p90")
+BALANCED = Scoring(Objective.BALANCED, (), "p90")
 
 
 def measured(per_s: float = 2.0, cap: int = 32, n: int = 150, *slos: str) -> Measurement:
@@ -30,8 +30,8 @@ def measured(per_s: float = 2.0, cap: int = 32, n: int = 150, *slos: str) -> Mea
     return measure([log], [parse_slo(slo) for slo in slos])
 
 
-def goal(objective: Objective, *slos: str) -> Goal:
-    return Goal(objective, tuple(parse_slo(slo) for slo in slos), "p90")
+def goal(objective: Objective, *slos: str) -> Scoring:
+    return Scoring(objective, tuple(parse_slo(slo) for slo in slos), "p90")
 
 
 def test_balanced_is_the_tail_where_the_load_is_sustained_and_the_rate_where_not() -> None:
@@ -155,7 +155,7 @@ def test_too_few_requests_are_refused() -> None:
 
 def test_a_goal_is_put_together_for_the_window() -> None:
     slos = [parse_slo("itl_p99=1s"), parse_slo("ttft_p50=1s")]
-    assert parse_goal(Objective.LATENCY, slos, 250) == Goal(
+    assert parse_goal(Objective.LATENCY, slos, 250) == Scoring(
         Objective.LATENCY, tuple(slos), "p95"
     )
 

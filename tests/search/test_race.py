@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tuner.engine.limits import EngineLimits
 from tuner.search.objective import Score, Tier
 from tuner.search.race import (
-    LEAST_ROUNDS,
-    MOST_ROUNDS,
-    Decision,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
     Forecasts,
+    RaceDecision,
     RaceRun,
-    Verdict,
+    RaceVerdict,
     compare,
     decide,
     next_run,
@@ -52,10 +52,10 @@ def raced(
     seed: int,
     noise_ratio: float = 0.02,
     drift_ratio: float = 0.1,
-) -> tuple[Decision, list[RaceRun]]:
+) -> tuple[RaceDecision, list[RaceRun]]:
     """Race to the end: each run has its own noise, and each round a drift that all share."""
     rng = np.random.default_rng(seed)
-    drifts = np.exp(drift_ratio * rng.standard_normal(MOST_ROUNDS + 1))
+    drifts = np.exp(drift_ratio * rng.standard_normal(MAX_ROUNDS + 1))
     field, runs = list(truth), list[RaceRun]()
     while (following := next_run(runs, field, field[-1])) is not None:
         number, limits = following
@@ -66,7 +66,7 @@ def raced(
 
 def verdicts(
     truth: Mapping[EngineLimits, float], noise_ratio: float = 0.02
-) -> Counter[Verdict]:
+) -> Counter[RaceVerdict]:
     return Counter(raced(truth, seed, noise_ratio)[0].verdict for seed in range(RACES))
 
 
@@ -74,25 +74,25 @@ def verdicts(
 def test_two_equal_configurations_are_kept_as_they_are(noise_ratio: float) -> None:
     """Seeds 0 to 399; asked for are at most 5 % false changes, about 2 % are made."""
     seen = verdicts({SMALL: 1.0, PRESENT: 1.0}, noise_ratio)
-    assert seen[Verdict.KEEP] >= 0.95 * RACES
+    assert seen[RaceVerdict.KEEP] >= 0.95 * RACES
 
 
 def test_among_four_equal_ones_none_is_preferred_more_often() -> None:
     """Seeds 0 to 99: choosing the luckiest of three does not raise the rate above 5 %."""
     truth = {SMALL: 1.0, MIDDLE: 1.0, LARGE: 1.0, PRESENT: 1.0}
-    changed = sum(raced(truth, seed)[0].verdict is Verdict.CHANGE for seed in range(100))
+    changed = sum(raced(truth, seed)[0].verdict is RaceVerdict.CHANGE for seed in range(100))
     assert changed <= 5
 
 
 def test_a_tenth_better_is_found() -> None:
     """Seeds 0 to 399 with 2 % noise: found in at least 95 %, in all of them as it is."""
     seen = verdicts({SMALL: 0.9, PRESENT: 1.0})
-    assert seen[Verdict.CHANGE] >= 0.95 * RACES
+    assert seen[RaceVerdict.CHANGE] >= 0.95 * RACES
 
 
 def test_the_shared_drift_of_a_round_does_not_hide_a_gain() -> None:
     found, runs = raced({SMALL: 0.9, PRESENT: 1.0}, seed=0, drift_ratio=1.0)
-    assert found.verdict is Verdict.CHANGE
+    assert found.verdict is RaceVerdict.CHANGE
     assert found.gain is not None
     assert found.gain.low is not None
     assert found.gain.high is not None
@@ -103,17 +103,17 @@ def test_the_shared_drift_of_a_round_does_not_hide_a_gain() -> None:
 def test_a_gain_that_is_certain_but_too_small_to_matter_changes_nothing() -> None:
     found, runs = raced({SMALL: 0.99, PRESENT: 1.0}, seed=0, noise_ratio=0.0005)
     assert compare(runs, SMALL, PRESENT) == -1
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is RaceVerdict.KEEP
     assert found.winner == PRESENT
     assert found.best == SMALL
     assert "less than 2%" in found.why
-    assert found.rounds == LEAST_ROUNDS
+    assert found.rounds == MIN_ROUNDS
 
 
 def test_a_tie_among_the_better_goes_to_the_smaller() -> None:
     truth = {LARGE: 0.80, MIDDLE: 0.801, SMALL: 0.9, PRESENT: 1.0}
     found, _ = raced(truth, seed=0, noise_ratio=0.002)
-    assert (found.verdict, found.winner) == (Verdict.CHANGE, MIDDLE)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, MIDDLE)
     assert found.best in (MIDDLE, LARGE)
     assert set(found.tied) == {MIDDLE, LARGE}
 
@@ -151,7 +151,7 @@ def test_a_race_among_the_better_goes_on_while_the_wrong_one_would_cost() -> Non
     assert next_run(runs_of({**far, SMALL: quiet}), field, PRESENT) is None
     following = next_run(runs_of({**far, SMALL: noisy}), field, PRESENT)
     assert following is not None
-    assert following[0] == LEAST_ROUNDS + 1
+    assert following[0] == MIN_ROUNDS + 1
     assert following[1] != PRESENT
 
 
@@ -173,7 +173,7 @@ def test_of_one_cap_the_smaller_budget_wins_a_tie() -> None:
 
 def test_the_present_one_may_be_the_best() -> None:
     found, _ = raced({SMALL: 1.2, PRESENT: 1.0}, seed=0)
-    assert (found.verdict, found.winner, found.best) == (Verdict.KEEP, PRESENT, PRESENT)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, PRESENT)
     assert found.gain is None
     assert "nothing that was tried is better" in found.why
 
@@ -186,8 +186,8 @@ def test_tiers_separate_only_when_all_rounds_agree() -> None:
     once = runs_of({SMALL: [1.0, 1.0, bad], PRESENT: [bad, bad, bad]})
     assert compare(once, SMALL, PRESENT) == 0
     assert ratio(once, SMALL, PRESENT) is None
-    assert decide(always, [SMALL, PRESENT], PRESENT).verdict is Verdict.CHANGE
-    assert decide(once, [SMALL, PRESENT], PRESENT).verdict is Verdict.KEEP
+    assert decide(always, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
+    assert decide(once, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.KEEP
 
 
 def at_the_edge(rate_per_s: float, *, is_sustained: bool, tail_s: float = 0.5) -> Score:
@@ -207,7 +207,7 @@ def test_a_tier_that_changes_from_round_to_round_hides_no_gain() -> None:
     ]
     runs = runs_of({LARGE: larger, PRESENT: present})
     assert compare(runs, LARGE, PRESENT) == -1
-    assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is Verdict.CHANGE
+    assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
     against = [*larger[:3], at_the_edge(29.5, is_sustained=False)]
     once = [*present[:3], at_the_edge(12.5, is_sustained=True)]
     assert compare(runs_of({LARGE: against, PRESENT: once}), LARGE, PRESENT) == 0
@@ -220,7 +220,7 @@ def test_one_look_drops_who_never_sustains_what_the_other_always_does() -> None:
     gains = ratios(runs_of({LARGE: larger, PRESENT: present}), LARGE, PRESENT)
     assert gains
     assert all(gain.high is not None and gain.high >= 1 for gain in gains)
-    for once, following in ((False, None), (True, (LEAST_ROUNDS + 1, LARGE))):
+    for once, following in ((False, None), (True, (MIN_ROUNDS + 1, LARGE))):
         last = at_the_edge(1.5, is_sustained=once)
         runs = runs_of({LARGE: larger, PRESENT: [*present[:2], last]})
         assert next_run(runs, [LARGE, PRESENT], PRESENT) == following
@@ -235,7 +235,7 @@ def test_a_gain_in_the_tail_shows_where_both_serve_the_same_rate() -> None:
     larger = [at_the_edge(12.5, is_sustained=True, tail_s=s) for s in (1.0, 1.1, 0.9, 1.0)]
     runs = runs_of({LARGE: larger, PRESENT: present})
     assert compare(runs, LARGE, PRESENT) == -1
-    assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is Verdict.CHANGE
+    assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
     slower = [
         at_the_edge(rate, is_sustained=True, tail_s=1.0) for rate in (9.9, 10.1, 10.0, 10.0)
     ]
@@ -255,14 +255,14 @@ def test_of_several_metrics_only_what_matters_counts() -> None:
     }
     runs = runs_of(scores)
     assert compare(runs, SMALL, PRESENT) == 0
-    assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is Verdict.KEEP
+    assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.KEEP
 
 
 def test_who_wins_a_tie_is_better_than_the_present_one_by_what_matters() -> None:
     """The smaller one is as good as equal to both, the best is better by 2.4 %."""
     runs = runs_of({SMALL: [0.9900, 0.9901, 0.9899], LARGE: [0.976] * 3, PRESENT: [1.0] * 3})
     found = decide(runs, [SMALL, LARGE, PRESENT], PRESENT)
-    assert (found.verdict, found.winner) == (Verdict.CHANGE, LARGE)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, LARGE)
 
 
 def test_equal_ones_at_the_edge_of_what_they_sustain_are_kept() -> None:
@@ -293,7 +293,7 @@ def test_failed_rounds_are_never_a_number() -> None:
     runs = runs_of({SMALL: [failed] * 3, PRESENT: [1.0] * 3})
     assert ratio(runs, SMALL, PRESENT) is None
     assert survivors(runs, [SMALL, PRESENT]) == [PRESENT]
-    assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is Verdict.KEEP
+    assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.KEEP
 
 
 CUT, FAILED = (Score(tier, math.inf, str(tier)) for tier in (Tier.CUT, Tier.FAILED))
@@ -309,7 +309,7 @@ def test_a_round_that_the_clock_cut_short_takes_nothing_back(cut: EngineLimits) 
         cut: [*five[cut], CUT],
         other: [*five[other], 1.2],
     }
-    assert proven.verdict is Verdict.CHANGE
+    assert proven.verdict is RaceVerdict.CHANGE
     assert decide(runs_of(sixth), [SMALL, PRESENT], PRESENT) == proven
 
 
@@ -359,7 +359,7 @@ def test_two_rounds_and_the_prediction_tell_a_factor_of_three() -> None:
         PRESENT: [overloaded(15.3, 10.1), overloaded(15.1, 10.2)],
     }
     found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, THRICE)
-    assert (found.verdict, found.winner, found.rounds) == (Verdict.CHANGE, LARGE, 2)
+    assert (found.verdict, found.winner, found.rounds) == (RaceVerdict.CHANGE, LARGE, 2)
     assert found.gain is not None
     assert found.gain.low is not None
     assert found.gain.high is not None
@@ -367,7 +367,7 @@ def test_two_rounds_and_the_prediction_tell_a_factor_of_three() -> None:
     assert found.tied == (LARGE,)
     # Rounds alone, without a prediction, are too few.
     alone = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT)
-    assert (alone.verdict, alone.is_thin, alone.tied) == (Verdict.KEEP, True, (LARGE,))
+    assert (alone.verdict, alone.is_thin, alone.tied) == (RaceVerdict.KEEP, True, (LARGE,))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_what_does_not_agree_is_not_told_from_two_rounds(
         PRESENT: [overloaded(15.3, 10.1), overloaded(15.1, 10.2)],
     }
     found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, forecasts)
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is RaceVerdict.KEEP
     assert found.is_thin
 
 
@@ -403,7 +403,7 @@ def test_a_right_prediction_of_equals_makes_no_change_from_two_rounds() -> None:
     for _ in range(RACES):
         first, second = np.exp(0.1 * rng.standard_normal((2, 2))).tolist()
         runs = runs_of({SMALL: first, PRESENT: second})
-        changed += decide(runs, [SMALL, PRESENT], PRESENT, equal).verdict is Verdict.CHANGE
+        changed += decide(runs, [SMALL, PRESENT], PRESENT, equal).verdict is RaceVerdict.CHANGE
     assert changed == 0
 
 
@@ -417,19 +417,19 @@ def test_two_that_never_sustain_the_load_at_the_same_rate_are_told_by_their_tail
     assert compare(runs_of({SMALL: small, LARGE: faster}), SMALL, LARGE) == 1
 
 
-@pytest.mark.parametrize("rounds", [1, LEAST_ROUNDS - 1])
+@pytest.mark.parametrize("rounds", [1, MIN_ROUNDS - 1])
 def test_too_few_rounds_separate_nothing_however_far_apart(rounds: int) -> None:
     runs = runs_of({SMALL: [1.0] * rounds, PRESENT: [9.0] * rounds})
     assert compare(runs, SMALL, PRESENT) == 0
     found = decide(runs, [SMALL, PRESENT], PRESENT)
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is RaceVerdict.KEEP
     assert "budget" in found.why
 
 
 def test_without_a_single_run_the_present_one_is_kept() -> None:
     for field in ([SMALL, PRESENT], [PRESENT]):
         found = decide([], field, PRESENT)
-        assert (found.verdict, found.winner, found.rounds) == (Verdict.KEEP, PRESENT, 0)
+        assert (found.verdict, found.winner, found.rounds) == (RaceVerdict.KEEP, PRESENT, 0)
         assert found.gain is None
         assert found.why
 
@@ -443,17 +443,17 @@ def test_the_order_rotates_from_round_to_round() -> None:
     _, runs = raced(dict.fromkeys(field, 1.0), seed=0)
     firsts = [
         next(run.limits for run in runs if run.round == number)
-        for number in range(1, LEAST_ROUNDS + 1)
+        for number in range(1, MIN_ROUNDS + 1)
     ]
     assert set(firsts) == set(field)
-    for number in range(1, LEAST_ROUNDS + 1):
+    for number in range(1, MIN_ROUNDS + 1):
         assert {run.limits for run in runs if run.round == number} == set(field)
 
 
 def test_who_is_shown_to_be_worse_races_no_more() -> None:
     _, runs = raced({SMALL: 1.0, MIDDLE: 3.0, PRESENT: 1.0}, seed=0)
     laps = Counter(run.limits for run in runs)
-    assert laps[MIDDLE] == LEAST_ROUNDS < laps[SMALL] == laps[PRESENT]
+    assert laps[MIDDLE] == MIN_ROUNDS < laps[SMALL] == laps[PRESENT]
 
 
 def test_one_look_drops_only_who_is_worse_by_far() -> None:
@@ -499,7 +499,7 @@ def test_a_race_goes_on_where_it_was_interrupted() -> None:
                 st.floats(0.01, 100),
                 st.sampled_from(["e2e_p95", "requests_per_s"]),
             ),
-            max_size=MOST_ROUNDS,
+            max_size=MAX_ROUNDS,
         ),
     )
 )
@@ -511,7 +511,7 @@ def test_any_set_of_runs_leads_to_a_decision_about_the_field(
     runs = runs_of(scores)
     found = decide(runs, field, PRESENT)
     assert {found.winner, found.best} <= set(field)
-    assert (found.verdict is Verdict.KEEP) == (found.winner == PRESENT)
+    assert (found.verdict is RaceVerdict.KEEP) == (found.winner == PRESENT)
     assert set(found.tied) <= set(field)
     for a in field:
         for b in field:

@@ -24,7 +24,7 @@ from support.step_parts import (
 )
 from tuner.engine.steps import StepColumns
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.shadow.fit import LEAST_STEPS, fit
+from tuner.shadow.fit import MIN_STEPS, fit
 from tuner.shadow.step_model import Knots, StepModel
 
 
@@ -211,16 +211,16 @@ def test_the_same_steps_give_the_same_fit() -> None:
 
 
 def test_too_few_steps_are_refused_and_just_enough_are_not() -> None:
-    whole = replays(LINEAR, lognormal(0.1), steps=LEAST_STEPS)[1]
+    whole = replays(LINEAR, lognormal(0.1), steps=MIN_STEPS)[1]
     names = [f.name for f in fields(StepColumns)]
     short = StepColumns(**{n: getattr(whole, n)[1:] for n in names})
     idle = columns(duration_s=np.full(1000, 1e-4))
-    with pytest.raises(TooFewSamplesError, match=f"{LEAST_STEPS} steps .* got 199") as refused:
+    with pytest.raises(TooFewSamplesError, match=f"{MIN_STEPS} steps .* got 199") as refused:
         fit([short, idle])
     assert "longer" in refused.value.hint
     with pytest.raises(TooFewSamplesError):
         fit([])
-    assert fit([whole]).error.steps == LEAST_STEPS
+    assert fit([whole]).error.steps == MIN_STEPS
 
 
 @pytest.mark.parametrize("wrong_s", [0.0, -1.0, math.nan, math.inf])

@@ -15,10 +15,10 @@ from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner
 from tuner.shadow import pool as module
-from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool
 
 CEILING = EngineLimits(16, 2048)
 START_S = 3.0
@@ -35,7 +35,7 @@ class SlowToy(ToySource):
         return ToySource.start(self, values, ceiling)
 
 
-class ToyProcesses(Shadows):
+class ToyProcesses(ShadowPool):
     """Processes with toys in place of shadows."""
 
     def __init__(self, folder: Path, jobs: int, source: ToySource) -> None:
@@ -43,7 +43,7 @@ class ToyProcesses(Shadows):
         self._toy = source
         self.made = 0
 
-    def _made(self) -> Bench:
+    def _made(self) -> EngineRunner:
         bench = super()._made()
         self._hosts[-1].source = self._toy
         self.made += 1
@@ -51,20 +51,22 @@ class ToyProcesses(Shadows):
 
 
 @pytest.fixture
-def ready(tmp_path: Path) -> Iterator[Bench]:
+def ready(tmp_path: Path) -> Iterator[EngineRunner]:
     """Return a toy that has started."""
-    with Host(ToySource(), tmp_path / "engine.log") as host:
-        bench = Bench(host, {}, CEILING, seed=0)
+    with EngineProcess(ToySource(), tmp_path / "engine.log") as host:
+        bench = EngineRunner(host, {}, CEILING, seed=0)
         bench.ensure_started()
         yield bench
 
 
-def tasks(n: int) -> list[Task]:
-    return [Task(("all",), EngineLimits(cap, 512), ReplayPlan()) for cap in range(1, n + 1)]
+def tasks(n: int) -> list[ReplayTask]:
+    return [
+        ReplayTask(("all",), EngineLimits(cap, 512), ReplayPlan()) for cap in range(1, n + 1)
+    ]
 
 
 def test_replays_do_not_wait_for_a_process_that_has_yet_to_start(
-    tmp_path: Path, ready: Bench
+    tmp_path: Path, ready: EngineRunner
 ) -> None:
     with ToyProcesses(tmp_path, 2, SlowToy()) as shadows:
         shadows.use("all", steady(20, 10.0))
@@ -77,7 +79,7 @@ def test_replays_do_not_wait_for_a_process_that_has_yet_to_start(
 
 
 def test_long_work_is_shared_with_a_process_that_starts_beside_it(
-    tmp_path: Path, ready: Bench, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ready: EngineRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "IMPORT_S", -1.0)
     with ToyProcesses(tmp_path, 2, SlowToy()) as shadows:
@@ -110,7 +112,7 @@ def test_whoever_waits_for_others_does_not_ask_all_the_time(tmp_path: Path) -> N
     asked = 0
     until_s = time.monotonic() + 1.0
 
-    def next_task() -> Task | None:
+    def next_task() -> ReplayTask | None:
         nonlocal asked
         asked += 1
         return None

@@ -16,7 +16,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.pool import Shadows, Spares, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool, SpareProcesses
 from tuner.shadow.profiles import read_profile
 
 LIMITS = EngineLimits(16, 2048)
@@ -55,7 +55,7 @@ def test_a_spare_runs_what_it_is_told_later_and_lives_until_its_taker_closes_it(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "shadow.log"
-    with closing(Spares(2, log, say_who)) as spares:
+    with closing(SpareProcesses(2, log, say_who)) as spares:
         spares.settle()
         first, second = pids(log)
         host = spares.take()
@@ -73,7 +73,7 @@ def test_a_spare_runs_what_it_is_told_later_and_lives_until_its_taker_closes_it(
 
 
 def test_there_are_no_more_spares_than_were_asked_for(tmp_path: Path) -> None:
-    with closing(Spares(0, tmp_path / "shadow.log", say_who)) as spares:
+    with closing(SpareProcesses(0, tmp_path / "shadow.log", say_who)) as spares:
         spares.settle()
         assert spares.take() is None
 
@@ -82,7 +82,7 @@ def test_a_spare_that_is_busy_ends_at_once(tmp_path: Path) -> None:
     log = tmp_path / "shadow.log"
     for waits in (True, False):
         log.unlink(missing_ok=True)
-        spares = Spares(1, log, sleep_long)
+        spares = SpareProcesses(1, log, sleep_long)
         deadline_s = time.monotonic() + PATIENCE_S
         while waits and not pids(log):
             assert time.monotonic() < deadline_s, "waited in vain"
@@ -94,7 +94,7 @@ def test_a_spare_that_is_busy_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_what_a_spare_could_not_import_is_told_by_the_start(tmp_path: Path) -> None:
-    with closing(Spares(1, tmp_path / "shadow.log", refuse)) as spares:
+    with closing(SpareProcesses(1, tmp_path / "shadow.log", refuse)) as spares:
         spares.settle()
         host = spares.take()
         assert host is not None
@@ -110,13 +110,13 @@ def test_shadows_take_the_spares_first(tmp_path: Path) -> None:
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
     log = tmp_path / "shadow.log"
     began_s = time.monotonic()
-    with closing(Spares(1, log)) as spares:
+    with closing(SpareProcesses(1, log)) as spares:
         spares.settle()
         import_s = time.monotonic() - began_s
-        with Shadows(profile, LIMITS, 1, log, 0, is_forced=True, spares=spares) as shadows:
+        with ShadowPool(profile, LIMITS, 1, log, 0, is_forced=True, spares=spares) as shadows:
             shadows.use("all", a_trace([0.0] * 20))
             began_s = time.monotonic()
-            (outcome,) = shadows.run([Task(("all",), LIMITS, ReplayPlan())])
+            (outcome,) = shadows.run([ReplayTask(("all",), LIMITS, ReplayPlan())])
             took_s = time.monotonic() - began_s
         assert isinstance(outcome, Measurement)
         assert spares.take() is None

@@ -16,9 +16,9 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.redact import redacted
-from tuner.run.result import Circumstances, Outcome, make_outcome
-from tuner.search.objective import Goal, Objective, Score, Tier
-from tuner.search.race import Decision, Verdict
+from tuner.run.result import RunProvenance, RunResult, make_outcome
+from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, record_of
 from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
@@ -28,8 +28,8 @@ WINNER, PRESENT, CEILING = (
     EngineLimits(64, 8192),
     EngineLimits(128, 16384),
 )
-CHANGE = Decision(
-    Verdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
+CHANGE = RaceDecision(
+    RaceVerdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
 )
 SHA256 = "59445ac5" * 8
 QWEN: dict[str, object] = {
@@ -56,13 +56,13 @@ RUN_ID = "2026-11-20T14-03-00"
 
 
 def an_outcome(
-    decision: Decision = CHANGE,
+    decision: RaceDecision = CHANGE,
     tier: Tier = Tier.GOOD,
     state: str = "complete",
     device: str = "NVIDIA H200",
     version: str = "0.33.0",
     **changed: Any,
-) -> Outcome:
+) -> RunResult:
     """Return what came of an invented run."""
     info = EngineInfo(
         *("live", "m", device, "bfloat16", version, 100, 8192, 16, 64, CEILING),
@@ -101,14 +101,14 @@ def an_outcome(
         for limits, slow in ((WINNER, 0.8), (PRESENT, 1.0))
         for round_ in (0, 1, 2, 3)
     ]
-    goal = Goal(Objective.BALANCED, (), "p99")
-    around = Circumstances(**values | changed)
+    goal = Scoring(Objective.BALANCED, (), "p99")
+    around = RunProvenance(**values | changed)
     return make_outcome(decision, PRESENT, goal, records, [Caveat.WINDOWED], around, state)
 
 
 def a_run_dir(
     root: Path,
-    outcome: Outcome | None = None,
+    outcome: RunResult | None = None,
     values: dict[str, object] | None = None,
     *,
     in_result: bool = True,

@@ -20,7 +20,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import timeline_record, with_replay
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.state import judged
-from tuner.search.objective import Goal, Objective
+from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import Phase
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
@@ -79,7 +79,7 @@ def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Pat
 def foretold(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[str, Any]]:
     """Return the trials of a shadow whose steps are some percent off."""
     source = ToySource(SHADOW_COSTS, num_blocks=SOURCE.num_blocks)
-    goal = Goal(Objective.BALANCED, (), "p95")
+    goal = Scoring(Objective.BALANCED, (), "p95")
     return [
         judged(
             number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal

@@ -11,8 +11,8 @@ from support.toy import ToyCosts, ToySource
 from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner
 from tuner.replay.slo import Slo
 from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
@@ -42,9 +42,9 @@ def a_retune(
     run_dir = RunDir(folder / "retune", resume=False)
     profile = a_profile(wrong_ratio, costs)
     try:
-        with Host(source, folder / "engine.log") as host:
+        with EngineProcess(source, folder / "engine.log") as host:
             shadows = ToyShadows(source, profile, folder / "shadow.log")
-            bench = Bench(host, {}, CEILING, seed=0)
+            bench = EngineRunner(host, {}, CEILING, seed=0)
             yield Retune(space, bench, shadows, run_dir), shadows
     finally:
         run_dir.close()

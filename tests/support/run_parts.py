@@ -15,8 +15,8 @@ from tuner.errors import EngineError
 from tuner.replay.loop import Progress
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.slo import Slo
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
@@ -25,7 +25,7 @@ from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, Phase
-from tuner.shadow.pool import Done, Shadows, Task
+from tuner.shadow.pool import Done, ReplayTask, ShadowPool
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.traces import Trace
@@ -56,7 +56,7 @@ class Heard:
         """Ignore that a replay ended."""
 
 
-class ToyShadows(Shadows):
+class ToyShadows(ShadowPool):
     """Shadows without processes: every task is replayed on a fresh toy, here and at once."""
 
     def __init__(self, source: ToySource, profile: Profile, log_path: Path) -> None:
@@ -68,7 +68,7 @@ class ToyShadows(Shadows):
         """Start nothing: there are no processes."""
 
     def drain(
-        self, next_task: Callable[[], Task | None], is_over: Callable[[], bool]
+        self, next_task: Callable[[], ReplayTask | None], is_over: Callable[[], bool]
     ) -> Iterator[Done]:
         """Replay what there is to do, and see that nothing is left."""
         while (task := next_task()) is not None:
@@ -76,7 +76,7 @@ class ToyShadows(Shadows):
             yield task, self._replayed(task)
         assert is_over()
 
-    def _replayed(self, task: Task) -> Measurement | Failure:
+    def _replayed(self, task: ReplayTask) -> Measurement | Failure:
         try:
             logs = [
                 replay_toy(self._traces[name], task.limits, self._toy, task.plan)
@@ -130,8 +130,8 @@ def a_run(
     journal = Journal(run_dir.storage_url, "study")
     aim = Aim(Objective.BALANCED, slos, ReplayPlan(), Budget(budget_s), None)
     try:
-        with Host(source or ToySource(), folder / "engine.log") as host:
-            bench = Bench(host, {}, space.ceiling, seed=0)
+        with EngineProcess(source or ToySource(), folder / "engine.log") as host:
+            bench = EngineRunner(host, {}, space.ceiling, seed=0)
             run = RunState(trace, space, aim, bench, journal, run_dir, Heard())
             run.begin()
             run.windows = (whole(trace),)

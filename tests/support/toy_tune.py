@@ -29,7 +29,7 @@ from tuner.cli.tune import run_job
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError, TunerError
-from tuner.shadow.pool import Spares
+from tuner.shadow.pool import SpareProcesses
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
@@ -81,7 +81,7 @@ def job_on(
     """
     context = tune.make_context("tune", list(arguments))
     kept, options = with_stored(tune, arguments, context.params)
-    spares = None if prepares else Spares(0, Path(os.devnull))
+    spares = None if prepares else SpareProcesses(0, Path(os.devnull))
     return run_job(read_job(with_tuning(options), kept), source, spares)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from support.drift_parts import busy_traffic
 from support.run_parts import a_profile
-from tuner.drift.check import Checked, Verdict
+from tuner.drift.check import Checked, DriftVerdict
 from tuner.drift.compare import Drift
 from tuner.drift.gains import Gain
 from tuner.drift.watch.guard import Guard
-from tuner.drift.watch.handover import Handing, HookEnd, Notebook, RunHook
+from tuner.drift.watch.handover import HookEnd, Rollout, RunHook, StateStore
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
 from tuner.drift.watch.publish import Publisher
@@ -30,15 +30,15 @@ from tuner.traffic.traces import Trace
 FOUR, EIGHT, THIRTY = (EngineLimits(cap, 2048) for cap in (4, 8, 32))
 MINUTE_S, HOUR_S = 60.0, 3600.0
 TRAFFIC = busy_traffic(0, minutes=4)
-UNCHANGED = Checked(Verdict.UNCHANGED, "nothing differs", Drift((), ()), FOUR)
-TOO_LITTLE = Checked(Verdict.TOO_LITTLE, "known in part only", Drift((), ()), FOUR)
+UNCHANGED = Checked(DriftVerdict.UNCHANGED, "nothing differs", Drift((), ()), FOUR)
+TOO_LITTLE = Checked(DriftVerdict.TOO_LITTLE, "known in part only", Drift((), ()), FOUR)
 
 
 def pays(best: EngineLimits = EIGHT, gain_ratio: float = 0.3) -> Checked:
     """Return the verdict that a re-tune pays."""
     ratio = Estimate(1 - gain_ratio, 0.95 - gain_ratio, 1.05 - gain_ratio, 8)
     gain = Gain("e2e_p95", ratio, is_tier_better=False)
-    return Checked(Verdict.PAYS, "arrival_rate shifted", Drift((), ()), FOUR, best, gain)
+    return Checked(DriftVerdict.PAYS, "arrival_rate shifted", Drift((), ()), FOUR, best, gain)
 
 
 @dataclass(slots=True)
@@ -158,12 +158,12 @@ def a_world(
         state, remark = kept.load()
         if remark:
             told.append(remark)
-        book = Notebook(kept, state.for_profile("a"))
+        book = StateStore(kept, state.for_profile("a"))
         publisher = Publisher(path, chosen, a_profile(), {"model": "toy"})
         guarding = guard() if guard else None
         watcher = Watcher(
             book=book,
-            handing=Handing(book, publisher, run_hook or hook, guarding, clock, told.append),
+            handing=Rollout(book, publisher, run_hook or hook, guarding, clock, told.append),
             policy=Policy(0.05, 6 * HOUR_S, 2, 6 * HOUR_S, MINUTE_S),
             every_s=15 * MINUTE_S,
             tuned_for=FOUR,

@@ -16,11 +16,11 @@ from tuner.drift.retune import shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.timeline import Timelines
 from tuner.shadow.profiles import Profile, read_profile, write_profile
-from tuner.shadow.served import Served, learn
+from tuner.shadow.served import ServingOverhead, fit_serving_overhead
 from tuner.shadow.source import ShadowSource
 from tuner.shadow.step_model import StepModel
 
@@ -54,8 +54,8 @@ def run_calibrate(options: Mapping[str, Any]) -> int:
 
 
 def _learnt(
-    host: Host, profile: Profile, options: Mapping[str, Any]
-) -> tuple[Profile, EngineLimits, Served]:
+    host: EngineProcess, profile: Profile, options: Mapping[str, Any]
+) -> tuple[Profile, EngineLimits, ServingOverhead]:
     """Replay the recording with one step model after the other until they agree."""
     engine = profiled_engine({**options, "engine_args": (), "model": None}, profile)
     # What was served is compared, and of an answer that was cut short no more was served.
@@ -75,7 +75,7 @@ def _learnt(
         options["max_num_seqs"] or facts.present_limits.max_num_seqs,
         options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
     )
-    bench = Bench(host, engine.values, limits, options["seed"])
+    bench = EngineRunner(host, engine.values, limits, options["seed"])
     bench.use("recording", trace)
 
     def replay(model: StepModel) -> Timelines:
@@ -87,5 +87,5 @@ def _learnt(
             raise ShadowError(f"the recording could not be replayed: {outcome.cause}")
         return logs[0].timelines
 
-    corrected, found = learn(profile, trace, limits, replay)
+    corrected, found = fit_serving_overhead(profile, trace, limits, replay)
     return corrected, limits, found

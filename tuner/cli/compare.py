@@ -29,12 +29,12 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import UsageError
 from tuner.files import write_atomic
 from tuner.replay.arrivals import StaticBatches
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
-from tuner.run.strategies import Row, Strategy, strategies, table, uniform
+from tuner.run.strategies import Strategy, StrategyRow, strategies, table, uniform
 from tuner.traffic.traces import LoadModel, Trace
 
 RECORDED, UNIFORM = "recorded", "uniform"
@@ -55,7 +55,7 @@ def run_compare(options: Mapping[str, Any], source: EngineSource | None = None) 
     if engine.is_demo:
         say(DEMO_NOTE)
     log_path = Path(tempfile.mkdtemp(prefix="tune-compare-")) / "engine.log"
-    with Host(source or LiveSource(), log_path) as host:
+    with EngineProcess(source or LiveSource(), log_path) as host:
         # What vLLM does by itself: the configuration without its limits.
         facts = host.facts(_without_limits(engine))
         tuned = _tuned(options, facts.present_limits)
@@ -69,7 +69,7 @@ def run_compare(options: Mapping[str, Any], source: EngineSource | None = None) 
         ceiling = asked[0].limits
         for strategy in asked:
             ceiling = ceiling.covering(strategy.limits)
-        bench = Bench(host, engine.values, ceiling, options["seed"])
+        bench = EngineRunner(host, engine.values, ceiling, options["seed"])
         traces = {RECORDED: trace}
         if options["uniform"]:
             traces[UNIFORM] = uniform(trace)
@@ -79,8 +79,8 @@ def run_compare(options: Mapping[str, Any], source: EngineSource | None = None) 
 
 
 def _rows(
-    bench: Bench, name: str, trace: Trace, asked: Sequence[Strategy], plan: Any
-) -> list[Row]:
+    bench: EngineRunner, name: str, trace: Trace, asked: Sequence[Strategy], plan: Any
+) -> list[StrategyRow]:
     """Measure every strategy on one trace."""
     bench.use(name, trace)
     rows = []
@@ -91,7 +91,9 @@ def _rows(
                 [name], strategy.limits, strategy.plan(plan), (), display.progress
             )
         failed = outcome.cause if isinstance(outcome, Failure) else ""
-        rows.append(Row(strategy, None if isinstance(outcome, Failure) else outcome, failed))
+        rows.append(
+            StrategyRow(strategy, None if isinstance(outcome, Failure) else outcome, failed)
+        )
     return rows
 
 
@@ -124,7 +126,7 @@ def _tuned(options: Mapping[str, Any], default: EngineLimits) -> EngineLimits:
     return replace(tuned, max_num_batched_tokens=tokens or tuned.max_num_batched_tokens)
 
 
-def _print(options: Mapping[str, Any], found: Mapping[str, Sequence[Row]]) -> None:
+def _print(options: Mapping[str, Any], found: Mapping[str, Sequence[StrategyRow]]) -> None:
     content = {name: [row.as_json() for row in rows] for name, rows in found.items()}
     encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
     if options["run"]:

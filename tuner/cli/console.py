@@ -19,9 +19,9 @@ from rich.table import Table
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
-from tuner.run.result import Outcome
+from tuner.run.result import RunResult
 from tuner.search.objective import Tier
-from tuner.search.race import Verdict
+from tuner.search.race import RaceVerdict
 from tuner.search.trials import Observation, Phase, leader
 
 _TIER_STYLES = {
@@ -247,11 +247,11 @@ def _seconds(value: float | None) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def show_outcome(outcome: Outcome, written_to: str) -> None:
+def show_outcome(outcome: RunResult, written_to: str) -> None:
     """Say the four things that end a run: config, gain, what limits it, caveats."""
     decision = outcome.decision
     say("")
-    if decision.verdict is Verdict.KEEP:
+    if decision.verdict is RaceVerdict.KEEP:
         say(f"keep what you have: {_words(decision.winner)} ({decision.why})")
     else:
         say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
@@ -261,7 +261,7 @@ def show_outcome(outcome: Outcome, written_to: str) -> None:
             f"{decision.rounds} rounds in turns" if decision.rounds else "predicted, not raced"
         )
         say(f"{_words(decision.shown)} against {against}, {how}:")
-        for row in outcome.rows:
+        for row in outcome.changes:
             say(f"  {row.text}")
     ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
     if ties and not decision.is_thin:

@@ -28,7 +28,7 @@ from tuner.redact import REDACTED
 from tuner.run.directory import PROFILE_FILE, new_run_path
 from tuner.run.session import Method
 from tuner.search.budget import Budget
-from tuner.search.objective import Goal, Objective
+from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
 from tuner.shadow.pool import default_jobs
 from tuner.shadow.profiles import Profile, read_profile
@@ -67,7 +67,7 @@ def read_job(options: Mapping[str, Any], arguments: Sequence[str]) -> Job:
     budget = Budget(options["budget"] or DEFAULT_BUDGET_S)
     ladder = options["max_num_seqs"] or DEFAULT_LADDER
     slos = tuple(options["slo"])
-    Goal(Objective(options["objective"]), slos, "p99")
+    Scoring(Objective(options["objective"]), slos, "p99")
     method = Method(options["method"])
     if options["objective"] == Objective.CAPACITY and method is Method.LIVE:
         raise UsageError(

@@ -16,7 +16,7 @@ import msgspec
 from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_named, read_traffic, replay_plan
 from tuner.drift.by_hour import (
-    LEAST_REQUESTS,
+    MIN_REQUESTS,
     Calendar,
     Hour,
     calendar_of,
@@ -26,21 +26,21 @@ from tuner.drift.by_hour import (
 from tuner.drift.retune import retuning, shadow_host
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner
 from tuner.run.directory import RunDir
 from tuner.run.forecast import Forecast
 from tuner.run.journal import Journal
-from tuner.run.listener import Silence
+from tuner.run.listener import NullListener
 from tuner.run.shadow_search import Ranking
 from tuner.run.state import RunState
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
-from tuner.search.race import Decision, Verdict, decide_predicted
+from tuner.search.race import RaceDecision, RaceVerdict, decide_predicted
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.search.trials import Observation
 from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import Shadows, Spares, default_jobs
+from tuner.shadow.pool import ShadowPool, SpareProcesses, default_jobs
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.source import ShadowSource
 from tuner.traffic.reshape import at_load
@@ -52,11 +52,11 @@ TIME_PER_LOAD_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """What is best at one load."""
 
     load: float
-    decision: Decision
+    decision: RaceDecision
     tier: str
     metric: str
     best: float | None
@@ -69,7 +69,7 @@ class Row:
         return {
             "load": self.load,
             "best": _limits(self.decision.best),
-            "change_pays": self.decision.verdict is Verdict.CHANGE,
+            "change_pays": self.decision.verdict is RaceVerdict.CHANGE,
             "state": self.tier,
             "metric": self.metric,
             "value": self.best,
@@ -96,11 +96,11 @@ def run_plan(options: Mapping[str, Any]) -> int:
         source = ShadowSource(profile, is_forced=options["force_profile"])
         jobs = options["jobs"] or default_jobs()
         with (
-            Host(source, run_dir.engine_log) as host,
-            closing(Spares(jobs - 1, run_dir.shadow_log)) as spares,
+            EngineProcess(source, run_dir.engine_log) as host,
+            closing(SpareProcesses(jobs - 1, run_dir.shadow_log)) as spares,
         ):
             shadows_at = partial(
-                Shadows,
+                ShadowPool,
                 profile,
                 jobs=jobs,
                 log_path=run_dir.shadow_log,
@@ -116,13 +116,13 @@ def run_plan(options: Mapping[str, Any]) -> int:
 
 
 def _rows(
-    host: Host,
-    shadows_at: Callable[[EngineLimits], Shadows],
+    host: EngineProcess,
+    shadows_at: Callable[[EngineLimits], ShadowPool],
     run_dir: RunDir,
     options: Mapping[str, Any],
     profile: Profile,
     recorded: Trace,
-) -> tuple[list[Row], EngineLimits]:
+) -> tuple[list[PlanRow], EngineLimits]:
     given = {**options, "engine_args": (), "config": None, "model": None}
     facts = host.facts(profiled_engine(given, profile).values)
     trace, told = fit_lengths(recorded, facts.max_model_len, options["too_long"])
@@ -133,13 +133,13 @@ def _rows(
         facts, at_load(trace, max(options["loads"])), ladder, facts.present_limits
     )
     journal = Journal(run_dir.storage_url)
-    bench = Bench(host, {}, space.ceiling, options["seed"])
-    rows: list[Row] = []
+    bench = EngineRunner(host, {}, space.ceiling, options["seed"])
+    rows: list[PlanRow] = []
     with shadows_at(space.ceiling) as shadows:
         shadows.adopt(bench)
         for generation, load in enumerate(options["loads"]):
             aim = _aim(options, trace, load)
-            run = RunState(trace, space, aim, bench, journal, run_dir, Silence())
+            run = RunState(trace, space, aim, bench, journal, run_dir, NullListener())
             run.begin()
             forecast = Forecast(trace, aim, shadows, generation)
             forecast.choose_parts(space, TIME_PER_LOAD_S)
@@ -163,12 +163,12 @@ def _aim(options: Mapping[str, Any], trace: Trace, load: float) -> Aim:
 
 def _row(
     seen: list[Observation], present: EngineLimits, load: float, wrong_ratio: float
-) -> Row:
+) -> PlanRow:
     decision = decide_predicted(seen, present, wrong_ratio)
     best = next(o for o in seen if o.limits == decision.best)
     before = next((o for o in seen if o.limits == present), None)
     comparable = before is not None and before.score.metric == best.score.metric
-    return Row(
+    return PlanRow(
         load,
         decision,
         str(best.score.tier)[2:],
@@ -185,7 +185,7 @@ def _limits(limits: EngineLimits) -> dict[str, int]:
     }
 
 
-def _json(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> list[str]:
+def _json(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -> list[str]:
     """Return the lines of the object for programs."""
     content = {
         "engine": "shadow",
@@ -196,7 +196,7 @@ def _json(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> lis
     return [msgspec.json.format(msgspec.json.encode(content), indent=2).decode()]
 
 
-def _table(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> list[str]:
+def _table(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -> list[str]:
     """Return the table for people; a rate stands as such, not as its inverse."""
     lines = [
         f"present {present} (max_num_seqs/max_num_batched_tokens); predicted, "
@@ -204,7 +204,7 @@ def _table(rows: Sequence[Row], present: EngineLimits, wrong_ratio: float) -> li
         f"{'load':>6}  {'best':>12}  {'metric':<16} {'there':>10} {'present':>10}  advice",
     ]
     for row in rows:
-        pays = row.decision.verdict is Verdict.CHANGE
+        pays = row.decision.verdict is RaceVerdict.CHANGE
         advice = "re-tune" if pays else f"keep ({row.decision.why})"
         state = "" if row.tier == "good" else f" [{row.tier}]"
         lines.append(
@@ -256,7 +256,7 @@ def _hours(trace: Trace, offset_s: float) -> tuple[Hour, ...]:
     found = tuple(hours_of(trace, offset_s))
     if not found:
         raise UsageError(
-            f"no hour of {trace.source} holds {LEAST_REQUESTS} requests", "record more traffic"
+            f"no hour of {trace.source} holds {MIN_REQUESTS} requests", "record more traffic"
         )
     return found
 

@@ -14,7 +14,7 @@ from tuner.traffic.traces import Trace
 # Rows of a plot: ours, two fit a usual terminal with the description above them.
 HEIGHT = 12
 # Columns of a plot: ours, wider bars tell no more.
-LEAST_WIDTH, MOST_WIDTH = 40, 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 _BINS = 60
 _TICKS = 5
 
@@ -42,7 +42,7 @@ def _bars(title: str, edges: Floats, heights: Floats, ticks: Ticks, width: int) 
     places = ticks(float(edges[0]), float(edges[-1]))
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plotsize(max(LEAST_WIDTH, min(width, MOST_WIDTH)), HEIGHT)
+    plotext.plotsize(max(MIN_WIDTH, min(width, MAX_WIDTH)), HEIGHT)
     plotext.bar(middles.tolist(), heights.tolist(), width=1.0)
     plotext.xticks(list(places), list(places.values()))
     plotext.title(title)

@@ -28,7 +28,7 @@ from tuner.engine.protocol import EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.source import ShadowSource
@@ -51,7 +51,7 @@ def run_replay(options: Mapping[str, Any], source: EngineSource | None = None) -
     if engine.is_demo:
         say(DEMO_NOTE)
     log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
-    with Host(source or LiveSource(), log_path) as host:
+    with EngineProcess(source or LiveSource(), log_path) as host:
         kind, limits, measured = _measured(host, options, engine, traffic, plan)
     if options["as_json"]:
         content = {
@@ -84,7 +84,7 @@ def _profile(options: Mapping[str, Any]) -> Profile | None:
 
 
 def _measured(
-    host: Host,
+    host: EngineProcess,
     options: Mapping[str, Any],
     engine: EngineChoice,
     traffic: Traffic,

@@ -11,7 +11,7 @@ from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.cli.options import credentials
 from tuner.drift.baseline import Baseline
-from tuner.drift.check import Checked, Verdict, check, unlike_server, without_replay
+from tuner.drift.check import Checked, DriftVerdict, check, unlike_server, without_replay
 from tuner.drift.compare import Drift, compare
 from tuner.drift.retune import Retune, retuning, shadow_host
 from tuner.drift.watch.guard import Look
@@ -19,7 +19,7 @@ from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.replay.runner import Failure
 from tuner.run.directory import RunDir
 from tuner.search.budget import Aim, Budget
@@ -48,7 +48,7 @@ def shadows_on(
     baseline: Baseline,
     present: EngineLimits | None,
     options: Mapping[str, Any],
-    host: Host,
+    host: EngineProcess,
     run_dir: RunDir,
 ) -> Iterator[Ready]:
     """Yield shadows of the baseline's profile for this traffic; they end with the block.
@@ -84,7 +84,7 @@ def shadows_on(
         yield Ready(retune, aim, trace)
 
 
-MOST_REPLAYED: Final = 20_000
+MAX_REPLAYED: Final = 20_000
 """Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""
 
 # How a re-tune replays sampled traffic: as `tune check` does by default.
@@ -162,7 +162,7 @@ class ShadowCheck:
         """Return the verdict on traffic at the present limits. Raises: TunerError."""
         told = known_in_part(trace.notes.remarks)
         if told:
-            return Checked(Verdict.TOO_LITTLE, told, Drift((), (), told), present)
+            return Checked(DriftVerdict.TOO_LITTLE, told, Drift((), (), told), present)
         now = self.traffic.sketch(trace)
         drift = compare(tuned_for or self.before, now, self.options["seed"])
         found = without_replay(drift, present)
@@ -176,8 +176,8 @@ class ShadowCheck:
         live = self.traffic.live(start_s, end_s)
         if not live.requests:
             return Look(live, {}, "no request finished")
-        if live.requests > MOST_REPLAYED:
-            start_s = end_s - (end_s - start_s) * MOST_REPLAYED / live.requests
+        if live.requests > MAX_REPLAYED:
+            start_s = end_s - (end_s - start_s) * MAX_REPLAYED / live.requests
             live = self.traffic.live(start_s, end_s)
         try:
             trace = self.traffic.between(start_s, end_s)

@@ -33,22 +33,22 @@ from tuner.errors import (
 )
 from tuner.files import write_atomic
 from tuner.redact import redacted
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner
 from tuner.report.page import REPORT_FILE
-from tuner.run.calibrate import Lessons
+from tuner.run.calibrate import Calibrator
 from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE, RunDir
 from tuner.run.recovery import open_journal
-from tuner.run.result import Circumstances, Outcome, make_outcome
+from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Method, Session, ShadowSession
 from tuner.run.shadow_search import ShadowSearch
 from tuner.run.state import RunState
 from tuner.search.budget import Aim, window_text
-from tuner.search.objective import Goal, Objective
-from tuner.search.race import Decision, Verdict, ratio
+from tuner.search.objective import Objective, Scoring
+from tuner.search.race import RaceDecision, RaceVerdict, ratio
 from tuner.search.space import SearchSpace, search_space
 from tuner.search.trials import decisive, leader, observation_of
-from tuner.shadow.pool import Shadows, Spares, spare_cores
+from tuner.shadow.pool import ShadowPool, SpareProcesses, spare_cores
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.source import ShadowSource
 from tuner.traffic.describe import describe
@@ -133,15 +133,15 @@ class Finish:
         record = run_record(self._job, study, windows, ceiling, self._parts)
         run.run_dir.write_json(RUN_FILE, record)
 
-    def _best_so_far(self) -> Decision:
+    def _best_so_far(self) -> RaceDecision:
         """Return the leader of an unfinished search, which nothing has confirmed."""
         run = self._run
         best = leader([observation_of(r) for r in decisive(run.journal.records())])
         limits = best.limits if best else run.space.present
-        kind = Verdict.KEEP if limits == run.space.present else Verdict.CHANGE
+        kind = RaceVerdict.KEEP if limits == run.space.present else RaceVerdict.CHANGE
         runs = run.journal.race_runs()
         gain = ratio(runs, limits, run.space.present)
-        return Decision(kind, limits, limits, (), gain, 0, "unfinished")
+        return RaceDecision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:
         if not self._run.journal.observations():
@@ -152,15 +152,15 @@ class Finish:
             self._emit(outcome)
         say(f"go on with: tune --resume {self._run.run_dir.path}")
 
-    def _write(self, decision: Decision, state: str) -> Outcome | None:
+    def _write(self, decision: RaceDecision, state: str) -> RunResult | None:
         """Write result.json; None when nothing was measured yet."""
         run, job = self._run, self._job
         records = run.journal.records()
         windows = run.windows or self._parts
         if not decisive(records) or not windows:
             return None
-        goal = run.goal if run.is_planned else Goal(run.aim.objective, run.aim.slos, "p50")
-        around = Circumstances(
+        goal = run.goal if run.is_planned else Scoring(run.aim.objective, run.aim.slos, "p50")
+        around = RunProvenance(
             trace=run.trace,
             replayed_requests=sum(len(w.of(run.trace)) for w in windows),
             window=window_text(windows, run.trace),
@@ -205,7 +205,7 @@ class Finish:
             f"{run.run_dir.path}",
         )
 
-    def _emit(self, outcome: Outcome) -> None:
+    def _emit(self, outcome: RunResult) -> None:
         """Write what was asked for to -o or standard output."""
         options, values = self._job.options, self._job.engine.deployed_values
         output, path = options["output"], self._run.run_dir.path
@@ -231,10 +231,12 @@ class Finish:
 
 # How many processes import vLLM beside a live engine's start: ours. Each holds 0.7 GB, a few
 # replay most traces in seconds, and long work starts more of them.
-MOST_SPARES = 4
+MAX_SPARES = 4
 
 
-def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None = None) -> int:
+def run_job(
+    job: Job, source: EngineSource | None = None, spares: SpareProcesses | None = None
+) -> int:
     """Run the main job and return the exit code. Raises: TunerError, KeyboardInterrupt.
 
     Where the engines come from and who else can be a shadow is the installed vLLM's matter
@@ -247,8 +249,8 @@ def run_job(job: Job, source: EngineSource | None = None, spares: Spares | None 
     run_dir = RunDir(job.run_path, resume=job.is_resumed)
     try:
         with (
-            Host(source or _source_of(job), run_dir.engine_log) as host,
-            closing(spares or Spares(_helpers(job), run_dir.shadow_log)) as others,
+            EngineProcess(source or _source_of(job), run_dir.engine_log) as host,
+            closing(spares or SpareProcesses(_helpers(job), run_dir.shadow_log)) as others,
         ):
             return _run_in(job, run_dir, host, others)
     except (EngineError, RefusedConfigError):
@@ -272,10 +274,10 @@ def _helpers(job: Job) -> int:
         return 0
     if job.method is Method.SHADOW:
         return job.jobs - 1
-    return min(job.jobs, spare_cores(), MOST_SPARES)
+    return min(job.jobs, spare_cores(), MAX_SPARES)
 
 
-def _run_in(job: Job, run_dir: RunDir, host: Host, spares: Spares) -> int:
+def _run_in(job: Job, run_dir: RunDir, host: EngineProcess, spares: SpareProcesses) -> int:
     stored = run_dir.read_json(RUN_FILE) if job.is_resumed else {}
     _check_same(job, stored)
     facts = host.facts(job.engine.values)
@@ -302,11 +304,11 @@ def _take_profile(job: Job, profile: Profile, run: RunState, facts: EngineFacts)
         write_profile(run.run_dir.path / PROFILE_FILE, profile)
 
 
-def _session(job: Job, run: RunState, spares: Spares) -> AnySession:
+def _session(job: Job, run: RunState, spares: SpareProcesses) -> AnySession:
     """Return the kind of run that was asked for."""
 
-    def make_shadows(profile: Profile) -> Shadows:
-        return Shadows(
+    def make_shadows(profile: Profile) -> ShadowPool:
+        return ShadowPool(
             profile,
             run.space.ceiling,
             job.jobs,
@@ -320,14 +322,16 @@ def _session(job: Job, run: RunState, spares: Spares) -> AnySession:
         shadows = make_shadows(job.profile)
         shadows.adopt(run.bench)
         return ShadowSession(run, shadows, is_forced=job.is_forced)
-    shadow = ShadowSearch(run, make_shadows, Lessons(run, redacted(job.engine.values)), spares)
+    shadow = ShadowSearch(
+        run, make_shadows, Calibrator(run, redacted(job.engine.values)), spares
+    )
     return Session(run, shadow, is_live=job.method is Method.LIVE)
 
 
 def _run_state(
     job: Job,
     run_dir: RunDir,
-    host: Host,
+    host: EngineProcess,
     facts: EngineFacts,
     trace: Trace,
     stored: Mapping[str, Any],
@@ -354,7 +358,7 @@ def _run_state(
         say(line)
     for record in journal.records():
         display.recall(observation_of(record), record)
-    bench = Bench(host, job.engine.values, space.ceiling, options["seed"])
+    bench = EngineRunner(host, job.engine.values, space.ceiling, options["seed"])
     _say_plan(job, facts, space, run_dir)
     run = RunState(trace, space, aim, bench, journal, run_dir, display, windows=kept)
     run.caveats |= job.traffic.caveats & {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK}

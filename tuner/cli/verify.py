@@ -29,7 +29,7 @@ from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageE
 from tuner.files import write_atomic
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.replay.server.client import find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import ServerProcess
@@ -74,7 +74,7 @@ def run_verify(options: Mapping[str, Any]) -> int:
         source = ShadowSource(
             read_profile(Path(options["profile"])), is_forced=options["force_profile"]
         )
-    with Host(source, folder / "engine.log") as host:
+    with EngineProcess(source, folder / "engine.log") as host:
         facts = host.facts(engine.values)
         trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
         if told:
@@ -129,7 +129,7 @@ def _check(options: Mapping[str, Any]) -> None:
         raise UsageError("a closed loop over HTTP needs --concurrency N")
 
 
-def _predicted(host: Host, asked: _Asked) -> tuple[Measurement | None, int]:
+def _predicted(host: EngineProcess, asked: _Asked) -> tuple[Measurement | None, int]:
     """Replay inside an engine's process, unless nothing is to predict; and the vocabulary."""
     if asked.options["predict"] == "none":
         return None, SAFE_VOCABULARY

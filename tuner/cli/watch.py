@@ -18,9 +18,9 @@ from tuner.cli.inputs import read_named
 from tuner.cli.options import credentials
 from tuner.cli.shadows import PrometheusTraffic, ShadowCheck
 from tuner.drift.baseline import Baseline, read_baseline
-from tuner.drift.compare import LEAST_S
+from tuner.drift.compare import MIN_S
 from tuner.drift.watch.guard import Guard
-from tuner.drift.watch.handover import Clock, Handing, Notebook, run_hook
+from tuner.drift.watch.handover import Clock, Rollout, StateStore, run_hook
 from tuner.drift.watch.health import serving
 from tuner.drift.watch.loop import Watcher
 from tuner.drift.watch.policy import Policy
@@ -151,7 +151,7 @@ def _tuned_for(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> Tr
     return sketch_of(read_named(options["baseline_trace"], reading))
 
 
-def _notebook(kept: StateDir, path: Path) -> Notebook:
+def _notebook(kept: StateDir, path: Path) -> StateStore:
     """Return the state as it stands for the profile."""
     state, told = kept.load()
     if told:
@@ -162,14 +162,14 @@ def _notebook(kept: StateDir, path: Path) -> Notebook:
         last = replace(state.last, error=told, error_s=time.time())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         state = replace(state, last=last, counts=counts)
-    return Notebook(kept, state.for_profile(sha256))
+    return StateStore(kept, state.for_profile(sha256))
 
 
 def _watcher(
     options: Mapping[str, Any],
     baseline: Baseline,
     before: TrafficSketch,
-    book: Notebook,
+    book: StateStore,
     publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
@@ -179,7 +179,7 @@ def _watcher(
         options["confirmations"],
         options["since"],
         # Two readings tell of traffic, and no shorter traffic is compared.
-        max(LEAST_S, 2 * options["step"]),
+        max(MIN_S, 2 * options["step"]),
     )
     traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
     credentials(options)  # A file that cannot be read is told now, not in the first round.
@@ -193,7 +193,7 @@ def _watcher(
         hook = partial(run_hook, options["hook"], timeout_s=options["hook_timeout"])
     return Watcher(
         book=book,
-        handing=Handing(book, publisher, hook, guard, clock, say),
+        handing=Rollout(book, publisher, hook, guard, clock, say),
         policy=policy,
         every_s=options["every"],
         tuned_for=_configured(options) or baseline.present,

@@ -29,7 +29,7 @@ from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER
 from tuner.search.trials import Phase
-from tuner.shadow.pool import Shadows, Task, default_jobs
+from tuner.shadow.pool import ReplayTask, ShadowPool, default_jobs
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
@@ -114,7 +114,7 @@ class _Worker:
             shadows.start_all()
             forecast = self._forecast(profile, shadows, generation)
 
-            def next_task() -> Task | None:
+            def next_task() -> ReplayTask | None:
                 claimed = self._journal.claim(Phase.SHADOW)
                 if claimed is None:
                     return None
@@ -127,15 +127,15 @@ class _Worker:
             for task, outcome in shadows.drain(next_task, is_over):
                 self._finish(task, outcome, forecast)
 
-    def _shadows(self, profile: Profile) -> Shadows:
+    def _shadows(self, profile: Profile) -> ShadowPool:
         limits = _stored(self._folder)["ceiling"]
         log = self._folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
         asked = self._asked
         forced = bool(asked["force_profile"])
         ceiling = EngineLimits(limits["max_num_seqs"], limits["max_num_batched_tokens"])
-        return Shadows(profile, ceiling, self._jobs, log, asked["seed"], is_forced=forced)
+        return ShadowPool(profile, ceiling, self._jobs, log, asked["seed"], is_forced=forced)
 
-    def _forecast(self, profile: Profile, shadows: Shadows, generation: int) -> Forecast:
+    def _forecast(self, profile: Profile, shadows: ShadowPool, generation: int) -> Forecast:
         """Return the forecast that the main process makes, on the same parts of the trace."""
         asked, stored = self._asked, _stored(self._folder)
         trace, _ = fit_lengths(self._trace, profile.shape.max_model_len, asked["too_long"])
@@ -151,7 +151,9 @@ class _Worker:
         forecast.load_parts()
         return forecast
 
-    def _finish(self, task: Task, outcome: Measurement | Failure, forecast: Forecast) -> None:
+    def _finish(
+        self, task: ReplayTask, outcome: Measurement | Failure, forecast: Forecast
+    ) -> None:
         record, score, slacks = judged(
             task.number,
             task.limits,

@@ -17,13 +17,13 @@ from typing import Any, Final
 import numpy as np
 
 from tuner import stats
-from tuner.drift.retune import Outcome, Retune
+from tuner.drift.retune import ReplayOutcome, Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.search.budget import Aim
-from tuner.search.objective import Goal, Tier
+from tuner.search.objective import Scoring, Tier
 from tuner.search.trials import leader
 from tuner.stats import Estimate, tail_statistic
 from tuner.traffic.traces import ClockOrigin, Trace
@@ -32,10 +32,10 @@ from tuner.traffic.windows import Window, whole
 HOUR_S: Final = 3600.0
 HOURS: Final = 24
 
-LEAST_REQUESTS: Final = 40
+MIN_REQUESTS: Final = 40
 """Ours: an hour with fewer cannot carry more than a median, and any configuration serves it."""
 
-MOST_REQUESTS: Final = 20_000
+MAX_REQUESTS: Final = 20_000
 """Ours: of an hour of day with more, the middle of each of its hours is replayed."""
 
 _OFFSET = re.compile(r"(?:UTC)?([+-])(\d{1,2})(?::?([0-5]\d))?", re.ASCII)
@@ -100,7 +100,7 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
             continue
         window = Window(max(start_s, 0.0), min(stop_s, end_s))
         count = _count(trace, window)
-        if count >= LEAST_REQUESTS:
+        if count >= MIN_REQUESTS:
             found[number % HOURS].append((number // HOURS, window, count))
     return [_hour(trace, hour, found[hour]) for hour in sorted(found)]
 
@@ -108,9 +108,9 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
 def _hour(trace: Trace, hour: int, held: Sequence[tuple[int, Window, int]]) -> Hour:
     """Put an hour of day together; of one with too many requests the middle is kept."""
     requests = sum(count for _, _, count in held)
-    share = min(1.0, MOST_REQUESTS / requests)
+    share = min(1.0, MAX_REQUESTS / requests)
     kept = [(date, _middle(window, share)) for date, window, _ in held]
-    kept = [(date, part) for date, part in kept if _count(trace, part) >= LEAST_REQUESTS]
+    kept = [(date, part) for date, part in kept if _count(trace, part) >= MIN_REQUESTS]
     if not kept:
         kept = [(date, window) for date, window, _ in held]
     dates, parts = zip(*kept, strict=True)
@@ -145,7 +145,7 @@ def clock_spans(hours: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedHour:
     """How a configuration serves a stretch: which demands it meets, and a value, less better.
 
     The value is comparable between configurations at the same stretch.
@@ -155,7 +155,7 @@ class Served:
     value: float
 
 
-Table = Mapping[EngineLimits, Sequence[Sequence[Served]]]
+Table = Mapping[EngineLimits, Sequence[Sequence[ServedHour]]]
 """What each configuration makes of each stretch: [hours][dates]."""
 
 
@@ -389,7 +389,7 @@ def calendar_of(
     pieces = [part.of(trace) for hour in hours for part in hour.parts]
     fewest = min(len(piece) for piece in pieces)
     slos = tuple(slo for slo in aim.slos if slo.needed_samples <= fewest)
-    goal = Goal(aim.objective, slos or aim.slos, tail_statistic(fewest))
+    goal = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
     found = retune.replay(pieces, sorted(candidates), aim)
     metric, table = served(found, goal)
     by_hour = {limits: _by_hour(row, hours) for limits, row in table.items()}
@@ -398,8 +398,8 @@ def calendar_of(
 
 
 def served(
-    found: Mapping[EngineLimits, Sequence[Outcome]], goal: Goal
-) -> tuple[str, dict[EngineLimits, list[Served]]]:
+    found: Mapping[EngineLimits, Sequence[ReplayOutcome]], goal: Scoring
+) -> tuple[str, dict[EngineLimits, list[ServedHour]]]:
     """Return by which metric stretches are judged, and how each setting serves each of them.
 
     By the goal's own where it is the same for all; else by the tail of the latency, which a
@@ -410,18 +410,18 @@ def served(
     tail = f"e2e_{goal.tail}"
     metric = metrics.pop() if len(metrics) == 1 else tail
 
-    def of(outcome: Measurement | Failure) -> Served:
+    def of(outcome: Measurement | Failure) -> ServedHour:
         if isinstance(outcome, Failure):
-            return Served(Tier.FAILED, 1.0)
+            return ServedHour(Tier.FAILED, 1.0)
         score = goal.score(outcome)
         latency_s = outcome.latency("e2e_s", goal.tail)
         value = score.value if metric != tail else latency_s or 1.0
-        return Served(score.tier, value)
+        return ServedHour(score.tier, value)
 
     return metric, {limits: [of(o) for o in row] for limits, row in found.items()}
 
 
-def _by_hour(row: Sequence[Served], hours: Sequence[Hour]) -> list[list[Served]]:
+def _by_hour(row: Sequence[ServedHour], hours: Sequence[Hour]) -> list[list[ServedHour]]:
     left = iter(row)
     return [[next(left) for _ in hour.parts] for hour in hours]
 

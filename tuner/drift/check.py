@@ -34,7 +34,7 @@ from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
 
-class Verdict(StrEnum):
+class DriftVerdict(StrEnum):
     """What to make of today's traffic."""
 
     TOO_LITTLE = "too little data"
@@ -43,7 +43,9 @@ class Verdict(StrEnum):
     PAYS = "shifted, re-tune pays"
 
 
-EXIT_CODES: Final = {verdict: 10 if verdict is Verdict.PAYS else 0 for verdict in Verdict}
+EXIT_CODES: Final = {
+    verdict: 10 if verdict is DriftVerdict.PAYS else 0 for verdict in DriftVerdict
+}
 """10 lets a script tell a re-tune that pays from an error, which is 1 to 4."""
 
 
@@ -55,7 +57,7 @@ class Checked:
     the new traffic, where they have not been; `state` says what even that does not meet.
     """
 
-    verdict: Verdict
+    verdict: DriftVerdict
     why: str
     drift: Drift
     present: EngineLimits | None
@@ -88,7 +90,7 @@ class Checked:
             yield shift.text
         for left_out in self.drift.not_compared:
             yield f"not compared: {left_out}"
-        pays = self.verdict is Verdict.PAYS and self.gain is not None
+        pays = self.verdict is DriftVerdict.PAYS and self.gain is not None
         low, high = self.gain.interval if self.gain is not None else (0.0, 0.0)
         by = f" {self.gain.value:.0%} ({low:.0%} … {high:.0%})" if pays and self.gain else ""
         yield f"{self.verdict}{by}: {self.why}"
@@ -97,10 +99,10 @@ class Checked:
 def without_replay(drift: Drift, present: EngineLimits | None) -> Checked | None:
     """Return the verdict that needs no shadow, None where only a replay can tell."""
     if drift.too_little:
-        return Checked(Verdict.TOO_LITTLE, drift.too_little, drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, present)
     if not drift.felt:
         why = "nothing differs by more than is felt and beyond chance"
-        return Checked(Verdict.UNCHANGED, why, drift, present)
+        return Checked(DriftVerdict.UNCHANGED, why, drift, present)
     return None
 
 
@@ -120,26 +122,26 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     pieces = [part.of(trace) for part in ranked.parts]
     old = retune.logs(pieces, present, aim)
     if old is not None and (told := unlike_server(trace, ranked.parts, measure(old))):
-        return Checked(Verdict.TOO_LITTLE, f"{shifted}, but {told}", drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {told}", drift, present)
     try:
         decision = decide_predicted(list(ranked.seen), present, retune.wrong_ratio)
     except NoFeasibleConfigError as error:
         why = f"{shifted}, and {error.message}: the shadows cannot tell"
-        return Checked(Verdict.STILL_BEST, why, drift, present)
+        return Checked(DriftVerdict.STILL_BEST, why, drift, present)
     best = next(o for o in ranked.seen if o.limits == decision.best)
     state = _state(best)
     rest = f"; {state}" if state else ""
     if best.limits == present:
         why = f"{shifted}, and {present} is best for it too{rest}"
-        return Checked(Verdict.STILL_BEST, why, drift, present, present, None, state)
+        return Checked(DriftVerdict.STILL_BEST, why, drift, present, present, None, state)
     gain = None if old is None else _gain(retune, pieces, aim, best, old, ranked)
     where = f"at {best.limits} instead of {present}"
     if gain is not None and gain.pays:
         why = f"{shifted}: {where} {gain.text}{rest}"
-        return Checked(Verdict.PAYS, why, drift, present, best.limits, gain, state)
+        return Checked(DriftVerdict.PAYS, why, drift, present, best.limits, gain, state)
     told = "too little of it can be compared" if gain is None else f"{gain.text}, if at all"
     why = f"{shifted}, but {where} {told}{rest}"
-    return Checked(Verdict.STILL_BEST, why, drift, present, best.limits, gain, state)
+    return Checked(DriftVerdict.STILL_BEST, why, drift, present, best.limits, gain, state)
 
 
 def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:

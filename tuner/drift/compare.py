@@ -22,26 +22,26 @@ from tuner.errors import UsageError
 from tuner.stats import Estimate, Statistic, difference, resampled
 from tuner.traffic.sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
 
-LEAST_RATIO: Final = 0.05
+MIN_RATIO: Final = 0.05
 """Ours: a rate or a length that moved by less does not move a best cap by a rung."""
 
-LEAST_BURST_RATIO: Final = 0.20
-"""Ours: as LEAST_RATIO, for a variance, which is felt by its root at most."""
+MIN_BURST_RATIO: Final = 0.20
+"""Ours: as MIN_RATIO, for a variance, which is felt by its root at most."""
 
-LEAST_POINTS: Final = 0.02
+MIN_POINTS: Final = 0.02
 """Ours: two in a hundred prompt tokens, less than prefill times vary by."""
 
-LEAST_WINDOWS: Final = 8
+MIN_WINDOWS: Final = 8
 """Ours: windows of a burst scale that each of the two must hold."""
 
-LEAST_PER_SLOT: Final = 2.0
+MIN_PER_SLOT: Final = 2.0
 """Ours: with fewer requests per slot its count is chance and shows no bursts."""
 
 LOOKBACKS_IN_TRACE: Final = 8.0
 """Ours: how often a lookback must fit, since the first one is left out."""
 
 # A perfectly even stream has no variance, and no logarithm: ours.
-_LEAST_DISPERSION = 0.05
+_MIN_DISPERSION = 0.05
 
 
 class Unit(StrEnum):
@@ -52,7 +52,7 @@ class Unit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class DriftFeature:
     """One property of both; statistics of a ratio are logarithms."""
 
     name: str
@@ -62,9 +62,11 @@ class Look:
     now: Statistic
 
 
-def looks(baseline: TrafficSketch, now: TrafficSketch) -> tuple[list[Look], list[str]]:
+def drift_features(
+    baseline: TrafficSketch, now: TrafficSketch
+) -> tuple[list[DriftFeature], list[str]]:
     """Return what can be compared, and in a sentence each what cannot."""
-    asked: list[Look] = []
+    asked: list[DriftFeature] = []
     missing: list[str] = []
     if not baseline.is_closed:
         asked.append(_ratio("arrival_rate", baseline, now, _rate))
@@ -80,7 +82,7 @@ def looks(baseline: TrafficSketch, now: TrafficSketch) -> tuple[list[Look], list
     asked.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
     if not baseline.is_closed:
         reuse = _reuse_look(baseline, now)
-        if isinstance(reuse, Look):
+        if isinstance(reuse, DriftFeature):
             asked.append(reuse)
         elif reuse:
             missing.append(reuse)
@@ -92,9 +94,9 @@ def _ratio(
     baseline: TrafficSketch,
     now: TrafficSketch,
     of: Callable[[TrafficSketch, Floats], Floats],
-    least: float = LEAST_RATIO,
-) -> Look:
-    return Look(name, Unit.RATIO, least, partial(of, baseline), partial(of, now))
+    least: float = MIN_RATIO,
+) -> DriftFeature:
+    return DriftFeature(name, Unit.RATIO, least, partial(of, baseline), partial(of, now))
 
 
 def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:
@@ -102,7 +104,7 @@ def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:
     return found
 
 
-def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
+def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[DriftFeature]:
     """Yield burstiness at the finest scale that shows it, and at one sixteen times as long."""
     both = (baseline, now)
     drawn_s = max(sketch.resolution_s for sketch in both)
@@ -110,8 +112,8 @@ def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
         scale_s
         for scale_s in sorted(baseline.bursts.keys() & now.bursts.keys())
         if scale_s >= drawn_s
-        and all(sketch.bursts[scale_s].windows.sum() >= LEAST_WINDOWS for sketch in both)
-        and all(_per_slot(sketch, scale_s) >= LEAST_PER_SLOT for sketch in both)
+        and all(sketch.bursts[scale_s].windows.sum() >= MIN_WINDOWS for sketch in both)
+        and all(_per_slot(sketch, scale_s) >= MIN_PER_SLOT for sketch in both)
     ]
     quieter = min(sketch.counts.sum() / (sketch.blocks * sketch.block_s) for sketch in both)
     for scale_s in (s for s in usable if s in (usable[0], 16 * usable[0])):
@@ -119,7 +121,7 @@ def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
             partial(_dispersion, sketch, scale_s=scale_s, quieter_per_s=quieter)
             for sketch in both
         ]
-        yield Look(f"burstiness_{scale_s:g}s", Unit.RATIO, LEAST_BURST_RATIO, *statistics)
+        yield DriftFeature(f"burstiness_{scale_s:g}s", Unit.RATIO, MIN_BURST_RATIO, *statistics)
 
 
 def _per_slot(sketch: TrafficSketch, scale_s: float) -> float:
@@ -138,11 +140,13 @@ def _dispersion(
     bursts = sketch.bursts[scale_s]
     found = (weights @ bursts.variance) * SLOTS_PER_WINDOW / (weights @ bursts.requests)
     kept = quieter_per_s * sketch.blocks * sketch.block_s / sketch.counts.sum()
-    thinned: Floats = np.log(np.maximum(1 + kept * (found - 1), _LEAST_DISPERSION))
+    thinned: Floats = np.log(np.maximum(1 + kept * (found - 1), _MIN_DISPERSION))
     return thinned
 
 
-def _length_looks(name: str, baseline: TrafficSketch, now: TrafficSketch) -> Iterator[Look]:
+def _length_looks(
+    name: str, baseline: TrafficSketch, now: TrafficSketch
+) -> Iterator[DriftFeature]:
     """Yield a length's mean, and its middle and tail.
 
     Where lengths were drawn from a histogram, middle and tail are shares above a bound of it,
@@ -164,10 +168,10 @@ def _length_looks(name: str, baseline: TrafficSketch, now: TrafficSketch) -> Ite
         if is_drawn:
             bound = _bound_near(table(baseline), q)
             shares = [partial(_share_above, table(sketch), bound) for sketch in both]
-            yield Look(f"{name}_above_{bound}", Unit.POINTS, LEAST_POINTS, *shares)
+            yield DriftFeature(f"{name}_above_{bound}", Unit.POINTS, MIN_POINTS, *shares)
         else:
             found = [partial(_quantile, table(sketch), EDGES, q) for sketch in both]
-            yield Look(f"{name}_p{100 * q:.0f}", Unit.RATIO, LEAST_RATIO, *found)
+            yield DriftFeature(f"{name}_p{100 * q:.0f}", Unit.RATIO, MIN_RATIO, *found)
 
 
 def _quantile(table: Ints, edges: Ints, q: float, weights: Floats) -> Floats:
@@ -213,7 +217,7 @@ def _level(sketch: TrafficSketch, weights: Floats, q: float) -> Floats:
     return _quantile(sketch.in_flight, LEVEL_EDGES, q, weights)
 
 
-def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> Look | str:
+def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> DriftFeature | str:
     """Return how much of the prompts came shortly before, or why that is not compared."""
     if baseline.held is None or now.held is None:
         if baseline.held is None and now.held is None:
@@ -230,7 +234,7 @@ def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> Look | str:
     if not usable:
         return "prefix_reuse: the traffic is too short to tell what comes again"
     parts = [partial(_reuse, sketch, usable[-1]) for sketch in (baseline, now)]
-    return Look(f"prefix_reuse_within_{usable[-1]:g}s", Unit.POINTS, LEAST_POINTS, *parts)
+    return DriftFeature(f"prefix_reuse_within_{usable[-1]:g}s", Unit.POINTS, MIN_POINTS, *parts)
 
 
 def _reuse(sketch: TrafficSketch, lookback_s: float, weights: Floats) -> Floats:
@@ -245,13 +249,13 @@ def _reuse(sketch: TrafficSketch, lookback_s: float, weights: Floats) -> Floats:
 ERROR_RATE: Final = 0.05
 """How often unshifted traffic may be called shifted, over all looks together (Bonferroni)."""
 
-LEAST_REQUESTS: Final = 200
+MIN_REQUESTS: Final = 200
 """Ours: ten of them lie beyond a p95."""
 
-LEAST_S: Final = 60.0
+MIN_S: Final = 60.0
 """Ours: shorter traffic is one burst or one lull."""
 
-LEAST_FILLED: Final = 16
+MIN_FILLED: Final = 16
 """Ours: blocks with requests; of fewer no spread can be told."""
 
 
@@ -351,7 +355,7 @@ def compare(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift
     reasons = (*_lacks(baseline, Side.BASELINE), *_lacks(now, Side.NOW))
     if reasons:
         return Drift((), (), "; ".join(reasons))
-    asked, not_compared = looks(baseline, now)
+    asked, not_compared = drift_features(baseline, now)
     rng = np.random.default_rng(seed)
     shifts, left_out = [], list(not_compared)
     for look in asked:
@@ -365,20 +369,20 @@ def compare(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift
 
 def _lacks(sketch: TrafficSketch, side: Side) -> Iterator[str]:
     """Say why a sketch is too small to be compared."""
-    if sketch.requests < LEAST_REQUESTS:
-        yield f"the {side} traffic has {sketch.requests} requests, {LEAST_REQUESTS} are needed"
-    elif sketch.duration_s < LEAST_S:
-        yield f"the {side} traffic lasts {sketch.duration_s:.0f} s, {LEAST_S:.0f} s are needed"
-    elif np.count_nonzero(sketch.counts) < LEAST_FILLED:
+    if sketch.requests < MIN_REQUESTS:
+        yield f"the {side} traffic has {sketch.requests} requests, {MIN_REQUESTS} are needed"
+    elif sketch.duration_s < MIN_S:
+        yield f"the {side} traffic lasts {sketch.duration_s:.0f} s, {MIN_S:.0f} s are needed"
+    elif np.count_nonzero(sketch.counts) < MIN_FILLED:
         filled = np.count_nonzero(sketch.counts)
         yield (
             f"the {side} traffic comes in {filled} of {sketch.blocks} stretches of "
-            f"{sketch.block_s:g} s, {LEAST_FILLED} are needed"
+            f"{sketch.block_s:g} s, {MIN_FILLED} are needed"
         )
 
 
 def _shift(
-    look: Look,
+    look: DriftFeature,
     baseline: TrafficSketch,
     now: TrafficSketch,
     confidence: float,

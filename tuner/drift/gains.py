@@ -25,19 +25,19 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Timelines
-from tuner.search.objective import RATE, Goal, Objective, Score, Tier
-from tuner.stats import LEAST_RUNS, QUANTILES, Estimate, resampled, tail_statistic
+from tuner.search.objective import RATE, Objective, Score, Scoring, Tier
+from tuner.stats import MIN_RUNS, QUANTILES, Estimate, resampled, tail_statistic
 
 STRETCHES: Final = 8
 """Ours: enough for an interval of Student's that is not mostly its factor."""
 
-LEAST_PER_STRETCH: Final = 40
+MIN_PER_STRETCH: Final = 40
 """Ours: twice what a median demands."""
 
 BLOCKS: Final = 64
 """Ours: runs of four and of eight of them leave sixteen and eight to draw."""
 
-LEAST_PER_BLOCK: Final = 5
+MIN_PER_BLOCK: Final = 5
 """Ours: with fewer requests there are fewer blocks."""
 
 
@@ -126,7 +126,7 @@ def _taken(lines: Timelines, rows: Ints) -> Timelines:
 
 
 def gain_over(
-    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Goal, wrong_ratio: float
+    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Scoring, wrong_ratio: float
 ) -> Gain | None:
     """Return what the new one gains, None where the two cannot be compared.
 
@@ -155,15 +155,15 @@ def gain_over(
     return Gain(metric, _widened(ratio, wrong_ratio), is_tier_better)
 
 
-def _stretches(logs: Sequence[ReplayLog], goal: Goal) -> list[Score]:
+def _stretches(logs: Sequence[ReplayLog], goal: Scoring) -> list[Score]:
     """Return the scores of stretches of a replay, by the quantiles that they carry."""
     fewest = min(len(log.timelines) for log in logs)
-    count = max(1, min(STRETCHES // len(logs), fewest // LEAST_PER_STRETCH))
+    count = max(1, min(STRETCHES // len(logs), fewest // MIN_PER_STRETCH))
     # An SLO beyond the quantiles of a stretch is noise in it. Goodput counts request by
     # request and needs none.
     is_counted = goal.objective in (Objective.GOODPUT, Objective.CAPACITY)
     slos = tuple(s for s in goal.slos if is_counted or s.needed_samples <= fewest // count)
-    lower = Goal(goal.objective, slos, tail_statistic(max(fewest // count, 20)))
+    lower = Scoring(goal.objective, slos, tail_statistic(max(fewest // count, 20)))
     return [lower.score(m) for log in logs for m in by_stretch(log, count, goal.slos)]
 
 
@@ -182,10 +182,10 @@ def _paired_ratio(
 
 
 def _rate_ratio(
-    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Goal
+    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Scoring
 ) -> Estimate | None:
     """Return the inverse ratio of answers per second, from pairs of stretches."""
-    counts = [max(1, len(log.timelines) // LEAST_PER_STRETCH) for log in old]
+    counts = [max(1, len(log.timelines) // MIN_PER_STRETCH) for log in old]
     count = min(STRETCHES, *counts)
     before, after = (
         [m.requests_per_s for log in logs for m in by_stretch(log, count, goal.slos)]
@@ -205,8 +205,8 @@ def _quantile_ratio(
     Source: circular block bootstrap, as in `resampling`; Student's interval of the logarithm.
     """
     requests = sum(len(log.timelines) for log in old)
-    blocks = min(BLOCKS, requests // LEAST_PER_BLOCK)
-    if blocks < LEAST_RUNS:
+    blocks = min(BLOCKS, requests // MIN_PER_BLOCK)
+    if blocks < MIN_RUNS:
         return None
     before, after = (_Latencies.of(logs, blocks) for logs in (old, new))
 

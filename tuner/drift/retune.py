@@ -15,26 +15,26 @@ from pathlib import Path
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
-from tuner.replay.process import Host
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.run.directory import RunDir
 from tuner.run.forecast import Forecast
 from tuner.run.journal import Journal
-from tuner.run.listener import Silence
+from tuner.run.listener import NullListener
 from tuner.run.shadow_search import Ranking
 from tuner.run.state import RunState
 from tuner.search.budget import Aim
-from tuner.search.objective import Goal
+from tuner.search.objective import Scoring
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation
 from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.shadow.profiles import Profile
 from tuner.shadow.source import ShadowSource
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
-Outcome = Measurement | Failure
+ReplayOutcome = Measurement | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Ranked:
     """What the shadows foretold of a piece of traffic, on which parts of it and for what."""
 
     seen: tuple[Observation, ...]
-    goal: Goal
+    goal: Scoring
     parts: tuple[Window, ...]
 
 
@@ -51,8 +51,8 @@ class Retune:
     """One profile's shadows, the settings that they may try, and what they have been asked."""
 
     space: SearchSpace
-    bench: Bench
-    shadows: Shadows
+    bench: EngineRunner
+    shadows: ShadowPool
     run_dir: RunDir
     _asked: int = 0
 
@@ -69,7 +69,9 @@ class Retune:
         self._asked += 1
         journal = Journal(self.run_dir.storage_url, f"traffic {self._asked}")
         try:
-            run = RunState(trace, self.space, aim, self.bench, journal, self.run_dir, Silence())
+            run = RunState(
+                trace, self.space, aim, self.bench, journal, self.run_dir, NullListener()
+            )
             run.begin()
             forecast = Forecast(trace, aim, self.shadows, 0, parts)
             forecast.choose_parts(self.space, aim.budget.total_s)
@@ -80,7 +82,7 @@ class Retune:
 
     def replay(
         self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
-    ) -> dict[EngineLimits, list[Outcome]]:
+    ) -> dict[EngineLimits, list[ReplayOutcome]]:
         """Foretell each setting on each piece by itself.
 
         Raises: ShadowError, UsageError.
@@ -88,7 +90,9 @@ class Retune:
         names = [f"piece {i}" for i in range(len(pieces))]
         for name, piece in zip(names, pieces, strict=True):
             self.shadows.use(name, piece)
-        tasks = [Task((n,), limits, aim.plan, aim.slos) for limits in settings for n in names]
+        tasks = [
+            ReplayTask((n,), limits, aim.plan, aim.slos) for limits in settings for n in names
+        ]
         found = iter(self.shadows.run(tasks))
         return {limits: [next(found) for _ in names] for limits in settings}
 
@@ -108,13 +112,13 @@ class Retune:
 
 
 @contextmanager
-def shadow_host(profile: Profile, *, is_forced: bool) -> Iterator[tuple[Host, RunDir]]:
+def shadow_host(profile: Profile, *, is_forced: bool) -> Iterator[tuple[EngineProcess, RunDir]]:
     """Yield a process for a shadow of the profile, and a folder that goes when it ends."""
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
         run_dir = RunDir(Path(folder), resume=False)
         try:
             source = ShadowSource(profile, is_forced=is_forced)
-            with Host(source, run_dir.engine_log) as host:
+            with EngineProcess(source, run_dir.engine_log) as host:
                 yield host, run_dir
         finally:
             run_dir.close()
@@ -122,7 +126,7 @@ def shadow_host(profile: Profile, *, is_forced: bool) -> Iterator[tuple[Host, Ru
 
 @contextmanager
 def retuning(
-    host: Host,
+    host: EngineProcess,
     run_dir: RunDir,
     profile: Profile,
     space: SearchSpace,
@@ -132,9 +136,9 @@ def retuning(
     is_forced: bool,
 ) -> Iterator[Retune]:
     """Yield shadows of the profile, the host's among them; they end with it."""
-    bench = Bench(host, {}, space.ceiling, seed)
+    bench = EngineRunner(host, {}, space.ceiling, seed)
     log = run_dir.shadow_log
-    with Shadows(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
+    with ShadowPool(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
         shadows.adopt(bench)
         shadows.start_all()
         yield Retune(space, bench, shadows, run_dir)

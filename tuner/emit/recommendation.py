@@ -17,8 +17,8 @@ from typing import Any, Final
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, twin
 from tuner.redact import REDACTED, has_secrets
-from tuner.run.result import Outcome
-from tuner.search.race import Verdict
+from tuner.run.result import RunResult
+from tuner.search.race import RaceVerdict
 
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
 """Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
@@ -231,7 +231,7 @@ _IN_COMMENTS: Final = {
 """Where the comments of an emitted file say what annotations say. Source: outcome.comments."""
 
 
-def facts_of_run(content: Mapping[str, Any], told: Outcome, folder: Path) -> dict[str, str]:
+def facts_of_run(content: Mapping[str, Any], told: RunResult, folder: Path) -> dict[str, str]:
     """Return the provenance of a run by name; what nobody knows is left out."""
     made = content["provenance"]
     engine = made["engine"] or {}
@@ -260,13 +260,13 @@ def spelled(limits: EngineLimits) -> str:
     return f"{limits} (max_num_seqs/max_num_batched_tokens)"
 
 
-def _gain(told: Outcome) -> str:
+def _gain(told: RunResult) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
-    if told.decision.verdict is Verdict.KEEP:
+    if told.decision.verdict is RaceVerdict.KEEP:
         return f"none: keep what you have, {told.decision.why}"
-    if not told.rows:
+    if not told.changes:
         return "not compared with the present values"
-    return _gain_of(told.rows[0].text)
+    return _gain_of(told.changes[0].text)
 
 
 def _gain_of(row: str) -> str:

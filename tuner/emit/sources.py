@@ -33,8 +33,8 @@ from tuner.engine.serve_config import (
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
 from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE
-from tuner.run.result import SCHEMA, Outcome, Row, comments, kv_text
-from tuner.search.race import Decision, Verdict
+from tuner.run.result import SCHEMA, MetricChange, RunResult, comments, kv_text
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.profiles import read_profile
 from tuner.stats import Estimate
 
@@ -91,15 +91,15 @@ def recommendation_of(
     )
 
 
-def outcome_of(content: Mapping[str, Any]) -> Outcome:
+def outcome_of(content: Mapping[str, Any]) -> RunResult:
     """Return the outcome that a result was written from.
 
     Raises: KeyError, TypeError or ValueError if the result has another form.
     """
     found = content["recommendation"]
     winner = _limits(found)
-    decision = Decision(
-        verdict=Verdict(found["verdict"]),
+    decision = RaceDecision(
+        verdict=RaceVerdict(found["verdict"]),
         winner=winner,
         best=_limits(found["best_measured"]),
         tied=tuple(map(_limits, found["tied"])),
@@ -109,10 +109,10 @@ def outcome_of(content: Mapping[str, Any]) -> Outcome:
         metric=found.get("gain_metric", ""),
         is_predicted=found.get("is_predicted", False),
     )
-    return Outcome(
+    return RunResult(
         decision=decision,
         present=_limits(content["baseline"]),
-        rows=tuple(map(_row, content["evidence"])),
+        changes=tuple(map(_row, content["evidence"])),
         limited_by=content["limited_by"],
         load=content.get("load", ""),
         kv=kv_text(content["trials"], winner),
@@ -232,9 +232,9 @@ def _estimate(
     )
 
 
-def _row(found: Mapping[str, Any]) -> Row:
+def _row(found: Mapping[str, Any]) -> MetricChange:
     unit, rounds = str(found["unit"]), found["rounds"]
-    return Row(
+    return MetricChange(
         metric=found["metric"],
         # Row writes a unit behind a blank, a rate without one.
         unit=unit if unit.startswith("/") else f" {unit}",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch, Step
-from tuner.stats import Tally, Weighted
+from tuner.stats import LogHistogram, WeightedSamples
 
 # A step is distorted when it took half as long again as the median of its like: ours; the
 # steps of one batch size repeat within a few percent on an undisturbed core.
@@ -159,9 +159,9 @@ class StepSummary:
 
     steps: int
     duration_s: float
-    decode_steps: Weighted
-    by_batch: Mapping[int, Weighted]
-    levels: Mapping[str, Weighted]
+    decode_steps: WeightedSamples
+    by_batch: Mapping[int, WeightedSamples]
+    levels: Mapping[str, WeightedSamples]
     peaks: Mapping[str, float]
     prefill_tokens: int
     cached_tokens: int
@@ -202,8 +202,8 @@ class StepLog:
         self._keep, self._predicted = keep, predicted
         self._steps = self._prefill = self._cached = self._preempted = self._fullest = 0
         self._duration_s = 0.0
-        self._decode, self._by_batch = Tally(), dict[int, Tally]()
-        self._levels = {name: Tally() for name in LEVELS}
+        self._decode, self._by_batch = LogHistogram(), dict[int, LogHistogram]()
+        self._levels = {name: LogHistogram() for name in LEVELS}
         self._peaks = dict.fromkeys(LEVELS, 0.0)
         self._decoded, self._costs = 0, _CostSums()
 
@@ -260,7 +260,7 @@ class StepLog:
             return
         seqs = rows.decode_seqs[alone]
         for n in np.unique(seqs):
-            like = self._by_batch.setdefault(int(n), Tally())
+            like = self._by_batch.setdefault(int(n), LogHistogram())
             like.add(each_s[seqs == n], times[seqs == n])
 
     def finish(self) -> tuple[StepSummary, StepColumns | None]:

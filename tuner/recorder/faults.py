@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-MOST_IN_A_ROW: Final = 1000
+MAX_IN_A_ROW: Final = 1000
 """Ours: a client's odd requests stand between others that go well, so a thousand without one of
 those are no odd requests but a vLLM whose interface is another one."""
 
@@ -58,7 +58,7 @@ class Faults:
         self._lock = threading.Lock()
         self.count = 0
 
-    def guard(self, most_in_a_row: int = MOST_IN_A_ROW) -> Guard:
+    def guard(self, most_in_a_row: int = MAX_IN_A_ROW) -> Guard:
         """Return a guard for one place; with 1 the recording ends at its first fault."""
         return Guard(self, most_in_a_row)
 

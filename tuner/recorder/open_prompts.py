@@ -16,7 +16,7 @@ from typing import Final
 
 from tuner.recorder.messages import Asked
 
-MOST_OPEN_BYTES: Final = 1 << 26
+MAX_OPEN_BYTES: Final = 1 << 26
 """Ours: 64 MiB, a thousand prompts of 131,072 tokens in blocks of 16, or some 50,000 short
 ones; many times what one server has in flight."""
 
@@ -94,7 +94,7 @@ class _Alike:
 class OpenPrompts:
     """What is open, in the order in which it was asked; beyond its bound the oldest go."""
 
-    def __init__(self, most_bytes: int = MOST_OPEN_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_OPEN_BYTES) -> None:
         self._most_bytes = most_bytes
         self._all: OrderedDict[tuple[str, int], OpenPrompt] = OrderedDict()
         self._alike: dict[tuple[str, int | None], _Alike] = {}

@@ -19,7 +19,7 @@ from typing import Final
 from tuner.errors import UsageError
 from tuner.recorder.blocks import KeyedHashes
 from tuner.recorder.faults import (
-    MOST_IN_A_ROW,
+    MAX_IN_A_ROW,
     Faults,
     Guard,
     described,
@@ -39,7 +39,7 @@ GATHER_S: Final = 0.25
 CLOSE_S: Final = 5.0
 """Ours: what an exiting server waits for a slow disk."""
 
-MOST_WAITING_BYTES: Final = 3 << 26
+MAX_WAITING_BYTES: Final = 3 << 26
 """Ours: 192 MiB, some 50 million prompt tokens, before a disk that hangs ends the recording.
 With what `open_prompts` holds it is 256 MiB."""
 
@@ -88,7 +88,7 @@ class Recorder:
             self._forget()
             self._end_thread()
 
-    def guard(self, most_in_a_row: int = MOST_IN_A_ROW) -> Guard:
+    def guard(self, most_in_a_row: int = MAX_IN_A_ROW) -> Guard:
         """Return a guard for one place that may fail; with 1 its first fault ends it all."""
         return self._faults.guard(most_in_a_row)
 
@@ -111,10 +111,10 @@ class Recorder:
         # Doors may open in several threads, and none of their sums may be lost.
         with self._offer_lock:
             waiting_bytes = self._offered_bytes + weight - self._done_bytes
-            if waiting_bytes <= MOST_WAITING_BYTES:
+            if waiting_bytes <= MAX_WAITING_BYTES:
                 self._queue.put((message, weight))
                 self._offered_bytes += weight
-        if waiting_bytes > MOST_WAITING_BYTES:
+        if waiting_bytes > MAX_WAITING_BYTES:
             self.stop("the disk does not keep up")
 
     def _end_thread(self) -> None:

@@ -23,7 +23,7 @@ MAX_BYTES: Final = "TUNE_RECORD_MAX_BYTES"
 KEY: Final = "TUNE_RECORD_KEY_OF_THIS_RUN"
 """Written by `share_key` for the processes of one server; not meant for users."""
 
-LEAST_MAX_BYTES: Final = 4096
+MIN_MAX_BYTES: Final = 4096
 """Ours: below it a file would hold little but its own header."""
 
 KEY_BYTES: Final = 32
@@ -50,9 +50,9 @@ class RecordSettings:
             return None
         path = Path(environment[FILE]).absolute()
         size = environment.get(MAX_BYTES)
-        if size and not (size.isdecimal() and int(size) >= LEAST_MAX_BYTES):
+        if size and not (size.isdecimal() and int(size) >= MIN_MAX_BYTES):
             raise UsageError(
-                f"{MAX_BYTES} must be a size in bytes, at least {LEAST_MAX_BYTES}, got {size}",
+                f"{MAX_BYTES} must be a size in bytes, at least {MIN_MAX_BYTES}, got {size}",
                 f"for files of 1 GB set {MAX_BYTES}=1000000000",
             )
         max_bytes = int(size) if size else None

@@ -117,7 +117,7 @@ GROWTH_REQUESTS = 4.0
 GROWTH_ERRORS = 3.0
 # An empty engine fills for about so many lives of a request, over the share of its capacity
 # that is spare, which counts as this at least: ours, a batch grows until as many end as come.
-FILLING_LIVES, LEAST_SPARE = 2.0, 0.05
+FILLING_LIVES, MIN_SPARE = 2.0, 0.05
 # Stretches of the middle from which the noise of the requests in flight is taken: ours.
 STRETCHES = 10
 # Rounding of the offered work: what is just full is not overloaded.
@@ -168,7 +168,7 @@ def _grows(due_s: Floats, ends_s: Floats, offered: float) -> bool:
         return True
     life_s = float(ends_s[finite].mean()) - float(due_s[finite].mean())
     begin_s, end_s = float(due_s[0]) + life_s, float(due_s[-1])
-    filling_s = FILLING_LIVES * life_s / max(1.0 - offered, LEAST_SPARE)
+    filling_s = FILLING_LIVES * life_s / max(1.0 - offered, MIN_SPARE)
     if end_s - begin_s < filling_s:
         return not finite.all()
     edges_s = np.linspace(begin_s, end_s, STRETCHES + 1)

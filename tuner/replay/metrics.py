@@ -21,11 +21,11 @@ from tuner.replay.load import arrival_span_s, is_sustained, utilisation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.stats import QUANTILES, Estimate, Tally, Weighted, pooled
+from tuner.stats import QUANTILES, Estimate, LogHistogram, WeightedSamples, pooled
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TimeWeighted:
     """A quantity that holds for a while, such as queue depth, weighted by time."""
 
     mean: float
@@ -33,9 +33,9 @@ class Level:
     max: float
 
 
-def levels(logs: Sequence[ReplayLog], name: str) -> Level:
+def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
     """Return a level of the steps weighted by time, idle time counting as nothing."""
-    held, peak = Tally(), 0.0
+    held, peak = LogHistogram(), 0.0
     for log in logs:
         idle_s = max(0.0, log.clock_s - log.steps.duration_s)
         held.add_counted(log.steps.levels[name])
@@ -43,8 +43,8 @@ def levels(logs: Sequence[ReplayLog], name: str) -> Level:
         peak = max(peak, log.steps.peaks[name])
     pooled = held.finish()
     if pooled.total_weight <= 0:
-        return Level(0.0, 0.0, 0.0)
-    return Level(pooled.mean().value, pooled.value_at(0.99), peak)
+        return TimeWeighted(0.0, 0.0, 0.0)
+    return TimeWeighted(pooled.mean().value, pooled.value_at(0.99), peak)
 
 
 # Above this share of distorted steps the machine is called noisy: ours.
@@ -108,7 +108,7 @@ def distribution(samples: Floats, lost: int = 0) -> Distribution | None:
     return Distribution(mean, quantiles, n + lost, lost)
 
 
-def counted_distribution(samples: Weighted) -> Distribution | None:
+def counted_distribution(samples: WeightedSamples) -> Distribution | None:
     """Return the distribution of counted samples, or None when there is none."""
     n = round(samples.total_weight)
     if n == 0:
@@ -140,9 +140,9 @@ class Measurement:
     goodput_per_s: float | None
     slo_attainment_ratio: float | None
     latencies: dict[str, Distribution | None]
-    queue_depth: Level
-    running: Level
-    kv_usage: Level
+    queue_depth: TimeWeighted
+    running: TimeWeighted
+    kv_usage: TimeWeighted
     preemptions: int
     prefix_cache_hit_ratio: float | None
     is_sustained: bool

@@ -36,21 +36,21 @@ from tuner.traffic.traces import Trace
 # Ours: one batch of each size, since a second one takes as long as a third; 64 sequences,
 # beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most, so that
 # attention over one long prompt does not eat the budget.
-MOST_SEQS = 64
-MOST_PROMPT_TOKENS = 2048
+MAX_SEQS = 64
+MAX_PROMPT_TOKENS = 2048
 SHORT_PROMPT_TOKENS = 24
-LEAST_CHUNK_TOKENS = 128
+MIN_CHUNK_TOKENS = 128
 DECODE_TOKENS = 8
 SEED = 7
 
 
 def _shapes(info: EngineInfo) -> list[tuple[int, int]]:
     """Return sequences and prompt tokens of each, least tokens in all first."""
-    most_seqs = min(info.ceiling.max_num_seqs, MOST_SEQS)
+    most_seqs = min(info.ceiling.max_num_seqs, MAX_SEQS)
     sizes = [1 << k for k in range(most_seqs.bit_length())]
     shapes = [(seqs, SHORT_PROMPT_TOKENS) for seqs in sizes]
-    prompt = min(MOST_PROMPT_TOKENS, info.max_model_len // 2)
-    chunk = LEAST_CHUNK_TOKENS
+    prompt = min(MAX_PROMPT_TOKENS, info.max_model_len // 2)
+    chunk = MIN_CHUNK_TOKENS
     while chunk <= info.ceiling.max_num_batched_tokens:
         shapes.append((max(1, chunk // prompt), min(chunk, prompt)))
         chunk *= 2
@@ -86,7 +86,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class EngineStart:
     """An engine that runs: what it is and what starting and warming it up took.
 
     `shape` is what a shadow of it has to know, None where there can be none; then `no_shadow`
@@ -100,7 +100,7 @@ class Started:
     no_shadow: str = ""
 
 
-class _Child:
+class _EngineWorker:
     """What the child process holds between two requests of the parent."""
 
     def __init__(self, connection: Connection) -> None:
@@ -118,7 +118,7 @@ class _Child:
 
     def start(
         self, source: EngineSource, values: Mapping[str, object], ceiling: EngineLimits
-    ) -> Started:
+    ) -> EngineStart:
         """Start and warm up an engine, closing the last one first."""
         self.close()
         began_s = time.perf_counter()
@@ -131,7 +131,7 @@ class _Child:
             no_shadow = reason.message
         # Nothing has to warm up where steps are predicted.
         warm_s = 0.0 if self._engine.info.kind == "shadow" else warm_up(self._engine)
-        return Started(self._engine.info, start_s, warm_s, shape, no_shadow)
+        return EngineStart(self._engine.info, start_s, warm_s, shape, no_shadow)
 
     def load(self, name: str, trace: Trace, seed: int) -> int:
         """Keep a trace under a name and return its length."""
@@ -173,7 +173,7 @@ def serve_parent(connection: Connection, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
-    child = _Child(connection)
+    child = _EngineWorker(connection)
     with suppress(EOFError, BrokenPipeError):
         while True:
             message = connection.recv()
@@ -234,7 +234,7 @@ def _strike(process: SpawnProcess | None) -> None:
         process.join(CLOSE_S)
 
 
-class Host:
+class EngineProcess:
     """The parent's handle on the engine's process.
 
     The process starts with the first request and again after a failure. Every request either
@@ -282,9 +282,9 @@ class Host:
         answer: EngineFacts = self._ask("facts", self._known_source, values)
         return answer
 
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> Started:
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
         """Start an engine in the child. Raises: UsageError, EngineError."""
-        answer: Started = self._ask("start", self._known_source, values, ceiling)
+        answer: EngineStart = self._ask("start", self._known_source, values, ceiling)
         return answer
 
     def load(self, name: str, trace: Trace, seed: int) -> None:

@@ -15,7 +15,7 @@ from tuner.errors import EngineError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.replay.process import Host, Started
+from tuner.replay.process import EngineProcess, EngineStart
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.reshape import at_load
@@ -25,7 +25,7 @@ from tuner.traffic.traces import Trace
 LOAD_RATIO = 0.02
 # Nobody asks for more, and a trace cannot carry less: ours.
 LARGEST_LOAD = 64.0
-LEAST_LOAD = 1 / 64
+MIN_LOAD = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Capacity:
         "holds up to 1.7 x today's load"
         """
         if self.load is None:
-            return f"breaks an SLO already at {LEAST_LOAD:.2g} x today's load"
+            return f"breaks an SLO already at {MIN_LOAD:.2g} x today's load"
         if self.beyond is None:
             return f"holds beyond {self.load:.3g} x today's load"
         return f"holds up to {self.load:.3g} x today's load"
@@ -70,7 +70,7 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
             load = 2 * load
         else:
             bad = load
-            if load <= LEAST_LOAD:
+            if load <= MIN_LOAD:
                 return Capacity(None, bad)
             load = load / 2
     while bad / good > 1 + LOAD_RATIO:
@@ -105,7 +105,7 @@ class Failure:
     cause: str
 
 
-class Bench:
+class EngineRunner:
     """The engine's process together with the traces that are replayed on it.
 
     Raises: EngineError when the engine cannot be started; a failure during a replay is
@@ -113,14 +113,18 @@ class Bench:
     """
 
     def __init__(
-        self, host: Host, values: Mapping[str, object], ceiling: EngineLimits, seed: int
+        self,
+        host: EngineProcess,
+        values: Mapping[str, object],
+        ceiling: EngineLimits,
+        seed: int,
     ) -> None:
         self._host = host
         self._values = values
         self._seed = seed
         self._traces: dict[str, Trace] = {}
         self.ceiling = ceiling
-        self.started: Started | None = None
+        self.started: EngineStart | None = None
         self.info: EngineInfo | None = None
         """The engine that configurations are measured on; those started cold are others."""
         self.start_s = 0.0
@@ -143,7 +147,7 @@ class Bench:
         """Return what is replayed under a name."""
         return self._traces[name]
 
-    def ensure_started(self, limits: EngineLimits | None = None) -> Started:
+    def ensure_started(self, limits: EngineLimits | None = None) -> EngineStart:
         """Return the running engine, starting it if there is none.
 
         Limits above the ceiling raise it; an engine that hides its limits starts at them.
@@ -158,7 +162,7 @@ class Bench:
         self.info, self.start_s = started.info, started.start_s + started.warm_up_s
         return started
 
-    def _start(self, ceiling: EngineLimits) -> Started:
+    def _start(self, ceiling: EngineLimits) -> EngineStart:
         self.started = self._host.start(self._values, ceiling)
         self.starts += 1
         for name, trace in self._traces.items():
@@ -273,7 +277,7 @@ class Bench:
         self.info, self.start_s = kept
         return outcome
 
-    def _start_cold(self, limits: EngineLimits) -> Started | EngineError:
+    def _start_cold(self, limits: EngineLimits) -> EngineStart | EngineError:
         """Start in a fresh process; return what went wrong if it does not start."""
         self._host.close()
         try:

@@ -22,7 +22,7 @@ from tuner.replay.timeline import Outcome
 
 SCHEMA = 1
 # Bins of one replay at most: ours, what half the width of a page has pixels for.
-MOST_POINTS = 500
+MAX_POINTS = 500
 # Digits that are kept of a number: ours, finer than a pixel.
 _DIGITS = 4
 
@@ -63,7 +63,7 @@ def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def timeline_record(log: ReplayLog, most_points: int = MOST_POINTS) -> TimelineRecord:
+def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRecord:
     """Return a replay in at most so many bins.
 
     Raises: ValueError if the log holds no steps or there is to be no bin.

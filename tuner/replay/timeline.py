@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats, Ints
-from tuner.stats import Tally, Weighted
+from tuner.stats import LogHistogram, WeightedSamples
 
 
 class Outcome(IntEnum):
@@ -102,7 +102,7 @@ class Timelines:
     last_s: Floats
     output_tokens: Ints
     outcome: Ints
-    gap_s: Weighted
+    gap_s: WeightedSamples
     work_s: Floats
 
     def __len__(self) -> int:
@@ -175,7 +175,7 @@ class TimelineRecorder:
         self._tokens = np.zeros(n, dtype=np.int64)
         self._outcome = np.full(n, int(Outcome.ABORTED), dtype=np.int64)
         self._gap_s, self._gap_weights = array("d"), array("d")
-        self._gaps = Tally()
+        self._gaps = LogHistogram()
 
     def due(self, row: int, at_s: float) -> None:
         """Note when the row became due, where the load model decides that."""

@@ -20,7 +20,7 @@ from tuner.report.words import (
     plain,
     sentence,
 )
-from tuner.search.objective import Goal, Objective
+from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import decisive, observation_of
 
 CONFIDENCE = "95% interval, corrected for looking after every round"
@@ -115,7 +115,9 @@ def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
 
 def _broken(result: Result) -> list[str]:
     """Say by how much the nearest configuration breaks the SLOs."""
-    goal = Goal(Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail)
+    goal = Scoring(
+        Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
+    )
     seen = [(observation_of(r), r) for r in decisive(result.trials)]
     whole = [(o, r) for o, r in seen if o.is_whole and r["measurement"]]
     if not whole:

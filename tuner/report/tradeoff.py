@@ -32,9 +32,9 @@ from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
 # A sentence that names more points than these is read by nobody: ours.
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 # Half of the narrowest axis of rates as a share of the rate: ours, what replays differ by.
-_LEAST_SPAN = 0.05
+_MIN_SPAN = 0.05
 
 
 def tradeoff(run: RunFiles) -> Section:
@@ -108,7 +108,7 @@ def _rate_range(points: Sequence[Point]) -> list[float]:
     """Return the axis of rates, never so narrow that noise looks like a difference."""
     rates = [p.needed(RATE) for p in points]
     low, high = min(rates), max(rates)
-    room = max(0.06 * (high - low), _LEAST_SPAN * high - (high - low) / 2)
+    room = max(0.06 * (high - low), _MIN_SPAN * high - (high - low) / 2)
     return [max(0.0, low - room), high + room]
 
 
@@ -204,9 +204,9 @@ def _told(
         kind = "measured" if best[0].is_live else "predicted"
         named = [
             f"{p.limits} with {quantity(RATE, p.needed(RATE))} and {seconds(p.needed(latency))}"
-            for p in best[:_MOST_NAMES]
+            for p in best[:_MAX_NAMES]
         ]
-        more = f" and {len(best) - _MOST_NAMES} more" if len(best) > _MOST_NAMES else ""
+        more = f" and {len(best) - _MAX_NAMES} more" if len(best) > _MAX_NAMES else ""
         said.append(f"On the {kind} frontier: {listed(named)}{more}.")
     ranked = with_values(ranked_points(result), latency)
     for slo in slos:

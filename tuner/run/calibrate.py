@@ -16,16 +16,16 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
-from tuner.replay.process import Started
+from tuner.replay.process import EngineStart
 from tuner.run.state import RunState
 from tuner.run.time_plan import fly_pilot
-from tuner.search.budget import LEAST_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
-from tuner.search.objective import Goal
+from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
+from tuner.search.objective import Scoring
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
 from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
-    LEAST_ERROR_RATIO,
+    MIN_ERROR_RATIO,
     Calibration,
     fit_error_ratio,
 )
@@ -41,7 +41,7 @@ CALIBRATION_SHARE = 0.30
 SETTINGS = 4
 # The first round's replays are cut at this many times the time they are planned to take, which
 # the present configuration exceeds where it is overloaded, and the low cap always: ours.
-MOST_PRESENT, MOST_OTHERS, MOST_LOW = 4.0, 2.0, 1.0
+MAX_PRESENT, MAX_OTHERS, MAX_LOW = 4.0, 2.0, 1.0
 # Later rounds show the machine's mood and little else that is new but at the ceiling, whose
 # batches fill late. All others are cut after this long, or once the middle request has decoded:
 # ours. In half of the time that rounds of whole replays took, as many rounds then led to models
@@ -50,7 +50,7 @@ LATER_S = 2.0
 # Rounds of short replays, so that the machine's drift over minutes hits all settings alike. On
 # a machine that drifts by 15 %, one round left a setting out that was 20 % off or more in three
 # of ten cases, three rounds of the same replays in none: ours.
-LEAST_ROUNDS, MOST_ROUNDS = 3, 6
+MIN_ROUNDS, MAX_ROUNDS = 3, 6
 # How long a replay of a round should take at least, in real time, and how many times over a
 # request should decode meanwhile: ours, a few hundred steps of batches as full as they get.
 REPLAY_S, FILLS = 3.0, 3.0
@@ -59,7 +59,7 @@ STEADY_RATIO = 0.9
 
 
 @dataclass(slots=True)
-class Lessons:
+class Calibrator:
     """What was learnt of an engine's steps; `calibration` is None before it was begun.
 
     `live` are the measurements of the calibration's whole replays, by setting.
@@ -70,7 +70,7 @@ class Lessons:
     calibration: Calibration | None = None
     live: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
 
-    def begin(self, started: Started, kept: Profile | None = None) -> Calibration:
+    def begin(self, started: EngineStart, kept: Profile | None = None) -> Calibration:
         """Note what engine it is whose steps will be heard of, and what a kept profile knows.
 
         Raises: ShadowError.
@@ -95,7 +95,7 @@ class Lessons:
         if self.calibration is not None and log.kept_steps is not None:
             self.calibration = self.calibration.and_steps(limits, [log.kept_steps])
 
-    def take(self, started: Started) -> Pilot:
+    def take(self, started: EngineStart) -> Pilot:
         """Replay a few settings live, in rounds, until another would teach no more.
 
         Raises: EngineError, ShadowError.
@@ -114,10 +114,10 @@ class Lessons:
         planned_s = min(length_s * pilot.wall_per_trace_s, each_s / 2)
         settings = self._first_round(planned_s)
         later_s = dict.fromkeys(settings, min(max(LATER_S, pilot.decode_s), planned_s))
-        later_s[run.space.ceiling] = MOST_OTHERS * planned_s
+        later_s[run.space.ceiling] = MAX_OTHERS * planned_s
         least_s = sum(min(most_s, planned_s) for most_s in later_s.values())
         errors = self._error()
-        for number in range(1, MOST_ROUNDS):
+        for number in range(1, MAX_ROUNDS):
             is_over = time.monotonic() - began_s + least_s > share_s
             # Where every change of limits is a start of its own, rounds cost too much.
             if is_steady(errors) or is_over or run.bench.restarts_per_config:
@@ -137,7 +137,7 @@ class Lessons:
             windows = (run.aim.window,)
         if not windows:
             left_s = run.left_s - CALIBRATION_SHARE * run.aim.budget.total_s
-            least = (busiest(trace, trace.duration_s * LEAST_REQUESTS / len(trace)),)
+            least = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
             try:
                 windows = choose_windows(trace, pilot.wall_per_trace_s, left_s, RACE_REPLAYS)
             except UsageError:
@@ -155,11 +155,11 @@ class Lessons:
         settings = list(dict.fromkeys([space.present, space.ceiling]))
         most_running = 0.0
         for limits in settings:
-            times = MOST_PRESENT if limits == space.present else MOST_OTHERS
+            times = MAX_PRESENT if limits == space.present else MAX_OTHERS
             most_running = max(most_running, self._teach(limits, times * planned_s))
         more = calibration_settings(space, most_running)
         for limits in more:
-            self._teach(limits, (MOST_LOW if limits == min(more) else MOST_OTHERS) * planned_s)
+            self._teach(limits, (MAX_LOW if limits == min(more) else MAX_OTHERS) * planned_s)
         return [*settings, *more]
 
     def _teach(self, limits: EngineLimits, most_s: float) -> float:
@@ -170,7 +170,7 @@ class Lessons:
             CutRule(max_wall_s=most_s),
             on_log=partial(self.learn, limits),
             names=[CALIBRATION],
-            goal=Goal(self.run.aim.objective, self.run.aim.slos, "p50"),
+            goal=Scoring(self.run.aim.objective, self.run.aim.slos, "p50"),
         )
         measured = record["measurement"]
         if measured and not measured["cut_reason"]:
@@ -211,14 +211,14 @@ def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
     more than longer ones. `each_s` is the real time for all replays of one setting.
     """
     wanted_s = max(REPLAY_S / pilot.wall_per_trace_s, FILLS * pilot.decode_s)
-    enough_s = LEAST_REQUESTS * trace.duration_s / max(len(trace), 1)
-    most_s = each_s / LEAST_ROUNDS / pilot.wall_per_trace_s
+    enough_s = MIN_REQUESTS * trace.duration_s / max(len(trace), 1)
+    most_s = each_s / MIN_ROUNDS / pilot.wall_per_trace_s
     length_s = max(min(wanted_s, most_s), enough_s)
     return min(length_s, max(trace.duration_s, 1e-3))
 
 
 def is_steady(errors: Sequence[float]) -> bool:
     """Tell from the error after each round whether another is unlikely to teach more."""
-    if len(errors) < LEAST_ROUNDS or errors[-1] > LARGEST_ERROR_RATIO:
+    if len(errors) < MIN_ROUNDS or errors[-1] > LARGEST_ERROR_RATIO:
         return False
-    return errors[-1] <= LEAST_ERROR_RATIO or errors[-1] > STEADY_RATIO * min(errors[:-1])
+    return errors[-1] <= MIN_ERROR_RATIO or errors[-1] > STEADY_RATIO * min(errors[:-1])

@@ -16,7 +16,7 @@ from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.forecast import Forecast
 from tuner.run.state import RunState
-from tuner.search.race import Decision
+from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase
 
 # A live replay may take this many times what was foretold before it does not fit: ours.
@@ -24,7 +24,7 @@ COST_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CapacityResult:
     """The loads that winner and present configuration bear, as multiples of the recorded one.
 
     None where the SLOs hold at no load. `is_shown` says whether what was replayed is long
@@ -73,14 +73,16 @@ class Carried:
         }
 
 
-def carried(run: RunState, forecast: Forecast, decision: Decision) -> Carried:
+def predict_capacity(
+    run: RunState, forecast: Forecast, decision: RaceDecision
+) -> CapacityResult:
     """Ask the shadow how much load winner and present configuration bear."""
     began_s = time.monotonic()
     settings = list(dict.fromkeys([decision.winner, run.space.present]))
     found = dict(zip(settings, forecast.capacities(settings), strict=True))
     run.walls_s["capacity"] = time.monotonic() - began_s
     best, present = found[decision.winner], found[run.space.present]
-    return Carried(
+    return CapacityResult(
         None if best is None else best.capacity,
         None if present is None else present.capacity,
         None,
@@ -95,9 +97,9 @@ def _is_shown(at_most: Measurement, recorded: float) -> bool:
     return is_edge and at_most.spans_lives
 
 
-def confirmed_live(
-    run: RunState, forecast: Forecast, winner: EngineLimits, found: Carried
-) -> Carried:
+def confirm_capacity(
+    run: RunState, forecast: Forecast, winner: EngineLimits, found: CapacityResult
+) -> CapacityResult:
     """Replay live what was foretold, at the load the winner is said to bear, if time allows.
 
     The same requests, judged in the same way: all of what the capacity was looked for on, or

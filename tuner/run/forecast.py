@@ -16,15 +16,15 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.search.budget import Aim
-from tuner.search.objective import Goal, Objective, Score, parse_goal
+from tuner.search.objective import Objective, Score, Scoring, parse_goal
 from tuner.search.space import SearchSpace
-from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
 
 # A whole trace that takes longer than this share of the forecast's time per setting is cut
 # into windows: ours.
-LEAST_WINDOW_S = 60.0
+MIN_WINDOW_S = 60.0
 # Real time that a first look at how long a setting takes may cost: ours.
 PROBE_S = 2.0
 
@@ -38,10 +38,10 @@ class Forecast:
 
     trace: Trace
     aim: Aim
-    shadows: Shadows
+    shadows: ShadowPool
     generation: int
     parts: tuple[Window, ...] = ()
-    _goal: Goal | None = None
+    _goal: Scoring | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class Forecast:
         return tuple(f"part {i}" for i in range(len(self.parts)))
 
     @property
-    def goal(self) -> Goal:
+    def goal(self) -> Scoring:
         """What is optimised on the forecast's parts."""
         if self._goal is None:
             self._goal = parse_goal(self.aim.objective, self.aim.slos, self._requests)
@@ -77,12 +77,14 @@ class Forecast:
             rule = CutRule(max_wall_s=min(max(per_setting_s, 1.0), PROBE_S))
             logs: list[ReplayLog] = []
             glance = replace(self.aim.plan, cut=rule)
-            self.shadows.run([Task(self.names, space.present, glance, on_log=logs.append)])
+            self.shadows.run(
+                [ReplayTask(self.names, space.present, glance, on_log=logs.append)]
+            )
             if logs and logs[0].cut_reason is not None:
                 done = share_done(trace, logs[0].timelines, logs[0].steps)
                 share = per_setting_s * done / logs[0].wall_s
                 if share < 1:
-                    length_s = max(trace.duration_s * share, LEAST_WINDOW_S)
+                    length_s = max(trace.duration_s * share, MIN_WINDOW_S)
                     self.parts = _stretches(trace, length_s)
         self.load_parts()
 
@@ -102,14 +104,14 @@ class Forecast:
         Of the forecast's parts by the aim's plan, unless told otherwise.
         """
         used = self.names if names is None else tuple(names)
-        tasks = [Task(used, s, plan or self.aim.plan, self.aim.slos) for s in settings]
+        tasks = [ReplayTask(used, s, plan or self.aim.plan, self.aim.slos) for s in settings]
         return self.shadows.run(tasks)
 
-    def task(self, limits: EngineLimits, number: int, cut: CutRule) -> Task:
+    def task(self, limits: EngineLimits, number: int, cut: CutRule) -> ReplayTask:
         """Return what has to be replayed to place a setting."""
         aim, plan = self.aim, replace(self.aim.plan, cut=cut)
         asks = aim.objective is Objective.CAPACITY
-        return Task(self.names, limits, plan, aim.slos, number, wants_capacity=asks)
+        return ReplayTask(self.names, limits, plan, aim.slos, number, wants_capacity=asks)
 
     def cut_rule(self, best: Score | None) -> CutRule:
         """Return when a replay of the parts is certain to lose to the best so far."""
@@ -121,7 +123,9 @@ class Forecast:
         That load is the measurement's capacity.
         """
         aim = self.aim
-        tasks = [Task(self.names, s, aim.plan, aim.slos, wants_capacity=True) for s in settings]
+        tasks = [
+            ReplayTask(self.names, s, aim.plan, aim.slos, wants_capacity=True) for s in settings
+        ]
         found = self.shadows.run(tasks)
         return [f if isinstance(f, Measurement) and f.capacity else None for f in found]
 

@@ -38,7 +38,7 @@ from tuner.search.trials import Observation, Phase, observation_of, race_records
 
 # Processes that may end while they have the same trial before it counts as failed: ours; a
 # replay that takes the memory of all who touch it would go round for ever.
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 # What a queued trial carries: the rule by which its replay may be cut.
 QUEUED = "queued"
 # Marks a claim whose process ended in order before it had measured.
@@ -70,7 +70,7 @@ def lost(trials: Sequence[FrozenTrial]) -> tuple[dict[Key, Mapping[str, Any]], l
     kept = present(trials)
     deaths = Counter(key_of(t) for t in queued if RETURNED not in t.user_attrs)
     gone = {key_of(t): t.user_attrs[QUEUED] for t in queued if key_of(t) not in kept}
-    again = {key: cut for key, cut in gone.items() if deaths[key] < MOST_DEATHS}
+    again = {key: cut for key, cut in gone.items() if deaths[key] < MAX_DEATHS}
     return again, [key for key in gone if key not in again]
 
 
@@ -288,7 +288,7 @@ class Journal:
         """Record that a configuration ended every process that replayed it."""
         number = self.begin(limits, phase, race_round)
         score = Score(Tier.FAILED, math.inf, "failed")
-        cause = f"{MOST_DEATHS} processes ended while they replayed it, most likely of memory"
+        cause = f"{MAX_DEATHS} processes ended while they replayed it, most likely of memory"
         record = record_of(number, limits, phase, race_round, score, None, cause)
         self.finish(number, score, {}, record)
 

@@ -26,7 +26,7 @@ class Listener(Protocol):
         """Hear that a replay ended and is on disk."""
 
 
-class Silence:
+class NullListener:
     """A listener who does nothing."""
 
     def note(self, text: str) -> None:

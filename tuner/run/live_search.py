@@ -20,14 +20,14 @@ from tuner.search.budget import (
     SEARCH_SHARE,
 )
 from tuner.search.ladder import FINALISTS, finalists, propose
-from tuner.search.race import LEAST_ROUNDS
+from tuner.search.race import MIN_ROUNDS
 from tuner.search.trials import Observation, Phase, leader
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the present configuration.
 OVERTIME = 8.0
 # The race may claim this share of the budget at most: ours, the search needs the rest.
-MOST_RESERVED = 0.7
+MAX_RESERVED = 0.7
 
 
 def searched(run: RunState) -> list[Observation]:
@@ -61,8 +61,8 @@ def _must_race(run: RunState) -> bool:
     if len(finalists(searched(run), run.space)) < 2:
         return run.left_s < run.usual_wall_s
     total_s = run.aim.budget.total_s
-    least_s = (FINALISTS + 1) * LEAST_ROUNDS * run.usual_wall_s
-    reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MOST_RESERVED * total_s)
+    least_s = (FINALISTS + 1) * MIN_ROUNDS * run.usual_wall_s
+    reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MAX_RESERVED * total_s)
     return run.left_s < reserved_s
 
 

@@ -19,7 +19,7 @@ from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.state import RunState
 from tuner.run.time_plan import cold_cost_s
 from tuner.search.objective import Score, Tier
-from tuner.search.race import Decision, Verdict, decide, next_run
+from tuner.search.race import RaceDecision, RaceVerdict, decide, next_run
 from tuner.search.trials import TIE_RATIO, Phase, observation_of
 
 # A cold engine's gain that is this far from the race's is told: ours, as much as two single
@@ -56,7 +56,7 @@ def race(
     reserved_s: float = 0.0,
     on_log: Callable[[EngineLimits, ReplayLog], None] | None = None,
     until_round: int | None = None,
-) -> Decision:
+) -> RaceDecision:
     """Replay the finalists in turns until they are separated or the time is over.
 
     `reserved_s` is left for what comes after. on_log hears of the logs of the first round, of
@@ -112,14 +112,14 @@ def _is_beyond(number: int, last: int | None) -> bool:
     return last is not None and number > last
 
 
-def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | None]:
+def confirm_cold(run: RunState, decision: RaceDecision) -> tuple[RaceDecision, Cold | None]:
     """Start winner and present configuration as they would be deployed, and compare them.
 
     A winner that is not better there is not recommended.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
-    if decision.verdict is Verdict.KEEP or run.bench.restarts_per_config:
+    if decision.verdict is RaceVerdict.KEEP or run.bench.restarts_per_config:
         return decision, None
     known = [_known_cold(run, s) for s in (decision.winner, run.space.present)]
     if None in known and run.left_s < cold_cost_s(run, decision.winner):
@@ -143,7 +143,9 @@ def confirm_cold(run: RunState, decision: Decision) -> tuple[Decision, Cold | No
         why = "the gain did not show on engines started cold"
         if ours.tier is Tier.FAILED:
             why = f"it failed when it was started cold: {_cold_cause(run, decision.winner)}"
-        return replace(decision, verdict=Verdict.KEEP, winner=run.space.present, why=why), cold
+        return replace(
+            decision, verdict=RaceVerdict.KEEP, winner=run.space.present, why=why
+        ), cold
     change = None if decision.gain is None else decision.gain.value
     if cold.ratio and change and abs(cold.ratio / change - 1) > COLD_DIFFERS_RATIO:
         run.caveats.add(Caveat.COLD_DIFFERS)

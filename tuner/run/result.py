@@ -21,8 +21,8 @@ from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
-from tuner.search.objective import Goal, Tier
-from tuner.search.race import CONFIDENCE_PER_LOOK, LEAST_ROUNDS, Decision, Verdict
+from tuner.search.objective import Scoring, Tier
+from tuner.search.race import CONFIDENCE_PER_LOOK, MIN_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import (
     decisive,
     leader,
@@ -43,7 +43,7 @@ TELLING_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricChange:
     """One metric of the winner beside the present configuration's.
 
     `change` is the paired ratio minus one with its interval, None where rounds are missing.
@@ -99,13 +99,13 @@ def _number(value: float) -> str:
     return f"{value:,.{min(digits, 6)}f}"
 
 
-def rows(
+def metric_changes(
     records: Sequence[Mapping[str, Any]],
     winner: EngineLimits,
     present: EngineLimits,
     tail: str,
     predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
-) -> list[Row]:
+) -> list[MetricChange]:
     """Return the comparison of two configurations over the rounds that both raced.
 
     Where both raced too few for an interval, `predicted` of the same requests counts as one
@@ -116,7 +116,7 @@ def rows(
     if not is_raced:
         ours, theirs = _predicted(records, winner), _predicted(records, present)
         pairs = [(ours, theirs)] if ours and theirs else []
-    elif len(pairs) < LEAST_ROUNDS and predicted and {winner, present} <= set(predicted):
+    elif len(pairs) < MIN_ROUNDS and predicted and {winner, present} <= set(predicted):
         extra = [(predicted[winner], predicted[present])]
     wanted = [
         (f"e2e_{tail}", " s"),
@@ -156,11 +156,11 @@ def _row(
     unit: str,
     pairs: Sequence[tuple[float, float]],
     extra: Sequence[tuple[float, float]],
-) -> Row | None:
+) -> MetricChange | None:
     if not pairs:
         return None
     change, counted = None, [*pairs, *extra]
-    if len(counted) >= LEAST_ROUNDS:
+    if len(counted) >= MIN_ROUNDS:
         ours, theirs = zip(*counted, strict=True)
         ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
         change = Estimate(
@@ -171,7 +171,7 @@ def _row(
         )
     after, before = (statistics.median(values) for values in zip(*pairs, strict=True))
     is_helped = change is not None and bool(extra)
-    return Row(metric, unit, before, after, change, len(pairs), is_helped)
+    return MetricChange(metric, unit, before, after, change, len(pairs), is_helped)
 
 
 def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
@@ -281,7 +281,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class RunProvenance:
     """Where and on what a run was made; without secrets.
 
     `compared` holds what was measured live and foretold of the same requests, `predicted` all
@@ -315,12 +315,12 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunResult:
     """A finished or interrupted run, ready to be shown and written."""
 
-    decision: Decision
+    decision: RaceDecision
     present: EngineLimits
-    rows: tuple[Row, ...]
+    changes: tuple[MetricChange, ...]
     limited_by: str
     load: str
     kv: str
@@ -331,17 +331,17 @@ class Outcome:
 
 
 def make_outcome(
-    decision: Decision,
+    decision: RaceDecision,
     present: EngineLimits,
-    goal: Goal,
+    goal: Scoring,
     records: Sequence[Mapping[str, Any]],
     caveats: Sequence[Caveat],
-    around: Circumstances,
+    around: RunProvenance,
     state: str,
-) -> Outcome:
+) -> RunResult:
     """Return everything there is to say about a run."""
     told = predictions(records) if decision.is_predicted else records
-    changes = tuple(rows(told, decision.shown, present, goal.tail, around.predicted))
+    changes = tuple(metric_changes(told, decision.shown, present, goal.tail, around.predicted))
     limited = limited_by(told, decision.winner, goal.slos, goal.tail)
     best = leader([observation_of(r) for r in decisive(told)])
     feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
@@ -363,12 +363,12 @@ def make_outcome(
     }
     kv = kv_text(told, decision.winner)
     load = str(content["load"])
-    return Outcome(
+    return RunResult(
         decision, present, changes, limited, load, kv, tuple(caveats), state, feasible, content
     )
 
 
-def _surroundings(around: Circumstances) -> dict[str, Any]:
+def _surroundings(around: RunProvenance) -> dict[str, Any]:
     compared = [
         {**_limits(limits), "metric": metric, "live": live, "shadow": shadow}
         for (limits, metric), (live, shadow) in around.compared.items()
@@ -391,7 +391,7 @@ def _limits(limits: EngineLimits) -> dict[str, int]:
     }
 
 
-def _recommendation(decision: Decision) -> dict[str, Any]:
+def _recommendation(decision: RaceDecision) -> dict[str, Any]:
     gain = decision.gain
     return {
         **_limits(decision.winner),
@@ -409,7 +409,7 @@ def _recommendation(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _provenance(around: Circumstances) -> dict[str, Any]:
+def _provenance(around: RunProvenance) -> dict[str, Any]:
     info, trace = around.info, around.trace
     return {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -449,7 +449,7 @@ def _provenance(around: Circumstances) -> dict[str, Any]:
     }
 
 
-def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
+def comments(outcome: RunResult, file_name: str, run_dir: str) -> list[str]:
     """Return the comment lines that stand above the emitted values."""
     content, decision = outcome.content, outcome.decision
     made, engine = content["provenance"], content["provenance"]["engine"] or {}
@@ -465,14 +465,14 @@ def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
         lines.append(f"{outcome.state}: best so far, not raced against the present values")
     present = f"max-num-seqs {outcome.present.max_num_seqs}, max-num-batched-tokens "
     present += str(outcome.present.max_num_batched_tokens)
-    if decision.verdict is Verdict.KEEP:
+    if decision.verdict is RaceVerdict.KEEP:
         lines.append(f"KEEP WHAT YOU HAVE: {present}; {decision.why}")
-        if decision.best != outcome.present and outcome.rows:
+        if decision.best != outcome.present and outcome.changes:
             lines.append(f"best that was found, {decision.best}, against the present values:")
-            lines.extend(f"  {row.text}" for row in outcome.rows)
+            lines.extend(f"  {row.text}" for row in outcome.changes)
     else:
         lines.append(f"against the present {present}:")
-        lines.extend(f"  {row.text}" for row in outcome.rows)
+        lines.extend(f"  {row.text}" for row in outcome.changes)
     lines.extend(filter(None, [outcome.load, outcome.kv]))
     lines.append(f"limited by: {outcome.limited_by}")
     if content["capacity"] is not None:
@@ -482,7 +482,7 @@ def comments(outcome: Outcome, file_name: str, run_dir: str) -> list[str]:
     return lines
 
 
-def _how(content: Mapping[str, Any], decision: Decision) -> str:
+def _how(content: Mapping[str, Any], decision: RaceDecision) -> str:
     """Say how the answer was found: measured or predicted, and on what it rests."""
     if content["method"] == "shadow":
         made = (content["provenance"]["profile"] or {}).get("made_at", "")[:10]

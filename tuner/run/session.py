@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.process import Started
+from tuner.replay.process import EngineStart
 from tuner.replay.series import TimelineRecord, timeline_record
-from tuner.run.capacity import Carried, carried, confirmed_live
+from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.forecast import Forecast
 from tuner.run.live_search import search_live, searched
 from tuner.run.race import Cold, confirm_cold, race
@@ -27,17 +27,17 @@ from tuner.run.state import RunState
 from tuner.run.time_plan import fitting, reserve_s
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import (
-    LEAST_AGREED,
-    Decision,
+    MIN_AGREED,
+    RaceDecision,
     RaceRun,
-    Verdict,
+    RaceVerdict,
     decide_predicted,
     paired,
     whole_rounds,
 )
 from tuner.search.trials import Observation, Phase
 from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import Shadows, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.traffic.windows import whole
 
 # The share of the budget that the forecast may take: ours, the rest is for capacities.
@@ -49,12 +49,12 @@ class ShadowSession:
     """A run on shadows alone."""
 
     run_state: RunState
-    shadows: Shadows
+    shadows: ShadowPool
     is_forced: bool = False
-    carried: Carried | None = None
+    capacity: CapacityResult | None = None
     _ranking: Ranking | None = None
 
-    def run(self) -> Decision:
+    def run(self) -> RaceDecision:
         """Foretell the whole space and decide by it.
 
         Raises: ShadowError, UsageError, TooFewSamplesError.
@@ -78,7 +78,7 @@ class ShadowSession:
         wrong_ratio = error_ratio(self.shadows.profile)
         decision = decide_predicted(seen, run.space.present, wrong_ratio)
         if run.aim.slos:
-            self.carried = carried(run, forecast, decision)
+            self.capacity = predict_capacity(run, forecast, decision)
         self._keep_timelines(forecast, dict.fromkeys([decision.shown, run.space.present]))
         run.journal.set_state("done")
         return decision
@@ -93,7 +93,9 @@ class ShadowSession:
 
         self.shadows.run(
             [
-                Task(forecast.names, limits, plan, run.aim.slos, on_log=partial(keep, limits))
+                ReplayTask(
+                    forecast.names, limits, plan, run.aim.slos, on_log=partial(keep, limits)
+                )
                 for limits in found
             ]
         )
@@ -105,7 +107,7 @@ class ShadowSession:
         """End the shadows' processes."""
         self.shadows.close()
 
-    def doubts(self, decision: Decision) -> list[Caveat]:
+    def doubts(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the run, in a fixed order."""
         run = self.run_state
         found = {*run.caveats, Caveat.SHADOW_ONLY}
@@ -116,7 +118,7 @@ class ShadowSession:
             found.add(Caveat.WINDOWED)
         if self.is_forced:
             found.add(Caveat.PROFILE_FORCED)
-        if decision.verdict is Verdict.KEEP and decision.best != run.space.present:
+        if decision.verdict is RaceVerdict.KEEP and decision.best != run.space.present:
             found.add(Caveat.WITHIN_NOISE)
         return [caveat for caveat in Caveat if caveat in found]
 
@@ -125,11 +127,11 @@ class ShadowSession:
         return {
             "profile": profile_facts(self.shadows),
             "cold": None,
-            "capacity": None if self.carried is None else self.carried.as_json(),
+            "capacity": None if self.capacity is None else self.capacity.as_json(),
         }
 
 
-def profile_facts(shadows: Shadows) -> dict[str, Any]:
+def profile_facts(shadows: ShadowPool) -> dict[str, Any]:
     """Return where a prediction comes from, for the result."""
     profile = shadows.profile
     return {
@@ -156,10 +158,10 @@ class AnySession(Protocol):
     def run_state(self) -> RunState:
         """What the stages share."""
 
-    def run(self) -> Decision:
+    def run(self) -> RaceDecision:
         """Run to the decision. Raises: TunerError."""
 
-    def doubts(self, decision: Decision) -> list[Caveat]:
+    def doubts(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the whole run."""
 
     def findings(self) -> dict[str, Any]:
@@ -177,9 +179,9 @@ class Session:
     shadow: ShadowSearch | None = None
     is_live: bool = False
     cold: Cold | None = None
-    carried: Carried | None = None
+    capacity: CapacityResult | None = None
 
-    def run(self) -> Decision:
+    def run(self) -> RaceDecision:
         """Search, race and confirm; every trial is on disk before the next begins.
 
         Raises: EngineError when the engine cannot be kept alive; TooFewSamplesError when the
@@ -207,12 +209,14 @@ class Session:
                 self.shadow.learn_start(limits, blocks)
         forecast = None if self.shadow is None else self.shadow.forecast
         if run.aim.slos and forecast is not None and run.left_s > 0:
-            self.carried = carried(run, forecast, decision)
-            self.carried = confirmed_live(run, forecast, decision.winner, self.carried)
+            self.capacity = predict_capacity(run, forecast, decision)
+            self.capacity = confirm_capacity(run, forecast, decision.winner, self.capacity)
         run.journal.set_state("done")
         return decision
 
-    def _learner(self, started: Started) -> Callable[[EngineLimits, ReplayLog], None] | None:
+    def _learner(
+        self, started: EngineStart
+    ) -> Callable[[EngineLimits, ReplayLog], None] | None:
         """Return who hears of the live search's steps, None where there can be no shadow."""
         if self.shadow is None:
             return None
@@ -223,7 +227,7 @@ class Session:
             return None
         return self.shadow.lessons.learn
 
-    def _race_with_shadow(self, field: list[EngineLimits]) -> Decision:
+    def _race_with_shadow(self, field: list[EngineLimits]) -> RaceDecision:
         """Race; where live and shadow disagree, recalibrate once and let more of them race."""
         run, shadow = self.run_state, self.shadow
         if shadow is None:
@@ -245,17 +249,17 @@ class Session:
                 run.caveats.add(Caveat.SHADOW_DISAGREES)
         decision = race(run, field, reserved_s)
         runs = run.journal.race_runs()
-        if decision.is_thin and whole_rounds(runs, field) < LEAST_AGREED:
+        if decision.is_thin and whole_rounds(runs, field) < MIN_AGREED:
             return self._without_a_race(shadow.decision(), runs)
         return decision
 
-    def _without_a_race(self, predicted: Decision, runs: Sequence[RaceRun]) -> Decision:
+    def _without_a_race(self, predicted: RaceDecision, runs: Sequence[RaceRun]) -> RaceDecision:
         """Return what was predicted, unless the little that was raced speaks against it."""
         present = self.run_state.space.present
         ours, theirs = paired(runs, predicted.winner, present)
         if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
             why = "the only round that there was time for speaks against what was predicted"
-            return replace(predicted, verdict=Verdict.KEEP, winner=present, why=why)
+            return replace(predicted, verdict=RaceVerdict.KEEP, winner=present, why=why)
         return predicted
 
     def close(self) -> None:
@@ -269,7 +273,7 @@ class Session:
         forecast = None if shadow is None else shadow.forecast
         return {
             "cold": None if cold is None else cold.as_json(),
-            "capacity": None if self.carried is None else self.carried.as_json(),
+            "capacity": None if self.capacity is None else self.capacity.as_json(),
             "profile": None if forecast is None else profile_facts(forecast.shadows),
             "compared": {} if shadow is None else shadow.compared,
             "predicted": {}
@@ -277,7 +281,7 @@ class Session:
             else {limits: m.as_json() for limits, m in shadow.predicted.items()},
         }
 
-    def doubts(self, decision: Decision) -> list[Caveat]:
+    def doubts(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the whole run, in a fixed order."""
         run = self.run_state
         found = set(run.caveats)
@@ -285,7 +289,7 @@ class Session:
         said = [Caveat(c) for record in mine for c in record["measurement"]["caveats"]]
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
-        is_kept = decision.verdict is Verdict.KEEP
+        is_kept = decision.verdict is RaceVerdict.KEEP
         if is_kept and decision.best != run.space.present and not decision.is_thin:
             found.add(Caveat.WITHIN_NOISE)
         if decision.is_predicted:
@@ -299,7 +303,7 @@ class Session:
             found.add(Caveat.RESTARTED_PER_CONFIG)
         if run.windows != (whole(run.trace),):
             found.add(Caveat.WINDOWED)
-        is_change = decision.verdict is Verdict.CHANGE
+        is_change = decision.verdict is RaceVerdict.CHANGE
         if is_change and self.cold is None and not run.bench.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
         return [caveat for caveat in Caveat if caveat in found]

@@ -14,8 +14,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.metrics import Measurement
-from tuner.replay.process import Started
-from tuner.run.calibrate import CALIBRATION, Lessons
+from tuner.replay.process import EngineStart
+from tuner.run.calibrate import CALIBRATION, Calibrator
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.forecast import Forecast
 from tuner.run.state import RunState
@@ -23,7 +23,7 @@ from tuner.run.time_plan import fitting, fly_pilot
 from tuner.search.budget import RACE_REPLAYS, choose_windows, shorter_window, window_text
 from tuner.search.ladder import FINALIST_RATIO, finalists, same_schedule
 from tuner.search.objective import Objective, Tier
-from tuner.search.race import LEAST_AGREED, Decision, Forecasts, decide_predicted
+from tuner.search.race import MIN_AGREED, Forecasts, RaceDecision, decide_predicted
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     TIE_RATIO,
@@ -36,7 +36,7 @@ from tuner.search.trials import (
     race_records,
 )
 from tuner.shadow.calibration import check_rank_by, error_ratio
-from tuner.shadow.pool import Shadows, Spares, Task
+from tuner.shadow.pool import ReplayTask, ShadowPool, SpareProcesses
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.windows import Window, busiest
 
@@ -44,7 +44,7 @@ from tuner.traffic.windows import Window, busiest
 REFINEMENTS = 2
 # Settings that are asked about before what they say of others is looked at: ours, or as many as
 # run beside each other.
-LEAST_AT_ONCE = 4
+MIN_AT_ONCE = 4
 # Neighbours closer than this share of the cap are not told apart: as in `search`.
 REFINE_RATIO = 0.2
 
@@ -70,7 +70,7 @@ class Ranking:
             # At another load for each, so that none can be told from another.
             return self._foretell(list(dict.fromkeys([space.present, *settings])))
         seen = self._foretell(list(dict.fromkeys([space.present, max(settings)])))
-        at_once = max(LEAST_AT_ONCE, self.forecast.shadows.jobs)
+        at_once = max(MIN_AT_ONCE, self.forecast.shadows.jobs)
         rungs = sorted(space.rungs(), reverse=True)
         for first in range(0, len(rungs), at_once):
             few = [s for s in rungs[first : first + at_once] if not self._is_shown(seen, s)]
@@ -106,7 +106,7 @@ class Ranking:
         for limits in settings:
             journal.enqueue(limits, Phase.SHADOW, self.forecast.generation, cut)
 
-        def next_task() -> Task | None:
+        def next_task() -> ReplayTask | None:
             claimed = journal.claim(Phase.SHADOW)
             if claimed is None:
                 return None
@@ -204,7 +204,7 @@ ROUNDS_SHARE = 0.8
 # A window that does not fit is shortened to this share of it, again and again: ours.
 SHORTER_RATIO = 0.7
 
-MakeShadows = Callable[[Profile], Shadows]
+MakeShadows = Callable[[Profile], ShadowPool]
 
 
 @dataclass(slots=True)
@@ -213,8 +213,8 @@ class ShadowSearch:
 
     run: RunState
     make_shadows: MakeShadows
-    lessons: Lessons
-    spares: Spares
+    lessons: Calibrator
+    spares: SpareProcesses
     forecast: Forecast | None = None
     compared: dict[tuple[EngineLimits, str], tuple[float, float]] = field(default_factory=dict)
     """What was measured live and foretold of the same requests, by setting and metric."""
@@ -225,9 +225,9 @@ class ShadowSearch:
     _rate: float | None = None
     _is_unfit: bool = False
     _kept: Profile | None = None
-    _shadows: Shadows | None = None
+    _shadows: ShadowPool | None = None
 
-    def finalists(self, started: Started) -> list[EngineLimits] | None:
+    def finalists(self, started: EngineStart) -> list[EngineLimits] | None:
         """Return who races, or None where the shadow is unfit and the live search must do it.
 
         Raises: EngineError, UsageError.
@@ -256,7 +256,7 @@ class ShadowSearch:
             return None
         return fitting(run, field_)
 
-    def _taken_over(self, kept: Profile, started: Started) -> Profile:
+    def _taken_over(self, kept: Profile, started: EngineStart) -> Profile:
         """Return a profile of before for the engine at hand, whose steps may yet correct it."""
         begun = self.lessons.begin(started, kept)
         profile = replace(
@@ -313,14 +313,15 @@ class ShadowSearch:
         shadows = self._speaking_for(profile)
         shadows.use(CALIBRATION, self.run.bench.trace(CALIBRATION))
         tasks = [
-            Task((CALIBRATION,), limits, self.run.aim.plan) for limits in self.lessons.live
+            ReplayTask((CALIBRATION,), limits, self.run.aim.plan)
+            for limits in self.lessons.live
         ]
         pairs = zip(self.lessons.live.values(), shadows.run(tasks), strict=True)
         return metric_error(
             [apart(m, f.as_json()) for m, f in pairs if isinstance(f, Measurement)]
         )
 
-    def _speaking_for(self, profile: Profile) -> Shadows:
+    def _speaking_for(self, profile: Profile) -> ShadowPool:
         """Return the run's shadows with this profile; starting them takes an import of vLLM."""
         if self._shadows is None:
             self._shadows = self.make_shadows(profile)
@@ -424,7 +425,7 @@ class ShadowSearch:
         """Whether the time holds two rounds of the first of the field and the present one."""
         pair = list(dict.fromkeys([field_[0], self.run.space.present]))
         took_s = [_duration_s(self.run, m) for m in self._replayed(pair).values()]
-        rounds_s = LEAST_AGREED * sum(took_s)
+        rounds_s = MIN_AGREED * sum(took_s)
         return len(took_s) == len(pair) and rounds_s < ROUNDS_SHARE * self.run.left_s
 
     def _replayed(self, field_: Sequence[EngineLimits]) -> dict[EngineLimits, Measurement]:
@@ -492,7 +493,7 @@ class ShadowSearch:
             self.run.listener.note(f"recalibrated, and unfit now: {unfit.message}")
             return None
 
-    def decision(self) -> Decision:
+    def decision(self) -> RaceDecision:
         """Decide by what was foretold alone, where the time held no race.
 
         Raises: NoFeasibleConfigError if nothing could be foretold.

@@ -18,13 +18,13 @@ from tuner.errors import Caveat, EngineError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.series import TimelineRecord, with_replay
 from tuner.run.directory import TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.journal import Journal
 from tuner.run.listener import Listener
 from tuner.search.budget import Aim
-from tuner.search.objective import Goal, Score, Tier, parse_goal
+from tuner.search.objective import Score, Scoring, Tier, parse_goal
 from tuner.search.race import Forecasts
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase, observation_of, record_of
@@ -33,7 +33,7 @@ from tuner.traffic.windows import Window
 
 # Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
 # be chance, three are the engine's fault.
-MOST_DEATHS = 3
+MAX_DEATHS = 3
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class RunState:
     trace: Trace
     space: SearchSpace
     aim: Aim
-    bench: Bench
+    bench: EngineRunner
     journal: Journal
     run_dir: RunDir
     listener: Listener
@@ -63,7 +63,7 @@ class RunState:
     on_forecast: Callable[[tuple[Window, ...], int], None] | None = None
     _deadline_s: float = field(default=0.0, init=False)
     _deaths: int = field(default=0, init=False)
-    _goal: Goal | None = field(default=None, init=False)
+    _goal: Scoring | None = field(default=None, init=False)
 
     def begin(self) -> None:
         """Let the budget's clock run."""
@@ -75,7 +75,7 @@ class RunState:
         return self._deadline_s - time.monotonic()
 
     @property
-    def goal(self) -> Goal:
+    def goal(self) -> Scoring:
         """What is optimised, known once the windows are. Raises: EngineError before."""
         if self._goal is None:
             raise EngineError("the windows are not chosen yet")
@@ -144,7 +144,7 @@ class RunState:
         *,
         is_cold: bool = False,
         names: Sequence[str] | None = None,
-        goal: Goal | None = None,
+        goal: Scoring | None = None,
     ) -> dict[str, Any]:
         """Measure once, live, and put it on disk, whatever came out; return the record.
 
@@ -165,7 +165,7 @@ class RunState:
         is_cold: bool = False,
         load: float | None = None,
         names: Sequence[str] | None = None,
-        goal: Goal | None = None,
+        goal: Scoring | None = None,
     ) -> tuple[Measurement | Failure, dict[str, Any]]:
         """Measure once, live, and put it on disk, whatever came out; return it and its record.
 
@@ -190,9 +190,9 @@ class RunState:
         record = self.keep(number, limits, phase, outcome, goal or self.goal, race_round)
         if isinstance(outcome, Failure):
             self._deaths += self._should_live(limits)
-            if self._deaths >= MOST_DEATHS:
+            if self._deaths >= MAX_DEATHS:
                 raise EngineError(
-                    f"the engine died {MOST_DEATHS} times in a row: {record['cause']}",
+                    f"the engine died {MAX_DEATHS} times in a row: {record['cause']}",
                     f"see {self.run_dir.engine_log}",
                 )
         else:
@@ -205,7 +205,7 @@ class RunState:
         limits: EngineLimits,
         phase: Phase,
         outcome: Measurement | Failure,
-        goal: Goal,
+        goal: Scoring,
         race_round: int = 0,
     ) -> dict[str, Any]:
         """Judge what came out of a trial, put it on disk, and return the record."""
@@ -251,7 +251,7 @@ def judged(
     limits: EngineLimits,
     phase: Phase,
     outcome: Measurement | Failure,
-    goal: Goal,
+    goal: Scoring,
     race_round: int = 0,
     attempt: str = "",
 ) -> tuple[dict[str, Any], Score, dict[str, float]]:

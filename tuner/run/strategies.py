@@ -33,7 +33,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StrategyRow:
     """What one strategy measured, or why it could not be."""
 
     strategy: Strategy
@@ -95,7 +95,7 @@ def uniform(trace: Trace) -> Trace:
 _HEAD = ("requests/s", "e2e p50", "e2e p99", "ttft p50", "ttft p99", "running")
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[StrategyRow]) -> list[str]:
     """Return the comparison for people; latencies in milliseconds."""
     width = max(len(row.strategy.name) for row in rows) + 2
     told = [" " * width + f"{'seqs/tokens':>12}" + "".join(f"{name:>12}" for name in _HEAD)]

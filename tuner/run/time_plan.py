@@ -20,7 +20,7 @@ from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
 from tuner.run.state import RunState
 from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, Pilot, choose_windows
-from tuner.search.race import LEAST_ROUNDS
+from tuner.search.race import MIN_ROUNDS
 from tuner.traffic.windows import busiest
 
 Learn = Callable[[EngineLimits, ReplayLog], None]
@@ -29,7 +29,7 @@ Learn = Callable[[EngineLimits, ReplayLog], None]
 
 # The race waits for the cold engines if they take less than this share of what is left: ours,
 # it may need more than three rounds.
-MOST_COLD_RATIO = 0.4
+MAX_COLD_RATIO = 0.4
 
 
 def cold_cost_s(run: RunState, winner: EngineLimits) -> float:
@@ -46,7 +46,7 @@ def reserve_s(run: RunState, field: Sequence[EngineLimits]) -> float:
     Before the race; `field` begins with who is thought best.
     """
     wanted_s = cold_cost_s(run, field[0])
-    is_small = wanted_s < MOST_COLD_RATIO * run.left_s
+    is_small = wanted_s < MAX_COLD_RATIO * run.left_s
     return wanted_s if is_small and wanted_s + _least_s(run, field) < run.left_s else 0.0
 
 
@@ -64,7 +64,7 @@ def fitting(run: RunState, field: Sequence[EngineLimits]) -> list[EngineLimits]:
 
 def _least_s(run: RunState, field: Sequence[EngineLimits]) -> float:
     """Return what the fewest rounds take that tell anything."""
-    return LEAST_ROUNDS * sum(run.replay_s(limits) for limits in field)
+    return MIN_ROUNDS * sum(run.replay_s(limits) for limits in field)
 
 
 def fly_pilot(run: RunState, learn: Learn | None = None) -> Pilot:

@@ -23,17 +23,17 @@ RACE_REPLAYS = 16
 # The share of the time after which the race begins although the search is not done: ours.
 SEARCH_SHARE = 0.6
 # Less than this cannot hold one start of an engine and two replays: ours, seconds.
-LEAST_BUDGET_S = 20.0
+MIN_BUDGET_S = 20.0
 # Two windows, a busy and a typical one, only when each is at least this long: ours; shorter
 # ones would be mostly filling and draining.
-LEAST_HALF_S = 20.0
+MIN_HALF_S = 20.0
 # Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
-LEAST_REQUESTS = 40
+MIN_REQUESTS = 40
 # A present configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
-LEAST_REPLAYS = 5
+MIN_REPLAYS = 5
 # More rounds than these are not told of: ours, a race seldom has more.
-MOST_TOLD = 8
+MAX_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuse a budget in which nothing could be measured."""
-        if self.total_s < LEAST_BUDGET_S:
+        if self.total_s < MIN_BUDGET_S:
             raise UsageError(
                 f"--budget {self.total_s:g}s is too short for one trial, "
-                f"at least {LEAST_BUDGET_S:g} s are needed",
+                f"at least {MIN_BUDGET_S:g} s are needed",
                 "give it minutes: a start of the engine, thirty replays and a race must fit",
             )
 
@@ -88,19 +88,19 @@ def choose_windows(
     """
     replay_s = 0.85 * remaining_s / replays
     length_s = replay_s / max(wall_per_trace_s, 1e-6)
-    enough_s = LEAST_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
+    enough_s = MIN_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
-    least_s = LEAST_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
+    least_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
     if least_s > remaining_s:
         raise UsageError(
-            f"the budget leaves {remaining_s:.0f} s, but {LEAST_REPLAYS} replays of "
-            f"{LEAST_REQUESTS} requests take about {least_s:.0f} s on this engine",
+            f"the budget leaves {remaining_s:.0f} s, but {MIN_REPLAYS} replays of "
+            f"{MIN_REQUESTS} requests take about {least_s:.0f} s on this engine",
             "give --budget more, lower --load, or shorten requests with max-model-len and "
             "--too-long clip",
         )
     if length_s >= 0.9 * trace.duration_s:
         return (whole(trace),)
-    if length_s < 2 * LEAST_HALF_S:
+    if length_s < 2 * MIN_HALF_S:
         return (busiest(trace, length_s),)
     busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
     return (busiest(trace, length_s),) if busy.overlaps(usual) else (busy, usual)
@@ -118,7 +118,7 @@ def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> W
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
     start_s = window.start_s + busy.start_s
     found = Window(start_s, min(start_s + busy.length_s, window.end_s))
-    return found if len(found.of(trace)) >= LEAST_REQUESTS else None
+    return found if len(found.of(trace)) >= MIN_REQUESTS else None
 
 
 def outlook(
@@ -131,7 +131,7 @@ def outlook(
     """
     most_s = min(calibration_share * budget.total_s, left_s)
     race_s, round_s = left_s - most_s, 2 * replay_s
-    rounds = int(race_s / round_s) if round_s > 0 else MOST_TOLD
+    rounds = int(race_s / round_s) if round_s > 0 else MAX_TOLD
     told = (
         f"outlook: calibrating takes up to {most_s:.0f} s of the {left_s:.0f} s left, then a "
         f"replay of the window takes about {replay_s:.3g} s"
@@ -144,7 +144,7 @@ def outlook(
             f"{told}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
             "race all of it, --window peak:LENGTH says which stretch"
         )
-    rounds = min(rounds, MOST_TOLD)
+    rounds = min(rounds, MAX_TOLD)
     if race_s < 3 * round_s + cold_s + round_s:
         return (
             f"{told}: {rounds} rounds of two settings fit, cold engines may not; "

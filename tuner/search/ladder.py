@@ -23,7 +23,7 @@ from tuner.search.trials import TIE_RATIO, Observation, Phase, Proposal, leader
 DECODE_DEGRADED_RATIO = 0.05
 # Refining stops when neighbours are closer than this share of the cap: ours.
 REFINE_RATIO = 0.2
-MOST_REFINEMENTS = 4
+MAX_REFINEMENTS = 4
 FINALISTS = 3
 FINALIST_RATIO = 0.10
 
@@ -126,7 +126,7 @@ def _refine(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Look between the best rung and its neighbours."""
     rungs = _rungs(seen, space)
     best = leader(rungs)
-    if best is None or sum(o.phase is Phase.REFINE for o in seen) >= MOST_REFINEMENTS:
+    if best is None or sum(o.phase is Phase.REFINE for o in seen) >= MAX_REFINEMENTS:
         return None
     at = rungs.index(best)
     cap = best.limits.max_num_seqs
@@ -209,7 +209,7 @@ def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
     extended = [o for o in seen if o.phase is Phase.EXTEND]
     again = sum(o.limits.max_num_batched_tokens == budget for o in extended)
     for other in (2 * cap, 3 * cap // 2, cap // 2):
-        if again < MOST_REFINEMENTS and 1 <= other <= budget:
+        if again < MAX_REFINEMENTS and 1 <= other <= budget:
             limits = space.at(other, budget)
             if limits.within(space.ceiling) and not same_schedule(seen, limits):
                 return Proposal(limits, Phase.EXTEND)

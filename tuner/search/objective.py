@@ -151,7 +151,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class Scoring:
     """The objective together with the SLOs and the tail quantile that the window carries.
 
     Raises: UsageError for goodput without an SLO on TTFT, TPOT or E2E.
@@ -292,7 +292,7 @@ def _load_used(m: Measurement) -> float:
     return used if m.is_sustained else max(used, 1.0 + 1e-9)
 
 
-def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Goal:
+def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Scoring:
     """Put the goal together for a window of so many requests.
 
     Raises: TooFewSamplesError if the window cannot carry an SLO's quantile; UsageError if the
@@ -301,4 +301,4 @@ def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Goal
     for slo in slos:
         if slo.metric not in ("itl_s", "decode_step_s"):
             slo.check_carried_by(requests)
-    return Goal(objective, tuple(slos), tail_statistic(requests))
+    return Scoring(objective, tuple(slos), tail_statistic(requests))

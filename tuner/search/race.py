@@ -21,11 +21,11 @@ from tuner.stats import Estimate
 
 # Three rounds are the fewest with a usable interval; eight separate a few percent on a noisy
 # machine, beyond which the budget is better spent elsewhere: ours.
-LEAST_ROUNDS = 3
-MOST_ROUNDS = 8
+MIN_ROUNDS = 3
+MAX_ROUNDS = 8
 # Wrongly separating two equal configurations at any of the looks: 5 % in all (Bonferroni).
 ERROR_RATE = 0.05
-LOOKS = MOST_ROUNDS - LEAST_ROUNDS + 1
+LOOKS = MAX_ROUNDS - MIN_ROUNDS + 1
 CONFIDENCE_PER_LOOK = 1 - ERROR_RATE / LOOKS
 # One look suffices to drop who is worse by more than this; for less the next has to agree, so
 # that noise alone ends fewer races between equals: ours.
@@ -41,8 +41,8 @@ VAIN_ERRORS = 1.0
 # three that differ by 0 to 10 %, with 2 to 10 % of noise, it saves three replays in ten, and
 # what is taken is as good.
 HARMLESS_LOSS = EQUAL_RATIO
-# Fewer rounds than LEAST_ROUNDS tell a difference that the prediction agrees on: ours.
-LEAST_AGREED = 2
+# Fewer rounds than MIN_ROUNDS tell a difference that the prediction agrees on: ours.
+MIN_AGREED = 2
 # ... if every round and the prediction show more than this many times the prediction's own
 # error: ours, since that error is a median.
 AGREED_ERRORS = 2.0
@@ -95,7 +95,7 @@ def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
     must separate, and neither another metric nor any tier may speak against it.
     """
     ours, theirs = paired(runs, a, b)
-    if len(ours) < LEAST_ROUNDS:
+    if len(ours) < MIN_ROUNDS:
         return 0
     failed, others_failed = _failures(ours), _failures(theirs)
     if bool(failed) != bool(others_failed):
@@ -224,7 +224,7 @@ def agreed(
     """
     ours, theirs = paired(runs, a, b)
     predicted = forecasts.scores.get(a), forecasts.scores.get(b)
-    if predicted[0] is None or predicted[1] is None or len(ours) < LEAST_AGREED:
+    if predicted[0] is None or predicted[1] is None or len(ours) < MIN_AGREED:
         return None
     mine, other = [*ours, predicted[0]], [*theirs, predicted[1]]
     if _failures(mine) or any(x.tier > y.tier for x, y in zip(mine, other, strict=True)):
@@ -245,10 +245,10 @@ def agreed(
     return metric, gains[metric]
 
 
-def is_equal(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
+def is_equivalent(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
     """Whether two configurations are shown to differ by less than matters."""
     gain = ratio(runs, a, b)
-    return gain is not None and gain.n >= LEAST_ROUNDS and _is_small(gain)
+    return gain is not None and gain.n >= MIN_ROUNDS and _is_small(gain)
 
 
 def _is_small(gain: Estimate) -> bool:
@@ -258,32 +258,34 @@ def _is_small(gain: Estimate) -> bool:
     return gain.low > 1 / (1 + EQUAL_RATIO) and gain.high < 1 + EQUAL_RATIO
 
 
-def is_vain(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
+def is_futile(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
     """Whether the rounds that are left are unlikely to separate two configurations.
 
     Source: stochastic curtailment, Jennison & Turnbull, Group Sequential Methods, chapter 10,
         with Student's interval in place of a normal one.
     """
     gains = ratios(runs, a, b)
-    if len(paired(runs, a, b)[0]) < LEAST_ROUNDS:
+    if len(paired(runs, a, b)[0]) < MIN_ROUNDS:
         return False
     if {-1, 1} in (_tier_signs(runs, a, b) - {0}, _sides(gains)):
         return True
     # Of rounds that were cut or failed nothing but the tiers can tell.
     return all(
-        stats.would_hold_one(gain, MOST_ROUNDS, VAIN_ERRORS, CONFIDENCE_PER_LOOK)
+        stats.would_hold_one(gain, MAX_ROUNDS, VAIN_ERRORS, CONFIDENCE_PER_LOOK)
         for gain in gains
     )
 
 
-def is_harmless(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
+def loss_is_negligible(
+    runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits
+) -> bool:
     """Whether little would be lost by taking the best so far, should the other be better."""
     gains = ratios(runs, best, other)
     losses = [stats.expected_loss(gain, CONFIDENCE_PER_LOOK) for gain in gains]
-    return bool(losses) and gains[0].n >= LEAST_ROUNDS and max(losses) < HARMLESS_LOSS
+    return bool(losses) and gains[0].n >= MIN_ROUNDS and max(losses) < HARMLESS_LOSS
 
 
-def is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
+def is_clearly_worse(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
     """Whether the other is worse by FAR_RATIO at least, or of a worse tier and incomparable.
 
     By the interval, or in every single round if the tier was worse in every round as well.
@@ -301,7 +303,7 @@ def is_far(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> 
 TOO_FEW = "the budget ended before three rounds could tell"
 
 
-class Verdict(StrEnum):
+class RaceVerdict(StrEnum):
     """What to do with the present configuration."""
 
     CHANGE = "change"
@@ -309,7 +311,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RaceDecision:
     """The race's outcome.
 
     `gain` is the ratio winner / present of `metric` (less is better) with its interval, None
@@ -318,7 +320,7 @@ class Decision:
     `is_predicted` that no round was looked at.
     """
 
-    verdict: Verdict
+    verdict: RaceVerdict
     winner: EngineLimits
     best: EngineLimits
     tied: tuple[EngineLimits, ...]
@@ -332,7 +334,7 @@ class Decision:
     @property
     def shown(self) -> EngineLimits:
         """Whose gain is told: the one to change to, or the best there was to keep from."""
-        return self.winner if self.verdict is Verdict.CHANGE else self.best
+        return self.winner if self.verdict is RaceVerdict.CHANGE else self.best
 
 
 def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLimits | None:
@@ -357,7 +359,9 @@ def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
     return [
         limits
         for limits in field
-        if limits == best or compare(runs, best, limits) >= 0 or is_equal(runs, best, limits)
+        if limits == best
+        or compare(runs, best, limits) >= 0
+        or is_equivalent(runs, best, limits)
     ]
 
 
@@ -374,7 +378,7 @@ def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
         for limits in field
         if limits in inside
         or best is None
-        or not (is_far(runs, best, limits) or compare(before, best, limits) < 0)
+        or not (is_clearly_worse(runs, best, limits) or compare(before, best, limits) < 0)
     ]
 
 
@@ -393,10 +397,10 @@ def next_run(
     """
     if len(field) < 2:
         return None
-    for number in range(1, MOST_ROUNDS + 1):
+    for number in range(1, MAX_ROUNDS + 1):
         before = [run for run in runs if run.round < number]
-        inside = _still_in(before, field) if number > LEAST_ROUNDS else list(field)
-        if number > LEAST_ROUNDS and _decided(before, inside, present):
+        inside = _still_in(before, field) if number > MIN_ROUNDS else list(field)
+        if number > MIN_ROUNDS and _decided(before, inside, present):
             return None
         missing = _missing([run for run in runs if run.round == number], inside, attempt)
         if missing:
@@ -426,11 +430,11 @@ def _decided(
         return True
     others = [limits for limits in inside if limits != best]
     if present in inside:
-        return all(is_equal(runs, limits, best) for limits in others)
+        return all(is_equivalent(runs, limits, best) for limits in others)
     return all(
-        is_equal(runs, limits, best)
-        or is_harmless(runs, best, limits)
-        or is_vain(runs, limits, best)
+        is_equivalent(runs, limits, best)
+        or loss_is_negligible(runs, best, limits)
+        or is_futile(runs, limits, best)
         for limits in others
     )
 
@@ -445,13 +449,13 @@ def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits
     """Say whether the evidence shows a tie or is merely too thin."""
     if _is_thin(runs, best, present):
         return TOO_FEW
-    if is_equal(runs, best, present):
+    if is_equivalent(runs, best, present):
         return f"the two differ by less than {EQUAL_RATIO:.0%}"
     return "the gain is within noise"
 
 
 def _is_thin(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
-    return len(paired(runs, a, b)[0]) < LEAST_ROUNDS
+    return len(paired(runs, a, b)[0]) < MIN_ROUNDS
 
 
 def _shared_rounds(
@@ -474,7 +478,7 @@ def decide(
     field: Sequence[EngineLimits],
     present: EngineLimits,
     forecasts: Forecasts = Forecasts(),
-) -> Decision:
+) -> RaceDecision:
     """Name the winner and say whether the present configuration should go.
 
     A tie goes to the smaller cap, then the smaller budget, among those that measured worse
@@ -488,23 +492,27 @@ def decide(
     if best is None:
         alone = list(field) == [present]
         why = "nothing that was tried is better" if alone else "there was no time to race"
-        return Decision(Verdict.KEEP, present, present, (), None, 0, why, is_thin=not alone)
+        return RaceDecision(
+            RaceVerdict.KEEP, present, present, (), None, 0, why, is_thin=not alone
+        )
     tied = _tied(runs, inside, best, forecasts)
     if present in inside:
         found = agreed(runs, best, present, forecasts)
         if found is not None:
             why = f"all {rounds} rounds and the prediction agree"
-            return Decision(Verdict.CHANGE, best, best, tied, found[1], rounds, why, found[0])
+            return RaceDecision(
+                RaceVerdict.CHANGE, best, best, tied, found[1], rounds, why, found[0]
+            )
         return _kept(runs, best, present, tied, rounds)
     better = [
         limits
         for limits in inside
-        if compare(runs, limits, present) < 0 and not is_equal(runs, limits, present)
+        if compare(runs, limits, present) < 0 and not is_equivalent(runs, limits, present)
     ]
     winner = min(limits for limits in better if limits == best or _is_near(runs, limits, best))
     metric, change = gain(runs, winner, present) or ("", None)
     why = "better beyond noise"
-    return Decision(Verdict.CHANGE, winner, best, tied, change, rounds, why, metric)
+    return RaceDecision(RaceVerdict.CHANGE, winner, best, tied, change, rounds, why, metric)
 
 
 def _kept(
@@ -513,15 +521,19 @@ def _kept(
     present: EngineLimits,
     tied: tuple[EngineLimits, ...],
     rounds: int,
-) -> Decision:
+) -> RaceDecision:
     """Keep the present configuration, and say what the best there was measured."""
     if best == present:
-        is_thin = rounds < LEAST_ROUNDS
+        is_thin = rounds < MIN_ROUNDS
         why = TOO_FEW if is_thin else "nothing that was tried is better"
-        return Decision(Verdict.KEEP, present, best, tied, None, rounds, why, is_thin=is_thin)
+        return RaceDecision(
+            RaceVerdict.KEEP, present, best, tied, None, rounds, why, is_thin=is_thin
+        )
     why, is_thin = _why_tied(runs, best, present), _is_thin(runs, best, present)
     metric, change = gain(runs, best, present) or ("", None)
-    return Decision(Verdict.KEEP, present, best, tied, change, rounds, why, metric, is_thin)
+    return RaceDecision(
+        RaceVerdict.KEEP, present, best, tied, change, rounds, why, metric, is_thin
+    )
 
 
 def _tied(
@@ -548,7 +560,7 @@ def _tied(
 
 def decide_predicted(
     seen: Sequence[Observation], present: EngineLimits, wrong_ratio: float
-) -> Decision:
+) -> RaceDecision:
     """Name the best of what was predicted; a gain within the prediction's error is none.
 
     Raises: NoFeasibleConfigError if nothing could be predicted.
@@ -561,8 +573,8 @@ def decide_predicted(
         )
     if best.limits == present or baseline is None:
         why = "nothing that was tried is better"
-        return Decision(
-            Verdict.KEEP, present, present, (present,), None, 0, why, is_predicted=True
+        return RaceDecision(
+            RaceVerdict.KEEP, present, present, (present,), None, 0, why, is_predicted=True
         )
     metric, change = "", None
     if (found := best.score.ratio_to(baseline.score)) is not None:
@@ -570,9 +582,17 @@ def decide_predicted(
         change = Estimate(value, value * (1 - wrong_ratio), value * (1 + wrong_ratio), 1)
     is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
     if not is_better or best.score.tier is Tier.FAILED:
-        verdict, winner, why = Verdict.KEEP, present, "the gain is within the shadow's error"
+        verdict, winner, why = (
+            RaceVerdict.KEEP,
+            present,
+            "the gain is within the shadow's error",
+        )
     else:
-        verdict, winner, why = Verdict.CHANGE, best.limits, "better beyond the shadow's error"
-    return Decision(
+        verdict, winner, why = (
+            RaceVerdict.CHANGE,
+            best.limits,
+            "better beyond the shadow's error",
+        )
+    return RaceDecision(
         verdict, winner, best.limits, (winner,), change, 0, why, metric, is_predicted=True
     )

@@ -22,7 +22,7 @@ from tuner.shadow.profiles import KvStart, Profile
 LARGEST_ERROR_RATIO = 0.20
 # No shadow is trusted to less than this, however well it fits: ours, what two live replays of
 # the same configuration differ by on a quiet machine.
-LEAST_ERROR_RATIO = 0.03
+MIN_ERROR_RATIO = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def error_ratio(profile: Profile) -> float:
 
     The worse of two: on the replays that it was fitted to, and on a configuration left out.
     """
-    return max(LEAST_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error_ratio(profile))
+    return max(MIN_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error_ratio(profile))
 
 
 def fit_error_ratio(profile: Profile) -> float:

@@ -24,10 +24,10 @@ from tuner.errors import TooFewSamplesError, UsageError
 from tuner.shadow.step_model import FitError, Knots, StepModel, padded_column
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.
-LEAST_STEPS = 200
+MIN_STEPS = 200
 # Steps that a fit looks at, drawn at random: ours; ten percent of noise on 20,000 steps is
 # 0.07 % of their mean. The scale and the errors are taken from all steps.
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 # Steps under a segment between two knots, and under the last one, which extrapolates: this
 # many or this share of the steps on its axis, whichever is more (ours).
 SEGMENT_STEPS, LAST_STEPS, LAST_RATIO = 50, 100, 0.05
@@ -38,7 +38,7 @@ FOLDS, GAIN_RATIO, GAIN_ERRORS = 10, 0.002, 3.0
 # A step was stretched by the machine if it took exp(4 s) times the prediction, s being the
 # noise's standard deviation in logarithms, within 1.5 and 4: ours. Four deviations cut less
 # than 0.1 % off the mean of lognormal noise of up to 30 %, where a fixed 1.5 would cut 6 %.
-STALL_DEVIATIONS, LEAST_STALL_RATIO, MOST_STALL_RATIO = 4.0, 1.5, 4.0
+STALL_DEVIATIONS, MIN_STALL_RATIO, MAX_STALL_RATIO = 4.0, 1.5, 4.0
 _PASSES, _SEED = 4, 0
 
 _Pair = tuple[Knots, Knots]
@@ -72,7 +72,7 @@ def fit(configs: Sequence[StepColumns], captured_sizes: tuple[int, ...] = ()) ->
     the steps that happened to be short; then scaled so that predicted and measured time have
     the same sum. Stretched steps are set aside. Steps without a batch give `tidy_s` alone.
 
-    Raises: TooFewSamplesError with fewer than LEAST_STEPS steps that have a batch; UsageError
+    Raises: TooFewSamplesError with fewer than MIN_STEPS steps that have a batch; UsageError
         if a duration is not positive and finite.
     """
     rows, tidy_s = _gather(configs)
@@ -81,7 +81,7 @@ def fit(configs: Sequence[StepColumns], captured_sizes: tuple[int, ...] = ()) ->
     off, off_sum = _unseen(rows, is_out, captured_sizes)
     counts = np.bincount(rows.config)
     outs = (rows.config == c for c in np.flatnonzero(counts >= SEGMENT_STEPS))
-    left_out = [o for o in outs if o.size - o.sum() >= LEAST_STEPS]
+    left_out = [o for o in outs if o.size - o.sum() >= MIN_STEPS]
     by_config = [_unseen(rows, out, captured_sizes)[1] for out in left_out]
     kept = _undistorted(rows, model.predict_s(rows.steps))
     error = FitError(
@@ -108,9 +108,9 @@ def _gather(configs: Sequence[StepColumns]) -> tuple[_Rows, float]:
             f"{where}: duration_s must be positive and finite, got {took_s[row]:g}",
             "the steps were not measured with a monotonic clock; calibrate again",
         )
-    if has_batch.sum() < LEAST_STEPS:
+    if has_batch.sum() < MIN_STEPS:
         raise TooFewSamplesError(
-            f"a step-time model wants {LEAST_STEPS} steps with a batch, got {has_batch.sum()}",
+            f"a step-time model wants {MIN_STEPS} steps with a batch, got {has_batch.sum()}",
             "calibrate for longer, or with more requests",
         )
     tidy_s = float(np.median(took_s[~has_batch])) if not has_batch.all() else 0.0
@@ -141,15 +141,15 @@ def _undistorted(rows: _Rows, predicted_s: Floats) -> _Mask:
     for kind in (alone, ~alone):
         if kind.any():
             deviations = STALL_DEVIATIONS * 1.4826 * float(np.median(np.abs(off[kind])))
-            limit = max(deviations, math.log(LEAST_STALL_RATIO))
-            kept[kind] = off[kind] <= min(limit, math.log(MOST_STALL_RATIO))
+            limit = max(deviations, math.log(MIN_STALL_RATIO))
+            kept[kind] = off[kind] <= min(limit, math.log(MAX_STALL_RATIO))
     return kept
 
 
 def _learn(rows: _Rows, sizes: tuple[int, ...]) -> StepModel:
     """Return the model with the knots that pay, scaled to the rows' undistorted sum."""
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))
-    part = rows.take(np.sort(every[:MOST_STEPS]))
+    part = rows.take(np.sort(every[:MAX_STEPS]))
     steps = part.steps
     alone = steps.prefill_tokens == 0
     decode = np.where(alone, padded_column(steps.decode_seqs, sizes), steps.decode_seqs)

@@ -21,8 +21,8 @@ from tuner.errors import EngineError, ShadowError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import Host, Started
-from tuner.replay.runner import Bench, Failure
+from tuner.replay.process import EngineProcess, EngineStart
+from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.slo import Slo
 from tuner.shadow.profiles import Profile
 from tuner.shadow.source import ShadowSource, prepare_shadow
@@ -83,13 +83,13 @@ def _words(path: Path) -> list[str]:
     return [word for line in _lines(path) for word in line.split()]
 
 
-class Spares:
+class SpareProcesses:
     """Processes that do `how` side by side from now on; the default imports vLLM."""
 
     def __init__(
         self, count: int, log_path: Path, how: Callable[[], None] = prepare_shadow
     ) -> None:
-        self._left = [Host(None, log_path) for _ in range(count)]
+        self._left = [EngineProcess(None, log_path) for _ in range(count)]
         self._threads = ThreadPoolExecutor(max(1, count), "spare")
         self._importing: list[Future[None]] = [
             self._threads.submit(host.prepare, how) for host in self._left
@@ -107,7 +107,7 @@ class Spares:
         """How many nobody has taken."""
         return len(self._left)
 
-    def take(self) -> Host | None:
+    def take(self) -> EngineProcess | None:
         """Return a process that is ready or will soon be, to be closed by whoever takes it."""
         return self._left.pop() if self._left else None
 
@@ -132,7 +132,7 @@ IMPORT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReplayTask:
     """One shadow replay: the named traces at the limits; `number` is the caller's own.
 
     With `wants_capacity` it is as many replays as find the largest load that the SLOs bear.
@@ -148,10 +148,10 @@ class Task:
     on_log: Callable[[ReplayLog], None] | None = field(default=None, compare=False)
 
 
-Done = tuple[Task, Measurement | Failure]
+Done = tuple[ReplayTask, Measurement | Failure]
 
 
-class Shadows:
+class ShadowPool:
     """Processes with a shadow each, started when there is a task for them.
 
     Those among the spares are taken first.
@@ -166,15 +166,15 @@ class Shadows:
         seed: int,
         *,
         is_forced: bool = False,
-        spares: Spares | None = None,
+        spares: SpareProcesses | None = None,
     ) -> None:
         self.profile = profile
         self.jobs = max(1, jobs)
         self._source = ShadowSource(profile, is_forced=is_forced)
         self._ceiling, self._seed, self._log_path = ceiling, seed, log_path
-        self._idle: list[Bench] = []
-        self._hosts: list[Host] = []
-        self._starting: list[tuple[Future[Started], Bench]] = []
+        self._idle: list[EngineRunner] = []
+        self._hosts: list[EngineProcess] = []
+        self._starting: list[tuple[Future[EngineStart], EngineRunner]] = []
         self._traces: dict[str, Trace] = {}
         self._spares = spares
         self._pool: ThreadPoolExecutor | None = None
@@ -208,7 +208,7 @@ class Shadows:
                 bench.restart_from(self._source)
         self.profile = profile
 
-    def adopt(self, bench: Bench) -> None:
+    def adopt(self, bench: EngineRunner) -> None:
         """Let a shadow that somebody else has started take tasks too; it is closed by them."""
         for name, trace in self._traces.items():
             bench.use(name, trace)
@@ -251,18 +251,18 @@ class Shadows:
         is_cheap = self._spares is not None and self._spares.left > 0
         return there < self.jobs and (there == 0 or is_cheap or lasted_s > IMPORT_S)
 
-    def _made(self) -> Bench:
+    def _made(self) -> EngineRunner:
         spare = self._spares.take() if self._spares is not None else None
-        host = spare or Host(None, self._log_path)
+        host = spare or EngineProcess(None, self._log_path)
         host.source = self._source
         self._hosts.append(host)
-        bench = Bench(host, {}, self._ceiling, self._seed)
+        bench = EngineRunner(host, {}, self._ceiling, self._seed)
         for name, trace in self._traces.items():
             bench.use(name, trace)
         return bench
 
     def drain(
-        self, next_task: Callable[[], Task | None], is_over: Callable[[], bool]
+        self, next_task: Callable[[], ReplayTask | None], is_over: Callable[[], bool]
     ) -> Iterator[Done]:
         """Replay tasks as next_task hands them out, and yield each with what came of it.
 
@@ -271,7 +271,7 @@ class Shadows:
 
         Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
         """
-        running: dict[Future[Measurement | Failure], tuple[Task, Bench]] = {}
+        running: dict[Future[Measurement | Failure], tuple[ReplayTask, EngineRunner]] = {}
         began_s, held = time.monotonic(), None
         while True:
             self._gather()
@@ -306,7 +306,7 @@ class Shadows:
         wait(awaited, _POLL_S, FIRST_COMPLETED)
         return [future for future in running if future.done()]
 
-    def run(self, tasks: Sequence[Task]) -> list[Measurement | Failure]:
+    def run(self, tasks: Sequence[ReplayTask]) -> list[Measurement | Failure]:
         """Replay every task and return what came out, in the tasks' order.
 
         Raises: ShadowError or UsageError when a shadow cannot be made of the profile.
@@ -342,7 +342,7 @@ def _result(future: Future[Measurement | Failure]) -> Measurement | Failure:
         ) from error
 
 
-def _measure(bench: Bench, task: Task) -> Measurement | Failure:
+def _measure(bench: EngineRunner, task: ReplayTask) -> Measurement | Failure:
     if task.wants_capacity:
         return bench.measure_capacity(task.names, task.limits, task.plan, task.slos)
     return bench.measure(task.names, task.limits, task.plan, task.slos, on_log=task.on_log)

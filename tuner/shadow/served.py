@@ -28,7 +28,7 @@ from tuner.shadow.step_model import StepModel
 from tuner.stats import QUANTILES, tail_statistic
 from tuner.traffic.traces import Trace
 
-LEAST_REQUESTS: Final = 40
+MIN_REQUESTS: Final = 40
 """Ours: twice what a median demands, of those learnt from and of those checked on."""
 
 ROUNDS: Final = 14
@@ -37,7 +37,7 @@ LARGEST_APART: Final = 0.05
 """Ours: what is learnt from agrees within the first, and no further round is needed, or at
 least within the second: a few requests' median moves in leaps."""
 
-LEAST_SPREAD: Final = 0.1
+MIN_SPREAD: Final = 0.1
 """Ours: first-token times that spread by less of their median do not show prefill's part."""
 
 Replay = Callable[[StepModel], Timelines]
@@ -45,7 +45,7 @@ Replay = Callable[[StepModel], Timelines]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingOverhead:
     """What was learnt, and how far the shadow was off before and is now.
 
     `off_before` and `off_now` are relative and signed, by metric, on `checked` requests that
@@ -90,9 +90,9 @@ class Served:
             yield f"  {name:<9} {before:+7.1%}, now {self.off_now[name]:+.1%}"
 
 
-def learn(
+def fit_serving_overhead(
     profile: Profile, trace: Trace, limits: EngineLimits, replay: Replay
-) -> tuple[Profile, Served]:
+) -> tuple[Profile, ServingOverhead]:
     """Return the profile of the engine as it is served, and what was learnt.
 
     The first half of the requests teaches, the second is compared. `limits` are those that the
@@ -105,7 +105,7 @@ def learn(
     first = _Try(0.0, 1.0, replay(profile.step_model))
     has_prefill = seen.tells_prefill(first.lines)
     best = _settled(seen, first, profile.step_model, replay, has_prefill=has_prefill)
-    found = Served(
+    found = ServingOverhead(
         added_step_s=best.added_s,
         prefill_ratio=best.prefill_ratio,
         has_prefill=has_prefill,
@@ -193,10 +193,10 @@ class _Seen:
         ttft_s, e2e_s, tokens = trace.ttft_s, trace.e2e_s, trace.output_tokens.astype(float)
         usable = np.isfinite(ttft_s) & np.isfinite(e2e_s) & (tokens >= 2)
         rows = np.flatnonzero(usable)
-        if rows.size < 2 * LEAST_REQUESTS:
+        if rows.size < 2 * MIN_REQUESTS:
             raise TooFewSamplesError(
                 f"{rows.size} requests of {trace.source} have a first and a later token with "
-                f"their times, at least {2 * LEAST_REQUESTS} are needed",
+                f"their times, at least {2 * MIN_REQUESTS} are needed",
                 "record for longer, or widen --window",
             )
         middle = rows[rows.size // 2]
@@ -210,10 +210,10 @@ class _Seen:
     def tells_prefill(self, lines: Timelines) -> bool:
         """Whether first-token times are enough, and differ enough, to compare their spread."""
         rows = self._prompt(lines)
-        if rows.sum() < LEAST_REQUESTS:
+        if rows.sum() < MIN_REQUESTS:
             return False
         told_s = _ttft_s(lines)[rows]
-        return _spread(told_s) > LEAST_SPREAD * float(np.median(told_s))
+        return _spread(told_s) > MIN_SPREAD * float(np.median(told_s))
 
     @property
     def typical_tpot_s(self) -> float:

@@ -47,7 +47,7 @@ class TraceWarning:
         return Caveat(self.code) if self.code in set(Caveat) else None
 
 
-def doubts(
+def warnings_of(
     trace: Trace, *, peak_in_flight: int, recorded_ratio: float, largest_cap: int
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
@@ -292,7 +292,7 @@ def describe(
         output_tokens=_lengths(trace.output_tokens),
         prefix_reuse_ratio=prefix_reuse_ratio(trace),
         in_flight=in_flight,
-        warnings=doubts(
+        warnings=warnings_of(
             trace,
             peak_in_flight=in_flight.peak,
             recorded_ratio=in_flight.recorded_ratio,

@@ -226,14 +226,14 @@ def spread(trace: Trace, seed: int) -> Trace:
 # The share of a prompt that has to lie in a replica's cache to be sent there, and how many
 # requests busier it may be: the defaults of SGLang's cache-aware router.
 CACHED_SHARE = 0.5
-MOST_BUSIER = 32
+MAX_BUSIER = 32
 
 
 class Router(StrEnum):
     """How requests are dealt out among replicas."""
 
     ROUND_ROBIN = "round-robin"
-    LEAST_LOADED = "least-loaded"
+    MIN_LOADED = "least-loaded"
     PREFIX = "prefix"
 
 
@@ -290,7 +290,7 @@ def _places(trace: Trace, replicas: int, router: Router, pace_s: float) -> Ints:
         place = load.least()
         if caches is not None:
             best = caches.best(row)
-            if best is not None and load.in_flight[best] <= load.in_flight[place] + MOST_BUSIER:
+            if best is not None and load.in_flight[best] <= load.in_flight[place] + MAX_BUSIER:
                 place = best
             caches.keep(row, place)
         load.send(place, due_s + life_s)

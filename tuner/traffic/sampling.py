@@ -22,7 +22,7 @@ STEEPEST = 35.0
 STEEPEST_SLOPE = 6.0
 """Ours: no public trace's lengths rise or fall faster; a range beside an empty one might."""
 
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 """Ours: where an open range ends at the latest, ten times the longest context today."""
 
 
@@ -151,7 +151,7 @@ def _closed(lows: Floats, highs: Floats, counts: Floats, total: float) -> Floats
         rest = (total - float((counts * inside)[~is_open].sum())) / float(counts[is_open].sum())
         reach = np.where(rest >= closed, 2 * rest - lows, closed)
         closed = np.where(is_open, reach, highs)
-    ends: Floats = np.clip(np.ceil(closed), lows, MOST_TOKENS)
+    ends: Floats = np.clip(np.ceil(closed), lows, MAX_TOKENS)
     return ends
 
 

@@ -76,7 +76,7 @@ def _leading(hashes: HashIds, is_hit: Bools) -> Ints:
     return hits
 
 
-LEAST_BLOCKS: Final = 64
+MIN_BLOCKS: Final = 64
 """Ours: fewer than twice as many blocks follow; enough to resample, few enough to keep."""
 
 BURST_SCALES_S: Final = (1.0, 4.0, 16.0, 64.0)
@@ -85,7 +85,7 @@ BURST_SCALES_S: Final = (1.0, 4.0, 16.0, 64.0)
 SLOTS_PER_WINDOW: Final = 16
 """Ours: counts are compared with those of sixteen slots around, not with another hour's."""
 
-MOST_SLOTS: Final = 10_000_000
+MAX_SLOTS: Final = 10_000_000
 """Ours: counts of four months by the second take 80 MB; of more only longer slots are kept."""
 
 LOOKBACKS_S: Final = (16.0, 64.0, 256.0, 1024.0, 4096.0)
@@ -176,7 +176,7 @@ def sketch_of(trace: Trace, resolution_s: float | None = None) -> TrafficSketch:
     `resolution_s` says within which time a sampled trace's arrivals were drawn.
     """
     until_s = float(trace.due_s[-1])
-    block_s = 2.0 ** math.floor(math.log2(max(until_s, _SHORTEST_S) / LEAST_BLOCKS))
+    block_s = 2.0 ** math.floor(math.log2(max(until_s, _SHORTEST_S) / MIN_BLOCKS))
     blocks = int(until_s / block_s)
     # Requests of the unfinished last block fall behind the others and are cut off.
     place = np.minimum((trace.due_s / block_s).astype(np.int64), blocks)
@@ -199,7 +199,7 @@ def sketch_of(trace: Trace, resolution_s: float | None = None) -> TrafficSketch:
         bursts={
             scale: _bursts(trace.due_s, scale, block_s, blocks)
             for scale in BURST_SCALES_S
-            if until_s / scale <= MOST_SLOTS
+            if until_s / scale <= MAX_SLOTS
         },
         held=_held(trace, place, blocks),
     )

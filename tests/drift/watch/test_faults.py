@@ -27,7 +27,7 @@ from support.watch_parts import (
 from tuner.drift.watch.handover import HookEnd, run_hook
 from tuner.drift.watch.policy import Act
 from tuner.drift.watch.publish import Publisher, Text
-from tuner.drift.watch.state import Handover, StateDir, WatchState
+from tuner.drift.watch.state import RolloutRecord, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.errors import UsageError
@@ -126,7 +126,7 @@ def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) ->
 
 def test_a_way_back_that_was_decided_is_taken_even_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text("model: toy\n")
-    back = Handover(
+    back = RolloutRecord(
         EIGHT,
         FOUR,
         "model: toy\n",

@@ -18,8 +18,8 @@ from support.watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World,
 from tuner import stats
 from tuner.arrays import Floats
 from tuner.drift.watch.guard import (
-    LEAST_REQUESTS,
     MEAN,
+    MIN_REQUESTS,
     RATE,
     TAIL,
     Guard,
@@ -88,7 +88,7 @@ def mean_s(measured: Measurement) -> float:
     return found
 
 
-@given(st.floats(0.01, 1.0), st.floats(0.97, 1.03), st.integers(LEAST_REQUESTS, 5000))
+@given(st.floats(0.01, 1.0), st.floats(0.97, 1.03), st.integers(MIN_REQUESTS, 5000))
 def test_what_is_no_slower_than_foretold_is_never_held_against_it(
     times: float, before: float, requests: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_what_is_no_slower_than_foretold_is_never_held_against_it(
     assert found.found is Guarded.AGREES
 
 
-@given(st.floats(2.0, 50.0), st.floats(0.97, 1.03), st.integers(LEAST_REQUESTS, 5000))
+@given(st.floats(2.0, 50.0), st.floats(0.97, 1.03), st.integers(MIN_REQUESTS, 5000))
 def test_what_is_twice_as_slow_as_the_old_one_never_passes(
     times: float, before: float, requests: int
 ) -> None:

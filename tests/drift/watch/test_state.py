@@ -20,8 +20,8 @@ from tuner.drift.watch.policy import Memory, Policy, later_from_s
 from tuner.drift.watch.state import (
     STATE_FILE,
     Counts,
-    Handover,
     Last,
+    RolloutRecord,
     Stage,
     StateDir,
     WatchState,
@@ -33,7 +33,7 @@ from tuner.traffic.sketch import sketch_of
 LIMITS = st.builds(EngineLimits, st.integers(1, 64), st.integers(64, 8192))
 FINITE = st.floats(0, 1e10)
 HANDOVERS = st.builds(
-    Handover,
+    RolloutRecord,
     LIMITS,
     LIMITS,
     st.text(),

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.model, pytest.mark.slow]
 PATIENCE_S = 180.0
 HELD, HOLD_S = 6, 12.0
 # Of the scrapes, and how long one may take: beyond, nothing can be said to the second.
-LEAST_READ, LATEST_SCRAPE_S = 0.95, 0.7
+MIN_READ, LATEST_SCRAPE_S = 0.95, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def need_every_scrape(load: Load) -> None:
     span_s = int(time.time() - load.open_loop[0].at_s)
     fresh = asked(load.url, f"avg_over_time(up[{span_s}s])")
     late_s = asked(load.url, f"max_over_time(scrape_duration_seconds[{span_s}s])")
-    if fresh < LEAST_READ or late_s > LATEST_SCRAPE_S:
+    if fresh < MIN_READ or late_s > LATEST_SCRAPE_S:
         what = f"{fresh:.0%} of the scrapes came, the slowest took {late_s:.2g} s"
         pytest.skip(f"this machine is too busy to be scraped each second: {what}")
 

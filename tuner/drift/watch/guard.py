@@ -27,10 +27,10 @@ from tuner.replay.runner import Failure
 from tuner.stats import QUANTILES, Estimate, tail_statistic
 from tuner.traffic.prometheus.live import Live
 
-LEAST_REQUESTS: Final = 200
+MIN_REQUESTS: Final = 200
 """Ours: ten of them lie beyond a p95."""
 
-LEAST_COVERED: Final = 0.8
+MIN_COVERED: Final = 0.8
 """Ours: a stretch that Prometheus saw less of may have been quite another."""
 
 SETTLE_RATIO: Final = 0.2
@@ -111,7 +111,7 @@ class Guard:
     ) -> Judged:
         """Return what to make of the change. Raises: TunerError if nobody can be asked."""
         look = self.look(*self.window(handed_s), (old, new))
-        if look.live.covered_ratio >= LEAST_COVERED and not look.live.is_there:
+        if look.live.covered_ratio >= MIN_COVERED and not look.live.is_there:
             return Judged(Guarded.WORSE, "the server shows no metrics any more")
         if look.live.restarted_s is not None:
             # The queue that a restart leaves is not the configuration's doing.
@@ -197,12 +197,12 @@ def compared(
 
 def _too_little(look: Look) -> str:
     """Say why a stretch cannot carry a verdict, or nothing."""
-    if look.live.covered_ratio < LEAST_COVERED:
+    if look.live.covered_ratio < MIN_COVERED:
         return f"Prometheus looked at {look.live.covered_ratio:.0%} of the time only"
-    if look.live.requests < LEAST_REQUESTS:
-        return f"{look.live.requests} requests finished, {LEAST_REQUESTS} are needed"
+    if look.live.requests < MIN_REQUESTS:
+        return f"{look.live.requests} requests finished, {MIN_REQUESTS} are needed"
     for measured in look.foretold.values():
-        if isinstance(measured, Measurement) and measured.completed < LEAST_REQUESTS:
+        if isinstance(measured, Measurement) and measured.completed < MIN_REQUESTS:
             return f"the traffic holds {measured.completed} requests, too few to replay"
     return ""
 

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from tuner.drift.watch.guard import Guard, Guarded
 from tuner.drift.watch.policy import changed, rolled_back
 from tuner.drift.watch.publish import Publisher, Text
-from tuner.drift.watch.state import Handover, Stage, StateDir, WatchState
+from tuner.drift.watch.state import RolloutRecord, Stage, StateDir, WatchState
 from tuner.errors import TunerError, UsageError
 from tuner.files import ChangedMeanwhileError
 
@@ -96,7 +96,7 @@ def _tail(said: bytes) -> str:
     return " / ".join(lines)[-TOLD_CHARACTERS:]
 
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 RunHook = Callable[[Mapping[str, str]], HookEnd]
 
 
@@ -112,7 +112,7 @@ class Clock(Protocol):
         ...
 
 
-class Notebook:
+class StateStore:
     """The state as it is on disk: what a change rests on is there before it is known here."""
 
     def __init__(self, kept: StateDir, state: WatchState) -> None:
@@ -133,15 +133,15 @@ class Notebook:
 
 
 @dataclass(slots=True)
-class Handing:
+class Rollout:
     """Brings hand-overs to their end."""
 
-    book: Notebook
+    book: StateStore
     publisher: Publisher
     run_hook: RunHook | None
     guard: Guard | None
     clock: Clock
-    tell: Tell
+    tell: Notify
 
     @property
     def is_on_guard(self) -> bool:
@@ -157,7 +157,7 @@ class Handing:
             return None
         return self.guard.window(found.handed_s)[1]
 
-    def begin(self, handover: Handover) -> None:
+    def begin(self, handover: RolloutRecord) -> None:
         """Write the file and hand it over, unless it was changed since this was decided.
 
         Raises: UsageError, with the old file whole.
@@ -180,7 +180,7 @@ class Handing:
         else:
             self._judge(found)
 
-    def _take_up(self, found: Handover) -> None:
+    def _take_up(self, found: RolloutRecord) -> None:
         """Go on where a process died, or a disk was full, around the writing of the file."""
         if found.is_rollback or self.publisher.holds(found.new_text):
             self._write(found)
@@ -190,7 +190,7 @@ class Handing:
         self.book.put(replace(self.book.state, handover=None))
         self.book.kept.forget_traffic_but(self.book.state.traffic)
 
-    def _write(self, found: Handover) -> None:
+    def _write(self, found: RolloutRecord) -> None:
         if not self.publisher.holds(found.new_text):
             try:
                 self.publisher.write(Text(found.new_text, found.has_secrets), found.held)
@@ -202,14 +202,14 @@ class Handing:
         self.book.put(replace(self.book.state, handover=written))
         self._hand(written)
 
-    def _drop(self, found: Handover) -> None:
+    def _drop(self, found: RolloutRecord) -> None:
         """Forget a change, as the file is not the one that it was decided on."""
         told = f"{self.publisher.path} was changed by others meanwhile and is left alone"
         self.tell(f"{told}: the {_event(found)} to {found.new} is dropped")
         self.book.put(replace(self.book.state, handover=None))
         self.book.kept.forget_traffic_but(self.book.state.traffic)
 
-    def _hand(self, found: Handover) -> None:
+    def _hand(self, found: RolloutRecord) -> None:
         """Run the hook, and note that the change is made."""
         if self.run_hook is not None:
             end = self.run_hook(self._told(found))
@@ -245,7 +245,7 @@ class Handing:
             found.new_traffic, *([found.old_traffic] if stays else [])
         )
 
-    def _told(self, found: Handover) -> dict[str, str]:
+    def _told(self, found: RolloutRecord) -> dict[str, str]:
         """Return what the hook finds in its environment."""
         return {
             "TUNE_EVENT": _event(found),
@@ -255,7 +255,7 @@ class Handing:
             "TUNE_WHY": found.why,
         }
 
-    def _judge(self, found: Handover) -> None:
+    def _judge(self, found: RolloutRecord) -> None:
         """Look at a change on probation: keep it, take it back, or wait on."""
         now_s = self.clock.now_s()
         if self.guard is None:
@@ -291,7 +291,7 @@ class Handing:
         self.book.put(replace(state, handover=None, last=last))
         self.book.kept.forget_traffic_but(state.traffic)
 
-    def _take_back(self, found: Handover, why: str) -> None:
+    def _take_back(self, found: RolloutRecord, why: str) -> None:
         """Emit the old file again, unless somebody has put another in its place."""
         told = f"{found.new} {Guarded.WORSE}: {why}"
         if not self.publisher.holds(found.new_text):
@@ -320,5 +320,5 @@ class Handing:
         )
 
 
-def _event(found: Handover) -> str:
+def _event(found: RolloutRecord) -> str:
     return "rollback" if found.is_rollback else "change"

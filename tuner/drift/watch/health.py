@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from tuner.drift.watch.loop import Watcher
 from tuner.errors import TunerError, UsageError
 
-LEAST_PATIENCE_S: Final = 900.0
+MIN_PATIENCE_S: Final = 900.0
 """Ours: replays, a hook and the guard's look take minutes; a quarter of an hour is a hang."""
 
 _HINT = "for example --listen 127.0.0.1:9105"
@@ -41,7 +41,7 @@ def health(watcher: Watcher) -> dict[str, Any]:
     except TunerError as error:
         present = error.message
     return {
-        "ok": quiet_s < 2 * watcher.every_s + LEAST_PATIENCE_S,
+        "ok": quiet_s < 2 * watcher.every_s + MIN_PATIENCE_S,
         "since_last_round_s": round(quiet_s, 1),
         "present": present,
         "verdict": last.verdict or None,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tuner.drift.check import Checked, Verdict
-from tuner.drift.watch.handover import Clock, Handing, Notebook, Tell
+from tuner.drift.check import Checked, DriftVerdict
+from tuner.drift.watch.handover import Clock, Notify, Rollout, StateStore
 from tuner.drift.watch.policy import (
     Act,
     Memory,
@@ -22,7 +22,7 @@ from tuner.drift.watch.policy import (
     later_from_s,
 )
 from tuner.drift.watch.publish import Reason
-from tuner.drift.watch.state import Counts, Handover, Last
+from tuner.drift.watch.state import Counts, Last, RolloutRecord
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.files import Held
@@ -50,15 +50,15 @@ class _Found:
     @property
     def has_verdict(self) -> bool:
         """Whether there was data enough."""
-        return self.checked.verdict is not Verdict.TOO_LITTLE
+        return self.checked.verdict is not DriftVerdict.TOO_LITTLE
 
 
 @dataclass(slots=True)
 class Watcher:
     """One configuration in use, and all that it takes to keep it tuned."""
 
-    book: Notebook
-    handing: Handing
+    book: StateStore
+    handing: Rollout
     policy: Policy
     every_s: float
     tuned_for: EngineLimits
@@ -66,7 +66,7 @@ class Watcher:
     sketch: Callable[[Trace], TrafficSketch]
     check: Check
     clock: Clock
-    tell: Tell
+    tell: Notify
     began_s: float = 0.0
     """When the last round began, in Unix seconds: a probe sees a loop that hangs."""
 
@@ -194,7 +194,7 @@ class Watcher:
     def _noted(self, checked: Checked, act: Act) -> Last:
         """Return what is shown of the last check; partial data gives no verdict."""
         last = self.book.state.last
-        has_verdict = checked.verdict is not Verdict.TOO_LITTLE
+        has_verdict = checked.verdict is not DriftVerdict.TOO_LITTLE
         return replace(
             last,
             check_s=self.clock.now_s() if has_verdict else last.check_s,
@@ -216,7 +216,7 @@ class Watcher:
         before = publisher.to_return_to(held, present)
         after = publisher.changed(checked.best, reason)
         self.handing.begin(
-            Handover(
+            RolloutRecord(
                 old=present,
                 new=checked.best,
                 old_text=before.text,
@@ -244,7 +244,7 @@ class Watcher:
 
 def _proposal(checked: Checked) -> Proposal | None:
     """Return what the check proposes, None unless a re-tune pays."""
-    if checked.verdict is not Verdict.PAYS or checked.best is None or checked.gain is None:
+    if checked.verdict is not DriftVerdict.PAYS or checked.best is None or checked.gain is None:
         return None
     gain = checked.gain
     return Proposal(checked.best, gain.value, gain.is_tier_better, checked.present)

@@ -32,7 +32,7 @@ ALIKE_RATIO: Final = 2.0
 ODD_SHARE: Final = 1 / 6
 """Ours: of the default six hours an hour; what lasts no longer never changes anything."""
 
-LEAST_SHARE: Final = 1 / 24
+MIN_SHARE: Final = 1 / 24
 """Ours: of the default six hours a quarter; a minute's burst is no traffic to tune for."""
 
 
@@ -78,7 +78,7 @@ class Policy:
     @property
     def least_later_s(self) -> float:
         """How much later traffic has to come before it is looked at."""
-        return max(self.least_s, LEAST_SHARE * self.since_s)
+        return max(self.least_s, MIN_SHARE * self.since_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class RolloutRecord:
     """A change on its way: from which limits and file to which, and how far it has come.
 
     `had_file` says whether `old_text` stood in the file, or is what would have stood there.
@@ -109,7 +109,7 @@ class WatchState:
     memory: Memory = field(default_factory=Memory)
     present: EngineLimits | None = None
     traffic: str = ""
-    handover: Handover | None = None
+    handover: RolloutRecord | None = None
     counts: Counts = field(default_factory=Counts)
     last: Last = field(default_factory=Last)
 

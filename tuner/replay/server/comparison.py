@@ -20,13 +20,13 @@ from tuner.replay.server.client import HttpRun
 from tuner.replay.server.scrape import Scraper
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
-from tuner.stats import QUANTILES, Weighted
+from tuner.stats import QUANTILES, WeightedSamples
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050
 # Past this share of failed requests no run is good, with SLOs or without: ours, the share at
 # which the p99 of all requests, the largest quantile that an SLO can name, is infinite.
-MOST_FAILED_RATIO = 0.01
+MAX_FAILED_RATIO = 0.01
 
 COMPARED = (
     *(("ttft_s", "p50"), ("ttft_s", "p95"), ("ttft_s", "p99")),
@@ -63,10 +63,10 @@ class Verification:
     @property
     def failure(self) -> str:
         """Why so many failed that the run is no good whatever the SLOs say, or nothing."""
-        if self.failed_ratio <= MOST_FAILED_RATIO:
+        if self.failed_ratio <= MAX_FAILED_RATIO:
             return ""
         return (
-            f"{self._failed_line()}, at most {MOST_FAILED_RATIO:.0%} may; most often: "
+            f"{self._failed_line()}, at most {MAX_FAILED_RATIO:.0%} may; most often: "
             f"{max(self.errors, key=self.errors.__getitem__, default='no word of why')}"
         )
 
@@ -218,7 +218,7 @@ def _failed(run: HttpRun) -> Bools:
     return np.isin(outcome, (int(Outcome.TIMED_OUT), int(Outcome.ABORTED)))
 
 
-def _samples_s(run: HttpRun, metric: str) -> Weighted | None:
+def _samples_s(run: HttpRun, metric: str) -> WeightedSamples | None:
     """Return a latency's samples, those of failed requests at infinity."""
     line, failed = run.timelines, _failed(run)
     if metric == "itl_s":
@@ -230,11 +230,15 @@ def _samples_s(run: HttpRun, metric: str) -> Weighted | None:
         return None
     if metric == "tpot_s":
         failed &= run.asked_tokens >= 2
-    return _with_late(Weighted(np.sort(seconds), np.ones(seconds.size)), int(failed.sum()))
+    return _with_late(
+        WeightedSamples(np.sort(seconds), np.ones(seconds.size)), int(failed.sum())
+    )
 
 
-def _with_late(samples: Weighted, late: int) -> Weighted:
+def _with_late(samples: WeightedSamples, late: int) -> WeightedSamples:
     """Return the samples with so many more that never ended."""
     if not late:
         return samples
-    return Weighted(np.append(samples.values, np.inf), np.append(samples.weights, float(late)))
+    return WeightedSamples(
+        np.append(samples.values, np.inf), np.append(samples.weights, float(late))
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from tuner.arrays import Bools, Ints
 
-LEAST_ALIKE = 30
+MIN_ALIKE = 30
 """Ours: so many longer answers to prompts of like length are drawn from alone; with fewer, all
 longer answers are."""
 
@@ -40,7 +40,7 @@ def drawn_lengths(prompt: Ints, output: Ints, aborted: Bools, seed: int) -> Ints
     for one in np.unique(alike[rows]):
         mine = np.flatnonzero(alike[rows] == one)
         pool, longer = _longer(output, np.flatnonzero(alike == one), rows[mine])
-        enough = longer >= LEAST_ALIKE
+        enough = longer >= MIN_ALIKE
         places = (draws[mine] * longer).astype(np.int64)[enough]
         taken[mine[enough]] = pool[places]
     source = np.arange(output.size)

@@ -335,7 +335,7 @@ def _in_order(columns: Columns) -> tuple[Columns, int]:
 
 
 # Reasons that are told apart in the counts: ours, more would fill a terminal.
-MOST_REASONS = 8
+MAX_REASONS = 8
 _GOT = re.compile(r",? got .*$", re.DOTALL)
 
 
@@ -360,7 +360,7 @@ class Skipped:
             raise line_error(self._path, line, reason, hint or more)
         self._first = self._first or f"line {line}: {reason}"
         kind = _GOT.sub("", reason)
-        known = kind in self._counts or len(self._counts) < MOST_REASONS
+        known = kind in self._counts or len(self._counts) < MAX_REASONS
         self._counts[kind if known else "other faults"] += 1
 
     def check(self, rows: int) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 1e16
 """Ours: past it a double no longer holds whole seconds, and no calendar reaches it."""
 
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 """Ours: thirty times the widest public trace; planning the read takes time and
 memory that grow with their square."""
 
@@ -130,7 +130,7 @@ class _Reader:
         self._header = header_names(line)
         if len(line) == _HEADER_BYTES and not line.endswith(b"\n"):
             raise line_error(path, 1, f"must be a header of less than {_HEADER_BYTES:,} bytes")
-        if len(self._header) > MOST_COLUMNS:
+        if len(self._header) > MAX_COLUMNS:
             raise _too_many(path, len(self._header))
         self._where = _locate(path, fields, self._header)
         self._fields = {key: fields[key] for key in self._where}
@@ -197,7 +197,7 @@ class _Reader:
         header = lazy.collect_schema().names()
         if len(header) <= max(self._where.values()):
             raise line_error(self._path, 1, "has quotes that do not close")
-        if len(header) > MOST_COLUMNS:
+        if len(header) > MAX_COLUMNS:
             raise _too_many(self._path, len(header))
         # All columns are looked at: only where polars reads them all does it say of a row that
         # it has too many fields, as where a comma within a value has moved all behind it.
@@ -288,7 +288,7 @@ def _too_many(path: Path, columns: int) -> TraceError:
     return line_error(
         path,
         1,
-        f"must have at most {MOST_COLUMNS} columns, got {columns:,}",
+        f"must have at most {MAX_COLUMNS} columns, got {columns:,}",
         "keep the columns of arrival times and lengths, and drop the others",
     )
 

@@ -45,10 +45,10 @@ PROMPT, OUTPUT = "input_length", "output_length"
 LATEST_S = 7.3e9
 """The year 2201; a number above it counts in a smaller unit than seconds."""
 
-MOST_IN_FLIGHT = 10_000_000
+MAX_IN_FLIGHT = 10_000_000
 """Ours: a thousand times the largest server; above it the column is another one."""
 
-MOST_REQUESTS = 50_000_000
+MAX_REQUESTS = 50_000_000
 """Ours: twice the largest public trace."""
 
 _HEADER_BYTES = 1 << 16
@@ -133,9 +133,9 @@ def check_count(path: Path, flow: Concurrency, lives_s: Floats) -> None:
     Raises: TraceError.
     """
     wanted = float((flow.in_flight[:-1] * np.diff(flow.times_s) / lives_s[:-1]).sum())
-    if wanted > MOST_REQUESTS:
+    if wanted > MAX_REQUESTS:
         raise TraceError(
-            f"{path} asks for {wanted:,.0f} requests, at most {MOST_REQUESTS:,} are possible",
+            f"{path} asks for {wanted:,.0f} requests, at most {MAX_REQUESTS:,} are possible",
             "check the unit of its clock, or cut the file",
         )
 
@@ -213,11 +213,11 @@ def _levels(path: Path, table: Table, times_s: Floats) -> Ints:
     levels = np.nan_to_num(table.numbers["level"])
     for key, name in (("level", f"{IN_FLIGHT} or {RUNNING}"), ("waiting", WAITING)):
         column = np.nan_to_num(table.numbers.get(key, np.zeros(len(table))))
-        wrong = np.flatnonzero((column < 0) | (column > MOST_IN_FLIGHT))
+        wrong = np.flatnonzero((column < 0) | (column > MAX_IN_FLIGHT))
         if wrong.size:
             raise TraceError(
                 f"{path} at {times_s[wrong[0]]:.15g} s: {name} must be from 0 to "
-                f"{MOST_IN_FLIGHT:,}, got {column[wrong[0]]:g}"
+                f"{MAX_IN_FLIGHT:,}, got {column[wrong[0]]:g}"
             )
         if key == "waiting":
             levels = levels + column

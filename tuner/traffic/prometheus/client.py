@@ -28,11 +28,11 @@ from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.traffic.formats.columns import shown
 
-MOST_POINTS = 10_000
+MAX_POINTS = 10_000
 """Prometheus refuses more than 11,000 points per series (web/api/v1/api.go, queryRange)."""
 
 FIRST_POINTS = 1_000
-MOST_VALUES = 500_000
+MAX_VALUES = 500_000
 """Ours: an answer of half a million values is 15 MB of JSON; the first one shows how many
 series there are, and the next ones are as long as that allows."""
 
@@ -145,7 +145,7 @@ class Prometheus:
                 is_inside = (rows >= 0) & (rows < span.points)
                 found[name].values[rows[is_inside]] = values[is_inside]
             first = last + 1
-            points = min(MOST_POINTS, max(1, MOST_VALUES // max(len(answer), 1)))
+            points = min(MAX_POINTS, max(1, MAX_VALUES // max(len(answer), 1)))
         self._digest.update(f"{query} {span}".encode())
         for name in sorted(found):
             self._digest.update(name.encode() + found[name].values.tobytes())

@@ -21,17 +21,17 @@ import numpy as np
 from tuner.arrays import Bools, Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
 
-LEAST_RATIO: Final = 0.01
+MIN_RATIO: Final = 0.01
 """Ours: fewer hits change no step's time by what could be measured."""
 
-MOST_COLD_RATIO: Final = 0.02
+MAX_COLD_RATIO: Final = 0.02
 """Ours: by how much more prefill the first prompts of all groups may cost, whose prefixes no
 cache holds yet when a replay begins."""
 
 BLOCK_TOKENS: Final = 16
 """vLLM's usual block (CacheConfig.DEFAULT_BLOCK_SIZE); what is shared is whole blocks of it."""
 
-MOST_IDS: Final = 20_000_000
+MAX_IDS: Final = 20_000_000
 """Ours: 160 MB; the prompts of longer traces share larger blocks."""
 
 
@@ -77,7 +77,7 @@ def shared_prefixes(
         hits = _hit_blocks(shared, of_group, (prompt_tokens - 1) // size)
         return float(hits.sum()) * size / float(prompt_tokens.sum())
 
-    low, high = 0.0, 1.0 / max(float(ratios[ratios > 0].min(initial=1.0)), LEAST_RATIO)
+    low, high = 0.0, 1.0 / max(float(ratios[ratios > 0].min(initial=1.0)), MIN_RATIO)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if found(blocks(middle)) < hit_ratio else (low, middle)
@@ -88,14 +88,14 @@ def shared_prefixes(
 def _block_tokens(prompt_tokens: Ints) -> int:
     """Return a block size with which all prompts have no more ids than is bearable."""
     size = BLOCK_TOKENS
-    while int((prompt_tokens // size).sum()) > MOST_IDS:
+    while int((prompt_tokens // size).sum()) > MAX_IDS:
         size *= 2
     return size
 
 
 def _groups(n: int, hit_ratio: float, running: float) -> int:
     """Return how many groups there are: as many as run at once, unless few requests come."""
-    most = MOST_COLD_RATIO * (1 - hit_ratio) / hit_ratio * n
+    most = MAX_COLD_RATIO * (1 - hit_ratio) / hit_ratio * n
     return max(1, math.floor(min(running, most)))
 
 

@@ -26,7 +26,7 @@ from tuner.traffic.prometheus.counters import (
     stretches,
     windows_of,
 )
-from tuner.traffic.prometheus.prefixes import LEAST_RATIO, SharedPrefixes, shared_prefixes
+from tuner.traffic.prometheus.prefixes import MIN_RATIO, SharedPrefixes, shared_prefixes
 from tuner.traffic.prometheus.readings import (
     RUNNING,
     EngineReadings,
@@ -56,14 +56,14 @@ from tuner.traffic.traces import ClockOrigin, Trace
 
 FORMAT = "prometheus"
 
-LEAST_LENGTHS = 200
+MIN_LENGTHS = 200
 """Ours: a stretch of the day with 200 finished requests has a shape of its own, and lasts long
 enough that most of those that came in it also finished in it."""
 
-MOST_POINTS = 1_000_000
+MAX_POINTS = 1_000_000
 """Ours: nearly a year at 30 s; the readings of one engine then take 400 MB."""
 
-MOST_REQUESTS = 50_000_000
+MAX_REQUESTS = 50_000_000
 """Ours: twice the largest public trace."""
 
 _TICKS_PER_S = 1e6
@@ -137,7 +137,7 @@ def trace_from_prometheus(
     drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
     told = (
         *first,
-        *on_lengths(windows, drawn.columns, len(lengths.prompt), LEAST_LENGTHS),
+        *on_lengths(windows, drawn.columns, len(lengths.prompt), MIN_LENGTHS),
         *on_gaps(windows, span),
         on_prefixes(facts, shared),
         *on_the_server(windows, facts),
@@ -158,9 +158,9 @@ def _span(since_s: float, step_s: float, until_s: float | None) -> Span:
             f"--since must be at least two steps of {step_s:g} s, got {since_s:g} s",
             "for example --since 24h",
         )
-    if since_s / step_s > MOST_POINTS:
+    if since_s / step_s > MAX_POINTS:
         raise UsageError(
-            f"--since of {since_s:g} s is more than {MOST_POINTS:,} steps of {step_s:g} s",
+            f"--since of {since_s:g} s is more than {MAX_POINTS:,} steps of {step_s:g} s",
             "take a longer --step",
         )
     step = int(step_s)
@@ -171,7 +171,7 @@ def _span(since_s: float, step_s: float, until_s: float | None) -> Span:
 
 
 def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengths:
-    """Return the lengths by stretch: each of `LEAST_LENGTHS` or more requests, or the whole.
+    """Return the lengths by stretch: each of `MIN_LENGTHS` or more requests, or the whole.
 
     Raises: UsageError if no request finished.
     """
@@ -183,7 +183,7 @@ def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengt
             f"{place} counted no finished request {when(span)}",
             "widen --since to a time with traffic",
         )
-    stretch_of = stretches(finished, LEAST_LENGTHS)
+    stretch_of = stretches(finished, MIN_LENGTHS)
     return _Lengths(
         stretch_of=stretch_of,
         prompt=[shape_of(found) for found in pooled(windows, lambda e: e.prompt, stretch_of)],
@@ -260,7 +260,7 @@ def _with_prefixes(
     They come back as they are where hardly anything did, or nothing is known of it.
     """
     hits = facts.prefix_hits
-    if hits is None or hits.ratio < LEAST_RATIO:
+    if hits is None or hits.ratio < MIN_RATIO:
         return drawn, None
     ratios = hits.by_stretch(lengths.stretch_of)[lengths.stretch_of[drawn.rows]]
     prompt = drawn.columns.prompt_tokens
@@ -275,9 +275,9 @@ def _check_count(count: int, span: Span, place: str) -> None:
             f"{place} counted no request that came {when(span)}",
             "widen --since to a time with traffic",
         )
-    if count > MOST_REQUESTS:
+    if count > MAX_REQUESTS:
         raise UsageError(
-            f"{place} counted {count:,} requests {when(span)}, more than {MOST_REQUESTS:,}",
+            f"{place} counted {count:,} requests {when(span)}, more than {MAX_REQUESTS:,}",
             "take a shorter --since",
         )
 
