@@ -72,7 +72,10 @@ def report(**options: Any) -> int:
 @cloup.option_group(
     "Serving and predicting",
     click.option(
-        "--port", type=click.IntRange(1, 65535), help="Port to start it on; default: free."
+        "--port",
+        type=click.IntRange(1, 65535),
+        metavar="N",
+        help="Port to start it on; default: free.",
     ),
     click.option(
         "--predict",
@@ -207,7 +210,7 @@ def calibrate(**options: Any) -> int:
     "check",
     "tune check --baseline runs/2026-11-20T14-03-00 --trace today.jsonl",
     "tune check --baseline runs/… --prometheus http://prometheus:9090 --since 6h",
-    exits="0 unchanged, the current configuration is still best, or too little data; "
+    exits="0 no shift, the current configuration still best, or too little data; "
     "10 a re-tune pays; 2 bad input; 4 the shadow failed",
 )
 @cloup.option_group(
