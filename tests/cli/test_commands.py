@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import shlex
 import subprocess
 import sys
-import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from tuner.cli.commands import tune
 from tuner.cli.console import talk
 
 SNAPSHOT = TESTS / "snapshots" / "help.txt"
-HELP_S = 1.5
+HELP_S = 0.2
+"""Processor time, the least of three: a busy machine takes longer by the wall."""
 HEAVY = ("vllm", "torch", "optuna", "polars", "rich", "numpy", "yaml")
 LINE = '{"arrived_at_s": 0, "input_length": %s, "output_length": %s}\n'
 FILES = {
@@ -154,15 +157,72 @@ def test_a_missing_vllm_is_told_with_the_command_that_mends_it(folder: Path) -> 
     assert done.stdout == ""
 
 
-def test_help_is_the_same_by_both_names_and_opens_with_an_example(capsys: Output) -> None:
-    for command in ([], ["replay"], ["plan"], ["worker"], ["doctor"]):
-        texts = []
-        for flag in ("-h", "--help"):
-            assert run([*command, flag]) == 0
-            texts.append(capsys.readouterr().out)
-        assert texts[0] == texts[1]
-        opening = texts[0].split("Options:")[0].splitlines()
-        assert any(line.startswith("      tune ") for line in opening)
+def commands_below(
+    command: click.Command, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield a command and those below it, each with the words that name it."""
+    yield words, command
+    if isinstance(command, click.Group):
+        for name, child in sorted(command.commands.items()):
+            yield from commands_below(child, (*words, name))
+
+
+COMMANDS = dict(commands_below(tune))
+EVERY_COMMAND = pytest.mark.parametrize(
+    "words", list(COMMANDS), ids=lambda words: " ".join(("tune", *words))
+)
+
+
+def help_of(words: Iterable[str], capsys: Output) -> str:
+    """Return the help of a command, as it is printed."""
+    assert run([*words, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def parse(command: click.Command, words: list[str]) -> None:
+    """Let a command read the words as it would, and run nothing."""
+    if isinstance(command, click.Group) and words and words[0] in command.commands:
+        parse(command.commands[words[0]], words[1:])
+    else:
+        command.make_context(command.name, words)
+
+
+@EVERY_COMMAND
+def test_help_ends_with_exit_codes_and_examples_that_the_command_takes(
+    capsys: Output, words: tuple[str, ...]
+) -> None:
+    text = help_of(words, capsys)
+    options, ending = text.split("\nExit codes: 0 ")
+    assert "--help " in options
+    examples = re.split(r"^Examples?:\n", ending, flags=re.MULTILINE)[1]
+    for example in examples.replace("\\\n", " ").strip().splitlines():
+        name, *typed = shlex.split(example)
+        assert [name, *typed[: len(words)]] == ["tune", *words]
+        parse(tune, typed)
+
+
+@EVERY_COMMAND
+def test_help_is_the_same_by_both_names(capsys: Output, words: tuple[str, ...]) -> None:
+    text = help_of(words, capsys)
+    assert run([*words, "-h"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@EVERY_COMMAND
+def test_help_says_what_a_newcomer_would_say(capsys: Output, words: tuple[str, ...]) -> None:
+    text = " ".join(help_of(words, capsys).split())
+    odd = r"\b(present (one|config\w*|limits)|fore(told|tell|seen)|borne|in place of)\b"
+    assert re.findall(odd, text) == []
+    for load in re.findall(r" --load X (.*?)\.", text):
+        assert load == "Multiple of the recorded arrivals, over the same time"
+
+
+def test_the_five_options_that_matter_come_first(capsys: Output) -> None:
+    headings = re.findall(r"^(\S.*):$", help_of([], capsys), re.MULTILINE)
+    assert headings[0] == "Main options"
+    names = [option.opts[-1] for option in options_of(tune)[:5]]
+    assert names == ["--trace", "--config", "--slo", "--budget", "--output"]
+    assert headings.index("Engine") < headings.index("Search") < headings.index("Goals")
 
 
 def test_the_command_alone_shows_its_help(capsys: Output) -> None:
@@ -190,11 +250,10 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 def test_every_option_and_every_command_is_explained() -> None:
-    commands = [tune, *tune.commands.values()]
-    names = {command.name for command in commands}
+    names = {command.name for command in tune.commands.values()}
     proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
-    assert names == {"tune", "replay", "plan", "worker", "doctor"} | proofs
-    for command in commands:
+    assert names == {"replay", "plan", "worker", "doctor"} | proofs
+    for command in COMMANDS.values():
         assert command.help
         unexplained = [option.opts[-1] for option in options_of(command) if not option.help]
         assert unexplained == []
@@ -210,16 +269,38 @@ def test_every_option_that_takes_a_value_says_its_default_or_that_it_has_none() 
 
 def test_help_waits_for_nothing_heavy(folder: Path) -> None:
     code = (
-        "import sys; from tuner.cli import run; code = run(['--help']); "
-        f"sys.stderr.write(repr([m for m in {HEAVY!r} if m in sys.modules])); sys.exit(code)"
+        "import resource, sys; from tuner.cli import run; code = run(['--help']); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); "
+        f"heavy = [m for m in {HEAVY!r} if m in sys.modules]; "
+        "print(used.ru_utime + used.ru_stime, heavy, file=sys.stderr); sys.exit(code)"
     )
-    began_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
-    )
-    took_s = time.perf_counter() - began_s
-    assert done.stderr == "[]"
-    assert took_s < HELP_S
+    took_s = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+        )
+        spent_s, heavy = done.stderr.split(maxsplit=1)
+        assert heavy == "[]\n"
+        took_s.append(float(spent_s))
+    assert min(took_s) < HELP_S
+
+
+def completed(folder: Path, typed: str, instruction: str) -> str:
+    """Return what a shell is told that asks for completions."""
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    env = {**os.environ, **words, "_TUNE_COMPLETE": instruction}
+    done = typed_in_a_shell([], folder, env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_shell_gets_a_script_that_completes(folder: Path) -> None:
+    assert "_TUNE_COMPLETE=bash_complete" in completed(folder, "", "bash_source")
+    assert "#compdef tune" in completed(folder, "", "zsh_source")
+    methods = completed(folder, "tune --method ", "bash_complete")
+    assert methods.split() == ["plain,auto", "plain,live", "plain,shadow"]
+    assert completed(folder, "tune --slo x --trace pr", "bash_complete") == "file,pr\n"
+    assert "plain,verify\n" in completed(folder, "tune ve", "bash_complete")
 
 
 def test_the_version_is_that_of_the_distribution(capsys: Output) -> None:

@@ -1,4 +1,4 @@
-"""The command `tune`: options in, exit codes out. Owns click."""
+"""The command `tune`: options in, exit codes out. Owns click and cloup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import click
 from tuner.cli.commands import tune as tune_command
 from tuner.cli.options import as_usage_error
 from tuner.errors import TunerError
+
+_COMPLETE = "_TUNE_COMPLETE"
+"""The variable by which a shell asks for completions, named as click's own scripts do."""
 
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
@@ -52,5 +55,9 @@ def _told(error: TunerError) -> int:
 
 
 def main() -> None:
-    """Run `tune` on the process's own arguments."""
+    """Run `tune` on the process's own arguments, or complete them for a shell."""
+    if instruction := os.environ.get(_COMPLETE):
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(tune_command, {}, "tune", _COMPLETE, instruction))
     sys.exit(run(sys.argv[1:]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import cloup
 
 from tuner.errors import TunerError, UsageError
 
@@ -102,16 +103,44 @@ LADDER = Parsed("caps", _ladder)
 LOAD = Parsed("multiple", _load)
 LOADS = Parsed("multiples", _loads)
 SHARE = Parsed("share", _share)
+LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
+FILE = click.Path(readable=False)
+"""A path as it was typed; a shell completes it, and who opens it says what is wrong with it."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Added = Callable[[Command], Command]
+"""What adds options to a command."""
 
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 96}
 """How every command shows its help."""
 
+BAD_INPUT = "0 done; 2 bad input"
+"""Exit codes of a command that starts no engine."""
+ENGINE_FAILED = f"{BAD_INPUT}; 4 the engine failed"
+SHADOW_FAILED = f"{BAD_INPUT}; 4 the shadow failed"
 
-def stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+
+def ending(
+    *examples: str, exits: str, interrupted: str = "130 interrupted", note: str = ""
+) -> str:
+    """Return how a command's help ends: its exit codes, a note, and what can be typed."""
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    typed = "\n".join(f"  {line}" for example in examples for line in example.splitlines())
+    parts = [f"Exit codes: {exits}; {interrupted}.", note, f"\b\n{title}\n{typed}"]
+    return "\n\n".join(part for part in parts if part)
+
+
+def command(
+    name: str, *examples: str, exits: str, interrupted: str = "130 interrupted"
+) -> Callable[[Callable[..., Any]], cloup.Command]:
+    """Return what makes a command of a function, whose help ends with the examples."""
+    epilog = ending(*examples, exits=exits, interrupted=interrupted)
+    return cloup.command(name, context_settings=CONTEXT, epilog=epilog)
+
+
+def stacked(*options: Added[Command]) -> Added[Command]:
     """Return what adds all these options, in this order, to a command."""
 
     def decorate(command: Command) -> Command:
@@ -122,7 +151,81 @@ def stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comma
     return decorate
 
 
-_READING_OPTIONS = (
+TRACE = click.option(
+    "--trace",
+    type=FILE,
+    multiple=True,
+    metavar="FILE",
+    help="Recorded traffic to replay: a file, a folder, or - for standard input; repeatable.",
+)
+CONFIG = click.option(
+    "--config",
+    type=FILE,
+    metavar="FILE",
+    help="Current configuration, as `vllm serve --config` takes it (YAML).",
+)
+SLOS = click.option(
+    "--slo",
+    type=SLO,
+    multiple=True,
+    metavar="SLO",
+    help="A bound that must hold, for example ttft_p99=500ms; repeatable.",
+)
+CAPS = click.option(
+    "--max-num-seqs",
+    type=LADDER,
+    metavar="LIST",
+    help="Values of max_num_seqs to try  [default: 1,2,4,8,16,32]",
+)
+JOBS = click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Shadow replays at the same time  [default: one per core]",
+)
+PROFILE = click.option(
+    "--profile",
+    type=FILE,
+    metavar="FILE",
+    help="Profile of the engine that the shadow predicts: profile.yaml of a run.",
+)
+FORCE_PROFILE = click.option(
+    "--force-profile",
+    is_flag=True,
+    help="Use a profile of another vLLM, device or configuration; the result gets a caveat.",
+)
+SHADOW = (PROFILE, FORCE_PROFILE)
+"""Of which engine a shadow is made."""
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+TOO_LONG = click.option(
+    "--too-long",
+    type=click.Choice(["refuse", "clip", "drop"]),
+    default="refuse",
+    show_default=True,
+    help="What to do with requests above max_model_len.",
+)
+
+
+def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
+    """Return the options that name one value of each limit."""
+    return (
+        click.option(
+            "--max-num-seqs",
+            type=click.IntRange(1),
+            metavar="N",
+            help=f"The {whose} cap on requests per step; default: {default}.",
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=click.IntRange(1),
+            metavar="N",
+            help=f"The {whose} token budget per step; default: {default}.",
+        ),
+    )
+
+
+reading_options = cloup.option_group(
+    "Reading the trace",
     click.option(
         "--trace-format", metavar="NAME", help="Format of the trace; default: by content."
     ),
@@ -156,21 +259,21 @@ _READING_OPTIONS = (
         "--sample",
         type=DURATION,
         metavar="TIME",
-        help="Length of what is sampled from aggregates; default: all of it.",
+        help="How much time to sample from aggregates; default: all of it.",
     ),
     click.option(
         "--zero-output",
         type=click.Choice(["drop", "one", "refuse"]),
         default="drop",
         show_default=True,
-        help="What becomes of recorded requests without output tokens.",
+        help="What to do with recorded requests without output tokens; one: give them one.",
     ),
     click.option(
         "--aborted",
         type=click.Choice(["draw", "keep", "drop"]),
-        help="What becomes of answers that were cut short as their clients left: the rest of "
-        "their length is drawn from answers that went on, or they stay as short, or are left "
-        "out  [default: draw; for calibrate keep]",
+        help="What to do with answers that were cut short because their clients left. draw: "
+        "draw the rest of their length from longer answers; keep: leave them short; drop: "
+        "leave them out  [default: draw; for calibrate keep]",
     ),
     click.option(
         "--skip-invalid", is_flag=True, help="Count and skip wrong rows, up to --max-invalid."
@@ -179,7 +282,7 @@ _READING_OPTIONS = (
         "--max-invalid",
         type=click.FloatRange(0, 100),
         metavar="PERCENT",
-        help="Share of wrong rows that is borne  [default: 5]",
+        help="Largest share of wrong rows to skip  [default: 5]",
     ),
     click.option(
         "--seed",
@@ -190,22 +293,10 @@ _READING_OPTIONS = (
         help="Seed of everything that is drawn at random: prompts, samples, spreading.",
     ),
 )
+"""How recorded traffic is read."""
 
-
-def reading_options(command: Command) -> Command:
-    """Add the options that say how recorded traffic is read."""
-    return stacked(*_READING_OPTIONS)(command)
-
-
-_TRAFFIC_OPTIONS = (
-    click.option(
-        "--trace",
-        multiple=True,
-        metavar="FILE",
-        help="Recorded traffic to replay: a file, a folder, or - for standard input; "
-        "repeatable.",
-    ),
-    *_READING_OPTIONS,
+replay_options = cloup.option_group(
+    "Replaying the trace",
     click.option(
         "--window",
         type=WINDOW,
@@ -219,7 +310,7 @@ _TRAFFIC_OPTIONS = (
         default="1",
         metavar="X",
         show_default=True,
-        help="Multiple of the recorded arrival rate.",
+        help=f"{LOAD_MEANS}.",
     ),
     click.option(
         "--load-model",
@@ -246,39 +337,30 @@ _TRAFFIC_OPTIONS = (
         type=click.Choice(["virtual", "wall"]),
         default="virtual",
         show_default=True,
-        help="virtual: idle time is skipped; wall: it is waited out.",
+        help="virtual: skip idle time; wall: wait it out.",
     ),
     click.option(
         "--request-timeout",
         type=DURATION,
         metavar="TIME",
-        help="Patience of a client, for example 60s; default: without end.",
+        help="How long a client waits for its answer, for example 60s; default: forever.",
     ),
-    click.option(
-        "--too-long",
-        type=click.Choice(["refuse", "clip", "drop"]),
-        default="refuse",
-        show_default=True,
-        help="What becomes of requests above max_model_len.",
-    ),
+    TOO_LONG,
 )
+"""Which part of the traffic is replayed, and how."""
 
 
 def traffic_options(command: Command) -> Command:
-    """Add the options that say what is replayed and how."""
-    return stacked(*_TRAFFIC_OPTIONS)(command)
+    """Add the options that say what is replayed and how; --trace stands with the first ones."""
+    return stacked(reading_options, replay_options)(command)
 
 
-_ENGINE_OPTIONS = (
+engine_options = cloup.option_group(
+    "Engine",
     click.option(
         "--model",
         metavar="NAME",
         help="Model name or folder; default: the bundled demo model.",
-    ),
-    click.option(
-        "--config",
-        metavar="FILE",
-        help="Present configuration in `vllm serve --config` form (YAML).",
     ),
     click.option(
         "--engine-arg",
@@ -288,33 +370,10 @@ _ENGINE_OPTIONS = (
         help="Any option of `vllm serve`, for example dtype=bfloat16; repeatable.",
     ),
 )
+"""Which engine is measured, besides --config."""
 
-
-def engine_options(command: Command) -> Command:
-    """Add the options that say which engine is measured."""
-    return stacked(*_ENGINE_OPTIONS)(command)
-
-
-_SHADOW_OPTIONS = (
-    click.option(
-        "--profile",
-        metavar="FILE",
-        help="Profile of the engine, as profile.yaml of a run: what a shadow stands in for.",
-    ),
-    click.option(
-        "--force-profile",
-        is_flag=True,
-        help="Use a profile that was made elsewhere all the same, with a caveat.",
-    ),
-)
-
-
-def shadow_options(command: Command) -> Command:
-    """Add the options that say of which engine a shadow is made."""
-    return stacked(*_SHADOW_OPTIONS)(command)
-
-
-_RETUNE_OPTIONS = (
+retune_options = cloup.option_group(
+    "Re-tune in the shadow",
     click.option(
         "--objective",
         type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
@@ -325,14 +384,10 @@ _RETUNE_OPTIONS = (
         type=SLO,
         multiple=True,
         metavar="SLO",
-        help="As in `tune`; default: the run's. Repeatable.",
+        help="A bound that must hold, for example ttft_p99=500ms; default: the run's. "
+        "Repeatable.",
     ),
-    click.option(
-        "--max-num-seqs",
-        type=LADDER,
-        metavar="LIST",
-        help="Caps to try, in requests  [default: 1,2,4,8,16,32]",
-    ),
+    CAPS,
     click.option(
         "--budget",
         type=DURATION,
@@ -341,15 +396,9 @@ _RETUNE_OPTIONS = (
         metavar="TIME",
         help="Real time for the replays; of longer traffic parts are replayed.",
     ),
-    click.option(
-        "--jobs", type=click.IntRange(1), metavar="N", help="Replays beside each other."
-    ),
+    JOBS,
 )
-
-
-def retune_options(command: Command) -> Command:
-    """Add the options that say what a re-tune in the shadow aims at and may take."""
-    return stacked(*_RETUNE_OPTIONS)(command)
+"""What a re-tune in the shadow aims at, and what it may take."""
 
 
 def as_usage_error(error: click.ClickException) -> TunerError:
@@ -364,16 +413,17 @@ def as_usage_error(error: click.ClickException) -> TunerError:
 TOKEN_VARIABLE = "PROMETHEUS_TOKEN"  # noqa: S105 - the name of a variable, not a token
 
 
-def prometheus_options(since: str) -> Callable[[Command], Command]:
-    """Return what adds the options; `since` is how far back to look unless it is said."""
-    return stacked(
+def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what adds the options of a query; `since` is how far back it looks by default."""
+    return cloup.option_group(
+        "Prometheus",
         click.option(
             "--since",
             type=DURATION,
             default=since,
             show_default=True,
             metavar="TIME",
-            help="How far back Prometheus is asked.",
+            help="How far back to query Prometheus.",
         ),
         click.option(
             "--step",
@@ -381,7 +431,7 @@ def prometheus_options(since: str) -> Callable[[Command], Command]:
             default="30s",
             show_default=True,
             metavar="TIME",
-            help="Resolution of what Prometheus is asked.",
+            help="Resolution of the queries.",
         ),
         click.option(
             "--header",
@@ -392,6 +442,7 @@ def prometheus_options(since: str) -> Callable[[Command], Command]:
         ),
         click.option(
             "--token-file",
+            type=FILE,
             metavar="FILE",
             help=f"Bearer token for Prometheus; default: that of {TOKEN_VARIABLE}, if any.",
         ),
