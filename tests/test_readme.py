@@ -55,9 +55,9 @@ def commands_in(page: Path) -> list[str]:
 
 
 def commands_of_the_help() -> list[str]:
-    """Return the example commands in the reference, which stand six columns in."""
+    """Return the example commands in the reference, which stand a little in."""
     text = REFERENCE.read_text(encoding="utf-8").replace("\\\n", " ")
-    return re.findall(r"^ {6}(tune \S+ \S.*)$", text, re.MULTILINE)
+    return re.findall(r"^ {2,6}(tune \S+ \S.*)$", text, re.MULTILINE)
 
 
 TOLD = [

@@ -34,7 +34,7 @@ def commands(
 
 def help_text(name: str, command: click.Command) -> str:
     """Return what `--help` prints, at a fixed width whatever the terminal's is."""
-    context = click.Context(
+    context = command.context_class(
         command, info_name=name, terminal_width=WIDTH, **command.context_settings
     )
     return command.get_help(context)

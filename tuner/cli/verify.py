@@ -99,7 +99,7 @@ def _told(found: Verification, *, as_json: bool) -> int:
     if found.void:
         raise ReplayError(
             f"the run is void: {found.void}",
-            "run it on another machine with --url, at a smaller --load, or bear more with "
+            "run it on another machine with --url, at a smaller --load, or allow more with "
             "--max-send-lag",
         )
     if found.broken:

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The two limits that are tuned."""
 
 from __future__ import annotations
 

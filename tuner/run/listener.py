@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Whoever hears of a run while it goes on."""
 
 from __future__ import annotations
 
