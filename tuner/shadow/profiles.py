@@ -8,7 +8,6 @@ the shadow engine, and when to write one to the session.
 from __future__ import annotations
 
 import math
-import os
 import re
 import reprlib
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ import yaml
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
+from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
 from tuner.shadow.step_model import FitError, StepModel
 
@@ -132,22 +132,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     except msgspec.ValidationError as error:
         raise ValueError(f"the profile could not be read again: {error}") from error
     body = yaml.safe_dump({"schema": SCHEMA} | data, sort_keys=False, default_flow_style=None)
-    target = path.resolve()
-    copy = target.parent / f".{target.name}.new"
-    try:
-        with copy.open("w", encoding="utf-8") as handle:
-            handle.write(_HEADER + body)
-            handle.flush()
-            os.fsync(handle.fileno())
-        copy.replace(target)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}",
-            "name another file, or free space there",
-        ) from error
-    finally:
-        with suppress(OSError):
-            copy.unlink(missing_ok=True)
+    write_atomic(path, _HEADER + body, hint="name another file, or free space there")
 
 
 def read_profile(path: Path) -> Profile:
@@ -265,35 +250,11 @@ def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file ho
     return f"{key}: {reason[0].lower()}{reason[1:]}" if key else reason
 
 
-# What PyYAML's constructors run into and let through, as with `!!int x`.
-_RAN_INTO = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
 def _load(path: Path) -> object:
     """Return what stands in the YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        return parse_yaml(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", _REMAKE) from error
-    except (yaml.YAMLError, *_RAN_INTO) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "it holds what YAML cannot read"
-        raise UsageError(f"{path} is not YAML: {reason}{place}", _REMAKE) from None
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
-
-    def construct_mapping(
-        self,
-        node: yaml.MappingNode,
-        deep: bool = False,  # noqa: FBT001, FBT002 - as above
-    ) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {twice[0]} stands twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep=deep)
+    except ValueError as error:
+        raise UsageError(f"{path} is not YAML: {error}", _REMAKE) from None
