@@ -16,7 +16,7 @@ from typing import Final
 
 from tuner.errors import UsageError
 from tuner.files import parse_yaml
-from tuner.redact import has_secrets, is_secret, redacted
+from tuner.redact import redacted
 
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
@@ -129,53 +129,11 @@ def human_integer(text: str) -> int | None:
     return int(whole) * units
 
 
-__all__ = [
-    "MAX_NUM_BATCHED_TOKENS",
-    "MAX_NUM_SEQS",
-    "ServeConfig",
-    "has_secrets",
-    "hyphenated",
-    "is_secret",
-    "limits",
-    "parse_engine_args",
-    "read_config",
-    "redacted",
-    "shown_argument",
-    "to_argv",
-]
-
-
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Keys and values of one vLLM configuration, hyphenated, in the user's order.
-
-    >>> ServeConfig({"model": "m"}).with_values(max_num_seqs=8).values
-    {'model': 'm', 'max-num-seqs': 8}
-    """
+    """Keys and values of one vLLM configuration, hyphenated, in the user's order."""
 
     values: dict[str, object] = field(default_factory=dict)
-
-    def with_values(self, **values: object) -> ServeConfig:
-        """Return this configuration with the values set, as `merged` does."""
-        return self.merged(values)
-
-    def merged(self, overrides: Mapping[str, object]) -> ServeConfig:
-        """Return this configuration with the overrides in place of, or after, its own.
-
-        `no-KEY` and KEY are one switch: the one that comes later wins in vLLM, so the
-        overridden twin goes.
-        """
-        values = dict(self.values)
-        for name, value in overrides.items():
-            key = hyphenated(name)
-            values.pop(twin(key), None)
-            values[key] = value
-        return ServeConfig(values)
-
-    def without(self, keys: Iterable[str]) -> ServeConfig:
-        """Return this configuration without the keys, in either spelling."""
-        gone = {hyphenated(key) for key in keys}
-        return ServeConfig({key: v for key, v in self.values.items() if key not in gone})
 
 
 def read_config(path: Path) -> ServeConfig:
