@@ -105,6 +105,7 @@ def a_kept_profile(folder: Path) -> Path:
     return folder / "profile.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
