@@ -1,5 +1,6 @@
 # make tune     install, then tune the demo model on a sample trace: best.yaml
-# make test     install, then run the tests             (PYTEST_ARGS="-k config -n 0")
+# make test     install, then run the tests within five minutes (PYTEST_ARGS="-k config")
+# make test-all what make test runs, then the slow tests and those on real models
 # make check    format, lint, types and import layers
 # make setup    install into .venv; on a GPU: make setup EXTRA=gpu
 # make clean    remove .venv, caches and what a build left; run directories stay
@@ -20,13 +21,16 @@ TRACE ?= traces/translation.jsonl
 CONFIG ?= examples/demo/current.yaml
 BUDGET ?= 150s
 PYTEST_ARGS ?=
+# What make test runs; test-rest runs the others, and test-all both.
+QUICK := (not slow and not model) or end_to_end
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(EXTRA)
+PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tune test check format clean
+.PHONY: help setup tune test test-rest test-all check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
@@ -37,7 +41,13 @@ tune: $(STAMP)
 	$(BIN)/tune --trace $(TRACE) --config $(CONFIG) --budget $(BUDGET) -o best.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) -m '$(QUICK)' $(PYTEST_ARGS)
+
+test-rest: $(STAMP)
+	$(PYTEST) -m 'not ($(QUICK))' $(PYTEST_ARGS)
+
+test-all: test
+	$(MAKE) test-rest
 
 check: $(STAMP)
 	$(BIN)/ruff format --check tuner tests

@@ -1,9 +1,10 @@
-"""The tree keeps to its own rules: layers, sizes, words, and what is in the wheel."""
+"""The tree keeps to its own rules: layers, folders, words, and what is in the wheel."""
 
 from __future__ import annotations
 
 import ast
 import doctest
+import graphlib
 import importlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +24,29 @@ BANNED = re.compile(
 )
 """Whole words: enable-prefix-caching and FlexibleArgumentParser are vLLM's, not ours."""
 MAX_FUNCTION_LINES = 40
+
+PACKAGES = {
+    *("cli", "drift", "emit", "engine", "recorder", "replay"),
+    *("report", "run", "search", "shadow", "traffic"),
+}
+FILES = {"__init__", "arrays", "demo", "errors", "files", "redact", "stats"}
+MAX_MODULES_IN_FOLDER = 25
+"""Ours: what one look at a folder takes in."""
+MIN_LINES_OF_ITS_OWN = 100
+"""Ours: a shorter module that one other module imports is a part of that one."""
+ENTRIES_OF = {
+    "tuner.cli.commands": "each command is imported when it runs, so that help is fast",
+    "tuner.emit.registry": "one form of deployment a file",
+    "tuner.report.page": "one section of the page a file",
+    "tuner.traffic.formats.registry": "one format a file",
+}
+"""Modules that list others, each of which may be as short as it is."""
+APART = {
+    "tuner.cli.plots": "imports plotext, only where a plot is asked for",
+    "tuner.run.live_search": "a stage of a run, beside the search on shadows",
+    "tuner.run.recovery": "a run is restored in run, not in the command that asks for it",
+}
+"""Short modules with one importer that stay apart, and why."""
 
 
 def named(path: Path) -> str:
@@ -52,6 +77,61 @@ def test_imports_point_down_and_each_library_has_one_owner() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """Return which module imports which."""
+    return grimp.build_graph("tuner", cache_dir=None)
+
+
+def file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def test_a_newcomer_sees_the_algorithm_and_little_else() -> None:
+    paths = list((ROOT / "tuner").iterdir())
+    assert {path.name for path in paths if (path / "__init__.py").exists()} <= PACKAGES
+    assert {path.stem for path in paths if path.suffix == ".py"} <= FILES
+
+
+def test_no_folder_is_full() -> None:
+    folders = {path.parent for path in MODULES}
+    sizes = {named(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: n for name, n in sizes.items() if n > MAX_MODULES_IN_FOLDER} == {}
+
+
+def test_a_short_module_with_one_importer_is_a_part_of_it(graph: grimp.ImportGraph) -> None:
+    short = {}
+    for module in graph.modules:
+        path = file_of(module)
+        importers = graph.find_modules_that_directly_import(module)
+        is_short = len(path.read_text().splitlines()) < MIN_LINES_OF_ITS_OWN
+        if path.name != "__init__.py" and is_short and len(importers) == 1:
+            short[module] = min(importers)
+    listed = {module for module, importer in short.items() if importer in ENTRIES_OF}
+    assert set(short) - listed - set(APART) == set()
+    assert set(APART) <= set(short), "these exceptions are needed no more"
+
+
+def test_no_module_imports_itself_by_way_of_others(graph: grimp.ImportGraph) -> None:
+    imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+@pytest.mark.parametrize("module", ["tuner", "tuner.recorder"])
+def test_a_server_that_imports_the_recorder_pays_for_nothing_else(module: str) -> None:
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert {"numpy", "click", "vllm"} & set(done.stdout.split()) == set()
+
+
+def test_the_recorder_stays_where_commands_in_production_name_it() -> None:
+    recorder = getattr(importlib.import_module("tuner.recorder"), "TraceRecorder", None)
+    assert callable(recorder)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)

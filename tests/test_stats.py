@@ -21,8 +21,6 @@ from tuner.stats import (
     mean,
     paired_ratio,
     quantile,
-    time_weighted,
-    time_weighted_quantile,
     would_hold_one,
 )
 
@@ -249,16 +247,3 @@ def test_two_rounds_that_contradict_each_other_have_an_interval_without_end() ->
     assert found.value == pytest.approx(1.0)
     assert found.low == 0.0
     assert found.high == math.inf
-
-
-def test_time_weighs_levels() -> None:
-    levels, held_s = np.array([0.0, 10.0]), np.array([9.0, 1.0])
-    assert time_weighted(levels, held_s) == 1.0
-    assert time_weighted_quantile(levels, held_s, 0.9) == 0.0
-    assert time_weighted_quantile(levels, held_s, 0.91) == 10.0
-    assert time_weighted_quantile(levels[::-1], held_s[::-1], 0.5) == 0.0
-    for nothing in (np.zeros(2), np.empty(0)):
-        with pytest.raises(TooFewSamplesError):
-            time_weighted(levels[: nothing.size], nothing)
-        with pytest.raises(TooFewSamplesError):
-            time_weighted_quantile(levels[: nothing.size], nothing, 0.5)

@@ -1,4 +1,7 @@
-"""Put a file onto the disk whole or not at all."""
+"""Files as every part treats them: replaced whole, locked, and YAML without a key twice.
+
+Owns YAML's reading, so that a key that stands twice is refused wherever it stands.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,17 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from filelock import FileLock, Timeout
 
 from tuner.errors import UsageError
+
+# What PyYAML's constructors run into and let through, as with `!!int x`.
+_RAN_INTO: Final = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
 
 
 class ChangedMeanwhileError(UsageError):
@@ -32,7 +44,14 @@ class Held:
             return False
 
 
-def write_atomic(path: Path, text: str, *, secret: bool, held: Held | None = None) -> None:
+def write_atomic(
+    path: Path,
+    content: str | bytes,
+    *,
+    secret: bool = False,
+    held: Held | None = None,
+    hint: str = "name another file after -o, or free space there",
+) -> None:
     """Write the file whole or not at all: what stood there before survives a full disk.
 
     With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
@@ -41,28 +60,28 @@ def write_atomic(path: Path, text: str, *, secret: bool, held: Held | None = Non
     place; an edit within the microseconds between the two would be lost, as no file system
     compares and renames in one.
 
-    Raises: UsageError if the file cannot be written; ChangedMeanwhileError if it holds
-        something else by now.
+    Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
+        it holds something else by now.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         else:
             target = path.resolve()
-            _replace(target, text, 0o600 if secret else _usual_mode(target), held)
+            _replace(target, data, 0o600 if secret else _usual_mode(target), held)
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}",
-            hint="name another file after -o, or free space there",
+            f"{path} cannot be written: {error.strerror or error}", hint
         ) from error
 
 
-def _replace(target: Path, text: str, mode: int, held: Held | None) -> None:
+def _replace(target: Path, data: bytes, mode: int, held: Held | None) -> None:
     """Put a finished copy in the target's place, within its folder so that a rename does it."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as copy:
-            copy.write(text)
+        with os.fdopen(handle, "wb") as copy:
+            copy.write(data)
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
@@ -90,3 +109,53 @@ def _usual_mode(target: Path) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+def lock(path: Path, taken: str, hint: str) -> FileLock:
+    """Return a lock that others cannot have until it is released, or this process ends.
+
+    Raises: UsageError that says it is taken, with the hint; OSError if it cannot be made.
+    """
+    held = FileLock(path, timeout=0, mode=0o600, thread_local=False)
+    try:
+        held.acquire()
+    except Timeout as error:
+        raise UsageError(taken, hint) from error
+    return held
+
+
+def parse_yaml(content: str | bytes) -> Any:  # noqa: ANN401 - whatever it holds
+    """Return what YAML says, as UTF-8; a key that stands twice is an error, not the last one.
+
+    Raises: ValueError with the reason and its line, without the text: a secret may stand in it.
+
+    >>> parse_yaml("max-num-seqs: 8")
+    {'max-num-seqs': 8}
+    """
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, *_RAN_INTO) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        unknown = "it holds a character, a date or a nesting that YAML cannot read"
+        raise ValueError(f"{getattr(error, 'problem', None) or unknown}{place}") from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
+
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's own signature
+    ) -> dict[Any, Any]:
+        """Return the mapping, or refuse it if a key stands in it twice."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        mapping = super().construct_mapping(node, deep=deep)
+        for name in names:
+            if name != "<<" and names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {name} stands twice", problem_mark=node.start_mark
+                )
+        return mapping

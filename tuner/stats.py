@@ -225,32 +225,6 @@ def _exp(log: float) -> float:
     return math.exp(log) if log < _LARGEST_LOG else math.inf
 
 
-def time_weighted(values: Floats, durations_s: Floats) -> float:
-    """Return the mean of values weighted by how long each held; 0 time is an error.
-
-    Shapes: both are [n].
-    Raises: TooFewSamplesError if no time passed.
-    """
-    total_s = float(durations_s.sum())
-    if total_s <= 0:
-        raise TooFewSamplesError("no time passed, so there is no time-weighted mean")
-    return float((values * durations_s).sum() / total_s)
-
-
-def time_weighted_quantile(values: Floats, durations_s: Floats, q: float) -> float:
-    """Return the value below which the series stayed for the fraction q of the time.
-
-    Shapes: both are [n], n >= 1.
-    Raises: TooFewSamplesError if no time passed.
-    """
-    order = np.argsort(values, kind="stable")
-    elapsed = np.cumsum(durations_s[order])
-    if elapsed.size == 0 or elapsed[-1] <= 0:
-        raise TooFewSamplesError("no time passed, so there is no time-weighted quantile")
-    at = int(np.searchsorted(elapsed, q * elapsed[-1], side="left"))
-    return float(values[order][min(at, values.size - 1)])
-
-
 # Width of a bin relative to its value: ours, a twentieth of a percent, far below what two
 # replays of the same thing differ by.
 BIN_RATIO = 0.0005

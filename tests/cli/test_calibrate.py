@@ -23,6 +23,7 @@ def write_recording(path: Path, trace: Trace) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_corrected_profile_gives_back_what_was_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -69,6 +69,7 @@ def run_dir(tuned: Path) -> Path:
     return found
 
 
+@pytest.mark.end_to_end
 def test_the_job_ends_near_its_budget_with_one_engine_start_but_for_the_cold_ones(
     run_dir: Path,
 ) -> None:
@@ -85,12 +86,14 @@ def test_the_job_ends_near_its_budget_with_one_engine_start_but_for_the_cold_one
         assert m["offered"] == m["completed"] + m["refused"] + m["timed_out"] + m["aborted"]
 
 
+@pytest.mark.end_to_end
 def test_before_measuring_it_says_what_the_trace_asks_for(tuned: Path) -> None:
     talk = (tuned / "talk").read_text()
     for word in ("requests       3,611", "busiest second", "plan: caps 4, 16", "demo model"):
         assert word in talk[: talk.index("trial   0")]
 
 
+@pytest.mark.end_to_end
 def test_the_engines_log_and_the_run_hold_no_secret(tuned: Path, run_dir: Path) -> None:
     assert (run_dir / "engine.log").stat().st_size > 0
     for path in (p for p in run_dir.rglob("*") if p.is_file()):
@@ -99,6 +102,7 @@ def test_the_engines_log_and_the_run_hold_no_secret(tuned: Path, run_dir: Path) 
     assert (tuned / "best.yaml").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.end_to_end
 def test_vllms_own_parser_reads_the_file(tuned: Path) -> None:
     flexible = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
     arguments = importlib.import_module("vllm.entrypoints.launchers.cli_args")
@@ -150,6 +154,7 @@ def asked(port: int, method: str, path: str, body: dict[str, object] | None = No
         connection.close()
 
 
+@pytest.mark.end_to_end
 def test_a_server_started_from_the_file_answers(
     server: tuple[subprocess.Popen[bytes], int], tuned: Path
 ) -> None:

@@ -20,6 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "profile.yaml"), str(a_trace_file(folder / "prod.jsonl", 400))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_more_load_wants_larger_caps_until_a_change_pays(
     files: tuple[str, str], capfd: pytest.CaptureFixture[str]

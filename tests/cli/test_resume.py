@@ -92,6 +92,7 @@ def test_ctrl_c_writes_the_best_so_far_and_says_how_to_go_on(trace: Path) -> Non
     assert "interrupted: best so far" in emitted.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +132,7 @@ def killed(trace: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["removed", "empty", "another storage"])
 def test_a_run_whose_study_is_lost_goes_on_from_its_file_of_trials(
     killed: Path, capsys: pytest.CaptureFixture[str], loss: str

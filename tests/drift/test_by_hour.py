@@ -204,6 +204,7 @@ def plan_options(folder: Path, trace: Path) -> dict[str, Any]:
     return {**params, "timezone": "+01:00"}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_week_is_planned_by_the_hour_from_its_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -105,6 +105,7 @@ def a_kept_profile(folder: Path) -> Path:
     return folder / "profile.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -272,6 +273,7 @@ def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_
         assert told["gain"]["interval"][0] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_shadow_that_finds_other_hits_than_the_server_had_gives_no_verdict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from support.emit_parts import vllm_serve_parser
 from tuner.demo import demo_engine_args
-from tuner.emit.vllm import Evidence, render
+from tuner.emit.vllm import render
 from tuner.engine.serve_config import FLAGS_WITHOUT_NO, hyphenated, limits, read_config
 from tuner.errors import UsageError
 from tuner.files import write_atomic
@@ -73,26 +73,6 @@ def test_limits_that_vllm_refuses_are_never_written(seqs: int, tokens: int) -> N
 def test_a_null_is_never_written() -> None:
     with pytest.raises(ValueError, match="seed must have a value"):
         render({"seed": None}, 1, 1, [])
-
-
-def test_evidence_stands_in_the_comments_in_the_order_people_read() -> None:
-    evidence = Evidence(
-        tuned="tuned on 9 requests",
-        against="the present max-num-seqs 64",
-        rows=("E2E p99   4.21 s -> 3.02 s",),
-        limited_by="E2E p99",
-        caveats=("the gain is within noise",),
-        run_dir="runs/x",
-    )
-    assert render({}, 1, 1, evidence.lines("best.yaml")).splitlines()[:7] == [
-        "# vllm serve --config best.yaml",
-        "# tuned on 9 requests",
-        "# against the present max-num-seqs 64:",
-        "#   E2E p99   4.21 s -> 3.02 s",
-        "# limited by: E2E p99",
-        "# caveat: the gain is within noise",
-        "# evidence: runs/x",
-    ]
 
 
 def test_what_we_emit_we_read_back(tmp_path: Path) -> None:

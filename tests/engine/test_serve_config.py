@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tuner.engine.serve_config import (
     FLAGS_WITHOUT_NO,
     INTEGER_KEYS,
-    ServeConfig,
     limits,
     parse_engine_args,
     read_config,
@@ -132,14 +131,6 @@ def test_an_engine_argument_is_read_as_json_or_else_as_plain_text(
 def test_an_engine_argument_of_another_form_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UsageError, match="--engine-arg"):
         parse_engine_args(arguments)
-
-
-def test_an_override_takes_the_place_of_its_key_and_drops_its_opposite() -> None:
-    config = ServeConfig({"model": "m", "port": 1, "no-enforce-eager": True})
-    merged = config.merged({"enforce_eager": True, "port": 2})
-    assert list(merged.values.items()) == [("model", "m"), ("port", 2), ("enforce-eager", True)]
-    assert config.values["port"] == 1
-    assert merged.without(["enforce_eager", "port"]).values == {"model": "m"}
 
 
 def test_limits_are_whole_numbers_of_at_least_one_or_absent() -> None:

@@ -85,7 +85,6 @@ def test_hours_of_quiet_take_no_time() -> None:
     assert log.clock_s > 7200
     assert log.wall_s < 5
     assert log.steps.steps == 10
-    assert log.arrivals_end_s == 7200.0
 
 
 def test_requests_that_never_fit_are_refused_without_an_engine() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.replay.runner import LARGEST_LOAD, LOAD_RATIO, MIN_LOAD, Capacity, capacity
+from tuner.replay.runner import LARGEST_LOAD, LOAD_RATIO, MIN_LOAD, Capacity, loads_to_try
 
 # Six doublings or halvings lead from 1 to either end, and six halvings of a factor two in
 # logarithms lead below two percent.
@@ -27,6 +29,18 @@ class Planted:
         """Say whether the load is borne."""
         self.asked.append(load)
         return load <= self.edge
+
+
+def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
+    """Return the largest load at which `holds` is true, assuming it stays false once it is."""
+    asked = loads_to_try(start)
+    try:
+        load = next(asked)
+        while True:
+            load = asked.send(holds(load))
+    except StopIteration as found:
+        answer: Capacity = found.value
+        return answer
 
 
 @given(edges)

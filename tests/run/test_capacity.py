@@ -90,6 +90,7 @@ def test_slos_that_hold_at_no_load_have_no_capacity(tmp_path: Path) -> None:
     assert Scoring(Objective.CAPACITY, hopeless, "p90").score(measured).tier is Tier.BREAKS_SLO
 
 
+@pytest.mark.slow
 def test_the_objective_capacity_ranks_by_it(
     tmp_path: Path, capacities: dict[EngineLimits, float]
 ) -> None:

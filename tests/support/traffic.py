@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,27 @@ from tuner.replay.timeline import Outcome, TimelineRecorder
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
+
+
+class OneRequest(NamedTuple):
+    """One request of a trace."""
+
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+    request_id: str
+
+
+def request_at(trace: Trace, index: int) -> OneRequest:
+    """Return one request of a trace; index counts from 0 in due order."""
+    return OneRequest(
+        due_s=float(trace.due_s[index]),
+        prompt_tokens=int(trace.prompt_tokens[index]),
+        output_tokens=int(trace.output_tokens[index]),
+        hash_ids=trace.hashes.row(index) if trace.hashes is not None else (),
+        request_id=trace.request_ids[index] if trace.request_ids is not None else "",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
+from support.traffic import request_at
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.sources import write_trace
@@ -35,7 +36,7 @@ def test_a_sample_reads_back_as_it_was_made(
     write_trace(made, tmp_path / "sample.jsonl")
     read = read_trace(tmp_path / "sample.jsonl")
     assert read.due_s.tolist() == made.due_s.tolist()
-    assert [read.request(i) for i in range(50)] == [made.request(i) for i in range(50)]
+    assert [request_at(read, i) for i in range(50)] == [request_at(made, i) for i in range(50)]
     assert make(7).due_s.tolist() == made.due_s.tolist()
     assert make(8).due_s.tolist() != made.due_s.tolist()
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.traffic import request_at
 from tuner.errors import TraceError, UsageError
 from tuner.traffic.concurrency import in_flight_steps
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.traces import ReadNotes, TooLong, Trace, TraceRequest
+from tuner.traffic.traces import ReadNotes, TooLong, Trace
 
 
 def a_trace(
@@ -54,21 +55,8 @@ def traces(draw: st.DrawFn) -> Trace:
     return a_trace(due_s, prompt, output, hashes)
 
 
-def test_a_row_comes_back_as_a_request() -> None:
-    hashes = HashIds.from_rows([(1,), (1, 2)], block_size=8)
-    trace = a_trace([0.0, 1.5], [8, 12], [3, 4], hashes)
-    assert trace.request(1) == TraceRequest(1, 1.5, 12, 4, (1, 2), "r1")
-    assert trace.duration_s == 1.5
-
-
-@pytest.mark.parametrize(
-    "fields", [(-1, 0.0, 1, 1), (0, -0.1, 1, 1), (0, float("nan"), 1, 1), (0, 0.0, 0, 1)]
-)
-def test_a_request_checks_itself(fields: tuple[int, float, int, int]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        TraceRequest(*fields)
-    with pytest.raises(ValueError, match="output_tokens must be at least 1, got 0"):
-        TraceRequest(0, 0.0, 1, 0)
+def test_a_trace_lasts_from_its_first_request_to_its_last() -> None:
+    assert a_trace([0.0, 1.5], [8, 12], [3, 4]).duration_s == 1.5
 
 
 def test_columns_that_do_not_belong_together_are_refused() -> None:
@@ -150,7 +138,7 @@ def test_clipped_requests_fit_and_the_others_are_untouched(trace: Trace, limit: 
         clipped.output_tokens[keeps_output], trace.output_tokens[keeps_output]
     )
     for i in range(len(trace)):
-        ids, kept = trace.request(i).hash_ids, clipped.request(i).hash_ids
+        ids, kept = request_at(trace, i).hash_ids, request_at(clipped, i).hash_ids
         assert ids[: len(kept)] == kept
 
 
@@ -164,7 +152,7 @@ def test_dropped_and_kept_requests_add_up(trace: Trace, limit: int) -> None:
         return
     kept = trace.limit_lengths(limit, TooLong.DROP)
     assert len(kept) + sum(kept.notes.dropped.values()) == len(trace)
-    assert [kept.request(i).request_id for i in range(len(kept))] == [
+    assert [request_at(kept, i).request_id for i in range(len(kept))] == [
         f"r{i}" for i in np.flatnonzero(~over)
     ]
 
@@ -175,8 +163,8 @@ def test_slicing_rows_takes_every_column_with_it(trace: Trace, data: st.DataObje
     rows = sorted(data.draw(st.sets(st.sampled_from(everything), min_size=1)))
     part = trace.slice_rows(rows)
     for new, old in enumerate(rows):
-        assert part.request(new).hash_ids == trace.request(old).hash_ids
-        assert part.request(new).due_s == trace.request(old).due_s
+        assert request_at(part, new).hash_ids == request_at(trace, old).hash_ids
+        assert request_at(part, new).due_s == request_at(trace, old).due_s
 
 
 @given(traces())
@@ -195,6 +183,6 @@ def test_a_trace_travels_between_processes() -> None:
     trace = a_trace([0.0, 1.0], hashes=HashIds.from_rows([(1, 2), (1, 3)], block_size=8))
     notes = ReadNotes(rows=2).with_dropped("empty", 3).with_dropped("empty", 1)
     copy, copied_notes = pickle.loads(pickle.dumps((trace, notes)))  # noqa: S301 - our own bytes
-    assert copy.request(1) == trace.request(1)
+    assert request_at(copy, 1) == request_at(trace, 1)
     assert copied_notes == notes
     assert copied_notes.dropped == {"empty": 4}

@@ -7,7 +7,6 @@ meant. What to recommend, and which evidence there is, is decided above.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tuner.emit.edits import limit_flags, no_place
@@ -16,47 +15,6 @@ from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
 from tuner.errors import UsageError
-from tuner.files import write_atomic
-
-__all__ = [
-    "LIVE_LIMIT_KEYS",
-    "Evidence",
-    "render",
-    "render_exact",
-    "render_plain",
-    "write_atomic",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Why these values: what stands above them in the file, as comments.
-
-    >>> Evidence(tuned="tuned on 9 requests", limited_by="nothing in the trace").lines("b.yaml")
-    ('vllm serve --config b.yaml', 'tuned on 9 requests', 'limited by: nothing in the trace')
-    """
-
-    tuned: str
-    """When, on which requests, with which vLLM and device, live or shadow."""
-    against: str = ""
-    """The present configuration that the rows compare with."""
-    rows: tuple[str, ...] = ()
-    """One comparison each: metric, before -> after, gain with its interval."""
-    limited_by: str = ""
-    caveats: tuple[str, ...] = ()
-    run_dir: str = ""
-
-    def lines(self, file_name: str) -> tuple[str, ...]:
-        """Return the comment lines, the command that takes the file first."""
-        return (
-            f"vllm serve --config {file_name}",
-            self.tuned,
-            *([f"against {self.against}:"] if self.against else []),
-            *(f"  {row}" for row in self.rows),
-            *([f"limited by: {self.limited_by}"] if self.limited_by else []),
-            *(f"caveat: {caveat}" for caveat in self.caveats),
-            *([f"evidence: {self.run_dir}"] if self.run_dir else []),
-        )
 
 
 def render(

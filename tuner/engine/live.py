@@ -13,14 +13,11 @@ from typing import Any
 
 from tuner.engine.compat import core as compat_core
 from tuner.engine.compat import serve
+from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts, EngineInfo, Prompt, Step
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
-
-# Turns without a batch and without a token before the engine counts as stuck: ours; a healthy
-# engine takes one such turn after its last request.
-STUCK_TURNS = 10_000
 
 
 class LiveEngine:
@@ -42,7 +39,7 @@ class LiveEngine:
         self._info = self._core.info()
         self._limits = self._info.ceiling
         self._turn_ended_s: float | None = None
-        self._stuck_turns = 0
+        self._progress = ProgressGuard()
 
     @property
     def info(self) -> EngineInfo:
@@ -66,21 +63,14 @@ class LiveEngine:
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy, above the ceiling, or hidden."""
-        if self.has_work():
-            raise EngineError("limits change only while the engine is idle")
-        if not limits.within(self._info.ceiling):
-            raise EngineError(
-                f"limits {limits} lie above the start-up values {self._info.ceiling}",
-                "start the engine with a higher ceiling",
-            )
+        check_new_limits(self, limits)
         if limits != self._limits:
             self._running_core.set_limits(limits)
             self._limits = limits
 
     def reset(self, *, sharing: bool = True) -> None:  # noqa: ARG002 - a live cache is real
         """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
-        if self.has_work():
-            raise EngineError("the prefix cache is cleared only while the engine is idle")
+        check_idle(self)
         if not self._running_core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
 
@@ -99,25 +89,15 @@ class LiveEngine:
     def step(self, horizon_s: float = 0.0) -> Step:  # noqa: ARG002 - one turn is one step here
         """Take one turn of the core's loop and time it."""
         core = self._running_core
-        if not core.has_work():
-            raise EngineError("a step was asked of an engine without work")
+        check_busy(self)
         between_s = 0.0
         if self._turn_ended_s is not None:
             between_s = time.perf_counter() - self._turn_ended_s
         step = compat_core.step_of(*core.turn())
         step = replace(step, duration_s=step.duration_s + between_s)
         self._turn_ended_s = time.perf_counter() if core.batches_in_flight() else None
-        self._guard_progress(step)
+        self._progress.check(step)
         return step
-
-    def _guard_progress(self, step: Step) -> None:
-        """Refuse to turn for ever when nothing can be scheduled."""
-        self._stuck_turns = 0 if step.batch or step.emitted else self._stuck_turns + 1
-        if self._stuck_turns > STUCK_TURNS:
-            raise EngineError(
-                f"the engine took {STUCK_TURNS} turns without scheduling anything",
-                "a request may be larger than the KV cache; see the engine's log",
-            )
 
     def close(self) -> None:
         """Shut vLLM down."""

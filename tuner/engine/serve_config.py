@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import yaml
-
 from tuner.errors import UsageError
-from tuner.redact import has_secrets, is_secret, redacted
+from tuner.files import parse_yaml
+from tuner.redact import redacted
 
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
@@ -130,72 +129,11 @@ def human_integer(text: str) -> int | None:
     return int(whole) * units
 
 
-__all__ = [
-    "MAX_NUM_BATCHED_TOKENS",
-    "MAX_NUM_SEQS",
-    "ServeConfig",
-    "has_secrets",
-    "hyphenated",
-    "is_secret",
-    "limits",
-    "parse_engine_args",
-    "read_config",
-    "redacted",
-    "shown_argument",
-    "to_argv",
-]
-
-
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Keys and values of one vLLM configuration, hyphenated, in the user's order.
-
-    >>> ServeConfig({"model": "m"}).with_values(max_num_seqs=8).values
-    {'model': 'm', 'max-num-seqs': 8}
-    """
+    """Keys and values of one vLLM configuration, hyphenated, in the user's order."""
 
     values: dict[str, object] = field(default_factory=dict)
-
-    def with_values(self, **values: object) -> ServeConfig:
-        """Return this configuration with the values set, as `merged` does."""
-        return self.merged(values)
-
-    def merged(self, overrides: Mapping[str, object]) -> ServeConfig:
-        """Return this configuration with the overrides in place of, or after, its own.
-
-        `no-KEY` and KEY are one switch: the one that comes later wins in vLLM, so the
-        overridden twin goes.
-        """
-        values = dict(self.values)
-        for name, value in overrides.items():
-            key = hyphenated(name)
-            values.pop(twin(key), None)
-            values[key] = value
-        return ServeConfig(values)
-
-    def without(self, keys: Iterable[str]) -> ServeConfig:
-        """Return this configuration without the keys, in either spelling."""
-        gone = {hyphenated(key) for key in keys}
-        return ServeConfig({key: v for key, v in self.values.items() if key not in gone})
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
-
-    def construct_mapping(
-        self,
-        node: yaml.MappingNode,
-        deep: bool = False,  # noqa: FBT001, FBT002 - PyYAML's own signature
-    ) -> dict[object, object]:
-        """Return the mapping, or refuse it if a key stands in it twice."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        mapping: dict[object, object] = super().construct_mapping(node, deep=deep)
-        for name in names:
-            if name != "<<" and names.count(name) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {name} stands twice", node.start_mark
-                )
-        return mapping
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -321,38 +259,29 @@ def _load(path: Path) -> object:
             hint="vLLM itself refuses a configuration under another name",
         )
     try:
-        text = path.read_text(encoding="utf-8")
-        loaded: object = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        loaded: object = parse_yaml(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
             f"{path} does not exist", hint="check the path after --config"
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(
-            f"{path} is not YAML: {_yaml_reason(error)}",
+            f"{path} is not YAML: {error}",
             hint="one `key: value` per line, in the form that vllm serve --config takes",
         ) from None
     return loaded
-
-
-def _yaml_reason(error: Exception) -> str:
-    """Return the reason with its line, without the file's text: a secret may stand in it."""
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return "it holds a character, a date or a nesting that YAML cannot read"
-    place = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-    return f"{error.problem or 'it cannot be read'}{place}"
 
 
 def _argument_value(key: str, text: str) -> object:
     """Return the value of one --engine-arg."""
     if text[:1] in {"[", "{", '"', "'"}:
         try:
-            loaded: object = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            loaded: object = parse_yaml(text)
+        except ValueError as error:
             raise UsageError(
-                f"--engine-arg {key}: the value is no JSON: {_yaml_reason(error)}",
+                f"--engine-arg {key}: the value is no JSON: {error}",
                 hint=f"quote the whole argument for the shell: '{key}={{\"a\": 1}}'",
             ) from None
         return loaded

@@ -2,18 +2,21 @@
 
 It passes every message on as it came, in both directions, and keeps no body. What it adds to
 the engine's counts are the prompts, seen through `tap`, and the requests that end early. Where
-the engine's counts are not to be had, it takes those that responses tell of themselves.
+the engine's counts are not to be had, it takes those that responses tell of themselves. Whole
+bodies and streams of events both end with `usage`, so neither is kept or parsed as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
 from tuner.recorder.faults import Guard
-from tuner.recorder.messages import Ended, Left, Replied
+from tuner.recorder.messages import Ended, Left, Replied, Usage
 from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import (
     Ask,
@@ -23,7 +26,6 @@ from tuner.recorder.tap import (
     left_behind,
     listen,
 )
-from tuner.recorder.usage import TAIL_BYTES, read_usage
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,6 +39,14 @@ that it reports must not count as given up."""
 
 ANSWERING: Final = ("/completions", "/responses", "/messages")
 """How the paths end whose responses carry the usage of an answer."""
+
+TAIL_BYTES: Final = 1 << 16
+"""Ours: behind `usage` vLLM sends what else was asked for, such as the prompt's token ids."""
+
+# Within JSON text a quotation mark is escaped, so what looks like the key is the key.
+_USAGE: Final = b'"usage":'
+_FINISH: Final = re.compile(rb'"(?:finish_reason|stop_reason)":\s*"([a-z_]{1,40})"')
+_DECODER: Final = json.JSONDecoder()
 
 
 class TraceRecorder:
@@ -218,3 +228,42 @@ def _close(recorder: Recorder, guard: Guard, asks: Sequence[Ask], left: Sequence
         over = [(ask.request_id, ask.number) for ask in asks if not ask.is_running()]
         if over:
             recorder.offer(Ended(over))
+
+
+def read_usage(tail: bytes) -> Usage | None:
+    """Return the last usage in the end of a response, None where it tells none.
+
+    OpenAI's completions and chat spell it prompt_tokens and completion_tokens, responses and
+    Anthropic's messages input_tokens and output_tokens.
+
+    >>> read_usage(b'{"usage":{"prompt_tokens":3,"completion_tokens":5}}').output_length
+    5
+    >>> read_usage(b'{"usage":{"prompt_tokens":3,"total_tokens":3}}') is None
+    True
+    """
+    at = tail.rfind(_USAGE)
+    if at < 0:
+        return None
+    text = tail[at + len(_USAGE) :].decode("utf-8", "replace").lstrip()
+    try:
+        found, _ = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    prompt = _tokens(found, "prompt_tokens", "input_tokens")
+    output = _tokens(found, "completion_tokens", "output_tokens")
+    if prompt is None or output is None:
+        return None
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    cached = _tokens(details, "cached_tokens") if isinstance(details, dict) else None
+    reasons = _FINISH.findall(tail)
+    return Usage(prompt, output, cached, reasons[-1].decode() if reasons else "unknown")
+
+
+def _tokens(found: dict[str, object], *names: str) -> int | None:
+    for name in names:
+        value = found.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None

@@ -42,8 +42,8 @@ class Progress:
 class ReplayLog:
     """Everything one replay brought out.
 
-    `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time,
-    `kept_steps` every step where the plan asked for them. A closed loop offers what the engine
+    `cut_reason` is None when the replay ran to its end. `kept_steps` is every step where
+    the plan asked for them. A closed loop offers what the engine
     takes, so that nothing can be told of a load.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
@@ -56,12 +56,6 @@ class ReplayLog:
     cut_reason: str | None
     kept_steps: StepColumns | None = None
     is_closed_loop: bool = False
-
-    @property
-    def arrivals_end_s(self) -> float:
-        """When the last request was due."""
-        due_s = self.timelines.due_s
-        return float(due_s.max()) if due_s.size else 0.0
 
 
 class Prompts(Protocol):

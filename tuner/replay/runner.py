@@ -82,22 +82,6 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
     return Capacity(good, bad)
 
 
-def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
-    """Return the largest load at which `holds` is true, assuming it stays false once it is.
-
-    >>> round(capacity(lambda load: load <= 1.7).load, 1)
-    1.7
-    """
-    asked = loads_to_try(start)
-    try:
-        load = next(asked)
-        while True:
-            load = asked.send(holds(load))
-    except StopIteration as found:
-        answer: Capacity = found.value
-        return answer
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A replay that the engine did not survive: an outcome of that configuration."""

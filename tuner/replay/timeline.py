@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,57 +31,6 @@ class Outcome(IntEnum):
     TIMED_OUT = 2
     ABORTED = 3
     UNFINISHED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimeline:
-    """When one replayed request was due, sent and answered.
-
-    Latencies count from due_s, the instant the trace asked for, and not from sent_s: a
-    replayer that falls behind must not hide the wait it caused (coordinated omission).
-
-    Shapes: token_s is [output tokens], never decreasing, perhaps empty.
-    Units: seconds on the replay's one clock, zero at the start of the replay.
-    Raises: ValueError if the stamps are out of order.
-    Source: due-time accounting, wrk2 README; TPOT, vLLM vllm/benchmarks/serve.py,
-        calculate_metrics.
-
-    >>> t = RequestTimeline(due_s=1.0, sent_s=1.1, token_s=(1.5, 1.6, 1.8))
-    >>> round(t.ttft_s, 3), round(t.tpot_s, 3), round(t.send_lag_s, 3)
-    (0.5, 0.15, 0.1)
-    """
-
-    due_s: float
-    sent_s: float
-    token_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse stamps that run backwards."""
-        stamps = (self.due_s, self.sent_s, *self.token_s)
-        if any(later < earlier for earlier, later in pairwise(stamps)):
-            raise ValueError(f"stamps must not run backwards, got {stamps[:4]}")
-
-    @property
-    def send_lag_s(self) -> float:
-        """How late the request was handed to the engine."""
-        return self.sent_s - self.due_s
-
-    @property
-    def ttft_s(self) -> float:
-        """First token minus due time; nan without a token."""
-        return self.token_s[0] - self.due_s if self.token_s else float("nan")
-
-    @property
-    def e2e_s(self) -> float:
-        """Last token minus due time; nan without a token."""
-        return self.token_s[-1] - self.due_s if self.token_s else float("nan")
-
-    @property
-    def tpot_s(self) -> float:
-        """Decode time per output token after the first; nan below two tokens."""
-        if len(self.token_s) < 2:
-            return float("nan")
-        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ last state.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tuner.errors import UsageError
+from tuner.files import lock, write_atomic
 
 COMPARE_FILE = "compare.json"
 """The name under which a comparison is kept in a run directory."""
@@ -53,7 +52,6 @@ class RunDir:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self.is_measured = False
-        self._lock_fd: int | None = None
         if resume and not (path / RUN_FILE).is_file():
             raise UsageError(
                 f"{path} holds no run to resume: {RUN_FILE} is missing",
@@ -68,30 +66,20 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._was_empty = not any(path.iterdir())
-            self._lock()
+            self._lock = lock(
+                path / LOCK_FILE,
+                f"another run is using {path}",
+                "wait for it, or name another --run-dir",
+            )
         except OSError as error:
             raise UsageError(
                 f"run directory {path} cannot be used: {error.strerror or error}",
                 "name another with --run-dir",
             ) from error
 
-    def _lock(self) -> None:
-        """Keep other processes out for as long as this one lives."""
-        handle = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as taken:
-            os.close(handle)
-            raise UsageError(
-                f"another run is using {self.path}", "wait for it, or name another --run-dir"
-            ) from taken
-        self._lock_fd = handle
-
     def close(self) -> None:
         """Let others use the directory."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._lock.release()
 
     def discard(self) -> None:
         """Remove what a run that measured nothing leaves: its files, and folders that it made.
@@ -152,21 +140,8 @@ class RunDir:
             ) from error
 
     def _replace(self, name: str, content: bytes) -> None:
-        target = self.path / name
-        copy = target.with_name(f".{name}.new")
-        try:
-            with copy.open("wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-            copy.replace(target)
-        except OSError as error:
-            with suppress(OSError):
-                copy.unlink(missing_ok=True)
-            raise UsageError(
-                f"{target} cannot be written: {error.strerror or error}",
-                f"free space and go on with --resume {self.path}",
-            ) from error
+        hint = f"free space and go on with --resume {self.path}"
+        write_atomic(self.path / name, content, hint=hint)
 
 
 def new_run_path(root: Path) -> Path:

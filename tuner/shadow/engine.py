@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.engine.compat.scheduler import SchedulerCore
+from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo, PrefixCacheNeeded, Prompt, Step
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 from tuner.shadow.fast_forward import is_foreseeable
 from tuner.shadow.pipeline import Pipeline, SchedulerPair, StepTimer
-
-# Turns without a batch and without a token before the engine counts as stuck: as in `live`.
-STUCK_TURNS = 10_000
 
 
 class ShadowEngine:
@@ -43,7 +41,7 @@ class ShadowEngine:
         self._pair = SchedulerPair(shape, ceiling, num_blocks)
         self._pipeline: Pipeline | None = None
         self._use(self._pair.core(sharing=True))
-        self._stuck_turns = 0
+        self._progress = ProgressGuard()
         self._arrived = 0
         self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks, remark)
 
@@ -75,13 +73,7 @@ class ShadowEngine:
 
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
-        if self.has_work():
-            raise EngineError("limits change only while the engine is idle")
-        if not limits.within(self._info.ceiling):
-            raise EngineError(
-                f"limits {limits} lie above the start-up values {self._info.ceiling}",
-                "start the engine with a higher ceiling",
-            )
+        check_new_limits(self, limits)
         self._limits = limits
         self._open.set_limits(limits)
 
@@ -91,8 +83,7 @@ class ShadowEngine:
         Without sharing a scheduler without a cache decides the same, as long as it preempts
         nobody, and has no blocks to book.
         """
-        if self.has_work():
-            raise EngineError("the prefix cache is cleared only while the engine is idle")
+        check_idle(self)
         core = self._pair.core(sharing=sharing)
         if core is not self._open.core:
             self._use(core)
@@ -121,17 +112,11 @@ class ShadowEngine:
 
         Raises: PrefixCacheNeeded, and is idle then; EngineError.
         """
-        if not self.has_work():
-            raise EngineError("a step was asked of an engine without work")
+        check_busy(self)
         try:
             step = self._open.step(horizon_s)
         except PrefixCacheNeeded:
             self._use(self._pair.core(sharing=True))
             raise
-        self._stuck_turns = 0 if step.batch or step.emitted else self._stuck_turns + 1
-        if self._stuck_turns > STUCK_TURNS:
-            raise EngineError(
-                f"the engine took {STUCK_TURNS} turns without scheduling anything",
-                "a request may be larger than the KV cache",
-            )
+        self._progress.check(step)
         return step

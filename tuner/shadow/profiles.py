@@ -8,23 +8,21 @@ the shadow engine, and when to write one to the session.
 from __future__ import annotations
 
 import math
-import os
 import re
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import GenericAlias
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-import numpy as np
 import yaml
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
+from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
 from tuner.shadow.step_model import FitError, StepModel
 
@@ -125,29 +123,14 @@ def write_profile(path: Path, profile: Profile) -> None:
 
     Raises: UsageError if the file cannot be written; ValueError if it could not be read again.
     """
-    data = msgspec.to_builtins(_in_file(profile))
+    data = _in_file(profile)
     data["serve_values"] = redacted(data["serve_values"])
     try:
-        msgspec.convert(data, _RECORDS[Profile])
+        msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
         raise ValueError(f"the profile could not be read again: {error}") from error
     body = yaml.safe_dump({"schema": SCHEMA} | data, sort_keys=False, default_flow_style=None)
-    target = path.resolve()
-    copy = target.parent / f".{target.name}.new"
-    try:
-        with copy.open("w", encoding="utf-8") as handle:
-            handle.write(_HEADER + body)
-            handle.flush()
-            os.fsync(handle.fileno())
-        copy.replace(target)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}",
-            "name another file, or free space there",
-        ) from error
-    finally:
-        with suppress(OSError):
-            copy.unlink(missing_ok=True)
+    write_atomic(path, _HEADER + body, hint="name another file, or free space there")
 
 
 def read_profile(path: Path) -> Profile:
@@ -165,7 +148,7 @@ def read_profile(path: Path) -> Profile:
     if type(schema) is not int or schema != SCHEMA:
         raise UsageError(f"{path}: schema must be {SCHEMA}, got {schema!r}", _REMAKE)
     try:
-        profile: Profile = _from_file(msgspec.convert(data, _RECORDS[Profile]))
+        profile = _from_file(msgspec.convert(data, _File))
     except msgspec.ValidationError as error:
         raise UsageError(f"{path}: {_reason(str(error), data)}", _REMAKE) from None
     except UsageError as error:
@@ -173,77 +156,142 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
+# No figure of a profile can be negative or endless.
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
 
-# What stands in the file for a type. No figure of a profile can be negative or endless.
-_RECORDS: dict[Any, Any] = {
-    int: _Natural,
-    float: _Amount,
-    float | None: _Amount | None,
-    tuple[int, ...]: tuple[_Natural, ...],
-    tuple[float, ...]: tuple[_Amount, ...],
-}
-_KINDS: dict[type[msgspec.Struct], type] = {}
+_Made = TypeVar("_Made", EngineLimits, EngineShape, StepModel, FitError)
 
 
-def _add_record(kind: type, **keys: str) -> None:
-    """Let a dataclass stand in the file as a mapping with all of its keys and no other."""
-    hints = get_type_hints(kind)
-    record = msgspec.defstruct(
-        kind.__name__,
-        [(f.name, _RECORDS.get(hints[f.name], hints[f.name])) for f in fields(kind)],
-        rename=keys,
-        forbid_unknown_fields=True,
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """A mapping of the file, with all of its keys and no other."""
+
+
+class _Limits(_Record):
+    max_num_seqs: _Natural
+    max_num_batched_tokens: _Natural
+
+
+class _KvStart(_Record):
+    limits: _Limits
+    num_blocks: _Natural
+
+
+class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
+    model: str
+    device: str
+    dtype: str
+    vllm_version: str
+    parallelism: Mapping[str, int]
+    vocab_size: _Natural
+    max_model_len: _Natural
+    block_size: _Natural
+    kv_kind: str
+    prefix_caching: bool
+    asynchronous: bool
+    captured_sizes: tuple[_Natural, ...]
+    scheduler: Mapping[str, bool | int | float | str | None]
+
+
+class _StepModel(
+    _Record,
+    rename={
+        "decode_knots": "decode_knots_seqs",
+        "decode_slopes_s": "decode_slopes_s_per_seq",
+        "prefill_knots": "prefill_knots_tokens",
+        "prefill_slopes_s": "prefill_slopes_s_per_token",
+        "decode_context_s": "decode_context_s_per_token",
+        "prefill_context_s": "prefill_context_s_per_token_pair",
+        "captured_sizes": "captured_sizes_tokens",
+    },
+):
+    decode_knots: tuple[_Natural, ...]
+    decode_slopes_s: tuple[_Amount, ...]
+    prefill_knots: tuple[_Natural, ...]
+    prefill_slopes_s: tuple[_Amount, ...]
+    base_s: _Amount
+    prefill_base_s: _Amount
+    decode_context_s: _Amount
+    prefill_context_s: _Amount
+    tidy_s: _Amount
+    captured_sizes: tuple[_Natural, ...]
+
+
+class _Fit(_Record):
+    steps: _Natural
+    step_mape_ratio: _Amount
+    heldout_steps_ratio: _Amount
+    heldout_config_ratio: _Amount | None
+    distorted_ratio: _Amount
+
+
+class _File(_Record):
+    engine: _Shape
+    kv_starts: tuple[_KvStart, ...]
+    step_model: _StepModel
+    fit: _Fit
+    metric_error_ratio: _Amount | None
+    made_at: str
+    calibrated_on: tuple[str, ...]
+    present_limits: _Limits
+    serve_values: Mapping[str, object]
+
+
+def _in_file(profile: Profile) -> dict[str, Any]:
+    """Return the mapping that stands in the file for a profile."""
+    limits = [_Limits(**_parts(start.limits)) for start in profile.kv_starts]
+    starts = zip(limits, profile.kv_starts, strict=True)
+    record = _File(
+        engine=_Shape(**_parts(profile.shape)),
+        kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
+        step_model=_StepModel(**_parts(profile.step_model)),
+        fit=_Fit(**_parts(profile.fit)),
+        metric_error_ratio=profile.metric_error_ratio,
+        made_at=profile.made_at,
+        calibrated_on=profile.calibrated_on,
+        present_limits=_Limits(**_parts(profile.present_limits)),
+        serve_values=profile.serve_values,
     )
-    _RECORDS[kind], _KINDS[record] = record, kind
-    _RECORDS[GenericAlias(tuple, (kind, ...))] = GenericAlias(tuple, (record, ...))
+    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
+    return plain
 
 
-_add_record(EngineLimits)
-_add_record(KvStart)
-_add_record(EngineShape, captured_sizes="captured_sizes_tokens")
-_add_record(
-    StepModel,
-    decode_knots="decode_knots_seqs",
-    decode_slopes_s="decode_slopes_s_per_seq",
-    prefill_knots="prefill_knots_tokens",
-    prefill_slopes_s="prefill_slopes_s_per_token",
-    decode_context_s="decode_context_s_per_token",
-    prefill_context_s="prefill_context_s_per_token_pair",
-    captured_sizes="captured_sizes_tokens",
-)
-_add_record(FitError)
-_add_record(Profile, shape="engine")
+def _parts(value: EngineLimits | EngineShape | StepModel | FitError) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
-def _in_file(value: Any) -> Any:  # noqa: ANN401 - a dataclass, or what it is made of
-    """Return the record, or the plain value, that stands in the file for a value."""
-    match value:
-        case tuple():
-            return tuple(map(_in_file, value))
-        case Mapping():
-            return {key: _in_file(part) for key, part in value.items()}
-        case np.generic():
-            return value.item()
-    if not is_dataclass(value):
-        return value
-    parts = {f.name: _in_file(getattr(value, f.name)) for f in fields(value)}
-    return _RECORDS[type(value)](**parts)
+def _as_plain(number: Any) -> Any:  # noqa: ANN401 - a number of numpy
+    return number.item()
 
 
-def _from_file(value: Any, key: str = "") -> Any:  # noqa: ANN401 - a record, or its parts
-    """Return what the record, or the plain value, under a key of the file stands for."""
-    if isinstance(value, tuple):
-        return tuple(_from_file(part, f"{key}[{i}]") for i, part in enumerate(value))
-    if not isinstance(value, msgspec.Struct):
-        return value
-    named = msgspec.structs.asdict(value).items()
-    parts = {name: _from_file(part, f"{key}.{name}") for name, part in named}
+def _from_file(found: _File) -> Profile:
+    """Return the profile of a file. Raises: UsageError, naming the key, if it cannot be one."""
+    starts = [
+        KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
+        for i, start in enumerate(found.kv_starts)
+    ]
     try:
-        return _KINDS[type(value)](**parts)
+        return Profile(
+            shape=_made(EngineShape, found.engine, "engine"),
+            kv_starts=tuple(starts),
+            step_model=_made(StepModel, found.step_model, "step_model"),
+            fit=_made(FitError, found.fit, "fit"),
+            metric_error_ratio=found.metric_error_ratio,
+            made_at=found.made_at,
+            calibrated_on=found.calibrated_on,
+            present_limits=_made(EngineLimits, found.present_limits, "present_limits"),
+            serve_values=found.serve_values,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
+    """Return what a record stands for. Raises: UsageError, with the key, if it cannot be."""
+    try:
+        return kind(**msgspec.structs.asdict(record))
     except (UsageError, ValueError, OverflowError) as error:
-        raise UsageError(f"{key[1:]}: {error}".removeprefix(": ")) from error
+        raise UsageError(f"{key}: {error}") from error
 
 
 def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file holds
@@ -265,35 +313,11 @@ def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file ho
     return f"{key}: {reason[0].lower()}{reason[1:]}" if key else reason
 
 
-# What PyYAML's constructors run into and let through, as with `!!int x`.
-_RAN_INTO = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-
-
 def _load(path: Path) -> object:
     """Return what stands in the YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        return parse_yaml(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", _REMAKE) from error
-    except (yaml.YAMLError, *_RAN_INTO) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "it holds what YAML cannot read"
-        raise UsageError(f"{path} is not YAML: {reason}{place}", _REMAKE) from None
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, but a key that stands twice is an error and not the last one."""
-
-    def construct_mapping(
-        self,
-        node: yaml.MappingNode,
-        deep: bool = False,  # noqa: FBT001, FBT002 - as above
-    ) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {twice[0]} stands twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep=deep)
+    except ValueError as error:
+        raise UsageError(f"{path} is not YAML: {error}", _REMAKE) from None

@@ -22,8 +22,6 @@ from tuner.traffic.formats.sources import write_trace
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import ReadNotes, Trace
 
-__all__ = ["SAMPLES", "chat", "shared_prefix", "translation", "write_samples", "write_trace"]
-
 _CLOCK_DECIMALS = 4
 """Ours: a tenth of a millisecond, finer than any step of an engine."""
 

@@ -11,9 +11,7 @@ of how much they would differ from one hour to the next by chance.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +21,7 @@ import numpy as np
 
 from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import UsageError
+from tuner.files import write_atomic
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
@@ -308,19 +307,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def write_sketch(path: Path, sketch: TrafficSketch) -> None:
     """Write the sketch whole or not at all. Raises: UsageError if it cannot be written."""
-    copy = path.with_name(f".{path.name}.new")
-    try:
-        with copy.open("wb") as file:
-            file.write(msgspec.json.encode(_in_file(sketch)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        copy.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            copy.unlink(missing_ok=True)
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}", "free space there"
-        ) from error
+    content = msgspec.json.encode(_in_file(sketch)) + b"\n"
+    write_atomic(path, content, hint="free space there")
 
 
 def read_sketch(path: Path) -> TrafficSketch:

@@ -188,32 +188,6 @@ class Aborted(StrEnum):
     DROP = "drop"
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request as the trace asks for it.
-
-    Units: due_s counts from the start of the trace.
-    Raises: ValueError if a field is out of range.
-    """
-
-    index: int
-    due_s: float
-    prompt_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...] = ()
-    request_id: str = ""
-
-    def __post_init__(self) -> None:
-        if self.index < 0:
-            raise ValueError(f"index must be at least 0, got {self.index}")
-        if not (math.isfinite(self.due_s) and self.due_s >= 0):
-            raise ValueError(f"due_s must be finite and at least 0, got {self.due_s}")
-        if self.prompt_tokens < 1:
-            raise ValueError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
-        if self.output_tokens < 1:
-            raise ValueError(f"output_tokens must be at least 1, got {self.output_tokens}")
-
-
 class ClockOrigin(StrEnum):
     """What the zero of a recording's clock means when several recordings come together.
 
@@ -299,17 +273,6 @@ class Trace:
     def duration_s(self) -> float:
         """Time from the first due time to the last; 0 for one request."""
         return float(self.due_s[-1] - self.due_s[0])
-
-    def request(self, index: int) -> TraceRequest:
-        """Return one row as an object; index counts from 0 in due order."""
-        return TraceRequest(
-            index=index,
-            due_s=float(self.due_s[index]),
-            prompt_tokens=int(self.prompt_tokens[index]),
-            output_tokens=int(self.output_tokens[index]),
-            hash_ids=self.hashes.row(index) if self.hashes is not None else (),
-            request_id=self.request_ids[index] if self.request_ids is not None else "",
-        )
 
     def slice_rows(self, indices: npt.ArrayLike) -> Trace:
         """Return the given rows (ascending indices or a mask), their due times unchanged.

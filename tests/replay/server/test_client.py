@@ -141,6 +141,7 @@ def test_what_exceeds_the_servers_length_is_no_failure_of_it() -> None:
     assert judged(unknown).failed == 2
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]) -> None:
     traffic = ["--trace", str(TRACE), "--window", "typical:2s", "--predict", "none"]

@@ -16,7 +16,7 @@ from tuner.errors import Caveat
 from tuner.recorder.messages import Left, Unfinished
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import ReadOptions, read_trace
-from tuner.traffic.formats.aborted import drawn_lengths
+from tuner.traffic.formats.columns import drawn_lengths
 from tuner.traffic.formats.sources import write_trace
 from tuner.traffic.traces import Aborted, Trace
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.csv_parts import BURST_6, BURST_8, message, public, traced, written
+from support.traffic import request_at
 from tuner.traffic.formats.burstgpt import BURSTGPT, turns_of_sessions
 from tuner.traffic.formats.columns import Labels, ReadOptions
 from tuner.traffic.traces import ClockOrigin, ZeroOutput
@@ -27,8 +28,8 @@ def test_burstgpt_columns_are_found_by_name_wherever_they_stand(tmp_path: Path) 
         "Log Type,Elapsed time, Response tokens ,Request tokens,Timestamp,Session ID,Model\r\n"
     )
     other = traced(written(tmp_path, moved + "API log,1.5,7,50,12,,GPT-4\r\n"), BURSTGPT)
-    assert other.request(0).prompt_tokens == 50
-    assert other.request(0).output_tokens == 7
+    assert request_at(other, 0).prompt_tokens == 50
+    assert request_at(other, 0).output_tokens == 7
     assert other.e2e_s is not None
     assert other.e2e_s.tolist() == [1.5]
     assert other.turns is None

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.traffic import request_at
 from tuner.errors import TraceError, TunerError, UsageError
 from tuner.traffic.formats import ReadOptions, format_names, read_trace
 from tuner.traffic.formats.sources import write_trace
@@ -52,7 +53,7 @@ def test_native_reads_both_clocks_and_all_optional_fields(tmp_path: Path) -> Non
     trace = read_trace(written(tmp_path, rich))
     assert trace.format == "native"
     assert trace.due_s.tolist() == [0.0, 0.5]
-    assert trace.request(0).hash_ids == (4, 9)
+    assert request_at(trace, 0).hash_ids == (4, 9)
     assert trace.request_ids == ("a", "12")
     assert trace.hashes is not None
     assert trace.hashes.block_size == 16
@@ -60,7 +61,7 @@ def test_native_reads_both_clocks_and_all_optional_fields(tmp_path: Path) -> Non
     assert trace.e2e_s[0] == 0.25
     write_trace(trace, tmp_path / "again.jsonl")
     again = read_trace(tmp_path / "again.jsonl")
-    assert [again.request(i) for i in (0, 1)] == [trace.request(i) for i in (0, 1)]
+    assert [request_at(again, i) for i in (0, 1)] == [request_at(trace, i) for i in (0, 1)]
     assert again.e2e_s is not None
     assert again.e2e_s[0] == 0.25
     millis = read_trace(
@@ -103,7 +104,7 @@ def test_azure_columns_are_found_by_name_through_spaces_quotes_and_marks(
     csv = (
         '\ufeff GeneratedTokens , x,"TIMESTAMP", ContextTokens\n 7 ,, 2023-11-16 18:15:46 ,3\n'
     )
-    request = read_trace(written(tmp_path, csv, "a.csv")).request(0)
+    request = request_at(read_trace(written(tmp_path, csv, "a.csv")), 0)
     assert (request.prompt_tokens, request.output_tokens) == (3, 7)
 
 

@@ -7,8 +7,6 @@ traffic that a handed-over configuration was tuned for), `.lock`.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ import msgspec
 from tuner.drift.watch.policy import Memory, forgotten
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
-from tuner.files import Held, write_atomic
+from tuner.files import Held, lock, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 
 STATE_FILE: Final = "state.json"
@@ -131,7 +129,11 @@ class StateDir:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(path / ".lock")
+            self._lock = lock(
+                path / ".lock",
+                f"another watch is using {path}",
+                "wait for it, or name another directory with --state",
+            )
             for left in path.glob(f".{STATE_FILE}.*"):
                 # Of a process that was killed while it wrote.
                 left.unlink()
@@ -150,7 +152,7 @@ class StateDir:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
     def load(self) -> tuple[WatchState, str]:
         """Return the state, and what has to be said of it.
@@ -218,20 +220,6 @@ class StateDir:
             if path.name not in names:
                 with suppress(OSError):
                     path.unlink()
-
-
-def _locked(path: Path) -> int:
-    """Return a handle that keeps others out for as long as this process lives."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as taken:
-        os.close(handle)
-        raise UsageError(
-            f"another watch is using {path.parent}",
-            "wait for it, or name another directory with --state",
-        ) from taken
-    return handle
 
 
 def _stamp(at_s: float) -> str:

@@ -9,22 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tuner.traffic.formats.columns import Columns, ReadOptions, TraceFormat, no_time_unit
-from tuner.traffic.formats.csv_table import Field, Kind, header_names, read_table
+from tuner.traffic.formats.csv_table import Kind, ThreeColumns, header_names
 from tuner.traffic.traces import ClockOrigin
 
-TIME, PROMPT, OUTPUT, IMAGES = "TIMESTAMP", "ContextTokens", "GeneratedTokens", "NumImages"
+IMAGES = "NumImages"
 
-_FIELDS = {
-    "arrived": Field((TIME,), Kind.WALL_CLOCK),
-    "prompt": Field((PROMPT,), Kind.TOKENS),
-    "output": Field((OUTPUT,), Kind.TOKENS),
-}
-
-
-def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
-    names = header_names(head)
-    return TIME in names and (PROMPT in names or OUTPUT in names)
+_COLUMNS = ThreeColumns("TIMESTAMP", Kind.WALL_CLOCK, "ContextTokens", "GeneratedTokens")
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -35,7 +25,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     no_time_unit(path, options)
     with path.open("rb") as file:
         has_images = IMAGES in header_names(file.readline(1 << 16))
-    table = read_table(path, _FIELDS, options)
+    table = _COLUMNS.read(path, options)
     told = "images (NumImages) are not replayed: the prompts are text of the recorded length"
     return Columns(
         arrived=table.whole["arrived"],
@@ -48,4 +38,4 @@ def read(path: Path, options: ReadOptions) -> Columns:
     )
 
 
-AZURE = TraceFormat(name="azure", matches=matches, read=read)
+AZURE = TraceFormat(name="azure", matches=_COLUMNS.stand_in, read=read)

@@ -101,6 +101,30 @@ def header_names(head: bytes) -> list[str]:
     return [name.strip() for name in row]
 
 
+@dataclass(frozen=True, slots=True)
+class ThreeColumns:
+    """A clock and two token counts, told by their names in the header."""
+
+    clock: str
+    kind: Kind
+    prompt: str
+    output: str
+
+    def stand_in(self, head: bytes) -> bool:
+        """Say whether the header names the clock and at least one of the token columns."""
+        names = header_names(head)
+        return self.clock in names and (self.prompt in names or self.output in names)
+
+    def read(self, path: Path, options: ReadOptions) -> Table:
+        """Return the columns `arrived`, `prompt` and `output`. Raises: TraceError."""
+        fields = {
+            "arrived": Field((self.clock,), self.kind),
+            "prompt": Field((self.prompt,), Kind.TOKENS),
+            "output": Field((self.output,), Kind.TOKENS),
+        }
+        return read_table(path, fields, options)
+
+
 def read_table(path: Path, fields: Mapping[str, Field], options: ReadOptions) -> Table:
     """Return the fields' columns.
 

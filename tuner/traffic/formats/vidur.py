@@ -9,22 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat
-from tuner.traffic.formats.csv_table import Field, Kind, header_names, read_table
+from tuner.traffic.formats.csv_table import Kind, ThreeColumns
 from tuner.traffic.traces import ClockOrigin
 
 TIME, PROMPT, OUTPUT = "arrived_at", "num_prefill_tokens", "num_decode_tokens"
 
-_FIELDS = {
-    "arrived": Field((TIME,), Kind.SECONDS),
-    "prompt": Field((PROMPT,), Kind.TOKENS),
-    "output": Field((OUTPUT,), Kind.TOKENS),
-}
-
-
-def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
-    names = header_names(head)
-    return TIME in names and (PROMPT in names or OUTPUT in names)
+_COLUMNS = ThreeColumns(TIME, Kind.SECONDS, PROMPT, OUTPUT)
 
 
 def read(path: Path, options: ReadOptions) -> Columns:
@@ -33,7 +23,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     Units: the clock in seconds, or in the unit that the options name.
     Raises: TraceError that names the first wrong line.
     """
-    table = read_table(path, _FIELDS, options)
+    table = _COLUMNS.read(path, options)
     return Columns(
         arrived=table.numbers["arrived"],
         ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
@@ -44,4 +34,4 @@ def read(path: Path, options: ReadOptions) -> Columns:
     )
 
 
-VIDUR = TraceFormat(name="vidur", matches=matches, read=read)
+VIDUR = TraceFormat(name="vidur", matches=_COLUMNS.stand_in, read=read)
