@@ -1,7 +1,7 @@
 """What the tool brings along: the demo model, and the sample traces and profiles.
 
-Answers where these lie, in a checkout as in an installed wheel, and how vLLM is to be started
-on the demo model. It neither reads traces nor starts an engine.
+Answers where these lie, in a checkout as in an installed wheel, and how vLLM is started on the
+demo model.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
     """Show the difference and put the file in its place, or nothing if there is none."""
     from tuner.cli.console import say
     from tuner.emit.registry import merge_into
-    from tuner.files import Held, write_atomic
+    from tuner.files import ExpectedText, write_atomic
 
     path = Path(options["merge"])
     merged = merge_into(path, chosen, rec, names)
@@ -92,5 +92,5 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
     if options["output"]:
         write_atomic(Path(options["output"]), merged.after, secret=merged.has_secrets)
     elif merged.after != merged.before:
-        write_atomic(path, merged.after, secret=False, held=Held(merged.before))
+        write_atomic(path, merged.after, secret=False, expected=ExpectedText(merged.before))
     return 0

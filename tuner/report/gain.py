@@ -33,7 +33,7 @@ from tuner.report.words import (
     score,
     sentence,
 )
-from tuner.search.race import EQUAL_RATIO
+from tuner.search.race import EQUIVALENCE_RATIO
 from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
@@ -92,7 +92,7 @@ def _meaning(row: EvidenceRow, wrong: float) -> str:
         low, high = row.change_interval
         if low is None or high is None:
             return "within noise"
-        if low > -EQUAL_RATIO and high < EQUAL_RATIO:
+        if low > -EQUIVALENCE_RATIO and high < EQUIVALENCE_RATIO:
             return "equal"
         if low <= 0 <= high:
             return "within noise"

@@ -31,7 +31,7 @@ from tuner.drift.watch.state import RolloutRecord, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.errors import UsageError
-from tuner.files import Held
+from tuner.files import ExpectedText
 
 RESTLESS = """
 import sys
@@ -103,7 +103,7 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
 class DyingPublisher(Publisher):
     """Does not live to write the file."""
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, held: ExpectedText) -> None:
         """End the process."""
         raise KilledError(text.text, held)
 

@@ -28,7 +28,7 @@ from tuner.drift.watch.policy import Act
 from tuner.drift.watch.publish import Publisher, Text
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
-from tuner.files import Held
+from tuner.files import ExpectedText
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 
@@ -197,7 +197,7 @@ EDIT = "max-model-len: 4096\n"
 class HastyPublisher(Publisher):
     """Others edit the file while the new one is being written."""
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, held: ExpectedText) -> None:
         """Write, after the edit."""
         with self.path.open("a") as file:
             file.write(EDIT)

@@ -25,7 +25,7 @@ from tuner.drift.watch.publish import Reason
 from tuner.drift.watch.state import Counts, Last, RolloutRecord
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
-from tuner.files import Held
+from tuner.files import ExpectedText
 from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 
@@ -204,7 +204,7 @@ class Watcher:
             gain_ratio=None if checked.gain is None else checked.gain.value,
         )
 
-    def _change(self, found: _Found, held: Held, present: EngineLimits) -> None:
+    def _change(self, found: _Found, held: ExpectedText, present: EngineLimits) -> None:
         """Hand the new configuration over; what takes time comes before the file is read."""
         checked, now_s, publisher = found.checked, self.clock.now_s(), self.handing.publisher
         if checked.best is None:

@@ -21,7 +21,7 @@ from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.files import Held, write_atomic
+from tuner.files import ExpectedText, write_atomic
 from tuner.redact import has_secrets
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
@@ -89,21 +89,21 @@ class Publisher:
             return None
         return read_emitted(self.path).limits
 
-    def held(self) -> Held:
+    def held(self) -> ExpectedText:
         """Return what the file holds. Raises: UsageError if it cannot be read."""
         try:
-            return Held(self.path.read_bytes().decode("utf-8"))
+            return ExpectedText(self.path.read_bytes().decode("utf-8"))
         except FileNotFoundError:
-            return Held(None)
+            return ExpectedText(None)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
 
-    def to_return_to(self, held: Held, present: EngineLimits) -> Text:
+    def to_return_to(self, before: ExpectedText, present: EngineLimits) -> Text:
         """Return what was held, or what would stand there with the present limits."""
-        if held.text is None:
+        if before.text is None:
             return self._whole(Recommendation(self.values, present, lost=self.lost))
         # Written back it keeps the mode that the file has by then.
-        return Text(held.text, has_secrets=False)
+        return Text(before.text, has_secrets=False)
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
@@ -119,16 +119,16 @@ class Publisher:
         merged = merge_into(self.path, self.chosen, rec, Names(self.path.name))
         return Text(merged.after, merged.has_secrets)
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, expected: ExpectedText) -> None:
         """Put the file onto the disk whole or not at all.
 
         Raises: UsageError; ChangedMeanwhileError if it holds something else than it did.
         """
-        write_atomic(self.path, text.text, secret=text.has_secrets, held=held)
+        write_atomic(self.path, text.text, secret=text.has_secrets, expected=expected)
 
     def holds(self, text: str) -> bool:
         """Tell whether the file holds just this."""
-        return Held(text).is_in(self.path)
+        return ExpectedText(text).is_in(self.path)
 
     def _whole(self, rec: Recommendation) -> Text:
         secret = self.chosen is Format.VLLM and has_secrets(rec.values)

@@ -23,7 +23,7 @@ import msgspec
 from tuner.drift.watch.policy import Memory, forgotten
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
-from tuner.files import Held, write_atomic
+from tuner.files import ExpectedText, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 
 STATE_FILE: Final = "state.json"
@@ -64,9 +64,9 @@ class RolloutRecord:
     had_file: bool = True
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ExpectedText:
         """What the file must still hold when the new text takes its place."""
-        return Held(self.old_text if self.had_file else None)
+        return ExpectedText(self.old_text if self.had_file else None)
 
 
 @dataclass(frozen=True, slots=True)
