@@ -72,7 +72,7 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
             world.clock.sleep(HOUR_S)
             status, text = page(port, "/healthz")
             assert (status, json.loads(text)["ok"]) == (503, False)
-        checked_s = world.watcher.book.state.last.check_s
+        checked_s = world.watcher.store.state.last.check_s
     assert first == {
         "tune_watch_checks_totalunchanged": 1,
         "tune_watch_checks_totalshifted, re-tune pays": 2,

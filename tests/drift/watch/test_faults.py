@@ -74,7 +74,7 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_file_and_is_taken_up(
         assert world.words == ""
         assert read_emitted(world.path).limits in (FOUR, EIGHT)
         world.rounds(UNCHANGED)
-        state = world.watcher.book.state
+        state = world.watcher.store.state
         assert state.handover is None
         assert state.counts.changes >= changes
         assert state.present == world.watcher.present
@@ -111,9 +111,9 @@ class DyingPublisher(Publisher):
 def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)
     with a_world(tmp_path) as world:
-        handing = world.watcher.handing
-        handing.publisher = DyingPublisher(
-            world.path, Format.VLLM, handing.publisher.profile, {}
+        rollout = world.watcher.rollout
+        rollout.publisher = DyingPublisher(
+            world.path, Format.VLLM, rollout.publisher.profile, {}
         )
         with pytest.raises(KilledError):
             world.lasts(pays())
@@ -141,7 +141,7 @@ def test_a_way_back_that_was_decided_is_taken_even_after_a_kill(tmp_path: Path) 
     with a_world(tmp_path) as world:
         world.rounds(UNCHANGED)
         assert world.hook.seen == [("rollback", SERVED)]
-        assert world.watcher.book.state.memory.barred == (EIGHT,)
+        assert world.watcher.store.state.memory.barred == (EIGHT,)
 
 
 def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> No
         found = world.lasts(pays())
         assert found[-1].startswith("the hook ended with exit code 3: done; ")
         assert "written but not handed over, try 1" in found[-1]
-        assert world.watcher.book.state.counts.changes == 0
+        assert world.watcher.store.state.counts.changes == 0
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert [event for event, _ in world.hook.seen] == ["change"] * 2
-        assert world.watcher.book.state.counts.changes == 1
+        assert world.watcher.store.state.counts.changes == 1
 
 
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_to
         assert world.clock.waits_s[:3] == [2.0, 8.0, 30.0]
         world.script.outages.extend(["it is down"] * 4)
         assert world.watcher.round() is not None
-        last = world.watcher.book.state.last
-        assert (last.error, world.watcher.book.state.counts.errors) == ("it is down", 1)
+        last = world.watcher.store.state.last
+        assert (last.error, world.watcher.store.state.counts.errors) == ("it is down", 1)
         assert world.path.read_text() == SERVED
         # It neither confirmed nor refuted.
         world.script.outages.clear()

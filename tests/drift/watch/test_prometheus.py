@@ -103,10 +103,10 @@ def an_engine(model: str, trace: Trace, took_s: Floats) -> TimedEngine:
 
 @pytest.fixture(scope="module")
 def pasts() -> dict[str, TimedEngine]:
-    """Return servers that did as foretold until the watch looked, and others since.
+    """Return servers that did as predicted until the watch looked, and others since.
 
-    `right` does as the new limits are foretold to, `wrong` makes all take twice as long as on
-    the old ones, `other` was three times as slow as foretold all along.
+    `right` does as the new limits are predicted to, `wrong` makes all take twice as long as on
+    the old ones, `other` was three times as slow as predicted all along.
     """
     trace = traffic()
     old_s, new_s = (took_s(trace, EngineLimits(cap, 512)) for cap in (4, 24))
@@ -193,12 +193,12 @@ def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "stands"),
     [
-        ("right", "does as well as foretold: e2e_mean is ", True),
+        ("right", "does as well as predicted: e2e_mean is ", True),
         ("wrong", "does worse than the old configuration would: e2e_mean is ", False),
-        ("other", "cannot be told: before the change 4/512 was further from its", True),
+        ("other", "has no verdict: before the change 4/512 was further from its", True),
     ],
 )
-def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_foretold(
+def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_predicted(
     url: str,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,

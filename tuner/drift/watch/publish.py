@@ -2,7 +2,7 @@
 
 Answers what is in use by it, what would stand in it, and puts it onto the disk whole. A file
 of vLLM's own form is written anew around the values that it has; any other that exists is
-edited in place, so that what people added to it stays. When to write is left to `loop`.
+edited in place, so that what people added to it stays.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Publisher:
             checked_writer(self.chosen, rec)
 
     def present(self) -> EngineLimits | None:
-        """Return the limits that the file holds, None where it does not tell.
+        """Return the limits in the file, None where it has none that can be read.
 
         Raises: UsageError if it is no such file.
         """
@@ -89,8 +89,8 @@ class Publisher:
             return None
         return read_emitted(self.path).limits
 
-    def held(self) -> ExpectedText:
-        """Return what the file holds. Raises: UsageError if it cannot be read."""
+    def text_now(self) -> ExpectedText:
+        """Return the file's text. Raises: UsageError if it cannot be read."""
         try:
             return ExpectedText(self.path.read_bytes().decode("utf-8"))
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class Publisher:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
 
     def to_return_to(self, before: ExpectedText, present: EngineLimits) -> Text:
-        """Return what was held, or what would stand there with the present limits."""
+        """Return the text from before, or a new file's with the present limits."""
         if before.text is None:
             return self._whole(Recommendation(self.values, present, lost=self.lost))
         # Written back it keeps the mode that the file has by then.
@@ -107,8 +107,8 @@ class Publisher:
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
-        said, facts = tuple(self._said(reason)), self._facts(limits, reason)
-        rec = Recommendation(self.values, limits, said, facts, lost=self.lost)
+        sentences, facts = tuple(self._sentences(reason)), self._facts(limits, reason)
+        rec = Recommendation(self.values, limits, sentences, facts, lost=self.lost)
         if self.chosen is Format.VLLM and self.path.exists():
             # What somebody serves from already has no more and no fewer keys afterwards.
             there = read_emitted(self.path)
@@ -122,7 +122,7 @@ class Publisher:
     def write(self, text: Text, expected: ExpectedText) -> None:
         """Put the file onto the disk whole or not at all.
 
-        Raises: UsageError; ChangedMeanwhileError if it holds something else than it did.
+        Raises: UsageError; ChangedMeanwhileError if it is not as expected.
         """
         write_atomic(self.path, text.text, secret=text.has_secrets, expected=expected)
 
@@ -134,7 +134,7 @@ class Publisher:
         secret = self.chosen is Format.VLLM and has_secrets(rec.values)
         return Text(emit(self.chosen, rec, Names(self.path.name)), secret)
 
-    def _said(self, reason: Reason) -> list[str]:
+    def _sentences(self, reason: Reason) -> list[str]:
         """Return the provenance in the sentences that every emitted file has."""
         trace, shape, present = reason.trace, self.profile.shape, reason.present
         hours = (float(trace.due_s[-1]) - float(trace.due_s[0])) / 3600
