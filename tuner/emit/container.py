@@ -1,7 +1,6 @@
 """The container that a recommendation runs in: image, model path, port, devices, arguments.
 
-What Docker Compose and the Kubernetes objects have in common. The objects themselves are made
-in their own modules.
+What Docker Compose and the Kubernetes objects have in common.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Set both limits where a user's file says how vLLM is started, and touch nothing else.
 
-Works on YAML documents as mappings and lists, whatever library read them; `merge` reads and
-writes the file. Each target says where its documents keep the arguments.
+Works on YAML documents as mappings and lists, whatever library read them.
 """
 
 from __future__ import annotations

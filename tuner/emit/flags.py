@@ -1,4 +1,8 @@
-"""A configuration as the words of vLLM's command line, for targets that take arguments."""
+"""A configuration as words of vLLM's command line, and the command as a file of its own.
+
+The words serve every target that takes arguments; `--format args` writes them below their
+evidence.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Change both limits in a YAML file of the user's, and leave all else as it stands there.
 
-Comments, order, quotes and indentation survive: the file is read and written by a library that
-keeps them, and where it would still write a line anew that nobody changed, the user's line
-stays. Where the limits belong in the file is left to the target. Owns ruamel.yaml.
+Comments, order, quotes and indentation survive: the file is read and written by ruamel.yaml,
+and where that would still write a line anew that nobody changed, the user's line stays. The
+change is shown as a diff in which secrets are hidden.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write the change of an object of Kubernetes as a patch that keeps all else.
 
-Made from the object as it runs, or as it stands in a repository: without it nobody knows which
-arguments there are beside the two limits, and a patch that replaces their list would take away
-what guards the server.
+Made from the object as it runs, or as it stands in a repository: otherwise the arguments beside
+the two limits are unknown, and a patch that replaces their list would remove what guards the
+server.
 """
 
 from __future__ import annotations

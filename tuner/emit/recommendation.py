@@ -1,7 +1,7 @@
 """What is deployed: the user's configuration with the tuned limits, and where they come from.
 
-Answers which settings a file may hold and how it is named and commented. How a target spells
-them is left to that target's module, and where a recommendation is read from to `sources`.
+Answers which settings a file may hold, which secrets it lacks, and the comments and facts that
+stand with it; and reads those comments back.
 """
 
 from __future__ import annotations

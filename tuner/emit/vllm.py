@@ -1,7 +1,8 @@
-"""Write a recommendation as the file that `vllm serve --config` takes.
+"""The files that `vllm serve --config` takes: with the two classic limits, or with four.
 
-Answers how the user's values and the two tuned limits become YAML that vLLM reads as they were
-meant. What to recommend, and which evidence there is, is decided above.
+Two limits are what every vLLM reads; four repeat the measured point exactly. The user's values
+become YAML that vLLM reads as they were meant, whole or edited in place, below the evidence as
+comments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The two scheduler limits that are tuned, as one value that compares and prints."""
 
 from __future__ import annotations
 

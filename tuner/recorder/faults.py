@@ -1,4 +1,4 @@
-"""What cannot be recorded: kept from the server, counted, and said once.
+"""What cannot be recorded: kept from the server, counted, and reported once.
 
 Serving comes first, so nothing that fails here may reach vLLM. And one request must not be able
 to end the recording of all others: a fault costs what it struck, and only many in a row end it.

@@ -1,4 +1,4 @@
-"""What both doors told, joined by the engine's request id into rows.
+"""What both doors reported, joined by the engine's request id into rows.
 
 The engine's ids join exactly: the middleware sees the very string under which the engine
 reports the request later.

@@ -1,4 +1,4 @@
-"""What the two doors tell the recorder: cheap to make while serving, worked on elsewhere."""
+"""What the two doors send to the recorder: cheap to make, processed in its own thread."""
 
 from __future__ import annotations
 

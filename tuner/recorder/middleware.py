@@ -1,8 +1,8 @@
 """The second door: an ASGI middleware, `vllm serve --middleware tuner.recorder.TraceRecorder`.
 
 It passes every message on as it came, in both directions, and keeps no body. What it adds to
-the engine's counts are the prompts, seen through `tap`, and the requests that end early. Where
-the engine's counts are not to be had, it takes those that responses tell of themselves.
+the engine's counts are the prompts, and the requests that end early. Where the engine's counts
+are missing, it takes those that responses carry.
 """
 
 from __future__ import annotations

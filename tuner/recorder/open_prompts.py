@@ -1,7 +1,7 @@
 """The prompts whose answers are still to come, found by the engine's request id.
 
 Clients may choose that id, and so any number of prompts may bear the same at one time: then
-the prompt's length tells them apart, or their blocks are left out. Every step takes the same
+the prompt's length distinguishes them, or their blocks are left out. Every step takes the same
 time however many there are.
 """
 

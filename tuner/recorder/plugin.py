@@ -1,7 +1,7 @@
 """The first door: a stat logger that vLLM loads by itself where this package is installed.
 
 It reports what the engine counted, for `vllm serve` and for any service that embeds AsyncLLM.
-vLLM promises no stability for what stat loggers are told, so the names are looked up first.
+vLLM promises no stability for the arguments of stat loggers, so names are looked up first.
 """
 
 from __future__ import annotations

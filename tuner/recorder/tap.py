@@ -1,4 +1,4 @@
-"""Listening where the API server asks its engine: the tokens of a prompt, exactly as they run.
+"""The tokens of a prompt exactly as they run, read where the API server calls its engine.
 
 The middleware alone sees JSON, before chat templates and tokenizer. But it runs in the process
 that calls the engine's public `generate(prompt, sampling_params, request_id)`, and finds the

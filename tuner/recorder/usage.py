@@ -1,4 +1,4 @@
-"""The token counts that a response tells about itself, found in its last bytes.
+"""The token counts that a response carries, found in its last bytes.
 
 Needed only where the engine's own counts are out of reach. Whole bodies and streams of events
 both end with `usage`, so neither is kept or parsed as a whole. Within JSON text a quotation

@@ -1,8 +1,7 @@
 """When requests go, and what time it is: the two things a replay keeps time with.
 
 Open arrivals follow the recording; causal ones too, but for turns that wait for an answer;
-closed ones hold a number in flight. The loop that asks them, and what happens to the requests,
-is in `replay`.
+closed ones hold a number in flight.
 """
 
 from __future__ import annotations

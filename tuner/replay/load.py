@@ -1,7 +1,7 @@
-"""Whether an engine kept up with the load it was given.
+"""How much work a trace offers, and whether the engine kept up with it.
 
-Two things speak: the work that was offered, against the time in which it came; and the
-requests in flight, which must not grow. Whether a latency is good enough is for SLOs to say.
+The work that was offered is set against the time in which it came, and requests in flight must
+not grow: both must hold for a load to be sustained.
 """
 
 from __future__ import annotations

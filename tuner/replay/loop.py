@@ -3,7 +3,7 @@
 The loop owns the clock. On the virtual clock it adds what each step took and, when the engine
 is idle, jumps to the next arrival: hours of quiet traffic cost nothing and no sleep blurs a
 measurement. On the wall clock it waits for real. Latency counts from the instant a request
-was due. Which limits to replay at is decided elsewhere; what the instants mean, in `metrics`.
+was due.
 """
 
 from __future__ import annotations

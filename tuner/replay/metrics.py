@@ -1,7 +1,8 @@
 """From the instants of a replay to the numbers people tune by.
 
-Answers how fast, how late, how full and how sustained a replay was. One `Measurement` may pool
-several windows of the trace. Comparing measurements is left to `search` and `confirm`.
+Answers how fast, how late, how full and how sustained a replay was: distributions of latencies,
+levels weighted by time, rates, and the caveats on them. One `Measurement` may pool several
+windows of the trace.
 """
 
 from __future__ import annotations

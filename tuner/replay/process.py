@@ -1,7 +1,7 @@
-"""The parent's side of the process in which engine and replay loop live together.
+"""The process in which an engine and the replay loop live, and the parent's handle on it.
 
-The parent only decides and reports. The child's output goes to a log file, whose last words
-explain a death. What the child does is in `child`.
+The parent requests starts and replays; the child starts the engine, warms it up, replays and
+answers. The child's output goes to a log file, whose last words explain a death.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measure configurations on one engine: start it when needed, replay, survive its failures.
 
 The engine starts once at the ceiling; it starts again only after it died, or before every
-configuration where this vLLM hides its limits. What to measure is decided elsewhere.
+configuration where this vLLM cannot change its limits. The largest load that a configuration
+carries is found by bisection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Service-level objectives: bounds on one statistic of one latency.
 
-Answers what `--slo` means and whether a latency meets it. Measuring is left to `metrics`, what
-follows for the search to `search`.
+Answers what `--slo` means, whether a window can carry it and whether a latency meets it.
 """
 
 from __future__ import annotations

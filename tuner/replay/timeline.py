@@ -1,8 +1,7 @@
 """The instants of a request's life, for one request and for a whole replay.
 
-Answers when each request was due, sent, first answered and finished, and how it ended. Which
-latencies follow is here too, because they are differences of these instants; what to make of
-many of them is left to `metrics`.
+Answers when each request was due, sent, first answered and finished, how it ended, and which
+latencies follow: they are differences of these instants.
 """
 
 from __future__ import annotations

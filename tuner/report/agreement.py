@@ -1,7 +1,7 @@
 """Live against shadow: how far predictions lie from what was measured.
 
 Only the same requests compare. Where the run kept such pairs they are shown; otherwise what the
-shadow foretold of its own stretches stands beside the race, and the page says so.
+shadow predicted of its own stretches stands beside the race, with a note.
 """
 
 from __future__ import annotations

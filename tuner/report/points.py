@@ -1,6 +1,6 @@
-"""One point for each configuration: what its replays say together.
+"""One point for each configuration: the medians of its replays.
 
-Live and foretold replays are kept apart, so that no prediction is shown as a measurement.
+Live and predicted replays are kept apart, so that no prediction is shown as a measurement.
 """
 
 from __future__ import annotations

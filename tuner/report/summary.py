@@ -1,4 +1,8 @@
-"""The answer in a sentence, and how far it can be trusted."""
+"""The answer in a sentence, how far it can be trusted, and where it comes from.
+
+The headline and the sentences below it, every caveat, the provenance of the run and the facts
+of its trace.
+"""
 
 from __future__ import annotations
 

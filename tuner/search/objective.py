@@ -165,12 +165,12 @@ class Scoring:
         per_request = [slo for slo in self.slos if slo.metric in ("ttft_s", "tpot_s", "e2e_s")]
         if self.objective is Objective.CAPACITY and not self.slos:
             raise UsageError(
-                "--objective capacity finds the load at which the SLOs still hold; none is set",
+                "--objective capacity needs at least one --slo that the load must meet",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
         if self.objective is Objective.GOODPUT and not per_request:
             raise UsageError(
-                "--objective goodput counts requests within SLOs; none is set",
+                "--objective goodput needs at least one --slo on ttft, tpot or e2e",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
 

@@ -1,7 +1,7 @@
-"""What a trace asks of a server, before anything is started.
+"""What a trace asks of a server, before anything is started, and why it may mislead.
 
-Answers how much, how bursty, how long, how much reuse and how many at once, and warns where
-the recording itself would mislead. Printing and choosing what to replay is left to callers.
+Answers how much, how bursty, how long, how much prefix reuse and how many at once; each warning
+is a reason to doubt these numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefix hash ids of a whole trace as two flat columns.
 
 Answers which blocks a request's prompt consists of, and how much of it an unbounded prefix
-cache would already hold. Which tokens an id stands for is the business of `prompts`.
+cache would already hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Several recordings into one: files of one data set, sessions side by side, two workloads.
+"""Traces made of traces: merged, spread within a coarse clock, thinned to a replica, scaled.
 
-Answers when each of them starts on the common clock, and keeps apart what must not mix: hash
-ids of different scope, and who waits for whom.
+Answers when each of several recordings starts on a common clock, how the ticks of a quantised
+clock become instants, which requests reach one replica of many, and what more or less load of
+the same kind is. Hash ids of different scope, and the turns of sessions, stay apart throughout.
 """
 
 from __future__ import annotations

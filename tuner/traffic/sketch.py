@@ -1,8 +1,8 @@
-"""A trace in a few dozen kilobytes: what a later look at other traffic has to know of it.
+"""A trace in a few dozen kilobytes: what a later comparison with other traffic needs of it.
 
 Time is cut into about a hundred blocks, and each keeps its counts, lengths, bursts, prefix
 reuse and requests in flight. Blocks and not requests, because requests that come together are
-alike: a comparison resamples blocks. Comparing is left to `drift`, the file to `sketch_file`.
+alike: a comparison resamples blocks. A sketch is kept as a file beside the run's profile.
 
 Tried and given up: moments and quantiles of the whole trace. They are smaller, but say nothing
 of how much they would differ from one hour to the next by chance.

@@ -1,8 +1,7 @@
-"""Recorded traffic as columns: when each request was due and how long it was.
+"""Recorded traffic as columns: when each request was due, how long it was, what it awaits.
 
-Answers what was asked of the server, and cuts, scales and limits it. Reading files is the
-business of `formats`, describing of `describe`, choosing a window of `windows`, and turning
-lengths into token ids of `prompts`.
+A trace can be cut, scaled and limited, each time into a new one; its notes count what reading
+it sorted, dropped or clipped.
 """
 
 from __future__ import annotations

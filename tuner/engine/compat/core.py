@@ -1,6 +1,7 @@
-"""vLLM's engine core in this process, and what its batches hold.
+"""vLLM's engine core in this process: starting it, stepping it, changing its limits.
 
-Starting, stepping and limits of a real engine; configurations are read in `serve`.
+Also reads what each of its batches holds, in the protocol's words, and binds the process to
+the cores that a served engine's worker would have.
 """
 
 from __future__ import annotations

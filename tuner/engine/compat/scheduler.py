@@ -1,8 +1,7 @@
 """vLLM's own scheduler and KV-cache manager, without model, device or server.
 
 Built from an EngineShape alone: the bundled demo model stands in for the real one, of which
-the scheduler knows nothing but lengths and blocks. Predicting how long a batch takes is left
-to the shadow engine; a real engine is in `core`.
+the scheduler knows nothing but lengths and blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """vLLM's import, its `serve` parser and its resolved configuration.
 
-What a configuration comes to is answered here without starting anything; running an engine is
-left to `core`.
+Answers what a configuration comes to without starting an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Read off a running vLLM what its scheduler needs to know, and refuse what has no shadow.
-
-The other way round, a scheduler from such a shape, is in `scheduler`.
-"""
+"""Read off a running vLLM what its scheduler needs to know, and refuse what has no shadow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How long answers would have been whose clients left before they ended.
 
-A recording holds what was served of them. Taken as what was asked for, an overloaded server,
-whose users give up, looks like one that was asked for little.
+A recording holds what was served of them. If that counted as what was requested, an overloaded
+server, whose users give up, would look like one with little to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a reader of one format hands over, and the limits that every reader keeps.
+"""What every reader makes of a file: raw columns, and the trace that follows from them.
 
-A reader turns one file into raw `Columns` in file order. Sorting, the zero of time and the
-treatment of empty requests are the same for all formats and live in `assemble`.
+A reader turns one file into `Columns` in file order, within the limits that hold for all
+formats, and counts or refuses wrong rows. Sorting, the zero of time and the treatment of empty
+requests are the same for all formats.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A time column (`time_s` in seconds; `timestamp` or `time` in seconds or as a wall clock) and
 `in_flight`, or `running` and perhaps `waiting`. Each reading holds until the next; the last
 one ends the recording. `input_length` and `output_length` may give the typical lengths at each
-reading; without them lengths come from another trace, see `concurrency_trace`.
+reading; without them lengths are drawn from another trace.
 """
 
 from __future__ import annotations

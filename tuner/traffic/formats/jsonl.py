@@ -1,8 +1,7 @@
 """JSON Lines into columns, for the native format and its relatives.
 
 Good data takes the fast way: blocks of lines decoded to typed rows. When a block fails, its
-lines are read again one by one in `jsonl_faults` to say which one is wrong and why; so the
-message is exact and good data does not pay for it.
+lines are read again one by one, so that the message is exact and good data does not pay for it.
 """
 
 from __future__ import annotations

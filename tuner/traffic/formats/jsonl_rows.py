@@ -1,6 +1,7 @@
-"""What is wrong with one line of JSON Lines, in words.
+"""JSON Lines one line at a time: the header of a file, and what is wrong with a line.
 
-Only lines of blocks that failed the fast way in `jsonl` come here, so this may be slow.
+A header settles the dialect for the whole file. Wrong lines are refused, or counted where the
+user chose to skip them; only blocks that failed the fast way come here, so this may be slow.
 """
 
 from __future__ import annotations

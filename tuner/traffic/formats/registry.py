@@ -2,7 +2,7 @@
 
 A new format is a module with one `TraceFormat` and its line in `FORMATS`, before the formats
 that would also accept its first bytes. A package of a third party offers its own under the
-entry point group `tuner.trace_formats`; those are asked first.
+entry point group `tuner.trace_formats`; those are tried first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests drawn from ServeGen's aggregates: how many a window holds, when, and how long.
 
 Answers what one window looked like, given its rate, the distribution of its gaps and two
-histograms of lengths. Reading the files is the business of `servegen`.
+histograms of lengths.
 
 A published rate is a count of requests divided by the window, so exactly that many are drawn:
 the rate holds. The gaps have the published shape. Their published mean is kept where the

@@ -1,4 +1,4 @@
-"""Where traces come from: files, folders, standard input, gzip and zstd; as plain local files.
+"""Where traces come from and go to: files, folders, standard streams, gzip and zstd.
 
 Readers get a path to plain data. What is packed or piped is spooled to a temporary file first,
 so that memory stays that of the columns.

@@ -1,10 +1,11 @@
-"""Spans of any exporter as requests: which of them are requests, how long, how fast.
+"""Spans of any exporter as requests: their typed values, which of them are requests, how long.
 
 vLLM's own spans are named llm_request; those of clients and gateways are known by the
 attributes of the semantic conventions for generative AI. Everything else in a file is counted.
+Values of OTLP come as numbers or as text and are checked once, here.
 
 Source: vLLM vllm/tracing/utils.py, SpanAttributes, and output_processor.py, do_tracing;
-    OpenTelemetry semantic conventions for generative AI, spans.
+    OpenTelemetry semantic conventions for generative AI, spans; OTLP specification, JSON.
 """
 
 from __future__ import annotations

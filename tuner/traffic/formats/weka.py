@@ -2,6 +2,7 @@
 
 Other tools call the format "weka". Its times are seconds from the start of the session, and
 its hash ids stand for blocks of the file's own block_size, in published files only within it.
+A session and its sub-agents are laid out on one clock: who was sent when, and awaited whom.
 
 Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md and traces/.
 """

@@ -1,7 +1,6 @@
 """Series of numbers from a Prometheus server, or a sentence that says why there are none.
 
-Answers what a query's series read over a span of time, and keeps to the server's limits. What
-the numbers of vLLM mean is left to `engines`.
+Answers what a query's series read over a span of time, and keeps to the server's limits.
 """
 
 from __future__ import annotations

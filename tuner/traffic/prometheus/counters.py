@@ -1,7 +1,6 @@
 """What engines did between scrapes: requests that came, that finished, and were in flight.
 
-Answers what follows from counters that restart, skip a beat or vanish for a while. Nothing is
-drawn here; which requests agree with these counts is the business of `sampling`.
+Answers what follows from counters that restart, skip a beat or vanish for a while.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What vLLM's engines told a Prometheus: counters, histograms and gauges, scrape by scrape.
+"""What Prometheus scraped from vLLM's engines: counters, histograms and gauges.
 
 Answers which models and engines there are, and what each of them read when it was scraped, by
-the names of vLLM's older and newer versions. What follows from the readings is the business of
-`counters`.
+the names of vLLM's older and newer versions.
 
 Source: vllm/v1/metrics/loggers.py, PrometheusStatLogger; before V1, vllm/engine/metrics.py.
 """

@@ -1,4 +1,4 @@
-"""What a reader of a trace from Prometheus is told: how it was made, what it cannot know."""
+"""The remarks on a trace from Prometheus: how it was made, and what it cannot know."""
 
 from __future__ import annotations
 
