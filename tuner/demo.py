@@ -37,7 +37,7 @@ def demo_engine_args() -> dict[str, object]:
 
 
 def is_demo_model(model: object) -> bool:
-    """Tell whether a configuration's model is the demo model, wherever it was installed.
+    """Return whether a configuration's model is the demo model, wherever it was installed.
 
     >>> is_demo_model("tuner/demo_model"), is_demo_model("Qwen/Qwen2.5-7B")
     (True, False)

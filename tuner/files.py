@@ -23,7 +23,7 @@ class ExpectedText:
     text: str | None
 
     def is_in(self, path: Path) -> bool:
-        """Tell whether the file has just this text."""
+        """Return whether the file has just this text."""
         if self.text is None:
             return not path.exists()
         try:

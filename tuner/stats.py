@@ -51,7 +51,7 @@ class Estimate:
 
 
 def carries_quantile(n: int, q: float) -> bool:
-    """Tell whether n samples hold at least ten observations beyond the quantile q.
+    """Return whether n samples hold at least ten observations beyond the quantile q.
 
     >>> carries_quantile(1000, 0.99), carries_quantile(999, 0.99)
     (True, False)
@@ -180,7 +180,7 @@ def paired_ratio(
 
 
 def would_include_one(ratio: Estimate, n: int, errors: float, confidence: float) -> bool:
-    """Tell whether a ratio's interval would include 1 after n pairs of the same spread.
+    """Return whether a ratio's interval would include 1 after n pairs of the same spread.
 
     The true ratio is supposed to lie further from 1 than the observed one by so many of its
     standard errors. `ratio` is from paired_ratio with the same confidence.

@@ -33,8 +33,8 @@ def _routed(rec: Recommendation, names: Names) -> tuple[Recommendation, Names, l
         return rec, Names(names.file, name, names.container), []
     kept = [*served, name] if _SERVED in rec.settings else [name]
     routed = replace(rec, values={**rec.values, _SERVED: kept})
-    told = f"clients name the model {name}: AIBrix routes by the name of the Service"
-    return routed, Names(names.file, name, names.container), [told]
+    message = f"clients name the model {name}: AIBrix routes by the name of the Service"
+    return routed, Names(names.file, name, names.container), [message]
 
 
 def write(rec: Recommendation, names: Names) -> str:

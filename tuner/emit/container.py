@@ -77,8 +77,8 @@ def notes(rec: Recommendation) -> list[str]:
     """Return what a pod leaves out of the settings, and what it needs."""
     if not rec.is_folder:
         return address_notes(rec)
-    told = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
-    return [*address_notes(rec), f"the model is a folder: {told}"]
+    message = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
+    return [*address_notes(rec), f"the model is a folder: {message}"]
 
 
 def address_notes(rec: Recommendation) -> list[str]:

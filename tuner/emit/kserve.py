@@ -149,16 +149,16 @@ def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
     A shell splits the line at blanks.
     """
     kept: list[str] = []
-    told: list[str] = []
+    notes: list[str] = []
     for key, value in rec.flags_but("host", "port", "served-model-name").items():
         words = flags({key: value})
         if any(word.split() != [word] for word in words):
-            told.append(
+            notes.append(
                 f"left out {key}: its value has blanks, at which KServe splits the line"
             )
         else:
             kept.extend(words)
-    return " ".join(without_expansion(kept)), told
+    return " ".join(without_expansion(kept)), notes
 
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

@@ -18,7 +18,7 @@ from tuner.emit.json_patch import Operation, operations
 from tuner.emit.merge import Edit, edit_named, has_secret, read_documents
 from tuner.emit.names import PatchKind
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.yaml_text import Block, yaml_text
+from tuner.emit.yaml_text import BlockText, yaml_text
 from tuner.errors import UsageError
 
 
@@ -104,7 +104,7 @@ def _component(
         name = str(_metadata(document)["name"])
         target = {"group": group, "version": version, "kind": document["kind"], "name": name}
         named = {key: value for key, value in target.items() if value}
-        patches = [{"target": named, "patch": Block(yaml_text(made))}]
+        patches = [{"target": named, "patch": BlockText(yaml_text(made))}]
     body = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",

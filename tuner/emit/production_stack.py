@@ -76,8 +76,8 @@ def _extra(rec: Recommendation, known: dict[str, Any]) -> list[str]:
         "gpuMemoryUtilization": "gpu-memory-utilization",
         **_SWITCHES,
     }
-    said = [spelled[key] for key in known]
-    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *said)))
+    notes = [spelled[key] for key in known]
+    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *notes)))
 
 
 def write(rec: Recommendation, names: Names) -> str:

@@ -279,8 +279,8 @@ def first_comments(path: Path) -> list[str]:
     """Return the comments above a file's values, without the command that takes the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     above = takewhile(lambda line: line.startswith("#"), lines)
-    said = [line.removeprefix("#").removeprefix(" ") for line in above]
-    return said[1:] if said and said[0].startswith("vllm serve ") else said
+    notes = [line.removeprefix("#").removeprefix(" ") for line in above]
+    return notes[1:] if notes and notes[0].startswith("vllm serve ") else notes
 
 
 def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Join:
         self._hashes = hashes
         self.open = OpenPrompts()
         self.unknown = 0
-        """Responses that were not recorded because they told no usage of one answer."""
+        """Responses that were not recorded because they carry no usage of one answer."""
 
     def rows(self, message: Message) -> list[Row]:
         """Return the rows that a message completes."""

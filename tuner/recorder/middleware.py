@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
-from tuner.recorder.faults import Guard
+from tuner.recorder.faults import FaultGuard
 from tuner.recorder.messages import Ended, Left, Replied
 from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import (
@@ -67,7 +67,7 @@ class TraceRecorder:
             await self._app(scope, receive, send)
             return
         try:
-            # Where the engine counts, responses go their own way: they tell nothing more.
+            # Where the engine counts, responses are passed on unread: they add nothing.
             await self._app(scope, seen.receive, seen.send if seen.is_counted else send)
         except BaseException:
             with guards.leaving:
@@ -157,7 +157,7 @@ class _Seen:
         await self._send(message)
 
     def give_up(self) -> None:
-        """Ask the engine how far it is, before it forgets.
+        """Read how far the engine is, before it forgets.
 
         A client also leaves after its answer; then there is nothing to ask.
         """
@@ -168,7 +168,7 @@ class _Seen:
             self._left = [left_behind(self._client, ask) for ask in self._exchange.asks]
 
     def end(self) -> None:
-        """Tell the recorder how it ended."""
+        """Send the recorder how it ended."""
         if self._has_counts:
             self._recorder.offer(self._replied())
         elif self._exchange.asks:
@@ -178,7 +178,7 @@ class _Seen:
 
     @property
     def _has_counts(self) -> bool:
-        """Whether the response is what tells the counts."""
+        """Whether the counts come from the response."""
         is_whole = self._is_answered and self._status == 200
         return self.is_counted and is_whole and not self._is_given_up
 
@@ -207,8 +207,10 @@ class _Seen:
         )
 
 
-def _close(recorder: Recorder, guard: Guard, asks: Sequence[Ask], left: Sequence[Left]) -> None:
-    """Tell the recorder what is over, now that the engine has reported what it would.
+def _close(
+    recorder: Recorder, guard: FaultGuard, asks: Sequence[Ask], left: Sequence[Left]
+) -> None:
+    """Send the recorder what is over, now that the engine has reported what it would.
 
     A response may leave work behind that goes on without it, and is reported later.
     """

@@ -68,9 +68,9 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
                 recorder.offer(Finished(stats.iteration_timestamp, stats.finished_requests))
 
     def log_engine_initialized(self) -> None:
-        """Say nothing: recording begins with the first request."""
+        """Do nothing: recording begins with the first request."""
 
 
 if isabstract(RecordingStatLogger):
-    # vLLM would not start with it; a plugin that cannot be imported it logs and goes without.
+    # vLLM would not start with it; a plugin that fails to import it logs and leaves out.
     raise ImportError(f"vLLM {vllm.__version__} asks its stat loggers for methods we lack")

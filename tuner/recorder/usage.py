@@ -22,7 +22,7 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def read_usage(tail: bytes) -> Usage | None:
-    """Return the last usage in the end of a response, None where it tells none.
+    """Return the last usage in the end of a response, None where there is none.
 
     OpenAI's completions and chat spell it prompt_tokens and completion_tokens, responses and
     Anthropic's messages input_tokens and output_tokens.

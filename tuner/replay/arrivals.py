@@ -129,7 +129,7 @@ class ClosedArrivals:
 
     At `end_s` the recording of that target is over, and with it the replay: past it nothing
     says how many should be in flight. Going on with what is left, one at a time, was tried: an
-    engine 10 % slower than the recorded one then was told at 43 % less requests/s.
+    engine 10 % slower than the recorded one then measured 43 % less requests/s.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.traffic.traces import LoadModel, Trace
 
-# How often the caller hears of progress and may stop the replay, in wall seconds: ours.
+# How often the caller receives progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25
 
 
@@ -44,7 +44,7 @@ class ReplayLog:
 
     `cut_reason` is None when the replay ran to its end. `arrivals_end_s` is the last due time,
     `kept_steps` every step where the plan asked for them. A closed loop offers what the engine
-    takes, so that nothing can be told of a load.
+    takes, so that it shows nothing of a load.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
@@ -240,7 +240,7 @@ class _Replay:
     def _leave_unfinished(self) -> None:
         """Close the books where the recording ends: of what is in flight, and of the rest.
 
-        Nobody asked for the rest before: it becomes due only now.
+        The rest was not requested before: it becomes due only now.
         """
         now_s = self._clock.now_s
         if in_flight := list(self._in_flight):
@@ -252,7 +252,7 @@ class _Replay:
             self._record.ended(row, Outcome.UNFINISHED)
 
     def _cut_reason(self) -> str | None:
-        """Say why going on is pointless, or None."""
+        """Return why going on is pointless, or None."""
         cut, now_s = self._plan.cut, self._clock.now_s
         span_s = 0.0 if self._first_due_s is None else now_s - self._first_due_s
         if cut.max_clock_s is not None and span_s > cut.max_clock_s:

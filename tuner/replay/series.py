@@ -59,7 +59,7 @@ class TimelineRecord:
 
 
 def _short(value: float) -> float:
-    """Return a number without the digits that nobody could see."""
+    """Return a number without the digits that no plot shows."""
     return float(f"{value:.{_DIGITS}g}")
 
 

@@ -23,7 +23,7 @@ class Outcome(IntEnum):
     """How a request ended; every offered request has exactly one.
 
     UNFINISHED is no failure: the recording that a closed loop follows ended first, with the
-    request in flight or still to be sent. How late it would have been nobody knows.
+    request in flight or still to be sent. How late it would have been is unknown.
     """
 
     COMPLETED = 0

@@ -41,9 +41,9 @@ def agreement(run: RunFiles) -> Section:
     pairs = kept or _pairs(run)
     if not pairs:
         return Section("agreement", TITLE, (_nothing(run),))
-    said = [_told(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
+    sentences = [_told(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
     plot, table = _plot(pairs, shadow_error(run.result)), _table(pairs)
-    return Section("agreement", TITLE, tuple(said), plots=(plot,), tables=(table,))
+    return Section("agreement", TITLE, tuple(sentences), plots=(plot,), tables=(table,))
 
 
 def _nothing(run: RunFiles) -> str:
@@ -89,14 +89,14 @@ def _told(pairs: Sequence[Compared], wrong: float | None) -> str:
     by_metric: dict[str, list[float]] = {}
     for pair in pairs:
         by_metric.setdefault(pair.metric, []).append(abs(_off(pair)))
-    said = [
+    sentences = [
         f"{metric_name(metric)} by {percent(median(offs))}"
         for metric, offs in by_metric.items()
     ]
     pairs_of = len({pair.limits for pair in pairs})
     text = (
         f"At {counted(pairs_of, 'configuration')} the shadow was off, in the middle, in "
-        f"{listed(said)}."
+        f"{listed(sentences)}."
     )
     return (
         text

@@ -45,14 +45,16 @@ def gain(run: RunFiles) -> Section:
     rows = run.result.evidence
     if run.shown == run.present or not rows:
         return Section("gain", title, (_nothing(run),))
-    said = [
+    sentences = [
         f"{limits_words(run.shown)} beside the present {limits_words(run.present)}. "
         f"{_how(rows)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
     table = _table(rows, meanings, f"Present and {run.shown_as} values")
-    return Section("gain", title, tuple(said), plots=(_plot(rows, meanings),), tables=(table,))
+    return Section(
+        "gain", title, tuple(sentences), plots=(_plot(rows, meanings),), tables=(table,)
+    )
 
 
 def _nothing(run: RunFiles) -> str:
@@ -65,9 +67,9 @@ def _how(rows: Sequence[EvidenceRow]) -> str:
     rounds = max(row.rounds for row in rows)
     if rounds == 0:
         return "Both were predicted by the shadow."
-    told = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
+    text = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
     times = counted(rounds, "round")
-    return f"Both were replayed in turns on the same requests, {times}{told}."
+    return f"Both were replayed in turns on the same requests, {times}{text}."
 
 
 def _change(row: EvidenceRow) -> float:
@@ -78,7 +80,7 @@ def _change(row: EvidenceRow) -> float:
 
 
 def _meaning(row: EvidenceRow, wrong: float) -> str:
-    """Say whether a change is for the better, and whether it is one that matters.
+    """Return whether a change is for the better, and whether it is one that matters.
 
     `wrong` is by how much a prediction may be off; measured changes have their intervals.
     """
@@ -176,7 +178,7 @@ def _bars(rows: Sequence[EvidenceRow], moved: Sequence[float]) -> dict[str, Any]
 
 
 def _cold(run: RunFiles) -> list[str]:
-    """Say what engines showed that were started as they would be deployed."""
+    """Return what engines showed that were started as they would be deployed."""
     cold = run.result.confirmed_cold
     if cold is None:
         return []

@@ -34,20 +34,20 @@ def _says(run: RunFiles, seen: list[Observation]) -> tuple[str, ...]:
     best = leader(seen)
     is_live = all(r["engine"] == "live" for r in ranked(run.result.trials))
     how = "measured" if is_live else "predicted"
-    said = [
+    sentences = [
         f"{counted(len({o.limits for o in seen}), 'pair')} of limits, {how}, one replay each"
     ]
     if best is not None:
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
-        said.append(
+        sentences.append(
             f"the best is {best.limits} with {metric_name(metric)} {value} (of those within "
             f"{TIE_RATIO:.0%} of each other the smallest); the stronger the colour, the better"
         )
-    said.append(
+    sentences.append(
         f"{SAME} is a pair that makes the same batches as one with smaller limits, because a "
         f"limit never bound there; {NOTHING} was not tried"
     )
-    return tuple(sentence(text) for text in said)
+    return tuple(sentence(text) for text in sentences)
 
 
 def _map(run: RunFiles, seen: list[Observation]) -> Table:
@@ -115,9 +115,9 @@ def _cell(
         return Cell(f"{SAME if same_schedule(seen, limits) else NOTHING}{marks}")
     text = score(found.score.metric, found.score.value) if found.is_whole else ""
     tier = "" if found.score.tier is Tier.GOOD else str(found.score.tier)[2:]
-    said = ", ".join(part for part in (text, tier) if part)
+    phrase = ", ".join(part for part in (text, tier) if part)
     mark = "marked" if marks else "failed" if not found.is_whole else ""
-    return Cell(f"{said}{marks}", found.score.value, mark, heats.get(limits))
+    return Cell(f"{phrase}{marks}", found.score.value, mark, heats.get(limits))
 
 
 def _marks(run: RunFiles, limits: EngineLimits) -> str:

@@ -42,19 +42,21 @@ def over_time(run: RunFiles) -> Section:
         return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
     tops = _tops([replay for _, replay in found])
     plots = tuple(_plot(name, replay, tops) for name, replay in found)
-    said = [
+    sentences = [
         "Running and waiting requests are means over each bin; KV use is the largest in it. "
         "Both pictures have the same scales."
     ]
     if run.shown == run.present:
-        said.append("The present configuration is the best there was, so it stands alone.")
+        sentences.append("The present configuration is the best there was, so it stands alone.")
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
-    said.extend(f"No timeline of the {name} configuration was kept." for name in missing)
+    sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
     if any(replay.engine == "shadow" for _, replay in found):
-        said.append("These replays were predicted, not measured.")
+        sentences.append("These replays were predicted, not measured.")
     if any(len(replay.windows) > 1 for _, replay in found):
-        said.append("The windows of the trace stand one after the other, with a gap between.")
-    return Section("over-time", TITLE, tuple(said), plots=plots)
+        sentences.append(
+            "The windows of the trace stand one after the other, with a gap between."
+        )
+    return Section("over-time", TITLE, tuple(sentences), plots=plots)
 
 
 def _replay(run: RunFiles, limits: EngineLimits) -> SavedReplay | None:

@@ -49,7 +49,7 @@ class Point:
 
     @property
     def how(self) -> str:
-        """Say whether it was measured, and how often."""
+        """Return whether it was measured, and how often."""
         n = len(self.measurements)
         how = "predicted"
         if self.is_live:

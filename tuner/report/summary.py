@@ -44,20 +44,22 @@ def headline(run: RunFiles) -> str:
 def answer(run: RunFiles) -> Section:
     """Return the sentences below the headline."""
     result = run.result
-    said = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
-    return Section("answer", "The answer", tuple(sentence(text) for text in said))
+    sentences = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
+    return Section("answer", "The answer", tuple(sentence(text) for text in sentences))
 
 
 def _state(result: Result) -> list[str]:
     """Say first what weakens everything that follows."""
-    said = []
+    sentences = []
     if result.state != "complete":
-        said.append(
+        sentences.append(
             f"this run is not complete ({result.state}): best so far, nothing confirmed"
         )
     if result.method == "shadow":
-        said.append("every number on this page is predicted, none was measured in this run")
-    return said
+        sentences.append(
+            "every number on this page is predicted, none was measured in this run"
+        )
+    return sentences
 
 
 def _gain(run: RunFiles) -> list[str]:
@@ -118,7 +120,7 @@ def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
 
 
 def _broken(result: Result) -> list[str]:
-    """Say by how much the nearest configuration breaks the SLOs."""
+    """Return by how much the nearest configuration breaks the SLOs."""
     goal = Scoring(
         Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
     )
@@ -132,26 +134,26 @@ def _broken(result: Result) -> list[str]:
 
 
 def _limits(result: Result) -> list[str]:
-    said = []
+    sentences = []
     if result.limited_by:
-        said.append(f"limited by: {result.limited_by}")
+        sentences.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
-        said.append(f"capacity at the SLOs: {result.capacity.get('text', 'not told')}")
-    return said
+        sentences.append(f"capacity at the SLOs: {result.capacity.get('text', 'not told')}")
+    return sentences
 
 
 def _behind(result: Result) -> list[str]:
-    """Say what the answer rests on and what qualifies it."""
+    """Return what the answer rests on and what qualifies it."""
     made = result.provenance.trace
     wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
-    said = [
+    sentences = [
         f"objective {result.objective}, {wanted}; {made.replayed_requests:,} requests were "
         f"replayed, {made.window}"
     ]
     if result.caveats:
         texts = "; ".join(caveat.text for caveat in result.caveats)
-        said.append(f"doubts: {texts}")
-    return said
+        sentences.append(f"doubts: {texts}")
+    return sentences
 
 
 def caveats(run: RunFiles) -> Section:
@@ -225,18 +227,18 @@ _LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
 def trace_facts(run: RunFiles) -> Section:
     """Return what the trace asks of a server, and what may mislead in it."""
     made = run.result.provenance.trace
-    said = (
+    sentences = (
         f"{made.source}, format {made.format}, {made.requests:,} requests. Replayed: "
         f"{made.window}, {made.replayed_requests:,} requests.",
     )
     found = run.result.trace_description
     if found is None:
         more = "This run kept no more of the trace's description."
-        return Section("trace", TITLE, (*said, more))
+        return Section("trace", TITLE, (*sentences, more))
     tables = (_facts(found), _lengths(found))
     warnings = [w.get("text", "") for w in found.get("warnings", ()) if isinstance(w, dict)]
     dropped = [f"dropped: {n} ({why})" for why, n in (found.get("dropped") or {}).items()]
-    return Section("trace", TITLE, said, (*warnings, *dropped), tables=tables)
+    return Section("trace", TITLE, sentences, (*warnings, *dropped), tables=tables)
 
 
 def _facts(found: Mapping[str, Any]) -> Table:

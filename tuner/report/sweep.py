@@ -48,13 +48,13 @@ def sweep(run: RunFiles) -> Section:
         return Section("sweep", title, ("No max_num_seqs was replayed.",))
     stop = stop_of(rungs)
     budget = run.present.max_num_batched_tokens
-    said = (
+    sentences = (
         f"At the present max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
         "gpu_cache_usage_perc is the name that vLLM gave to kv_cache_usage_perc before its V1 "
         "engine; it is a share from 0 to 1, the largest of the replay is shown.",
         f"The climb ends at {stop.cap}: {stop.why}.",
     )
-    return Section("sweep", title, said, plots=(_plot(run, points, latency, stop),))
+    return Section("sweep", title, sentences, plots=(_plot(run, points, latency, stop),))
 
 
 def rungs_of(run: RunFiles) -> list[Observation]:
@@ -206,7 +206,7 @@ def _curve(
     metric: str,
 ) -> dict[str, Any]:
     colours = [LIVE if p.is_live else SHADOW for p in points]
-    said = [_value_words(metric, value) for value in values]
+    sentences = [_value_words(metric, value) for value in values]
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -214,7 +214,7 @@ def _curve(
         "y": list(values),
         "yaxis": where,
         "customdata": [
-            [str(p.limits), text, p.how] for p, text in zip(points, said, strict=True)
+            [str(p.limits), text, p.how] for p, text in zip(points, sentences, strict=True)
         ],
         "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
         "line": {"color": colours[0], "width": 2},
@@ -279,14 +279,14 @@ def _value_words(metric: str, value: float | None) -> str:
 
 def _told(points: Sequence[Point], latency: str) -> str:
     is_live = points[0].is_live
-    said = []
+    sentences = []
     for p in points:
         other = "" if p.is_live == is_live else " (measured)" if p.is_live else " (predicted)"
         least = "at least " if p.is_cut else ""
-        said.append(
+        sentences.append(
             f"{p.limits.max_num_seqs}{other}: decode step {seconds(p.value(DECODE))}, "
             f"{metric_name(latency)} {least}{seconds(p.value(latency))}, "
             f"KV cache {percent(p.value(USAGE))}"
         )
     how = "Measured" if is_live else "Predicted"
-    return f"{how}, by max_num_seqs. {'; '.join(said)}."
+    return f"{how}, by max_num_seqs. {'; '.join(sentences)}."

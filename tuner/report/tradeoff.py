@@ -52,22 +52,22 @@ def tradeoff(run: RunFiles) -> Section:
 
 def _says(run: RunFiles) -> list[str]:
     result = run.result
-    said = [
+    sentences = [
         "Each point is a configuration, named max_num_seqs/max_num_batched_tokens. Right and "
         "low is better; the line joins those that no other beats in both."
     ]
     if live_points(result) and shadow_points(result) and not run.foretold_same_requests:
-        said.append(
+        sentences.append(
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."
         )
     left_out = sum(Phase(t["phase"]).is_on_windows and _was_stopped(t) for t in result.trials)
     if left_out:
-        said.append(
+        sentences.append(
             f"{counted(left_out, 'more replay')} failed or could no longer win and stopped "
             "early: see the table of trials."
         )
-    return said
+    return sentences
 
 
 def _was_stopped(trial: Any) -> bool:  # noqa: ANN401 - a Trial, of which mypy knows the keys only
@@ -199,7 +199,9 @@ def _told(
     kinds = [f"{measured} measured"] * bool(measured) + [f"{predicted} predicted"] * bool(
         predicted
     )
-    said = [f"{counted(len({p.limits for p in points}), 'configuration')}, {listed(kinds)}."]
+    sentences = [
+        f"{counted(len({p.limits for p in points}), 'configuration')}, {listed(kinds)}."
+    ]
     if best:
         kind = "measured" if best[0].is_live else "predicted"
         named = [
@@ -207,9 +209,11 @@ def _told(
             for p in best[:_MAX_NAMES]
         ]
         more = f" and {len(best) - _MAX_NAMES} more" if len(best) > _MAX_NAMES else ""
-        said.append(f"On the {kind} frontier: {listed(named)}{more}.")
+        sentences.append(f"On the {kind} frontier: {listed(named)}{more}.")
     ranked = with_values(ranked_points(result), latency)
     for slo in slos:
         holding = sum(p.needed(latency) <= slo.bound_s for p in ranked)
-        said.append(f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them.")
-    return " ".join(said)
+        sentences.append(
+            f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them."
+        )
+    return " ".join(sentences)

@@ -16,7 +16,7 @@ def trials(run: RunFiles) -> Section:
     result = run.result
     measured = sum(t["engine"] == "live" for t in result.trials)
     predicted = len(result.trials) - measured
-    said = (
+    sentences = (
         f"{counted(measured, 'trial')} measured, {predicted:,} predicted. A column's button "
         "sorts by it, a second press turns the order round.",
     )
@@ -29,7 +29,7 @@ def trials(run: RunFiles) -> Section:
     )
     rows = tuple(_row(result, trial) for trial in result.trials)
     table = Table("trials-table", "All trials", heads, rows, is_sortable=True, kind="wide")
-    return Section("trials", "Every trial", said, tables=(table,))
+    return Section("trials", "Every trial", sentences, tables=(table,))
 
 
 def _latencies(result: Result) -> tuple[str, ...]:

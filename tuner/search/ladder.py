@@ -97,7 +97,7 @@ def _climb(observations: Sequence[Observation], space: SearchSpace) -> Proposal 
 
 
 def climb_is_over(climbed: Sequence[Observation]) -> bool:
-    """Tell whether a higher cap can gain nothing more.
+    """Return whether a higher cap can gain nothing more.
 
     It cannot when the cap no longer binds, and it will not when two rungs in a row are worse
     than the best while their decode steps are slower: decode time and tail latency degrade

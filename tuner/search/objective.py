@@ -97,7 +97,7 @@ class Score:
         return Tier.GOOD
 
     def could_beat(self, other: Score, wrong_ratio: float) -> bool:
-        """Tell whether this may be the better one where both may be wrong by so much.
+        """Return whether this may be the better one where both may be wrong by so much.
 
         In the value and in every bound: what lies just beyond a bound may meet it, and what
         lies just within may not.
@@ -113,7 +113,7 @@ class Score:
         return self.value_in(Tier.GOOD) <= other.value_in(Tier.GOOD) * (1 + wrong_ratio)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
-        """Tell whether the other wins by more than the tolerance.
+        """Return whether the other wins by more than the tolerance.
 
         Where neither sustains the load, by its rate; of about the same rate by its tail.
         """

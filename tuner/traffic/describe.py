@@ -320,7 +320,7 @@ def reused_tokens(hashes: HashIds, prompt_tokens: Ints) -> Ints:
 
 
 def hits_differ(found_ratio: float, expected_ratio: float) -> bool:
-    """Say whether one share of prefix hits makes another load of a trace than the other.
+    """Return whether one share of prefix hits makes another load of a trace than the other.
 
     What is left to compute is compared: from 90 to 80 % hits it doubles, from 20 to 15 % it
     grows by a sixteenth.

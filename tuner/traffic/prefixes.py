@@ -138,7 +138,7 @@ def counts_fit(counts: Ints, prompt_tokens: Ints, block_size: int) -> Bools:
 
 
 def misfit_reason(count: int, prompt_tokens: int, block_size: int) -> str:
-    """Say what number of ids was expected, and what we got."""
+    """Return what number of ids was expected, and what we got."""
     floor, ceil = prompt_tokens // block_size, -(-prompt_tokens // block_size)
     expected = str(floor) if floor == ceil else f"{floor} or {ceil}"
     return (

@@ -68,7 +68,7 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
 
 
 def have_one_clock(traces: Sequence[Trace]) -> bool:
-    """Say whether the traces' own clocks tell when each of them starts."""
+    """Return whether the traces' own clocks tell when each of them starts."""
     origins = {trace.origin for trace in traces}
     return len(origins) == 1 and ClockOrigin.OWN not in origins
 
@@ -213,14 +213,14 @@ def spread(trace: Trace, seed: int) -> Trace:
         )
     moved_s = trace.due_s + np.random.default_rng(seed).uniform(0.0, tick_s, len(trace))
     order = np.argsort(moved_s, kind="stable")
-    told = f"arrivals were spread over the clock's ticks of {tick_s:.3g} s, seed {seed}"
+    message = f"arrivals were spread over the clock's ticks of {tick_s:.3g} s, seed {seed}"
     spread_out = trace.slice_rows(order)
     due_s = moved_s[order]
     return replace(
         spread_out,
         due_s=due_s - due_s[0],
         zero_s=trace.zero_s + float(due_s[0]),
-        notes=trace.notes.with_remark(told),
+        notes=trace.notes.with_remark(message),
     )
 
 
@@ -268,9 +268,9 @@ def thin(
             f"{trace.source}: none of {len(trace)} requests reaches replica {replica}",
             "choose fewer replicas",
         )
-    told = f"thinned to replica {replica} of {replicas} behind a {router} router"
+    message = f"thinned to replica {replica} of {replicas} behind a {router} router"
     reason = "sent to other replicas"
-    notes = trace.notes.with_remark(told).with_dropped(reason, len(trace) - rows.size)
+    notes = trace.notes.with_remark(message).with_dropped(reason, len(trace) - rows.size)
     return replace(trace.slice_rows(rows), notes=notes)
 
 

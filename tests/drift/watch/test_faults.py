@@ -119,7 +119,7 @@ def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) ->
             world.lasts(pays())
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
-        assert "was decided and not written: it is dropped" in world.words
+        assert "was decided but not written: it is dropped" in world.words
         assert world.hook.seen == []
         assert world.path.read_text() == SERVED
 

@@ -324,7 +324,7 @@ def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: P
     ("live", "words"),
     [
         (served(FAST, 20.0, covered_ratio=0.5), "Prometheus scraped 50% of the time only"),
-        (served(FAST, covered_ratio=0.5, is_there=False), "looked at 50% of the time"),
+        (served(FAST, covered_ratio=0.5, is_there=False), "scraped 50% of the time"),
         (served(FAST, 20.0, 150), "150 requests finished, 200 are needed"),
     ],
 )

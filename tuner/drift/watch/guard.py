@@ -278,7 +278,7 @@ def _exp(log: float) -> float:
 
 
 def _is_off(times: Estimate, wrong_ratio: float) -> bool:
-    """Tell whether a server was surely further from its prediction than the stated error."""
+    """Return whether a server was surely further from its prediction than the stated error."""
     return _low(times) > 1 + wrong_ratio or _high(times) < 1 / (1 + wrong_ratio)
 
 

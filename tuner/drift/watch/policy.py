@@ -208,7 +208,7 @@ def rolled_back(memory: Memory, limits: EngineLimits, now_s: float) -> Memory:
 
 
 def alike(one: EngineLimits, other: EngineLimits) -> bool:
-    """Tell whether two pairs of limits are one verdict.
+    """Return whether two pairs of limits are one verdict.
 
     >>> alike(EngineLimits(8, 2048), EngineLimits(16, 2048))
     True
@@ -233,7 +233,7 @@ def _against(policy: Policy, memory: Memory, proposal: ChangeProposal | None) ->
 
 
 def _is_pending(memory: Memory, proposal: ChangeProposal) -> bool:
-    """Tell whether a proposal is that of the standing verdict."""
+    """Return whether a proposal is that of the standing verdict."""
     if memory.pending is None or memory.verdict_s is None:
         return False
     return alike(proposal.limits, memory.pending) and proposal.against == memory.against

@@ -127,7 +127,7 @@ class Publisher:
         write_atomic(self.path, text.text, secret=text.has_secrets, expected=expected)
 
     def holds(self, text: str) -> bool:
-        """Tell whether the file holds just this."""
+        """Return whether the file holds just this."""
         return ExpectedText(text).is_in(self.path)
 
     def _whole(self, rec: Recommendation) -> Text:

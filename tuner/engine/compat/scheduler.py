@@ -82,7 +82,7 @@ def _kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
 
 
 class SchedulerCore:
-    """vLLM's scheduler, asked batch by batch, with outputs made up in the model's place."""
+    """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place."""
 
     def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
         from vllm import SamplingParams
@@ -105,7 +105,7 @@ class SchedulerCore:
         )
         self._cap_name, self._budget_name = limit_names(self.scheduler)
         if self._cap_name is None or self._budget_name is None:
-            raise EngineError("this vLLM hides its scheduler limits, so it has no shadow")
+            raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
         self._manager: Any = self.scheduler.kv_cache_manager
         self.block_size = shape.block_size
@@ -251,7 +251,7 @@ class SchedulerCore:
         return int(getattr(request, "num_output_placeholders", 0))
 
     def schedule_again(self, requests: Sequence[Any]) -> Any:
-        """Return vLLM's batch of one more token for these requests and nobody else.
+        """Return vLLM's batch of one more token for these requests and no others.
 
         Raises: EngineError if it is another batch, which the caller has to rule out.
         """
@@ -261,7 +261,7 @@ class SchedulerCore:
         self.set_limits(len(requests), len(requests))
         scheduled = scheduler.schedule()
         if scheduled.total_num_scheduled_tokens != len(requests):
-            raise EngineError("the shadow could not repeat a step that it had foretold")
+            raise EngineError("the shadow could not repeat a step that it had predicted")
         scheduler.running = seen
         self.set_limits(*limits)
         return scheduled
@@ -277,7 +277,7 @@ class SchedulerCore:
     def decode(self, request: Any, steps: int) -> None:
         """Let a hidden request have decoded so many steps, with the blocks that it lacks.
 
-        Raises: EngineError if there are no blocks, which the caller has to know beforehand.
+        Raises: EngineError if there are no blocks, which the caller has to check beforehand.
         """
         request.append_output_token_ids([_TOKEN] * steps)
         if self._manager.allocate_slots(request, steps) is None:

@@ -58,7 +58,7 @@ def vllm_version() -> str:
 
 
 def _import_vllm() -> None:
-    """Import vLLM or say what is missing."""
+    """Import vLLM. Raises: an error that names what is missing."""
     prepare_environment()
     try:
         importlib.import_module("vllm")
@@ -66,7 +66,7 @@ def _import_vllm() -> None:
         if missing.name == "vllm":
             raise UsageError(
                 "vLLM is not installed in this environment",
-                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` tells more",
+                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` checks it",
             ) from missing
         raise UsageError(
             f"vLLM cannot be imported: {missing}", "run `tune doctor`"

@@ -184,7 +184,7 @@ class _Client:
         self._changed.set()
 
     async def _watch(self) -> None:
-        """Look after the server, and tell how far the replay is."""
+        """Check the server every so often, and report progress."""
         while True:
             await asyncio.sleep(0.5)
             self._check()
@@ -221,7 +221,7 @@ class _Client:
             self._arrivals.ended(row, self._now_s())
 
     def _unanswered(self, row: int, *, refused: bool) -> Outcome:
-        """Tell a request that no server with this max_model_len answers from a failed one."""
+        """Return whether a request exceeds the server's max_model_len, so that none failed."""
         return Outcome.REFUSED if refused and self._too_long[row] else Outcome.ABORTED
 
     def _failed(self, what: str) -> None:

@@ -41,7 +41,7 @@ class Verification:
 
     `failed` counts requests that got no full answer, but not those refused for their length.
     `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
-    gpu_cache_usage_perc as the server told it, None if its page did not.
+    gpu_cache_usage_perc from the server's metrics page, None where it is missing there.
     """
 
     measured: Measurement
@@ -62,7 +62,7 @@ class Verification:
 
     @property
     def failure(self) -> str:
-        """Why so many failed that the run is no good whatever the SLOs say, or nothing."""
+        """Why so many failed that the run is void whatever its latencies; else empty."""
         if self.failed_ratio <= MAX_FAILED_RATIO:
             return ""
         return (
@@ -78,7 +78,7 @@ class Verification:
 
     @property
     def void(self) -> str:
-        """Why the run speaks for nothing but this client, or nothing."""
+        """Why the run measured this client and not the server; else empty."""
         if self.lag_p99_s <= self.max_lag_s:
             return ""
         return (
@@ -110,7 +110,7 @@ class Verification:
     def lines(self) -> list[str]:
         """Return the table for people, and what has to be said with it."""
         m = self.measured
-        told = [
+        notes = [
             self._failed_line(),
             f"{'':<26}{'predicted':>11}{'measured':>11}{'added':>11}{'':>3}",
             *(_line(*row) for row in self.rows()),
@@ -118,16 +118,16 @@ class Verification:
             f"{self.lag_p99_s * 1000:.1f} ms",
         ]
         if m.refused:
-            told.append(f"{m.refused} requests exceed the server's max_model_len: not counted")
-        told += [f"{count} requests: {what}" for what, count in self.errors.items()]
+            notes.append(f"{m.refused} requests exceed the server's max_model_len: not counted")
+        notes += [f"{count} requests: {what}" for what, count in self.errors.items()]
         if self.missed_scrapes:
-            told.append(f"/metrics did not answer {self.missed_scrapes} times")
+            notes.append(f"/metrics did not answer {self.missed_scrapes} times")
         if self.predicted is None:
-            told.append("nothing predicted this run: --predict live or shadow adds the column")
-        told += [f"SLO broken: {said}" for said in self.broken]
+            notes.append("nothing predicted this run: --predict live or shadow adds the column")
+        notes += [f"SLO broken: {said}" for said in self.broken]
         if self.void:
-            told.append(f"VOID: {self.void}")
-        return told
+            notes.append(f"VOID: {self.void}")
+        return notes
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
@@ -169,7 +169,7 @@ def verification(
     start_s: float | None,
     max_lag_s: float = LAG_BUDGET_S,
 ) -> Verification:
-    """Put together what a replay over HTTP found."""
+    """Return the verification of a replay over HTTP."""
     steps, _ = StepLog().finish()
     log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
     measured = measure([log], slos)

@@ -168,7 +168,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def answers(url: str) -> bool:
-    """Say whether a GET is answered with 200."""
+    """Return whether a GET is answered with 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - ours to choose
             return bool(answer.status == 200)

@@ -22,7 +22,7 @@ _FIELDS = {
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
+    """Return whether the header names the clock and at least one of the token columns."""
     names = header_names(head)
     return TIME in names and (PROMPT in names or OUTPUT in names)
 
@@ -36,7 +36,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     with path.open("rb") as file:
         has_images = IMAGES in header_names(file.readline(1 << 16))
     table = read_table(path, _FIELDS, options)
-    told = "images (NumImages) are not replayed: the prompts are text of the recorded length"
+    message = "images (NumImages) are not replayed: the prompts are text of the recorded length"
     return Columns(
         arrived=table.whole["arrived"],
         ticks_per_s=1e9,
@@ -44,7 +44,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
         output_tokens=table.whole["output"],
         origin=ClockOrigin.WALL,
         skipped=table.skipped,
-        remarks=(told,) if has_images else (),
+        remarks=(message,) if has_images else (),
     )
 
 

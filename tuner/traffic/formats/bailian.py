@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the first line has the chat ids that only these traces have."""
+    """Return whether the first line has the chat ids that only these traces have."""
     line = head.lstrip().split(b"\n", 1)[0]
     return line.startswith(b"{") and b'"chat_id"' in line and b'"timestamp"' in line
 

@@ -38,7 +38,7 @@ _DIGITS = re.compile(r"\d*", re.ASCII)
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like an object with a list of flat spans."""
+    """Return whether the file starts like an object with a list of flat spans."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     is_flat = b'"spans"' in head and b'"start_time"' in head
     return is_object and is_flat and b'"resourceSpans"' not in head

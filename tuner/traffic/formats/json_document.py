@@ -70,13 +70,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def why_wrong(data: bytes, cause: Exception) -> str:
-    """Say why bytes are not the JSON that was expected; `cause` is what the decoder said."""
+    """Return why bytes are not the JSON that was expected; `cause` is what the decoder said."""
     found = parse_line(data)
     return found[0] if isinstance(found, tuple) else f"is not as expected: {cause}"
 
 
 def seconds_fault(name: str, value: object) -> str | None:
-    """Say what is wrong with a stretch of time, or None.
+    """Return what is wrong with a stretch of time, or None.
 
     >>> seconds_fault("api_time", -1)
     'api_time must be a number of seconds, at least 0, got -1'

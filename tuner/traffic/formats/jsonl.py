@@ -163,11 +163,11 @@ def _chat_turns(
             place[chat] = row
     known_s = np.where(np.isnan(e2e_s), output * _SECONDS_PER_OUTPUT_TOKEN, e2e_s)
     turns = pauses_of(after, arrived_s, known_s)
-    told = (
+    message = (
         "answers have no recorded end: the pause before a next turn is counted from "
         f"{_SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
     )
-    return (turns, told) if turns.waiting else (None, "")
+    return (turns, message) if turns.waiting else (None, "")
 
 
 BLOCK_BYTES = 1 << 22

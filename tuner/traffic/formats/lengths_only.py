@@ -25,7 +25,7 @@ _HISTOGRAM_KEYS = (b'"input_tokens": "{', b'"text_tokens": "{')
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like one of those that lack their arrivals."""
+    """Return whether the file starts like one of those that lack their arrivals."""
     return bool(_lack(head))
 
 

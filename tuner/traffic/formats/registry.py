@@ -140,13 +140,13 @@ def read_traces(
     else:
         trace = merge(traces)
         if len(traces) > 1 and not have_one_clock(traces):
-            told = f"{len(traces)} recordings with clocks of their own begin together"
-            trace = replace(trace, notes=trace.notes.with_remark(told))
+            message = f"{len(traces)} recordings with clocks of their own begin together"
+            trace = replace(trace, notes=trace.notes.with_remark(message))
     return trace if spread_seed is None else spread(trace, spread_seed)
 
 
 def _are_sessions(traces: Sequence[Trace]) -> bool:
-    """Say whether each trace is one session: after its first request each waits for another."""
+    """Return whether each trace is one session, in which each request waits for another."""
     return all(len(t) == 1 or t.turns is not None for t in traces)
 
 
@@ -154,11 +154,11 @@ def _overlapped(traces: Sequence[Trace], over_s: float | None, seed: int) -> Tra
     length_s = over_s if over_s is not None else median(trace.duration_s for trace in traces)
     starts_s = np.random.default_rng(seed).uniform(0.0, length_s, len(traces)).tolist()
     trace = merge(traces, starts_s)
-    told = (
+    message = (
         f"{len(traces)} sessions without a common clock start at random within "
         f"{length_s:,.0f} s, seed {seed}: how they overlap is chosen, not recorded"
     )
-    return replace(trace, notes=trace.notes.with_remark(told))
+    return replace(trace, notes=trace.notes.with_remark(message))
 
 
 def _named(name: str) -> TraceFormat:

@@ -119,7 +119,7 @@ def whole(value: object) -> object:
 
 
 def instant_fault(name: str, value: object) -> str | None:
-    """Say what is wrong with an instant in nanoseconds since 1970, or None.
+    """Return what is wrong with an instant in nanoseconds since 1970, or None.
 
     >>> instant_fault("startTimeUnixNano", 1789000100000000000) is None
     True
@@ -148,7 +148,7 @@ def trace_key(text: object) -> bytes:
 
 
 def is_error(code: object) -> bool:
-    """Say whether a status code is ERROR, by number or by name.
+    """Return whether a status code is ERROR, by number or by name.
 
     >>> is_error("STATUS_CODE_ERROR"), is_error(2), is_error("STATUS_CODE_OK"), is_error(None)
     (True, True, False, False)
@@ -219,7 +219,7 @@ class SpanTable:
         return len(self._arrived)
 
     def takes(self, name: object, attributes: Mapping[str, object], *, is_error: bool) -> bool:
-        """Say whether a span is a request to keep; one that is not is counted by its kind."""
+        """Return whether a span is a request to keep; any other is counted by its kind."""
         operation = attributes.get(OPERATION)
         known = operation if isinstance(operation, str) else ""
         if name == REQUEST_SPAN:
@@ -324,7 +324,7 @@ class SpanTable:
         return replace(columns, remarks=remarks)
 
     def _remarks(self, doubles: int) -> tuple[str, ...]:
-        told = (
+        notes = (
             (self._others, "spans that are no requests: {:,}"),
             (
                 self._uncounted,
@@ -336,7 +336,7 @@ class SpanTable:
                 f"{REQUEST_SPAN} spans tell",
             ),
         )
-        return tuple(text.format(count) for count, text in told if count)
+        return tuple(text.format(count) for count, text in notes if count)
 
 
 def _first(attributes: Mapping[str, object], names: tuple[str, ...]) -> object:

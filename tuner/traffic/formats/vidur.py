@@ -21,7 +21,7 @@ _FIELDS = {
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
+    """Return whether the header names the clock and at least one of the token columns."""
     names = header_names(head)
     return TIME in names and (PROMPT in names or OUTPUT in names)
 

@@ -23,7 +23,7 @@ _PATTERN = re.compile(
 
 
 def wall_clock_fault(name: str, text: str) -> str | None:
-    """Say what is wrong with a wall clock, or None.
+    """Return what is wrong with a wall clock, or None.
 
     >>> wall_clock_fault("TIMESTAMP", "2024-05-10 00:00:00+00:00") is None
     True

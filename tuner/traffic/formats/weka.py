@@ -189,7 +189,7 @@ class _Timeline:
         return Layout(tuple(self.requests), start_s, Turns(after, pauses_s), remarks)
 
     def _remarks(self, unknown_ends: int) -> tuple[str, ...]:
-        told = (
+        notes = (
             (
                 unknown_ends,
                 "answers without a recorded end (api_time): {:,}; the pause after each counts "
@@ -206,11 +206,11 @@ class _Timeline:
                 "for their answers",
             ),
         )
-        return tuple(text.format(count) for count, text in told if count)
+        return tuple(text.format(count) for count, text in notes if count)
 
 
 def _is_absolute(agent: SubAgent, start_s: float) -> bool:
-    """Say whether a sub-agent's requests count from the session's start.
+    """Return whether a sub-agent's requests count from the session's start.
 
     Some captures write them so. Requests that count from the sub-agent begin before its t.
     """
@@ -219,7 +219,7 @@ def _is_absolute(agent: SubAgent, start_s: float) -> bool:
 
 
 def _t_is_the_end(items: Sequence[Item]) -> bool:
-    """Say whether the t of a list's sub-agents is when they ended.
+    """Return whether the t of a list's sub-agents is when they ended.
 
     Published sessions log a sub-agent when its result comes back: t less duration_ms is when
     the answer that started it had ended. Other captures log its start. It is taken for the
@@ -250,7 +250,7 @@ _LOCAL_SCOPES = {"local": True, "global": False}
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like one object that holds a session's requests."""
+    """Return whether the file starts like one object that holds a session's requests."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     has_requests = _REQUESTS.search(head) is not None
     return is_object and has_requests and any(mark in head for mark in _MARKS)

@@ -198,7 +198,7 @@ class Prometheus:
         )
 
     def _refused(self, error: PrometheusApiClientException) -> NoReturn:
-        """Say what a status other than 200 means."""
+        """Return what a status other than 200 means."""
         match = _STATUS.fullmatch(str(error))
         status, body = (int(match[1]), match[2]) if match else (0, "b''")
         if status in _MEANINGS:

@@ -149,7 +149,7 @@ def read_engines(
 
 
 def when(span: Span) -> str:
-    """Say what a span is.
+    """Return what a span is.
 
     >>> when(Span(0, 7200, 60))
     'between 1970-01-01 00:00 and 1970-01-01 02:00 UTC'
