@@ -178,7 +178,7 @@ def test_a_token_is_sent_and_never_shown(
     monkeypatch.setenv("PROMETHEUS_TOKEN", "tok-env")
     with asking_for_a_login(seen) as url:
         for more in ((), ("--token-file", str(home / "token"))):
-            with pytest.raises(UsageError, match=r"wants to know who asks \(HTTP 401\)"):
+            with pytest.raises(UsageError, match=r"refuses without a login \(HTTP 401\)"):
                 run_watch(options_of(home, "--prometheus", url, "--once", *more), NoWait())
     assert set(seen) == {"Bearer tok-env", "Bearer tok-file"}
     told = "".join(capsys.readouterr())

@@ -69,7 +69,7 @@ def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
 
     path = Path(options["merge"]) if options["merge"] else None
     patched = emit_patch(path, chosen, rec, names, PatchKind(options["patch"]))
-    for line in patched.told:
+    for line in patched.notes:
         say(f"note: {line}")
     _put(options["output"], patched.text, secret=False)
     return 0
@@ -83,7 +83,7 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
 
     path = Path(options["merge"])
     merged = merge_into(path, chosen, rec, names)
-    for line in merged.told:
+    for line in merged.notes:
         say(f"note: {line}")
     if merged.diff:
         say(merged.diff.rstrip("\n"))

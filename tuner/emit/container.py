@@ -100,8 +100,8 @@ def api_key_env(rec: Recommendation, workload: str) -> list[dict[str, Any]]:
     """
     if not rec.requires_api_key:
         return []
-    held = {"name": secret(rec, workload), "key": API_KEY}
-    return [{"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": held}}]
+    reference = {"name": secret(rec, workload), "key": API_KEY}
+    return [{"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": reference}}]
 
 
 def api_key_notes(rec: Recommendation, workload: str) -> list[str]:
@@ -146,8 +146,8 @@ def volumes(rec: Recommendation) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
     ]
     if rec.is_folder:
-        held = {"claimName": claim(rec), "readOnly": True}
-        made.append({"name": "model", "persistentVolumeClaim": held})
+        reference = {"claimName": claim(rec), "readOnly": True}
+        made.append({"name": "model", "persistentVolumeClaim": reference})
     return made
 
 

@@ -51,8 +51,8 @@ def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> di
         return fit[0]
     wanted = " or ".join(kinds) + (f" named {name}" if name else "")
     if not fit:
-        kept = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
-        raise no_place(f"kind: {wanted}", kept or "no object of Kubernetes")
+        present = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
+        raise no_place(f"kind: {wanted}", present or "no object of Kubernetes")
     names = ", ".join(map(_name_of, fit))
     raise no_place(f"one {wanted}", f"{len(fit)}: {names}", "choose one with --name")
 
@@ -76,8 +76,8 @@ def find_container(
 ) -> dict[str, Any]:
     """Return the container that runs vLLM among those under the path. Raises: UsageError."""
     listed = descend(found, (*path, "containers"), shown)
-    held = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
-    fit = [c for c in held if name in ("", c.get("name"))]
+    containers = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    fit = [c for c in containers if name in ("", c.get("name"))]
     if len(fit) > 1:
         fit = [c for c in fit if c.get("name") == "vllm"] or [
             c for c in fit if "vllm" in str(c).lower()
@@ -85,7 +85,7 @@ def find_container(
     if len(fit) == 1:
         return fit[0]
     wanted = f"one named {name}" if name else "one that runs vLLM"
-    names = ", ".join(str(c.get("name")) for c in held) or "none"
+    names = ", ".join(str(c.get("name")) for c in containers) or "none"
     raise no_place(f"{shown}, {wanted}", names, "choose the container with --container")
 
 

@@ -114,7 +114,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
 def write_llm(rec: Recommendation, names: Names) -> str:
     """Return an LLMInferenceService whose template gets our flags through its variable."""
     line, split = _one_line(rec)
-    held: dict[str, Any] = {
+    container_spec: dict[str, Any] = {
         "name": _LLM_CONTAINER,
         "env": [{"name": _ENV, "value": line}, *container.api_key_env(rec, names.workload)],
         "resources": _resources(rec, "32Gi"),
@@ -122,7 +122,7 @@ def write_llm(rec: Recommendation, names: Names) -> str:
     if container.is_cpu(rec):
         # The template's image is for GPUs, and vLLM's own runs as root.
         own = {"image": container.image(rec), "securityContext": {"runAsNonRoot": False}}
-        held = {"name": _LLM_CONTAINER, **own, **held}
+        container_spec = {"name": _LLM_CONTAINER, **own, **container_spec}
     body = {
         "apiVersion": "serving.kserve.io/v1alpha2",
         "kind": "LLMInferenceService",
@@ -131,7 +131,7 @@ def write_llm(rec: Recommendation, names: Names) -> str:
             "model": {"uri": uri(rec), "name": rec.served_names[0]},
             "replicas": 1,
             "router": {"route": {}, "gateway": {}, "scheduler": {}},
-            "template": {"containers": [held]},
+            "template": {"containers": [container_spec]},
         },
     }
     notes = [
@@ -148,7 +148,7 @@ def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
 
     A shell splits the line at blanks.
     """
-    kept: list[str] = []
+    words_left: list[str] = []
     notes: list[str] = []
     for key, value in rec.flags_but("host", "port", "served-model-name").items():
         words = flags({key: value})
@@ -157,8 +157,8 @@ def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
                 f"left out {key}: its value has blanks, at which KServe splits the line"
             )
         else:
-            kept.extend(words)
-    return " ".join(without_expansion(kept)), notes
+            words_left.extend(words)
+    return " ".join(without_expansion(words_left)), notes
 
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:

@@ -24,10 +24,10 @@ from tuner.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """The text of a patch, and what has to be said about it."""
+    """The text of a patch, with notes on it."""
 
     text: str
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def patch(
@@ -46,7 +46,7 @@ def patch(
     """
     before = read_documents(path)
     after = deepcopy(before)
-    told = edit_named(path, edit, after)
+    notes = edit_named(path, edit, after)
     changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     old, new = changed[0] if changed else ({}, {})
     if changed and not _metadata(old).get("name"):
@@ -54,16 +54,16 @@ def patch(
     if "annotations" not in _metadata(old) and "annotations" in _metadata(new):
         # As a patch they would take the place of those that the server has put there.
         del new["metadata"]["annotations"]
-        told.append(
+        notes.append(
             f"the patch does not say where its values come from: {path} has no "
             "metadata.annotations to add to"
         )
     made = operations(old, new)
     _check_secrets(path, made)
     if not made:
-        told.append(f"{path} has these values already: the patch changes nothing")
+        notes.append(f"{path} has these values already: the patch changes nothing")
     write = _component if kind is PatchKind.COMPONENT else _object
-    return Patched(write(old, made, rec, file), tuple(told))
+    return Patched(write(old, made, rec, file), tuple(notes))
 
 
 def _metadata(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -108,8 +108,11 @@ def write(rec: Recommendation, names: Names) -> str:
     spec: dict[str, Any] = {"runtimeClassName": "", "modelSpec": [model]}
     if rec.requires_api_key:
         # The chart's own key: its router has to know the secret as well.
-        held = {"secretName": container.secret(rec, names.workload), "secretKey": API_KEY}
-        spec = {"runtimeClassName": "", "vllmApiKey": held, "modelSpec": [model]}
+        key_reference = {
+            "secretName": container.secret(rec, names.workload),
+            "secretKey": API_KEY,
+        }
+        spec = {"runtimeClassName": "", "vllmApiKey": key_reference, "modelSpec": [model]}
         notes.extend(container.api_key_notes(rec, names.workload))
     command = f"helm upgrade --install vllm vllm/vllm-stack -f {names.file}"
     return yaml_text({"servingEngineSpec": spec}, rec.lines(command, notes))
@@ -159,7 +162,7 @@ def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
 
 
 def _switched_off(config: dict[str, Any], rec: Recommendation) -> list[str]:
-    """Say that prefix caching is off there by omission, and was on when it was measured."""
+    """Return a note if prefix caching is off there by omission, and was on when measured."""
     key = "enablePrefixCaching"
     if key in config or not rec.is_on(_SWITCHES[key], default=True):
         return []

@@ -52,11 +52,11 @@ class Join:
                 self.open.close(message.asked)
                 return []
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, prompt: Asked) -> None:
         ids = None
-        if asked.token_ids is not None:
-            ids = self._hashes.block_ids(asked.token_ids, asked.block_size, asked.salt)
-        self.open.add(asked, ids)
+        if prompt.token_ids is not None:
+            ids = self._hashes.block_ids(prompt.token_ids, prompt.block_size, prompt.salt)
+        self.open.add(prompt, ids)
 
     def _finished(self, at_s: float, request: FinishedRequest) -> Row:
         name, length = request.request_id, request.num_prompt_tokens

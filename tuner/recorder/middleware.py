@@ -54,7 +54,7 @@ class TraceRecorder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        recorder, guards, seen = self._recorder, self._guards, None
+        recorder, guards, exchange = self._recorder, self._guards, None
         if recorder is None or guards is None or not recorder.is_on:
             await self._app(scope, receive, send)
             return
@@ -62,20 +62,22 @@ class TraceRecorder:
             with guards.looking:
                 self._look(recorder, scope)
         with guards.beginning:
-            seen = self._begin(recorder, guards, scope, receive, send)
-        if seen is None:
+            exchange = self._begin(recorder, guards, scope, receive, send)
+        if exchange is None:
             await self._app(scope, receive, send)
             return
         try:
             # Where the engine counts, responses are passed on unread: they add nothing.
-            await self._app(scope, seen.receive, seen.send if seen.is_counted else send)
+            await self._app(
+                scope, exchange.receive, exchange.send if exchange.is_counted else send
+            )
         except BaseException:
             with guards.leaving:
-                seen.give_up()
+                exchange.give_up()
             raise
         finally:
             with guards.ending:
-                seen.end()
+                exchange.end()
 
     def _look(self, recorder: Recorder, scope: Scope) -> None:
         """Find the application's engine, at the first request that comes."""

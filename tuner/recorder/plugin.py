@@ -45,10 +45,10 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
     def _open(
         self, recorder: Recorder, vllm_config: VllmConfig, *_more: object, **_keywords: object
     ) -> None:
-        told = {one.name for one in fields(FinishedRequestStats)} | vars(
+        reported = {one.name for one in fields(FinishedRequestStats)} | vars(
             IterationStats()
         ).keys()
-        lacking = NEEDED - told
+        lacking = NEEDED - reported
         if lacking:
             names = ", ".join(sorted(lacking))
             recorder.stop(f"vLLM {vllm.__version__} does not report {names}")

@@ -110,7 +110,7 @@ class _Replay:
                     cut = "stopped by the caller"
         wall_s = self._clock.wall_s
         self._clear()
-        steps, kept = self._steps.finish()
+        steps, step_columns = self._steps.finish()
         timelines = self._record.finish()
         is_closed = self._plan.load_model is LoadModel.CLOSED
         if not is_closed:
@@ -118,7 +118,9 @@ class _Replay:
             most = math.inf if batches is None else batches.size
             work_s = offered_work_s(self._trace, timelines, steps, self._engine.limits, most)
             timelines = replace(timelines, work_s=work_s)
-        return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept, is_closed)
+        return ReplayLog(
+            timelines, steps, self._clock.now_s, wall_s, cut, step_columns, is_closed
+        )
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""

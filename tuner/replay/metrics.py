@@ -36,13 +36,13 @@ class TimeWeighted:
 
 def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
     """Return a level of the steps weighted by time, idle time counting as nothing."""
-    held, peak = LogHistogram(), 0.0
+    histogram, peak = LogHistogram(), 0.0
     for log in logs:
         idle_s = max(0.0, log.clock_s - log.steps.duration_s)
-        held.add_counted(log.steps.levels[name])
-        held.add(np.zeros(1), np.array([idle_s]))
+        histogram.add_counted(log.steps.levels[name])
+        histogram.add(np.zeros(1), np.array([idle_s]))
         peak = max(peak, log.steps.peaks[name])
-    pooled = held.finish()
+    pooled = histogram.finish()
     if pooled.total_weight <= 0:
         return TimeWeighted(0.0, 0.0, 0.0)
     return TimeWeighted(pooled.mean().value, pooled.value_at(0.99), peak)

@@ -89,11 +89,11 @@ def capacity(holds: Callable[[float], bool], start: float = 1.0) -> Capacity:
     >>> round(capacity(lambda load: load <= 1.7).load, 1)
     1.7
     """
-    asked = loads_to_try(start)
+    loads = loads_to_try(start)
     try:
-        load = next(asked)
+        load = next(loads)
         while True:
-            load = asked.send(holds(load))
+            load = loads.send(holds(load))
     except StopIteration as found:
         answer: Capacity = found.value
         return answer

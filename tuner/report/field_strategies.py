@@ -73,13 +73,13 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
     return Plot(
         anchor,
         f"{title} by strategy",
-        _says(compared, metric),
+        _text(compared, metric),
         traces,
         layout(xaxis=along, yaxis=axis("", autorange="reversed"), barmode="group"),
     )
 
 
-def _says(compared: Compared, metric: str) -> str:
+def _text(compared: Compared, metric: str) -> str:
     """Return the picture's numbers in a sentence for each kind of lengths."""
     sentences = []
     for which, rows in compared.items():

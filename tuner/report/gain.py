@@ -60,7 +60,7 @@ def gain(run: RunFiles) -> Section:
 def _nothing(run: RunFiles) -> str:
     if run.shown == run.present:
         return "Nothing that was tried is better than the present configuration."
-    return "The two were not replayed on the same requests, so no gain can be told."
+    return "The two were not replayed on the same requests, so there is no gain to show."
 
 
 def _how(rows: Sequence[EvidenceRow]) -> str:
@@ -146,7 +146,7 @@ def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
     return Plot(
         "gain-plot",
         "Change of each metric in percent, with its interval",
-        sentence(f"against the present configuration: {_told(rows, meanings)}"),
+        sentence(f"against the present configuration: {_text(rows, meanings)}"),
         [trace],
         layout(
             xaxis=axis("change, %", ticksuffix="%"),
@@ -157,8 +157,8 @@ def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
     )
 
 
-def _told(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
-    """Say every change; what they all mean is said once."""
+def _text(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
+    """Return every change as text, with what they all mean once."""
     changes = [f"{metric_name(row.metric)} {change(_change(row))}" for row in rows]
     if len(set(meanings)) == 1:
         return f"{listed(changes)}; all of them {meanings[0]}"

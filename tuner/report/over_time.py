@@ -130,7 +130,7 @@ def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
     domains = stacked(len(_PANELS))
     axes: dict[str, Any] = {}
     for i, domain in enumerate(domains):
-        # A level that is zero throughout still wants an axis of some height.
+        # A level that is zero throughout still needs an axis of some height.
         top = 1.05 * tops[i] or 1.0
         form = ".0%" if _PANELS[i] == "KV cache used" and tops[i] >= 0.1 else None
         made = axis(_PANELS[i], range=[0, top], domain=list(domain), tickformat=form, nticks=4)
@@ -140,7 +140,7 @@ def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
     return Plot(
         f"over-time-{name.split(maxsplit=1)[0]}",
         f"{name.capitalize()}: {limits_words(limits)} ({how})",
-        _told(replay),
+        _text(replay),
         traces,
         layout(
             xaxis=axis(
@@ -179,7 +179,7 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _told(replay: SavedReplay) -> str:
+def _text(replay: SavedReplay) -> str:
     windows = replay.windows
     arrivals = round(sum(sum(w.arrivals) for w in windows))
     total_s = sum(w.bin_s * len(w.arrivals) for w in windows)

@@ -74,7 +74,7 @@ def live_points(result: Result) -> list[Point]:
 
 
 def shadow_points(result: Result) -> list[Point]:
-    """Return what was foretold, by limits."""
+    """Return what was predicted, by limits."""
     return _points(shadow_trials(result), is_live=False)
 
 
@@ -105,8 +105,8 @@ def frontier(points: Sequence[Point], latency: str, rate: str) -> list[Point]:
 
     Shapes: every point has both metrics.
     """
-    kept: list[Point] = []
+    best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.needed(rate), p.needed(latency))):
-        if not kept or point.needed(latency) < kept[-1].needed(latency):
-            kept.append(point)
-    return kept
+        if not best or point.needed(latency) < best[-1].needed(latency):
+            best.append(point)
+    return best

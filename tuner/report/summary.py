@@ -49,7 +49,7 @@ def answer(run: RunFiles) -> Section:
 
 
 def _state(result: Result) -> list[str]:
-    """Say first what weakens everything that follows."""
+    """Return the sentences that weaken everything below them."""
     sentences = []
     if result.state != "complete":
         sentences.append(
@@ -68,17 +68,17 @@ def _gain(run: RunFiles) -> list[str]:
         return _broken(result)
     if advice.verdict == "change":
         against = f"against the present {limits_words(run.present)}"
-        told = gain_words(result, advice)
-        return [f"{told} {against}" if told else f"better {against}: {advice.why}"]
+        gain = gain_words(result, advice)
+        return [f"{gain} {against}" if gain else f"better {against}: {advice.why}"]
     if run.shown == run.present:
         return [advice.why]
     best = f"the best that was found is {limits_words(run.shown)}"
-    told = gain_words(result, advice)
-    return [f"{best}, but {advice.why}{f': {told}' if told else ''}"]
+    gain = gain_words(result, advice)
+    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}"]
 
 
 def gain_words(result: Result, advice: Recommendation) -> str:
-    """Say the gain in the objective's own metric, empty where there is none to say."""
+    """Return the gain in the objective's own metric as text, empty where there is none."""
     ratio, metric = advice.gain_ratio, scored_by(result, advice)
     if ratio is None or ratio <= -1:
         return ""
@@ -107,7 +107,7 @@ def _inverted(bounds: Bounds | None) -> Bounds | None:
 
 
 def scored_by(result: Result, advice: Recommendation) -> str:
-    """Return the metric that placed the one whose gain is told."""
+    """Return the metric that placed the configuration whose gain is shown."""
     if advice.gain_metric:
         return advice.gain_metric
     shown = advice.limits if advice.verdict == "change" else advice.best_measured.limits
@@ -124,8 +124,8 @@ def _broken(result: Result) -> list[str]:
     goal = Scoring(
         Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
     )
-    seen = [(observation_of(r), r) for r in decisive(result.trials)]
-    whole = [(o, r) for o, r in seen if o.is_whole and r["measurement"]]
+    pairs = [(observation_of(r), r) for r in decisive(result.trials)]
+    whole = [(o, r) for o, r in pairs if o.is_whole and r["measurement"]]
     if not whole:
         return ["no configuration survived its replay"]
     nearest, record = min(whole, key=lambda pair: pair[0].score.order)
@@ -138,7 +138,7 @@ def _limits(result: Result) -> list[str]:
     if result.limited_by:
         sentences.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
-        sentences.append(f"capacity at the SLOs: {result.capacity.get('text', 'not told')}")
+        sentences.append(f"capacity at the SLOs: {result.capacity.get('text', 'unknown')}")
     return sentences
 
 

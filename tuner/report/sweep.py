@@ -64,9 +64,9 @@ def rungs_of(run: RunFiles) -> list[Observation]:
     stands for it: it made the same batches.
     """
     budget = run.present.max_num_batched_tokens
-    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
+    observations = [observation_of(trial) for trial in ranked(run.result.trials)]
     found: dict[int, Observation] = {}
-    for o in sorted(seen, key=lambda o: o.limits):
+    for o in sorted(observations, key=lambda o: o.limits):
         cap, own = o.limits.max_num_seqs, o.limits.max_num_batched_tokens
         stands_for = o.budget_never_bound and own < max(budget, cap)
         if own == max(budget, cap) or stands_for:
@@ -134,7 +134,10 @@ def rung_points(run: RunFiles) -> list[Point]:
     found = []
     for cap in sorted({run.present.max_num_seqs, *caps}):
         limits = EngineLimits(cap, max(budget, cap))
-        made = (_twin(limits, points, seen) for points, seen in zip(kinds, trials, strict=True))
+        made = (
+            _twin(limits, points, observations)
+            for points, observations in zip(kinds, trials, strict=True)
+        )
         point = next((p for p in made if p is not None), None) or _cut(limits, trials[0])
         if point is not None:
             found.append(point)
@@ -185,7 +188,7 @@ def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> P
     return Plot(
         "sweep-plot",
         "Decode step, tail latency and KV-cache usage by max_num_seqs",
-        _told(points, latency),
+        _text(points, latency),
         traces,
         layout(
             xaxis=_caps_axis([*caps, *named]),
@@ -277,7 +280,7 @@ def _value_words(metric: str, value: float | None) -> str:
     return percent(value) if metric == USAGE else quantity(metric, value)
 
 
-def _told(points: Sequence[Point], latency: str) -> str:
+def _text(points: Sequence[Point], latency: str) -> str:
     is_live = points[0].is_live
     sentences = []
     for p in points:

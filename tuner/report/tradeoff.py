@@ -31,7 +31,7 @@ from tuner.report.words import counted, listed, metric_name, quantity, seconds
 from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
-# A sentence that names more points than these is read by nobody: ours.
+# A sentence that names more points than these is not read: ours.
 _MAX_NAMES = 8
 # Half of the narrowest axis of rates as a share of the rate: ours, what replays differ by.
 _MIN_SPAN = 0.05
@@ -47,10 +47,10 @@ def tradeoff(run: RunFiles) -> Section:
     names = dict.fromkeys([f"e2e_{result.tail}", *(slo.name for slo in slos)])
     plots = [_plot(run, name, [slo for slo in slos if slo.name == name]) for name in names]
     drawn = tuple(plot for plot in plots if plot is not None)
-    return Section("tradeoff", title, tuple(_says(run)), plots=drawn)
+    return Section("tradeoff", title, tuple(_sentences(run)), plots=drawn)
 
 
-def _says(run: RunFiles) -> list[str]:
+def _sentences(run: RunFiles) -> list[str]:
     result = run.result
     sentences = [
         "Each point is a configuration, named max_num_seqs/max_num_batched_tokens. Right and "
@@ -94,7 +94,7 @@ def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:
     return Plot(
         f"tradeoff-{latency}",
         f"{metric_name(latency)} against requests per second",
-        _told(result, latency, best, slos, every),
+        _text(result, latency, best, slos, every),
         traces,
         layout(
             xaxis=axis("requests/s", range=_rate_range(every)),
@@ -165,7 +165,7 @@ def _bounds(slos: Sequence[Slo], points: Sequence[Point]) -> list[dict[str, Any]
 
 
 def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[str, Any]]:
-    """Mark the present configuration and the one whose gain is told."""
+    """Mark the present configuration and the one whose gain is shown."""
     wanted = [("present", run.present, "square-open", INK)]
     if run.shown != run.present:
         wanted.append((run.shown_as, run.shown, "circle-open", CHOSEN))
@@ -187,7 +187,7 @@ def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[s
     return made
 
 
-def _told(
+def _text(
     result: Result,
     latency: str,
     best: Sequence[Point],

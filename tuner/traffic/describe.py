@@ -27,7 +27,7 @@ _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
 
 _MANY_ABORTED = 0.01
-"""Ours: the share past which a p99 of all answers may hang on lengths that nobody recorded."""
+"""Ours: the share past which a p99 of all answers may hang on unrecorded lengths."""
 
 _SILENCE_S = 30.0
 _SILENCE_GAPS = 20.0
@@ -212,7 +212,7 @@ class TraceDescription:
     rate_per_s is requests over duration; peak_1s and peak_60s count requests in the busiest
     second and minute of a grid that starts at the first; prefix_reuse_ratio is the share of
     prompt tokens that an unbounded cache, cold at the start, would already hold.
-    None where the trace cannot tell.
+    None where the trace does not show it.
     """
 
     source: str

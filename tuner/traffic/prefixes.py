@@ -129,7 +129,7 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Ints:
 
 
 def counts_fit(counts: Ints, prompt_tokens: Ints, block_size: int) -> Bools:
-    """Say for each row whether its ids round the prompt's blocks down or up, or are absent."""
+    """Return by row whether ids round the prompt's blocks down or up, or are absent."""
     floor = prompt_tokens // block_size
     extra = counts - floor
     is_whole = prompt_tokens % block_size == 0

@@ -293,7 +293,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     duration_s: float
     is_closed: bool
     sampled_from: str
-    # JSON knows no infinity: null where nobody knows.
+    # JSON has no infinity: null where it is unknown.
     resolution_s: float | None
     block_s: float
     counts: list[int]
@@ -400,8 +400,8 @@ def _from_file(found: _File) -> TrafficSketch:
     )
 
 
-def _read_bursts(kept: _Bursts, blocks: int) -> Bursts:
-    parts = (kept.windows, kept.requests, kept.variance)
+def _read_bursts(stored: _Bursts, blocks: int) -> Bursts:
+    parts = (stored.windows, stored.requests, stored.variance)
     windows, requests, variance = (_floats(part, blocks) for part in parts)
     return Bursts(windows, requests, variance)
 

@@ -84,9 +84,9 @@ def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """For each request the row whose answer it waits for, and for how long after it.
+    """For each request the row whose answer it awaits, and the pause after that answer.
 
-    `after` is -1 for a request that waits for nobody: the first of a session, or one whose
+    `after` is -1 for a request that awaits none: the first of a session, or one whose
     predecessor is not part of the trace. A request never waits for itself, nor in a circle.
 
     Shapes: both [n].
@@ -123,7 +123,7 @@ class Turns:
         >>> shorter.after.tolist(), shorter.pause_s.tolist()
         ([1, -1], [5.0, 0.0])
         """
-        # The last place stands for nobody: -1 as an index.
+        # The last place stands for none: -1 as an index.
         place = np.full(len(self) + 1, -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
         after, pause_s = self.after[rows], self.pause_s[rows]
@@ -179,7 +179,7 @@ class ZeroOutput(StrEnum):
 class Aborted(StrEnum):
     """What becomes of a recorded answer that was cut short because its client left.
 
-    What is recorded of it is what was served, which is less than what was asked for.
+    What is recorded of it is what was served, which is less than what was requested.
     """
 
     DRAW = "draw"
@@ -376,7 +376,7 @@ class Trace:
         return in_flight_steps(self.due_s[known], self.e2e_s[known])
 
     def too_long(self, max_model_len: int) -> Bools:
-        """Say for each request whether prompt and output together exceed max_model_len."""
+        """Return by request whether prompt and output together exceed max_model_len."""
         over: Bools = self.prompt_tokens + self.output_tokens > max_model_len
         return over
 

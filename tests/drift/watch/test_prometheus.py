@@ -13,7 +13,7 @@ import pytest
 
 from support.prometheus_parts import backfill, need_prometheus, prometheus
 from support.prometheus_past import END_S, PastEngine
-from support.shadow_files import a_profile
+from support.shadow_files import a_profile, home
 from support.watch_parts import JumpingClock
 from tuner.arrays import Floats
 from tuner.cli.watch import run_watch
@@ -28,6 +28,8 @@ from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.live import _restarted_s, live_between
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
+
+__all__ = ["home"]
 
 MINUTE_S = 60.0
 START_S = END_S - 25 * MINUTE_S

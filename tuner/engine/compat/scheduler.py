@@ -255,14 +255,14 @@ class SchedulerCore:
 
         Raises: EngineError if it is another batch, which the caller has to rule out.
         """
-        scheduler, seen = self.scheduler, self.scheduler.running
+        scheduler, all_running = self.scheduler, self.scheduler.running
         limits = [getattr(scheduler, str(n)) for n in (self._cap_name, self._budget_name)]
         scheduler.running = list(requests)
         self.set_limits(len(requests), len(requests))
         scheduled = scheduler.schedule()
         if scheduled.total_num_scheduled_tokens != len(requests):
             raise EngineError("the shadow could not repeat a step that it had predicted")
-        scheduler.running = seen
+        scheduler.running = all_running
         self.set_limits(*limits)
         return scheduled
 

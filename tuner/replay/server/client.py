@@ -51,13 +51,13 @@ class HttpRun:
     A request that was longer than the server's max_model_len and not answered in full is
     REFUSED; every other one without its full answer is TIMED_OUT or ABORTED: it failed.
     `errors` counts the failed and the refused by what the server or the network said;
-    `asked_tokens` is the length of answer that each request asked for.
+    `requested_tokens` is the length of answer that each request asked for.
 
     Shapes: asked_tokens is [n], as the timelines.
     """
 
     timelines: Timelines
-    asked_tokens: Ints
+    requested_tokens: Ints
     wall_s: float
     lag_p99_s: float
     errors: dict[str, int] = field(default_factory=dict)
@@ -144,9 +144,9 @@ class _Client:
                     task.cancel()
                 await asyncio.gather(*self._tasks, watch, return_exceptions=True)
         lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
-        asked_tokens = self._trace.output_tokens
+        requested_tokens = self._trace.output_tokens
         line = self._record.finish()
-        return HttpRun(line, asked_tokens, self._now_s(), lag_p99_s, self._errors)
+        return HttpRun(line, requested_tokens, self._now_s(), lag_p99_s, self._errors)
 
     async def _send_all(
         self,

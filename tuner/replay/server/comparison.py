@@ -101,10 +101,10 @@ class Verification:
         rate = None if theirs is None else theirs.requests_per_s
         rows.append(("requests/s", "", rate, self.measured.requests_per_s))
         usage = None if theirs is None else theirs.kv_usage
-        told = (None, None) if usage is None else (usage.mean, usage.max)
+        estimate = (None, None) if usage is None else (usage.mean, usage.max)
         real = self.cache_usage or (None, None)
         for at, statistic in enumerate(("mean", "max")):
-            rows.append((f"gpu_cache_usage_perc {statistic}", "", told[at], real[at]))
+            rows.append((f"gpu_cache_usage_perc {statistic}", "", estimate[at], real[at]))
         return rows
 
     def lines(self) -> list[str]:
@@ -137,8 +137,8 @@ class Verification:
             "measured": self.measured.as_json(),
             "predicted": None if self.predicted is None else self.predicted.as_json(),
             "added": {
-                name: None if told is None or real is None else real - told
-                for name, _, told, real in self.rows()
+                name: None if estimate is None or real is None else real - estimate
+                for name, _, estimate, real in self.rows()
             },
             "gpu_cache_usage_perc": None
             if self.cache_usage is None
@@ -152,11 +152,15 @@ class Verification:
         }
 
 
-def _line(name: str, unit: str, told: float | None, real: float | None) -> str:
+def _line(name: str, unit: str, estimate: float | None, real: float | None) -> str:
     scale, shown = (1000.0, "ms") if unit == "s" else (1.0, "")
     cells = [
         "-" if value is None else f"{value * scale:.3f}" if not unit else f"{value * scale:.1f}"
-        for value in (told, real, None if told is None or real is None else real - told)
+        for value in (
+            estimate,
+            real,
+            None if estimate is None or real is None else real - estimate,
+        )
     ]
     return f"{name:<26}" + "".join(f"{cell:>11}" for cell in cells) + f" {shown}"
 
@@ -223,13 +227,13 @@ def _samples_s(run: HttpRun, metric: str) -> WeightedSamples | None:
     line, failed = run.timelines, _failed(run)
     if metric == "itl_s":
         # Every token that was asked for and never came is a gap without end.
-        missing = np.maximum(run.asked_tokens - np.maximum(line.output_tokens, 1), 0)
+        missing = np.maximum(run.requested_tokens - np.maximum(line.output_tokens, 1), 0)
         return _with_late(line.gap_s, int(missing[failed].sum()))
     seconds = {"ttft_s": line.ttft_s, "tpot_s": line.tpot_s, "e2e_s": line.e2e_s}.get(metric)
     if seconds is None:
         return None
     if metric == "tpot_s":
-        failed &= run.asked_tokens >= 2
+        failed &= run.requested_tokens >= 2
     return _with_late(
         WeightedSamples(np.sort(seconds), np.ones(seconds.size)), int(failed.sum())
     )

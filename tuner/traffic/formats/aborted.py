@@ -45,7 +45,7 @@ def drawn_lengths(prompt: Ints, output: Ints, aborted: Bools, seed: int) -> Ints
         taken[mine[enough]] = pool[places]
     source = np.arange(output.size)
     source[rows] = taken
-    # Who was taken may have been cut too, always later: follow them until nobody was.
+    # A taken length may be that of a cut answer too, always a later one: follow until none is.
     while not np.array_equal(further := source[source], source):
         source = further
     lengths: Ints = output[source]

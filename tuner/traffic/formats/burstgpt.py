@@ -70,7 +70,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
 def turns_of_sessions(
     sessions: Labels, is_turn: Bools, arrived_s: Floats, e2e_s: Floats
 ) -> Turns | None:
-    """Return who waits for whom: each turn for the one before it in its session.
+    """Return the turns: each request waits for the one before it in its session.
 
     Turns are in order of arrival, equal instants in order of the file. Rows that are no turn
     are passed over, so that the turn behind a failed one waits for the one before it.

@@ -29,7 +29,7 @@ from tuner.traffic.formats.jsonl_rows import MAX_CLOCK, Dialect, Header, sift, t
 from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
 from tuner.traffic.traces import Turns, pauses_of
 
-# How long an answer took that nobody recorded: as `describe` estimates requests in flight.
+# How long an unrecorded answer took: as `describe` estimates requests in flight.
 _SECONDS_PER_OUTPUT_TOKEN = 0.020
 
 Texts = tuple[str, ...] | None
@@ -63,7 +63,7 @@ class Block:
 
 
 def misfits(counts: Ints, prompt: Ints, block_size: int) -> Bools:
-    """Say whose ids do not fit; absent ones (-1) do, an empty list only a short prompt."""
+    """Return which rows' ids do not fit; absent (-1) fit, an empty list only a short prompt."""
     fits = counts_fit(counts, prompt, block_size) & ~((counts == 0) & (prompt >= block_size))
     found: Bools = ~fits & (counts >= 0)
     return found
@@ -84,10 +84,12 @@ def join(
     aborted = np.concatenate([block.aborted for block in blocks])
     chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
     if chats is None:
-        turns, told = _given_turns(path, blocks, skipped), ""
+        turns, remark = _given_turns(path, blocks, skipped), ""
     else:
         parents = _joined_texts(blocks, lambda block: block.parents)
-        turns, told = _chat_turns(chats, parents, arrived / dialect.ticks_per_s, e2e_s, output)
+        turns, remark = _chat_turns(
+            chats, parents, arrived / dialect.ticks_per_s, e2e_s, output
+        )
     return Columns(
         arrived=arrived,
         ticks_per_s=dialect.ticks_per_s,
@@ -105,7 +107,7 @@ def join(
         origin=header.origin,
         hash_scope=header.hash_scope,
         skipped=skipped.by_reason,
-        remarks=(*header.remarks, told) if told else header.remarks,
+        remarks=(*header.remarks, remark) if remark else header.remarks,
         sampled_from=header.sampled_from,
     )
 
@@ -125,7 +127,7 @@ def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Text
 
 
 def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
-    """Return who waits for whom as the lines say it by row numbers."""
+    """Return the turns that the lines give by row numbers."""
     after = np.concatenate([block.after for block in blocks])
     if not np.any(after >= 0):
         return None

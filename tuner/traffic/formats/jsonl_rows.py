@@ -58,17 +58,17 @@ def sift(first_line: int, block: bytes, dialect: Dialect, skipped: Skipped) -> b
 
     Raises: TraceError for the first wrong line, unless wrong lines are skipped.
     """
-    kept = []
+    right = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):
         if not line.strip():
             continue
         row = parse_line(line)
         fault = row if isinstance(row, tuple) else next(_faults(row, dialect), None)
         if fault is None:
-            kept.append(line)
+            right.append(line)
         else:
             skipped.add(number, *fault)
-    return b"\n".join(kept)
+    return b"\n".join(right)
 
 
 def parse_line(line: bytes) -> dict[str, object] | Fault:

@@ -99,8 +99,8 @@ def read_trace(
             columns = reader.read(source.path, options)
         except TraceError as wrong:
             # What was unpacked or piped is known to the user by another name.
-            told = wrong.message.replace(str(source.path), str(path))
-            raise TraceError(told, wrong.hint) from wrong
+            text = wrong.message.replace(str(source.path), str(path))
+            raise TraceError(text, wrong.hint) from wrong
         return assemble(
             columns,
             options,

@@ -246,8 +246,8 @@ def read(path: Path, options: ReadOptions) -> Columns:
         found = draw(window, lengths, generator(options.seed, path.name, place))
         drawn.append(_between(found, start_s, end_s))
     skipped.check(len(windows) + len(skipped))
-    told = _remarks(windows, options, (start_s, end_s), dataset, stale)
-    return _columns(path, drawn, skipped.by_reason, told)
+    remarks = _remarks(windows, options, (start_s, end_s), dataset, stale)
+    return _columns(path, drawn, skipped.by_reason, remarks)
 
 
 def _columns(

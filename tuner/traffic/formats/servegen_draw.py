@@ -81,8 +81,8 @@ class LengthHistogram:
     @classmethod
     def of(cls, tokens: Ints, mass: Floats) -> LengthHistogram:
         """Return the histogram of token counts in any order; what has no mass is left out."""
-        kept = np.flatnonzero(mass > 0)
-        order = kept[np.argsort(tokens[kept])]
+        possible = np.flatnonzero(mass > 0)
+        order = possible[np.argsort(tokens[possible])]
         sums = np.cumsum(mass[order])
         return cls(tokens[order], sums / sums[-1])
 

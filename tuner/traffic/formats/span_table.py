@@ -310,7 +310,7 @@ class SpanTable:
         return f"holds no request: none of its {self._others:,} spans {named}"
 
     def _each_once(self, columns: Columns) -> Columns:
-        """Leave out gateway spans of requests that vLLM traced too; tell what was left out."""
+        """Leave out gateway spans of requests that vLLM traced too; return their number."""
         is_engines = np.frombuffer(self._is_engines, dtype=np.bool_)
         keys = np.frombuffer(self._keys, dtype=f"S{KEY_BYTES}")
         is_double: Bools = np.zeros(len(self), dtype=np.bool_)

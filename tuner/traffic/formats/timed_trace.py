@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 def matches(head: bytes) -> bool:  # noqa: ARG001 - every format is asked alike
-    """Never say that a file is one: nothing in it tells."""
+    """Return False: nothing in a file identifies the format."""
     return False
 
 

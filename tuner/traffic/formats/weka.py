@@ -2,7 +2,8 @@
 
 Other tools call the format "weka". Its times are seconds from the start of the session, and
 its hash ids stand for blocks of the file's own block_size, in published files only within it.
-A session and its sub-agents are laid out on one clock: who was sent when, and awaited whom.
+A session and its sub-agents are laid out on one clock: when each request was sent, and which
+answer it awaited.
 
 Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md and traces/.
 """
@@ -80,7 +81,7 @@ Item = Request | SubAgent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The requests of a session in file order, when they were sent, and whom they awaited.
+    """The requests of a session in file order, when they were sent, what they awaited.
 
     Shapes: requests, start_s and turns are [n].
     Units: seconds from the session's start.

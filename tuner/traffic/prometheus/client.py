@@ -40,7 +40,7 @@ TIMEOUT_S = 60
 
 _STATUS = re.compile(r"HTTP Status Code (\d+) \((.*)\)", re.DOTALL)
 _MEANINGS: Mapping[int, tuple[str, str]] = {
-    401: ("wants to know who asks", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
+    401: ("refuses without a login", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
     403: ("forbids the query", "pass --header with credentials that may read it"),
     404: ("has no Prometheus API at this path", "give the URL without /graph or /api/v1"),
 }
@@ -95,7 +95,7 @@ class Prometheus:
     ) -> None:
         self.place = _place(url)
         self._digest = hashlib.sha256()
-        # A server that is there but busy is asked again; one that is not there is told soon.
+        # A query to a server that is there but busy is repeated; one to none fails soon.
         retry = Retry(
             total=2,
             backoff_factor=0.2,
@@ -177,7 +177,7 @@ class Prometheus:
         )
 
     def _unreachable(self, error: requests.exceptions.RequestException) -> UsageError:
-        """Return what to say of a request that got no answer."""
+        """Return the error for a request that got no answer."""
         if isinstance(error, requests.exceptions.Timeout):
             return UsageError(
                 f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
@@ -234,15 +234,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _place(url: str) -> str:
     """Return HOST:PORT of a URL, without its login. Raises: UsageError."""
     hint = "for example http://prometheus:9090"
-    told = shown(str(redacted({"url": url})["url"]))
+    shown_url = shown(str(redacted({"url": url})["url"]))
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as cause:
-        raise UsageError(f"--url is not a URL, got {told}", hint) from cause
+        raise UsageError(f"--url is not a URL, got {shown_url}", hint) from cause
     if parts.scheme not in ("http", "https") or not host:
-        raise UsageError(f"--url must start with http:// or https://, got {told}", hint)
+        raise UsageError(f"--url must start with http:// or https://, got {shown_url}", hint)
     if parts.query or parts.fragment:
-        raise UsageError(f"--url must end before any ? or #, got {told}", hint)
+        raise UsageError(f"--url must end before any ? or #, got {shown_url}", hint)
     name = f"[{host}]" if ":" in host else host
     return name if port is None else f"{name}:{port}"

@@ -250,23 +250,23 @@ class PrefixHits:
     Shapes: both [span.points], at the reading that counted them first; some were asked for.
     """
 
-    asked: Floats
+    queried: Floats
     found: Floats
 
     @property
     def ratio(self) -> float:
         """The share that was found."""
-        return float(self.found.sum() / self.asked.sum())
+        return float(self.found.sum() / self.queried.sum())
 
     def by_stretch(self, stretch_of: Ints) -> Floats:
         """Return the share that was found in each stretch, or in all where nothing was asked.
 
         Shapes: stretch_of is [span.points], ascending from 0; the result [stretches].
         """
-        asked = np.bincount(stretch_of, weights=self.asked)
+        queried = np.bincount(stretch_of, weights=self.queried)
         found = np.bincount(stretch_of, weights=self.found)
-        whole = np.full(len(asked), self.ratio)
-        ratios = np.divide(found, asked, out=whole, where=asked > 0)
+        whole = np.full(len(queried), self.ratio)
+        ratios = np.divide(found, queried, out=whole, where=queried > 0)
         # Scrapes of the two may be a moment apart.
         shares: Floats = np.clip(ratios, 0.0, 1.0)
         return shares
@@ -347,8 +347,8 @@ def _prefix_hits(found: Iterable[Series], span: Span) -> PrefixHits | None:
         of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
         of_name += rises_by_reading(series.values)
     for name in _PREFIX_CACHES:
-        asked = rises.get(f"{name}_queries_total")
-        if asked is not None and asked.any():
+        queried = rises.get(f"{name}_queries_total")
+        if queried is not None and queried.any():
             hits = rises.get(f"{name}_hits_total", np.zeros(span.points))
-            return PrefixHits(asked, hits)
+            return PrefixHits(queried, hits)
     return None

@@ -21,7 +21,7 @@ _MISSED = "prefix hits cannot be imitated:"
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
-    """Return by what arrivals were told, and how far they may be off."""
+    """Return what arrivals were derived from, and how far they may be off."""
     apart_s = usual(np.concatenate([w.ends_s - w.starts_s for w in windows]))
     if all(engine.has_gauges for engine in windows):
         yield (
@@ -95,10 +95,10 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
     if gaps_s or missed:
         text = f"{_GAPS} {_lasting(gaps_s)} in all, and no request was invented there"
         yield f"{text}; {missed:,} counted across gaps are left out" if missed else text
-    asked_s = span.end_s - span.start_s
-    if last_s - first_s < 0.9 * asked_s:
-        have, asked = _lasting(last_s - first_s), _lasting(asked_s)
-        yield f"{_SHORT} {have} of the {asked} asked for"
+    requested_s = span.end_s - span.start_s
+    if last_s - first_s < 0.9 * requested_s:
+        have, requested = _lasting(last_s - first_s), _lasting(requested_s)
+        yield f"{_SHORT} {have} of the {requested} asked for"
     restarts = sum(engine.restarts for engine in windows)
     if restarts:
         yield f"the counters began anew {restarts} times, as after restarts"
