@@ -72,10 +72,10 @@ def descend(node: Any, path: Sequence[str], shown: str) -> Any:  # noqa: ANN401 
 
 
 def find_container(
-    found: Mapping[str, Any], path: Sequence[str], shown: str, name: str
+    document: Mapping[str, Any], path: Sequence[str], shown: str, name: str
 ) -> dict[str, Any]:
     """Return the container that runs vLLM among those under the path. Raises: UsageError."""
-    listed = descend(found, (*path, "containers"), shown)
+    listed = descend(document, (*path, "containers"), shown)
     containers = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
     fit = [c for c in containers if name in ("", c.get("name"))]
     if len(fit) > 1:
@@ -232,10 +232,10 @@ def _moved(folds: Sequence[int], old: str, text: str) -> list[int]:
     ]
 
 
-def annotate(found: dict[str, Any], annotations: Mapping[str, str]) -> None:
+def annotate(document: dict[str, Any], annotations: Mapping[str, str]) -> None:
     """Put the provenance among the annotations of an object."""
     if annotations:
-        merge_map(found.setdefault("metadata", {}), "annotations", annotations)
+        merge_map(document.setdefault("metadata", {}), "annotations", annotations)
 
 
 def merge_map(holder: dict[str, Any], key: str, values: Mapping[str, str]) -> None:

@@ -96,8 +96,8 @@ def _own_flags(own: Mapping[str, object]) -> list[str]:
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the arguments of an InferenceService's model."""
-    found = find_object(documents, ("InferenceService",), names.workload)
-    predictor = descend(found, ("spec", "predictor"), _ARGS_PATH)
+    document = find_object(documents, ("InferenceService",), names.workload)
+    predictor = descend(document, ("spec", "predictor"), _ARGS_PATH)
     if isinstance(predictor, dict) and "containers" in predictor:
         shown = "spec.predictor.containers[]"
         holder = find_container(predictor, (), shown, names.container)
@@ -107,7 +107,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
     edit_container(holder, rec.limits, shown)
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return []
 
 
@@ -163,9 +163,9 @@ def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the variable that the template appends, or in arguments of its own."""
-    found = find_object(documents, ("LLMInferenceService",), names.workload)
+    document = find_object(documents, ("LLMInferenceService",), names.workload)
     where = ("spec", "template")
-    holder = find_container(found, where, _LLM_PATH, names.container or _LLM_CONTAINER)
+    holder = find_container(document, where, _LLM_PATH, names.container or _LLM_CONTAINER)
     if "args" in holder or "command" in holder:
         edit_container(holder, rec.limits, _LLM_PATH)
     else:
@@ -177,5 +177,5 @@ def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[st
             own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.limits))
         else:
             variables.append({"name": _ENV, "value": edit_line("", rec.limits).strip()})
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return []

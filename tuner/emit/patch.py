@@ -67,8 +67,8 @@ def patch(
 
 
 def _metadata(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = document.get("metadata")
-    return found if isinstance(found, dict) else {}
+    metadata = document.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _check_secrets(path: Path, made: list[Operation]) -> None:

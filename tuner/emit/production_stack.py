@@ -138,14 +138,14 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
 
 def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in a VLLMRuntime: the cap beside the model, the budget in extraArgs."""
-    found = find_object(documents, _RUNTIME, names.workload)
-    model = descend(found, ("spec", "model"), "spec.model")
-    config = descend(found, ("spec", "vllmConfig"), "spec.vllmConfig")
+    document = find_object(documents, _RUNTIME, names.workload)
+    model = descend(document, ("spec", "model"), "spec.model")
+    config = descend(document, ("spec", "vllmConfig"), "spec.vllmConfig")
     if not isinstance(model, dict) or not isinstance(config, dict):
         raise no_place("spec.model and spec.vllmConfig", "no mappings there")
     model["maxNumSeqs"] = rec.limits.max_num_seqs
     _edit_extra(config, rec)
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return _switched_off(config, rec)
 
 

@@ -210,8 +210,8 @@ def kept_back_in(comments: Iterable[str]) -> tuple[str, ...]:
     >>> kept_back_in(["tuned", "left out api-key, which is a secret: set VLLM_API_KEY"])
     ('api-key',)
     """
-    found = map(_KEPT_BACK.fullmatch, comments)
-    return tuple(match["key"] for match in found if match)
+    matches = map(_KEPT_BACK.fullmatch, comments)
+    return tuple(match["key"] for match in matches if match)
 
 
 def _kept_back(key: str) -> str:
@@ -285,18 +285,18 @@ def first_comments(path: Path) -> list[str]:
 
 def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:
     """Return what the comments of an emitted file say, by name; nothing if they are others'."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for name, pattern in _IN_COMMENTS.items():
         matches = [match[1] for line in comments if (match := pattern.search(line))]
-        found |= {name: matches[0]} if matches else {}
-    if not found:
+        facts |= {name: matches[0]} if matches else {}
+    if not facts:
         return {}
     if any("PREDICTED" in line for line in comments):
-        found["method"] = "shadow"
+        facts["method"] = "shadow"
     keeps = [line for line in comments if line.startswith("KEEP WHAT YOU HAVE")]
     gains = [_gain_of(line) for line in comments if line.startswith(" ") and " -> " in line]
     if keeps:
-        found["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
+        facts["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
     elif gains:
-        found["gain"] = gains[0]
-    return {**found, "limits": spelled(tuned)}
+        facts["gain"] = gains[0]
+    return {**facts, "limits": spelled(tuned)}

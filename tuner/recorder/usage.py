@@ -52,9 +52,9 @@ def read_usage(tail: bytes) -> Usage | None:
     return Usage(prompt, output, cached, reasons[-1].decode() if reasons else "unknown")
 
 
-def _tokens(found: dict[str, object], *names: str) -> int | None:
+def _tokens(text: dict[str, object], *names: str) -> int | None:
     for name in names:
-        value = found.get(name)
+        value = text.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None

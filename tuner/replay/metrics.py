@@ -332,7 +332,7 @@ def _with_load(m: Measurement, lines: Sequence[Timelines]) -> Measurement:
 def _with_caveats(m: Measurement) -> Measurement:
     """Attach the doubts that follow from the numbers themselves."""
     e2e = m.latencies["e2e_s"]
-    found = [
+    checks = [
         (Caveat.NOT_SUSTAINED, not m.is_sustained and m.cut_reason is None),
         (Caveat.CUT_SHORT, m.cut_reason is not None),
         (Caveat.FEW_SAMPLES, e2e is None or not stats.carries_quantile(e2e.n, 0.99)),
@@ -342,7 +342,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
         (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
-    caveats = tuple(caveat for caveat, holds in found if holds)
+    caveats = tuple(caveat for caveat, holds in checks if holds)
     return replace(m, caveats=caveats)
 
 

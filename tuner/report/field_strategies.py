@@ -56,15 +56,15 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
     traces: list[dict[str, Any]] = []
     values: list[float] = []
     for which, rows in compared.items():
-        found = [read_metric(row.measurement or {}, metric) for row in rows]
-        values += [value for value in found if value is not None]
+        measured = [read_metric(row.measurement or {}, metric) for row in rows]
+        values += [value for value in measured if value is not None]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": f"{which} lengths",
                 "y": names,
-                "x": found,
+                "x": measured,
                 "marker": {"color": _COLOURS.get(which, LIVE)},
             }
         )

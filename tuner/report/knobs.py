@@ -112,15 +112,17 @@ def _cell(
     if budget < cap:
         return Cell("", mark="void")
     limits = EngineLimits(cap, budget)
-    found = values.get(limits)
+    observation = values.get(limits)
     marks = _marks(run, limits)
-    if found is None:
+    if observation is None:
         return Cell(f"{SAME if same_schedule(observations, limits) else NOTHING}{marks}")
-    text = score(found.score.metric, found.score.value) if found.is_whole else ""
-    tier = "" if found.score.tier is Tier.GOOD else str(found.score.tier)[2:]
+    text = (
+        score(observation.score.metric, observation.score.value) if observation.is_whole else ""
+    )
+    tier = "" if observation.score.tier is Tier.GOOD else str(observation.score.tier)[2:]
     phrase = ", ".join(part for part in (text, tier) if part)
-    mark = "marked" if marks else "failed" if not found.is_whole else ""
-    return Cell(f"{phrase}{marks}", found.score.value, mark, heats.get(limits))
+    mark = "marked" if marks else "failed" if not observation.is_whole else ""
+    return Cell(f"{phrase}{marks}", observation.score.value, mark, heats.get(limits))
 
 
 def _marks(run: RunFiles, limits: EngineLimits) -> str:

@@ -37,11 +37,11 @@ def over_time(run: RunFiles) -> Section:
     wanted = [("present", run.present)]
     if run.shown != run.present:
         wanted.insert(0, (run.shown_as, run.shown))
-    found = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
-    if not found:
+    replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
+    if not replays:
         return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
-    tops = _tops([replay for _, replay in found])
-    plots = tuple(_plot(name, replay, tops) for name, replay in found)
+    tops = _tops([replay for _, replay in replays])
+    plots = tuple(_plot(name, replay, tops) for name, replay in replays)
     sentences = [
         "Running and waiting requests are means over each bin; KV use is the largest in it. "
         "Both pictures have the same scales."
@@ -50,9 +50,9 @@ def over_time(run: RunFiles) -> Section:
         sentences.append("The present configuration is the best there was, so it stands alone.")
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
     sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
-    if any(replay.engine == "shadow" for _, replay in found):
+    if any(replay.engine == "shadow" for _, replay in replays):
         sentences.append("These replays were predicted, not measured.")
-    if any(len(replay.windows) > 1 for _, replay in found):
+    if any(len(replay.windows) > 1 for _, replay in replays):
         sentences.append(
             "The windows of the trace stand one after the other, with a gap between."
         )

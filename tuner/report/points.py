@@ -36,8 +36,8 @@ class Point:
 
     def value(self, metric: str) -> float | None:
         """Return the middle of the replays, None where nothing was measured."""
-        found = [value_of(m, metric) for m in self.measurements]
-        known = [value for value in found if value is not None]
+        values = [value_of(m, metric) for m in self.measurements]
+        known = [value for value in values if value is not None]
         return median(known) if known else None
 
     def needed(self, metric: str) -> float:
@@ -64,8 +64,8 @@ def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
     if metric not in _LEVELS:
         return read_metric(measurement, metric)
     level = measurement.get(metric)
-    found = level.get(_LEVELS[metric]) if isinstance(level, dict) else None
-    return float(found) if isinstance(found, int | float) else None
+    value = level.get(_LEVELS[metric]) if isinstance(level, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def live_points(result: Result) -> list[Point]:

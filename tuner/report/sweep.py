@@ -65,13 +65,13 @@ def rungs_of(run: RunFiles) -> list[Observation]:
     """
     budget = run.present.max_num_batched_tokens
     observations = [observation_of(trial) for trial in ranked(run.result.trials)]
-    found: dict[int, Observation] = {}
+    rungs: dict[int, Observation] = {}
     for o in sorted(observations, key=lambda o: o.limits):
         cap, own = o.limits.max_num_seqs, o.limits.max_num_batched_tokens
         stands_for = o.budget_never_bound and own < max(budget, cap)
         if own == max(budget, cap) or stands_for:
-            found[cap] = o
-    return [found[cap] for cap in sorted(found)]
+            rungs[cap] = o
+    return [rungs[cap] for cap in sorted(rungs)]
 
 
 def stop_of(rungs: Sequence[Observation]) -> Stop:
@@ -131,7 +131,7 @@ def rung_points(run: RunFiles) -> list[Point]:
     caps = {o.limits.max_num_seqs for o in rungs_of(run)} | set(result.ladder)
     kinds = [ranked_points(result), shadow_points(result)]
     trials = [list(ranked(result.trials)), predictions(result.trials)]
-    found = []
+    along = []
     for cap in sorted({run.present.max_num_seqs, *caps}):
         limits = EngineLimits(cap, max(budget, cap))
         made = (
@@ -140,8 +140,8 @@ def rung_points(run: RunFiles) -> list[Point]:
         )
         point = next((p for p in made if p is not None), None) or _cut(limits, trials[0])
         if point is not None:
-            found.append(point)
-    return found
+            along.append(point)
+    return along
 
 
 def _twin(

@@ -51,7 +51,7 @@ def warnings_of(
     trace: Trace, *, peak_in_flight: int, recorded_ratio: float, largest_cap: int
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
-    found = [
+    warnings = [
         _sampled_warning(trace),
         _closed_warning(trace),
         _aborted_warning(trace),
@@ -63,7 +63,7 @@ def warnings_of(
         _latency_warning(recorded_ratio),
         _demand_warning(peak_in_flight, largest_cap),
     ]
-    return tuple(warning for warning in found if warning is not None)
+    return tuple(warning for warning in warnings if warning is not None)
 
 
 def _sampled_warning(trace: Trace) -> TraceWarning | None:

@@ -142,9 +142,9 @@ def _handler(
             if path == "/metrics":
                 self._answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry))
             elif path == "/healthz":
-                found = health(watcher)
-                status = HTTPStatus.OK if found["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
-                self._answer(status, "application/json", json.dumps(found).encode() + b"\n")
+                report = health(watcher)
+                status = HTTPStatus.OK if report["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
+                self._answer(status, "application/json", json.dumps(report).encode() + b"\n")
             else:
                 text = b"/healthz and /metrics are here\n"
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)

@@ -218,8 +218,8 @@ class SchedulerCore:
     @property
     def running(self) -> list[Any]:
         """The requests that the scheduler sees running, in its order."""
-        found: list[Any] = self.scheduler.running
-        return found
+        requests: list[Any] = self.scheduler.running
+        return requests
 
     def only_decodes(self, request: Any) -> bool:
         """Whether a running request does nothing but decode from the next step on.

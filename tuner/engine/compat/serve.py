@@ -38,13 +38,13 @@ def _first_module(names: Sequence[str], attribute: str) -> Any:
     """Return the attribute from the first module that has it."""
     for name in names:
         try:
-            found = getattr(importlib.import_module(name), attribute, None)
+            module = getattr(importlib.import_module(name), attribute, None)
         except ModuleNotFoundError as gone:
             if gone.name is None or not name.startswith(gone.name):
                 raise
             continue
-        if found is not None:
-            return found
+        if module is not None:
+            return module
     raise EngineError(
         f"this vLLM ({vllm_version()}) has no {attribute} in any of {', '.join(names)}",
         "install a vLLM between 0.20 and 0.33",
@@ -189,7 +189,7 @@ def accelerator_name() -> str | None:
 
 def device_name() -> str:
     """Return the name of the device that vLLM computes on."""
-    found = accelerator_name()
-    if found is not None:
-        return found
+    name = accelerator_name()
+    if name is not None:
+        return name
     return f"CPU ({os.cpu_count()} cores, {platform.machine()})"

@@ -277,9 +277,9 @@ def find_endpoint(url: str, headers: Mapping[str, str]) -> Endpoint:
     Raises: EngineError when it does not say.
     Source: vLLM, ModelCard of /v1/models.
     """
-    found = asyncio.run(_get_json(f"{url}/v1/models", headers))
+    models = asyncio.run(_get_json(f"{url}/v1/models", headers))
     try:
-        card = found["data"][0]
+        card = models["data"][0]
         most = card.get("max_model_len")
         return Endpoint(url, str(card["id"]), headers, None if most is None else int(most))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
@@ -296,8 +296,8 @@ async def _get_json(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
             session.get(url, headers=dict(headers)) as answer,
         ):
             answer.raise_for_status()
-            found: dict[str, Any] = await answer.json()
-            return found
+            answered: dict[str, Any] = await answer.json()
+            return answered
     except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
         raise EngineError(
             f"{url} does not answer as a vLLM API server: {str(cause) or type(cause).__name__}",

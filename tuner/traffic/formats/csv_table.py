@@ -277,8 +277,8 @@ def _locate(path: Path, fields: Mapping[str, Field], header: Sequence[str]) -> d
         places = [i for i, name in enumerate(header) if name in field.names]
         if len(places) > 1 or (field.is_needed and not places):
             wanted = " or ".join(field.names)
-            found = shown(", ".join(header))
-            raise line_error(path, 1, f"must have one column {wanted}, got {found}")
+            columns = shown(", ".join(header))
+            raise line_error(path, 1, f"must have one column {wanted}, got {columns}")
         if places:
             where[key] = places[0]
     return where

@@ -65,10 +65,10 @@ def _add(table: SpanTable, span: object) -> Fault | None:
     """Add a span if it is a request; return what is wrong with it, if anything is."""
     if not isinstance(span, dict):
         return f"must be a JSON object, got {shown(span)}", JSON_HINT
-    found = span.get("attributes") or {}
-    if not isinstance(found, dict):
-        return f"attributes must be a JSON object, got {shown(found)}", JSON_HINT
-    attributes = {key: whole(value) for key, value in found.items() if key in WANTED}
+    given = span.get("attributes") or {}
+    if not isinstance(given, dict):
+        return f"attributes must be a JSON object, got {shown(given)}", JSON_HINT
+    attributes = {key: whole(value) for key, value in given.items() if key in WANTED}
     failed = _has_failed(span)
     if not table.takes(span.get("name"), attributes, is_error=failed):
         return None

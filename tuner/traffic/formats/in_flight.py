@@ -226,12 +226,14 @@ def _levels(path: Path, table: CsvTable, times_s: Floats) -> Ints:
 
 
 def _remarks(moved: int, doubled: int) -> list[str]:
-    found = []
+    remarks = []
     if moved:
-        found.append(f"{moved:,} readings were out of order and have been sorted")
+        remarks.append(f"{moved:,} readings were out of order and have been sorted")
     if doubled:
-        found.append(f"{doubled:,} readings share their instant with a later one, which counts")
-    return found
+        remarks.append(
+            f"{doubled:,} readings share their instant with a later one, which counts"
+        )
+    return remarks
 
 
 def _is_number(text: str) -> bool:
@@ -258,9 +260,9 @@ def trace_from_concurrency(
     """
     options = options if options is not None else ReadOptions()
     with plain_file(Path(path)) as source:
-        found = read_in_flight(source.path, options)
+        readings = read_in_flight(source.path, options)
         name, sha256 = source.name, source.sha256
-    flow = found.flow
+    flow = readings.flow
     lives_s = np.full(
         len(flow.times_s), lengths.output_tokens.mean() * SECONDS_PER_OUTPUT_TOKEN
     )
@@ -272,14 +274,14 @@ def trace_from_concurrency(
         count_remark(),
     )
     columns = Columns(
-        arrived=found.zero_s + due_s,
+        arrived=readings.zero_s + due_s,
         ticks_per_s=1.0,
         prompt_tokens=lengths.prompt_tokens[rows],
         output_tokens=lengths.output_tokens[rows],
         concurrency=as_changes(flow),
-        origin=found.origin,
-        skipped=found.skipped,
-        remarks=(*found.remarks, *notes),
+        origin=readings.origin,
+        skipped=readings.skipped,
+        remarks=(*readings.remarks, *notes),
         sampled_from=f"{name} and the lengths of {lengths.source}",
     )
     both = hashlib.sha256(f"{sha256}{lengths.sha256}".encode()).hexdigest()

@@ -65,8 +65,8 @@ class Block:
 def misfits(counts: Ints, prompt: Ints, block_size: int) -> Bools:
     """Return which rows' ids do not fit; absent (-1) fit, an empty list only a short prompt."""
     fits = counts_fit(counts, prompt, block_size) & ~((counts == 0) & (prompt >= block_size))
-    found: Bools = ~fits & (counts >= 0)
-    return found
+    misfit: Bools = ~fits & (counts >= 0)
+    return misfit
 
 
 def join(

@@ -199,25 +199,25 @@ class Header:
 
     def as_json(self) -> dict[str, object]:
         """Return the header's object, without what is as usual."""
-        found: dict[str, object] = {"version": VERSION}
+        content: dict[str, object] = {"version": VERSION}
         if self.block_size is not None:
-            found["block_size"] = self.block_size
+            content["block_size"] = self.block_size
         if self.origin is not ClockOrigin.OWN:
-            found["clock"] = str(self.origin)
+            content["clock"] = str(self.origin)
         if self.hash_scope:
-            found["hash_scope"] = self.hash_scope
+            content["hash_scope"] = self.hash_scope
         if self.sampled_from:
-            found["sampled_from"] = self.sampled_from
+            content["sampled_from"] = self.sampled_from
         if self.concurrency is not None:
             times_s, levels = self.concurrency.times_s, self.concurrency.in_flight
-            found["in_flight"] = [
+            content["in_flight"] = [
                 [t, n] for t, n in zip(times_s.tolist(), levels.tolist(), strict=True)
             ]
         if self.remarks:
-            found["remarks"] = list(self.remarks)
+            content["remarks"] = list(self.remarks)
         if self.aborted:
-            found["aborted"] = self.aborted
-        return found
+            content["aborted"] = self.aborted
+        return content
 
 
 def take_header(
@@ -282,13 +282,13 @@ def _header(value: Mapping[str, object]) -> Header:
 
 
 def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
-    found = value.get(key)
-    if found is None:
+    number = value.get(key)
+    if number is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
         above = "at least 0" if not least else "above 0"
-        raise ValueError(f"{key} must be a whole number {above}, got {shown(found)}")
-    return found
+        raise ValueError(f"{key} must be a whole number {above}, got {shown(number)}")
+    return number
 
 
 def _lack(word: str) -> str:
@@ -296,10 +296,10 @@ def _lack(word: str) -> str:
 
 
 def _words(value: Mapping[str, object], key: str) -> tuple[str, ...]:
-    found = value.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise ValueError(f"{key} must be a list of texts, got {shown(found)}")
-    return tuple(found)
+    words = value.get(key, [])
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{key} must be a list of texts, got {shown(words)}")
+    return tuple(words)
 
 
 def _concurrency(flow: object) -> Concurrency:

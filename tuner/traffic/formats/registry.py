@@ -55,19 +55,19 @@ def all_formats() -> tuple[TraceFormat, ...]:
     offered = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
-            found = point.load()
+            trace_format = point.load()
         except Exception as cause:  # any package's code may run here
             origin = f"trace format {point.name} of {_package(point.dist)}"
             raise UsageError(
                 f"{origin} cannot be loaded: {cause}",
                 "update or remove that package",
             ) from cause
-        if not isinstance(found, TraceFormat):
+        if not isinstance(trace_format, TraceFormat):
             raise UsageError(
                 f"trace format {point.name} of {_package(point.dist)} is not a TraceFormat",
                 "update or remove that package",
             )
-        offered.append(found)
+        offered.append(trace_format)
     return (*offered, *FORMATS)
 
 

@@ -108,10 +108,10 @@ def dataset_beside(path: Path) -> Path:
     """Return the data set of a client's rates. Raises: TraceError if there is none."""
     expected = f"chunk-N{DATASET_SUFFIX}"
     if path.name.endswith(TRACE_SUFFIX):
-        found = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + DATASET_SUFFIX)
-        if found.is_file():
-            return found
-        expected = found.name
+        dataset = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + DATASET_SUFFIX)
+        if dataset.is_file():
+            return dataset
+        expected = dataset.name
     raise TraceError(
         f"{path} holds rates without lengths, and no {expected} lies beside it",
         f"keep both files of a client in one folder, named chunk-N{TRACE_SUFFIX} and "
@@ -127,16 +127,16 @@ def read_dataset(path: Path) -> DataSet:
     if path.stat().st_size > MAX_BYTES:
         raise TraceError(f"{path.name} is larger than {MAX_BYTES >> 20} MiB")
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
         raise TraceError(
             f"{path.name} must map windows to named histograms: {shown(str(cause))}",
             "fetch it again, and check that it is no Git-LFS pointer",
         ) from cause
-    if not found:
+    if not content:
         raise TraceError(f"{path.name} holds no windows", "fetch it again")
-    is_multimodal = all(MULTIMODAL in fields for fields in found.values())
-    by_start = {_start_s(path.name, key): fields for key, fields in found.items()}
+    is_multimodal = all(MULTIMODAL in fields for fields in content.values())
+    by_start = {_start_s(path.name, key): fields for key, fields in content.items()}
     starts_s = tuple(sorted(by_start))
     lengths = tuple(
         _lengths(
@@ -159,12 +159,12 @@ def _start_s(name: str, key: str) -> float:
 
 def _lengths(where: str, fields: dict[str, str], *, is_multimodal: bool) -> Lengths | None:
     """Return both histograms, or None if one of them is empty."""
-    found = []
+    histograms = []
     for field in (MULTIMODAL if is_multimodal else TEXT, OUTPUT):
         if field not in fields:
             raise TraceError(f"{where} lacks {field}, got {shown(', '.join(fields))}")
-        found.append(_histogram(f"{where}: {field}", fields[field]))
-    prompt, output = found
+        histograms.append(_histogram(f"{where}: {field}", fields[field]))
+    prompt, output = histograms
     return Lengths(prompt, output) if prompt is not None and output is not None else None
 
 
@@ -243,8 +243,8 @@ def read(path: Path, options: ReadOptions) -> Columns:
         if options.zero_output is ZeroOutput.REFUSE:
             dataset.refuse_zero(window.start_s)
         stale += not is_newest
-        found = draw(window, lengths, generator(options.seed, path.name, place))
-        drawn.append(_between(found, start_s, end_s))
+        requests = draw(window, lengths, generator(options.seed, path.name, place))
+        drawn.append(_between(requests, start_s, end_s))
     skipped.check(len(windows) + len(skipped))
     remarks = _remarks(windows, options, (start_s, end_s), dataset, stale)
     return _columns(path, drawn, skipped.by_reason, remarks)

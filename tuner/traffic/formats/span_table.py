@@ -91,8 +91,8 @@ class Export(msgspec.Struct, gc=False, rename="camel"):
 
 def attributes_of(span: OtlpSpan, wanted: frozenset[str]) -> dict[str, object]:
     """Return the wanted attributes of a span as plain values."""
-    found = span.attributes or ()
-    return {one.key: _plain(one.value) for one in found if one.key in wanted}
+    values = span.attributes or ()
+    return {one.key: _plain(one.value) for one in values if one.key in wanted}
 
 
 def _plain(value: _Value | None) -> object:
@@ -310,7 +310,7 @@ class SpanTable:
         return f"holds no request: none of its {self._others:,} spans {named}"
 
     def _each_once(self, columns: Columns) -> Columns:
-        """Leave out gateway spans of requests that vLLM traced too; return their number."""
+        """Return the columns without gateway spans of requests that vLLM traced too."""
         is_engines = np.frombuffer(self._is_engines, dtype=np.bool_)
         keys = np.frombuffer(self._keys, dtype=f"S{KEY_BYTES}")
         is_double: Bools = np.zeros(len(self), dtype=np.bool_)
@@ -365,5 +365,5 @@ def _number(value: object) -> float:
 
 
 def _text(attributes: Mapping[str, object], names: tuple[str, ...]) -> str:
-    found = _first(attributes, names)
-    return found if isinstance(found, str) else ""
+    value = _first(attributes, names)
+    return value if isinstance(value, str) else ""

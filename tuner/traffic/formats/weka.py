@@ -332,7 +332,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             reason = f"sub-agents must be nested at most {MAX_DEPTH} deep"
             raise TraceError(f"{self._path}: {reason}", "give the session as it was published")
-        found: list[Item] = []
+        items: list[Item] = []
         reached_s = 0.0
         for row in rows:
             if isinstance(row, dict) and row.get("type") == "subagent":
@@ -341,8 +341,8 @@ class _Reader:
                 item = self._request(row, reached_s)
                 reached_s = reached_s if item is None else item.t_s
             if item is not None:
-                found.append(item)
-        return tuple(found)
+                items.append(item)
+        return tuple(items)
 
     def _agent(self, row: dict[str, object], depth: int) -> SubAgent | None:
         self._agents += 1

@@ -131,24 +131,24 @@ class Prometheus:
 
         Raises: UsageError if the server cannot be reached, refuses, or is no Prometheus.
         """
-        found: dict[str, Series] = {}
+        series: dict[str, Series] = {}
         first, points = 0, FIRST_POINTS
         while first < span.points:
             last = min(first + points, span.points) - 1
             answer = self._ask(query, span, first, last)
             for labels, times_s, values in answer:
                 name = json.dumps(labels, sort_keys=True)
-                if name not in found:
-                    found[name] = Series(labels, np.full(span.points, np.nan))
+                if name not in series:
+                    series[name] = Series(labels, np.full(span.points, np.nan))
                 rows = np.rint((times_s - span.start_s) / span.step_s).astype(np.int64)
                 is_inside = (rows >= 0) & (rows < span.points)
-                found[name].values[rows[is_inside]] = values[is_inside]
+                series[name].values[rows[is_inside]] = values[is_inside]
             first = last + 1
             points = min(MAX_POINTS, max(1, MAX_VALUES // max(len(answer), 1)))
         self._digest.update(f"{query} {span}".encode())
-        for name in sorted(found):
-            self._digest.update(name.encode() + found[name].values.tobytes())
-        return tuple(found[name] for name in sorted(found))
+        for name in sorted(series):
+            self._digest.update(name.encode() + series[name].values.tobytes())
+        return tuple(series[name] for name in sorted(series))
 
     def _ask(
         self, query: str, span: Span, first: int, last: int

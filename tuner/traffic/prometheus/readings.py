@@ -84,13 +84,13 @@ def choose(server: Prometheus, span: Span, model: str | None, engine: str | None
     Raises: UsageError if there is no data, no such model or engine, or several models and
         none is named.
     """
-    found = server.over(Selection(None, None).query(FINISHED), span)
-    if not found:
+    finished = server.over(Selection(None, None).query(FINISHED), span)
+    if not finished:
         raise UsageError(
             f"Prometheus at {server.place} has no {FINISHED} {when(span)}",
             "check that it scrapes /metrics of the vLLM servers, or widen --since",
         )
-    models = _labels(found, "model_name")
+    models = _labels(finished, "model_name")
     if model is None and len(models) > 1:
         raise UsageError(
             f"Prometheus at {server.place} knows {len(models)} models: {_list(models)}",
@@ -104,7 +104,7 @@ def choose(server: Prometheus, span: Span, model: str | None, engine: str | None
         )
     wanted = model if model is not None else (models[0] or None)
     engines = _labels(
-        [s for s in found if s.labels.get("model_name", "") == (wanted or "")], "engine"
+        [s for s in finished if s.labels.get("model_name", "") == (wanted or "")], "engine"
     )
     if engine is not None and engine not in engines:
         raise UsageError(
@@ -207,10 +207,10 @@ def _lengths(
     }
 
 
-def _by_engine(found: Iterable[Series]) -> dict[Key, Floats]:
+def _by_engine(answers: Iterable[Series]) -> dict[Key, Floats]:
     """Add up the series of each engine."""
     sums: dict[Key, Floats] = {}
-    for series in found:
+    for series in answers:
         key = _key(series)
         sums[key] = sums[key] + series.values if key in sums else series.values
     return sums
@@ -223,8 +223,8 @@ def _key(series: Series) -> Key:
     )
 
 
-def _labels(found: Sequence[Series], name: str) -> list[str]:
-    return sorted({series.labels.get(name, "") for series in found})
+def _labels(answers: Sequence[Series], name: str) -> list[str]:
+    return sorted({series.labels.get(name, "") for series in answers})
 
 
 def _list(names: Sequence[str]) -> str:
@@ -326,24 +326,24 @@ def rises_by_reading(values: Floats) -> Floats:
     """
     at = np.flatnonzero(np.isfinite(values))
     steps = np.diff(values[at])
-    found = np.zeros(len(values))
-    found[at[1:]] = np.where(steps < 0, values[at[1:]], steps)
-    return found
+    rises = np.zeros(len(values))
+    rises[at[1:]] = np.where(steps < 0, values[at[1:]], steps)
+    return rises
 
 
-def _rises(found: Iterable[Series]) -> dict[str, float]:
+def _rises(answers: Iterable[Series]) -> dict[str, float]:
     """Return the rise of all series of each name."""
     rises: dict[str, float] = {}
-    for series in found:
+    for series in answers:
         name = series.labels["__name__"]
         rises[name] = rises.get(name, 0.0) + rise(series.values)
     return rises
 
 
-def _prefix_hits(found: Iterable[Series], span: Span) -> PrefixHits | None:
+def _prefix_hits(answers: Iterable[Series], span: Span) -> PrefixHits | None:
     """Return what was asked for and found; versions that have both names count both alike."""
     rises: dict[str, Floats] = {}
-    for series in found:
+    for series in answers:
         of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
         of_name += rises_by_reading(series.values)
     for name in _PREFIX_CACHES:
