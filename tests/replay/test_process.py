@@ -276,7 +276,7 @@ from support.toy import ToySource
 from support.traffic import a_trace
 from tuner.replay.arrivals import ClockKind
 from tuner.engine.limits import EngineLimits
-from tuner.replay.process import Host
+from tuner.replay.process import EngineProcess
 from tuner.replay.plan import ReplayPlan
 
 def tell(progress):
@@ -284,7 +284,7 @@ def tell(progress):
     return True
 
 if __name__ == "__main__":
-    host = Host(ToySource(), Path(sys.argv[1]))
+    host = EngineProcess(ToySource(), Path(sys.argv[1]))
     host.start({}, EngineLimits(16, 512))
     # Heard of after the first wait, the child then sleeps where no broken pipe can wake it.
     host.load("quiet", a_trace([0.3, 600.0]), 0)
