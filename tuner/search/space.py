@@ -73,7 +73,7 @@ def token_budgets(useful_tokens: int, min_tokens: int) -> tuple[int, ...]:
 
     Nothing above the first that holds useful_tokens can matter.
 
-    >>> token_budgets(3000, least=1)
+    >>> token_budgets(3000, min_tokens=1)
     (512, 1024, 2048, 4096)
     """
     budgets = [b for b in TOKEN_BUDGETS if b >= min_tokens]

@@ -258,8 +258,8 @@ def _ratio(one: Estimate, other: Estimate, metric: str) -> Estimate:
     Chance in two means is independent, and what they are off by adds up as squares do. The ends
     of a tail are bounds of its bucket, and it may lie at one of them in both.
 
-    >>> found = _ratio(Estimate(6.0, 5.0, 8.0, 9), Estimate(2.0, 1.0, 2.5, 9), TAIL)
-    >>> found.value, round(found.low, 6), round(found.high, 6)
+    >>> ratio = _ratio(Estimate(6.0, 5.0, 8.0, 9), Estimate(2.0, 1.0, 2.5, 9), TAIL)
+    >>> ratio.value, round(ratio.low, 6), round(ratio.high, 6)
     (3.0, 2.0, 8.0)
     """
     value = one.value / other.value
@@ -293,7 +293,7 @@ def _high(estimate: Estimate) -> float:
 def _latency_text(latency: Estimate) -> str:
     """Return a latency with its interval as text.
 
-    >>> _told(Estimate(1.5, 1.0, 2.0, 9)), _told(Estimate(1.5, None, None, 9))
+    >>> _latency_text(Estimate(1.5, 1.0, 2.0, 9)), _latency_text(Estimate(1.5, None, None, 9))
     ('1.5 s (1 … 2)', '1.5 s')
     """
     within = f" ({latency.low:.3g} … {latency.high:.3g})" if latency.has_interval else ""
