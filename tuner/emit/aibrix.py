@@ -27,7 +27,7 @@ def _routed(rec: Recommendation, names: Names) -> tuple[Recommendation, Names, l
     served = rec.served_names
     fit = [name for name in served if _DNS_LABEL.fullmatch(name)]
     name = names.workload or (fit[0] if fit else rec.name)
-    # A folder is served under its path unless somebody names it.
+    # A folder is served under its path unless it is given a name.
     is_named = _SERVED in rec.settings or not rec.is_folder
     if name in served and is_named:
         return rec, Names(names.file, name, names.container), []

@@ -66,7 +66,7 @@ def write(rec: Recommendation, names: Names) -> str:
     """Return the command that serves the model, below its evidence as comments.
 
     A required api-key is asked for within the command itself: a line of its own would not stop
-    the next one where somebody pastes both into a terminal.
+    the next one where both are pasted into a terminal.
     """
     notes = one_key_note(rec) if rec.requires_api_key else []
     above = [

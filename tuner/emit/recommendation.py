@@ -66,7 +66,7 @@ class Recommendation:
 
     `values` are the user's own, in vLLM's spelling. `facts` are provenance by name, for
     annotations; `comments` the same and more in sentences. `started_at` are the limits of the
-    engine that was measured, None where nobody kept them.
+    engine that was measured, None where they are unknown.
     """
 
     values: Mapping[str, object]

@@ -158,7 +158,7 @@ class _Replay:
         return max(0.0, min(ends) - now_s)
 
     def _next_over_s(self, patience_s: float) -> float:
-        """Return when the next will have taken too long: now, if one has that nobody noted."""
+        """Return when the next will have taken too long: now, if one already has."""
         # In flight in due order: the first that is not over is the next to be.
         for row, due_s in self._in_flight.items():
             if row not in self._late:

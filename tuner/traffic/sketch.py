@@ -138,7 +138,7 @@ class TrafficSketch:
     """What is kept of a trace; equal stretches of time, the last part of one left out.
 
     `resolution_s` is the time within which arrivals were drawn at random because only their
-    count was recorded: 0 for a recording, inf where nobody knows. `held` has by lookback the
+    count was recorded: 0 for a recording, inf where unknown. `held` has by lookback the
     prompt tokens whose prefix came within so many seconds before, for a sampled trace the same
     for all: how soon a drawn prefix comes again is a guess. None without hash ids.
 

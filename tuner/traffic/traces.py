@@ -240,8 +240,8 @@ class Trace:
     """Recorded traffic in columns, in due order, with the identity of the file it came from.
 
     Columns because public traces reach 27 million rows. They are read-only: every method that
-    changes something returns a new Trace. `turns` says who waits for whose answer, where the
-    recording tells; `concurrency` is set for a recording of requests in flight in place of
+    changes something returns a new Trace. `turns` says which answer a request awaits, where the
+    recording has it; `concurrency` is set for a recording of requests in flight in place of
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
     block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`

@@ -82,7 +82,7 @@ def traffic() -> Trace:
 
 
 def took_s(trace: Trace, limits: EngineLimits) -> Floats:
-    """Return how long each request takes on a server that does as the profile foretells."""
+    """Return how long each request takes on a server that does as the profile predicts."""
     shadow = ShadowSource(a_profile(), is_forced=True).start({}, limits)
     log = replay(shadow, trace, PromptSource(trace, 1000), ReplayPlan())
     assert log.timelines.completed.all()

@@ -295,7 +295,7 @@ class Rollout:
         self.store.folder.forget_traffic_but(state.traffic)
 
     def _roll_back(self, record: RolloutRecord, why: str) -> None:
-        """Emit the old file again, unless somebody has put another in its place."""
+        """Write the old file again, unless others have changed it since."""
         message = f"{record.new} {GuardVerdict.WORSE}: {why}"
         if not self.publisher.holds(record.new_text):
             path = self.publisher.path

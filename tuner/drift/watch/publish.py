@@ -110,7 +110,7 @@ class Publisher:
         sentences, facts = tuple(self._sentences(reason)), self._facts(limits, reason)
         rec = Recommendation(self.values, limits, sentences, facts, lost=self.lost)
         if self.chosen is Format.VLLM and self.path.exists():
-            # What somebody serves from already has no more and no fewer keys afterwards.
+            # A file that is in use has no more and no fewer keys afterwards.
             there = read_emitted(self.path)
             rec = replace(rec, values=there.values, lost=there.lost, allow_unauthenticated=True)
         target = TARGETS[self.chosen]

@@ -106,7 +106,7 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
 
 
 def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:
-    """Refuse an engine that would wait for others, which nobody starts beside it.
+    """Refuse an engine that would wait for others, which are not started beside it.
 
     vLLM's own launcher starts them; in one process the wait has no end.
 

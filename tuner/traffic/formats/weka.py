@@ -98,7 +98,7 @@ def lay_out(items: Sequence[Item]) -> Layout:
 
     A request follows the answer before it in its list, or the last answer of a sub-agent
     started in between if that ended later. A sub-agent's first request follows its parent's
-    last request before it. Who awaits whom was always sent later, so there is no circle.
+    last request before it. A request is always sent later than what it awaits: no circle.
     """
     timeline = _Timeline()
     timeline.lay(items, 0.0, -1)
