@@ -570,7 +570,7 @@ def decide_predicted(
     baseline = next((o for o in observations if o.limits == present), None)
     if best is None:
         raise NoFeasibleConfigError(
-            "every shadow replay failed", "see their causes in trials.jsonl"
+            "no configuration survived its shadow replay", "see the causes in trials.jsonl"
         )
     if best.limits == present or baseline is None:
         why = "nothing that was tried is better"
