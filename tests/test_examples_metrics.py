@@ -113,10 +113,10 @@ def a_page(folder: Path) -> str:
     profile = read_profile(SCHEDULE.parents[1] / "profiles" / "demo.profile.yaml")
     publisher = Publisher(folder / "best.yaml", Format.VLLM, profile, {})
     with StateDir(folder / "state") as kept:
-        book = StateStore(kept, WatchState(counts=counts, last=last))
+        store = StateStore(kept, WatchState(counts=counts, last=last))
         watcher = Watcher(
-            book=book,
-            handing=Rollout(book, publisher, None, None, Noon(), print),
+            store=store,
+            rollout=Rollout(store, publisher, None, None, Noon(), print),
             policy=Policy(),
             every_s=900,
             tuned_for=profile.present_limits,
@@ -124,7 +124,7 @@ def a_page(folder: Path) -> str:
             sketch=lambda _: pytest.fail("a page measures nothing"),
             check=lambda *_: pytest.fail("a page decides nothing"),
             clock=Noon(),
-            tell=print,
+            notify=print,
         )
         registry = CollectorRegistry()
         registry.register(WatchMetrics(watcher))

@@ -21,7 +21,7 @@ from tuner.stats import (
     mean,
     paired_ratio,
     quantile,
-    would_hold_one,
+    would_include_one,
 )
 
 values = st.floats(-1e6, 1e6, allow_nan=False)
@@ -188,18 +188,18 @@ def test_whether_more_pairs_would_tell_is_read_off_the_interval(
     seen = paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
     assert seen.low is not None
     assert seen.high is not None
-    as_it_is = would_hold_one(seen, seen.n, 0.0, CONFIDENCE)
+    as_it_is = would_include_one(seen, seen.n, 0.0, CONFIDENCE)
     assert as_it_is == (seen.low < 1 < seen.high)
     # Neither more pairs nor a larger difference makes it harder to tell.
-    if not would_hold_one(seen, n, errors, CONFIDENCE):
-        assert not would_hold_one(seen, n + 1, errors, CONFIDENCE)
-        assert not would_hold_one(seen, n, errors + 1, CONFIDENCE)
+    if not would_include_one(seen, n, errors, CONFIDENCE):
+        assert not would_include_one(seen, n + 1, errors, CONFIDENCE)
+        assert not would_include_one(seen, n, errors + 1, CONFIDENCE)
 
 
 def test_eight_pairs_tell_what_three_cannot() -> None:
     seen = paired_ratio([1.1, 1.2, 1.3], [1.0, 1.0, 1.0])
-    assert would_hold_one(seen, 3, 0.0, 0.99)
-    assert not would_hold_one(seen, 8, 0.0, 0.99)
+    assert would_include_one(seen, 3, 0.0, 0.99)
+    assert not would_include_one(seen, 8, 0.0, 0.99)
 
 
 @given(

@@ -1,7 +1,7 @@
 """What the tool brings along: the demo model, and the sample traces and profiles.
 
-Answers where these lie, in a checkout as in an installed wheel, and how vLLM is to be started
-on the demo model. It neither reads traces nor starts an engine.
+Answers where these lie, in a checkout as in an installed wheel, and how vLLM is started on the
+demo model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def demo_engine_args() -> dict[str, object]:
 
 
 def is_demo_model(model: object) -> bool:
-    """Tell whether a configuration's model is the demo model, wherever it was installed.
+    """Return whether a configuration's model is the demo model, wherever it was installed.
 
     >>> is_demo_model("tuner/demo_model"), is_demo_model("Qwen/Qwen2.5-7B")
     (True, False)

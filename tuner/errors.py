@@ -1,8 +1,7 @@
 """What can go wrong, and what may be doubted.
 
 Errors stop a run and carry the exit code and a hint; caveats never stop a run: they are
-returned with the numbers they qualify and stand in the result for good. This module decides
-neither when to raise nor how to print.
+returned with the numbers they qualify and stand in the result for good.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class TraceError(TunerError):
 
 
 class TooFewSamplesError(TunerError):
-    """The sample cannot carry the statistic that was asked of it."""
+    """The sample cannot carry the requested statistic."""
 
     exit_code = 2
 
@@ -71,13 +70,13 @@ class ShadowError(TunerError):
 
 
 class ReplayError(TunerError):
-    """The replay itself is void: the clock or the send lag broke it."""
+    """The replay itself is void: its clock or its send lag was off."""
 
     exit_code = 4
 
 
 class Caveat(StrEnum):
-    """A reason to doubt a number, carried with it into the result."""
+    """A reason to doubt a number; it stands in the result with the number."""
 
     NOT_SUSTAINED = "not_sustained"
     NOISY_MACHINE = "noisy_machine"
@@ -116,9 +115,7 @@ class Caveat(StrEnum):
 
 _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.NOT_SUSTAINED: "the engine did not keep up with the load",
-    Caveat.NOISY_MACHINE: (
-        "the machine disturbed many steps; intervals are wider than they look"
-    ),
+    Caveat.NOISY_MACHINE: "the machine disturbed many steps: trust the intervals less",
     Caveat.CLOSED_LOOP: "closed loop: never compare these latencies with an open-loop replay",
     Caveat.FEW_SAMPLES: "the window is too small for a p99: fewer than ten requests exceed it",
     Caveat.PREEMPTED: "requests were preempted because the KV cache ran out of blocks",
@@ -135,7 +132,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
     Caveat.RESTARTED_PER_CONFIG: (
-        "this vLLM hides its limits: the engine restarted per configuration"
+        "this vLLM cannot change its limits: the engine restarted per configuration"
     ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
@@ -143,18 +140,18 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
     Caveat.NOT_RACED: "predicted, not raced against the present configuration",
-    Caveat.SHADOW_UNFIT: "the shadow was unfit to rank by; the search was live throughout",
+    Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",
     Caveat.SHADOW_DISAGREES: (
-        "shadow and live disagreed beyond the stated error; the live numbers decided"
+        "shadow and live differed beyond the stated error; the live numbers decided"
     ),
-    Caveat.PROFILE_FORCED: "the profile was made elsewhere and used all the same",
+    Caveat.PROFILE_FORCED: "the profile was made on another machine or engine",
     Caveat.ANSWERS_CUT: (
-        "more than 1 % of the recorded answers were cut short as clients left: how long they "
-        "would have been is not recorded"
+        "more than 1 % of the recorded answers were cut short as clients left; their whole "
+        "lengths are unknown"
     ),
     Caveat.RECORDING_ENDED: (
-        "closed loop: the recording ended before many of its requests were answered; rates "
-        "are of the time until then, latencies of those answered by then"
+        "closed loop: the recording ended before many requests were answered; rates and "
+        "latencies are of the time until then"
     ),
-    Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race",
+    Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }

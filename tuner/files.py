@@ -29,13 +29,13 @@ class ChangedMeanwhileError(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a file held when its new text was made; None where there was no file."""
+class ExpectedText:
+    """The text that a file must still have; None where there must be no file."""
 
     text: str | None
 
     def is_in(self, path: Path) -> bool:
-        """Tell whether the file holds just this."""
+        """Return whether the file has just this text."""
         if self.text is None:
             return not path.exists()
         try:
@@ -49,19 +49,19 @@ def write_atomic(
     content: str | bytes,
     *,
     secret: bool = False,
-    held: Held | None = None,
+    expected: ExpectedText | None = None,
     hint: str = "name another file after -o, or free space there",
 ) -> None:
     """Write the file whole or not at all: what stood there before survives a full disk.
 
     With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
-    target that is no regular file, as /dev/stdout, is written to as it is. Where `held` says
-    what the file must still hold, it is looked at again right before the new one takes its
-    place; an edit within the microseconds between the two would be lost, as no file system
-    compares and renames in one.
+    target that is no regular file, as /dev/stdout, is written to as it is. Where a text is
+    `expected`, the file is read again right before the new one takes its place; an edit within
+    the microseconds between the two would be lost, as no file system compares and renames in
+    one.
 
     Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
-        it holds something else by now.
+        it is not as expected.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -69,14 +69,14 @@ def write_atomic(
             path.write_bytes(data)
         else:
             target = path.resolve()
-            _replace(target, data, 0o600 if secret else _usual_mode(target), held)
+            _replace(target, data, 0o600 if secret else _usual_mode(target), expected)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", hint
         ) from error
 
 
-def _replace(target: Path, data: bytes, mode: int, held: Held | None) -> None:
+def _replace(target: Path, data: bytes, mode: int, expected: ExpectedText | None) -> None:
     """Put a finished copy in the target's place, within its folder so that a rename does it."""
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -85,7 +85,7 @@ def _replace(target: Path, data: bytes, mode: int, held: Held | None) -> None:
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
-        _check_still(target, held)
+        _check_still(target, expected)
         Path(name).replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -93,9 +93,9 @@ def _replace(target: Path, data: bytes, mode: int, held: Held | None) -> None:
         raise
 
 
-def _check_still(target: Path, held: Held | None) -> None:
-    """Refuse a file that holds something else than it did. Raises: ChangedMeanwhileError."""
-    if held is not None and not held.is_in(target):
+def _check_still(target: Path, expected: ExpectedText | None) -> None:
+    """Refuse a file that is not as expected. Raises: ChangedMeanwhileError."""
+    if expected is not None and not expected.is_in(target):
         raise ChangedMeanwhileError(
             f"{target} was changed by others meanwhile and is left alone",
             "run it again: it starts from the file as it is now",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRET_KEYS: Final = frozenset({"api-key", "hf-token"})
-"""Keys of vLLM's own that carry a secret; is_secret knows more by their names."""
+"""Keys of vLLM's own that carry a secret; is_secret finds more by the words of a name."""
 
 REDACTED: Final = "<redacted>"
 

@@ -1,7 +1,8 @@
-"""Quantiles, means and paired comparisons, each with its interval.
+"""The statistics of the whole tool, each with its interval where the sample carries one.
 
-An `Estimate` is the only way a statistic leaves this module: value, interval and sample size
-together. What the numbers mean is left to `metrics`; what to do about them to `confirm`.
+Quantiles, means and paired ratios of samples; the same of weighted samples and of values that
+held over time; a histogram of small memory that merges; errors of any statistic by drawing
+blocks again. An `Estimate` holds value, interval and sample size together.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Estimate:
 
 
 def carries_quantile(n: int, q: float) -> bool:
-    """Tell whether n samples hold at least ten observations beyond the quantile q.
+    """Return whether n samples hold at least ten observations beyond the quantile q.
 
     >>> carries_quantile(1000, 0.99), carries_quantile(999, 0.99)
     (True, False)
@@ -178,35 +179,35 @@ def paired_ratio(
     return Estimate(math.exp(centre), _exp(centre - half), _exp(centre + half), len(ours))
 
 
-def would_hold_one(seen: Estimate, n: int, errors: float, confidence: float) -> bool:
-    """Tell whether a ratio's interval would hold 1 after n pairs of the same spread.
+def would_include_one(ratio: Estimate, n: int, errors: float, confidence: float) -> bool:
+    """Return whether a ratio's interval would include 1 after n pairs of the same spread.
 
-    The ratio then is supposed to lie further from 1 than the one seen by so many of its
-    standard errors. `seen` is from paired_ratio with the same confidence.
+    The true ratio is supposed to lie further from 1 than the observed one by so many of its
+    standard errors. `ratio` is from paired_ratio with the same confidence.
     """
-    if seen.low is None or seen.high is None or seen.low <= 0:
+    if ratio.low is None or ratio.high is None or ratio.low <= 0:
         return False
-    error = math.log(seen.value / seen.low) / _t(seen.n, confidence)
-    reach = abs(math.log(seen.value)) + errors * error
-    return reach < _t(n, confidence) * error * math.sqrt(seen.n / n)
+    error = math.log(ratio.value / ratio.low) / _t(ratio.n, confidence)
+    reach = abs(math.log(ratio.value)) + errors * error
+    return reach < _t(n, confidence) * error * math.sqrt(ratio.n / n)
 
 
-def expected_loss(seen: Estimate, confidence: float) -> float:
+def expected_loss(ratio: Estimate, confidence: float) -> float:
     """Return what taking the first of a pair costs in expectation, as the ratio's logarithm.
 
     The mean of what the ratio lies above 1, and nothing where it lies below, when the true
     ratio is as uncertain as its interval says: near 0 where the first is surely no worse, and
-    also where both are surely close. `seen` is from paired_ratio with the same confidence.
+    also where both are surely close. `ratio` is from paired_ratio with the same confidence.
 
     Units: a logarithm, so that 0.01 is 1 %; without end where there is no interval or it is of
         two pairs.
     Source: expected opportunity cost, Chick & Inoue (2001), New two-stage and sequential
         procedures for selecting the best simulated system, with Student's t.
     """
-    if seen.low is None or seen.low <= 0 or seen.n < 3:
+    if ratio.low is None or ratio.low <= 0 or ratio.n < 3:
         return math.inf
-    centre, df = math.log(seen.value), seen.n - 1
-    error = (centre - math.log(seen.low)) / _t(seen.n, confidence)
+    centre, df = math.log(ratio.value), ratio.n - 1
+    error = (centre - math.log(ratio.low)) / _t(ratio.n, confidence)
     if error == 0:
         return max(0.0, centre)
     x = centre / error
@@ -313,15 +314,15 @@ class LogHistogram:
         self._merge(keys, weighed, np.where(above, values, 0.0) * weighed)
 
     def add_counted(self, counted: WeightedSamples) -> None:
-        """Count what another tally has counted."""
+        """Count what another histogram has counted."""
         self.add(counted.values, counted.weights)
 
     def _merge(self, keys: NDArray[np.int64], weights: Floats, sums: Floats) -> None:
-        kept, where = np.unique(np.concatenate([self._keys, keys]), return_inverse=True)
+        merged, where = np.unique(np.concatenate([self._keys, keys]), return_inverse=True)
         all_weights = np.concatenate([self._weights, weights])
         all_sums = np.concatenate([self._sums, sums])
-        self._keys = kept
-        self._weights, self._sums = np.zeros(kept.size), np.zeros(kept.size)
+        self._keys = merged
+        self._weights, self._sums = np.zeros(merged.size), np.zeros(merged.size)
         np.add.at(self._weights, where, all_weights)
         np.add.at(self._sums, where, all_sums)
 
@@ -336,10 +337,10 @@ def pooled(parts: Sequence[WeightedSamples]) -> WeightedSamples:
     """Return the samples of all parts together."""
     if len(parts) == 1:
         return parts[0]
-    tally = LogHistogram()
+    histogram = LogHistogram()
     for part in parts:
-        tally.add_counted(part)
-    return tally.finish()
+        histogram.add_counted(part)
+    return histogram.finish()
 
 
 RESAMPLES: Final = 1000
@@ -382,8 +383,8 @@ def resampled(statistic: Statistic, blocks: int, rng: np.random.Generator) -> Re
     The larger error of short and long runs counts: where neighbours are alike for longer than
     a short run, it tells too small a one.
     """
-    found = [_of_runs(statistic, blocks, length, rng) for length in run_lengths(blocks)]
-    return max(found, key=lambda one: one.error if math.isfinite(one.error) else -math.inf)
+    candidates = [_of_runs(statistic, blocks, length, rng) for length in run_lengths(blocks)]
+    return max(candidates, key=lambda one: one.error if math.isfinite(one.error) else -math.inf)
 
 
 def _of_runs(
@@ -418,12 +419,12 @@ def difference(new: Resampled, old: Resampled, confidence: float) -> tuple[float
     """
     variances = new.error**2, old.error**2
     error = math.sqrt(sum(variances))
-    apart = new.value - old.value
+    change = new.value - old.value
     if error <= 0:
-        return apart, apart, apart
+        return change, change, change
     df = sum(variances) ** 2 / (variances[0] ** 2 / new.df + variances[1] ** 2 / old.df)
     half = float(stdtrit(df, 0.5 + confidence / 2)) * error
-    return apart, apart - half, apart + half
+    return change, change - half, change + half
 
 
 def tail_statistic(requests: int) -> str:

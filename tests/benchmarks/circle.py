@@ -279,7 +279,7 @@ def shifted(
         up_s = time.time()
         diary.note("the server is up again")
         wait_for(
-            lambda: diary.has("guard: .*(as foretold|worse than|gave up)"),
+            lambda: diary.has("guard: .*(as predicted|worse than|gave up)"),
             lambda: "no word of the guard",
             3 * PATIENCE_S,
         )
@@ -327,7 +327,7 @@ def main(options: argparse.Namespace) -> int:
             found = circle(diary, Path(name), options.seed)
         except AssertionError as lost:
             diary.note(f"the circle broke: {lost}")
-    agreed = diary.has("does as well as foretold")
+    agreed = diary.has("does as well as predicted")
     # A served engine is slower than the profile of one in process foretells.
     abstained = diary.has("guard: gave up without a verdict")
     judged = "agrees" if agreed else "abstains" if abstained else "does not agree"

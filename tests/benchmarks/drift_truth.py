@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 from tuner.arrays import Ints
 from tuner.drift.check import DriftVerdict, check
-from tuner.drift.compare import compare
-from tuner.drift.retune import Retune, retuning, shadow_host
+from tuner.drift.compare import drift_between
+from tuner.drift.retune import Retune, retuning, shadow_process
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.search.budget import Aim, Budget
@@ -172,13 +172,13 @@ class Pair:
 def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
     """Tune for what was, check what is, and compare with a full re-tune."""
     source, planted, before, now = pair.source, pair.planted, pair.before, pair.now
-    tuned = leader(retune.rank(before, AIM).seen)
+    tuned = leader(retune.rank(before, AIM).observations)
     if tuned is None:
         raise SystemExit(f"{source}: no setting survived the baseline")
-    drift = compare(sketch_of(before), sketch_of(now), seed)
+    drift = drift_between(sketch_of(before), sketch_of(now), seed)
     retune.space = replace(retune.space, present=tuned.limits)
     found = check(drift, now, retune, AIM)
-    seen = retune.rank(now, AIM).seen
+    seen = retune.rank(now, AIM).observations
     best = leader(seen)
     if best is None:
         raise SystemExit(f"{source}: no setting survived {planted}")
@@ -186,7 +186,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
     pays = _gain(present, best.score)
     paid_anyway = pays
     if planted != "none":
-        seen_still = retune.rank(pair.still, AIM).seen
+        seen_still = retune.rank(pair.still, AIM).observations
         best_still = leader(seen_still)
         if best_still is not None:
             paid_anyway = _gain(score_of(seen_still, tuned.limits), best_still.score)
@@ -199,7 +199,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
         source=source,
         planted=planted,
         verdict=str(found.verdict),
-        shifts=tuple(shift.name for shift in drift.felt),
+        shifts=tuple(shift.name for shift in drift.relevant),
         present=str(tuned.limits),
         best=str(best.limits),
         pays=pays,
@@ -306,7 +306,7 @@ def main() -> None:
     profile, began_s, found = a_profile(), time.monotonic(), []
     with (
         suppress(KeyboardInterrupt),  # what was tried is told all the same
-        shadow_host(profile, is_forced=True) as (host, run_dir),
+        shadow_process(profile, is_forced=True) as (host, run_dir),
         retuning(
             host, run_dir, profile, SPACE, jobs=given.jobs, seed=given.seed, is_forced=True
         ) as retune,

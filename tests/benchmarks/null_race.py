@@ -27,8 +27,8 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.search.objective import Objective, parse_goal
-from tuner.search.race import RaceRun, compare, next_run
+from tuner.search.objective import Objective, make_scoring
+from tuner.search.race import RaceRun, compare_pair, next_run
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 
@@ -40,14 +40,14 @@ TWIN = EngineLimits(17, 2048)
 
 def race(host: EngineProcess, requests: int) -> dict[str, Any]:
     """Run one race of the two names and return its outcome."""
-    goal = parse_goal(Objective.LATENCY, (), requests)
+    goal = make_scoring(Objective.LATENCY, (), requests)
     runs: list[RaceRun] = []
     while (following := next_run(runs, [LIMITS, TWIN], LIMITS)) is not None:
         number, name = following
         measured = measure([host.replay("window", LIMITS, ReplayPlan())])
         runs.append(RaceRun(name, number, goal.score(measured)))
     return {
-        "separated": compare(runs, LIMITS, TWIN) != 0,
+        "separated": compare_pair(runs, LIMITS, TWIN) != 0,
         "rounds": max(run.round for run in runs),
         "values_s": [run.score.value for run in runs],
     }

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from tuner.demo import bundled, demo_engine_args
-from tuner.drift.retune import shadow_host
+from tuner.drift.retune import shadow_process
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.steps import StepLog
@@ -152,7 +152,7 @@ def recorded(trace: Trace) -> Figures:
 def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
     """Replay a recording by the shadow of the bundled profile, and as `before` corrects it."""
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
-    with shadow_host(profile, is_forced=True) as (host, _):
+    with shadow_process(profile, is_forced=True) as (host, _):
         bench = EngineRunner(host, {}, LIMITS, 0)
 
         def replay(model: StepModel, name: str) -> ReplayLog:

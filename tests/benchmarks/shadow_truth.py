@@ -45,7 +45,7 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.search.trials import apart, metric_error
+from tuner.search.trials import metric_error, relative_errors
 from tuner.shadow.calibration import Calibration, error_ratio
 from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.shadow.profiles import KvStart, Profile
@@ -224,7 +224,7 @@ def checked(
     shadow: dict[EngineLimits, dict[str, Any]],
 ) -> Profile:
     """Return the profile with the error that the tool would state."""
-    differences = [apart(live[limits], shadow[limits]) for limits in known]
+    differences = [relative_errors(live[limits], shadow[limits]) for limits in known]
     return replace(profile, metric_error_ratio=metric_error(differences))
 
 

@@ -72,7 +72,7 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
             world.clock.sleep(HOUR_S)
             status, text = page(port, "/healthz")
             assert (status, json.loads(text)["ok"]) == (503, False)
-        checked_s = world.watcher.book.state.last.check_s
+        checked_s = world.watcher.store.state.last.check_s
     assert first == {
         "tune_watch_checks_totalunchanged": 1,
         "tune_watch_checks_totalshifted, re-tune pays": 2,
@@ -178,7 +178,7 @@ def test_a_token_is_sent_and_never_shown(
     monkeypatch.setenv("PROMETHEUS_TOKEN", "tok-env")
     with asking_for_a_login(seen) as url:
         for more in ((), ("--token-file", str(home / "token"))):
-            with pytest.raises(UsageError, match=r"wants to know who asks \(HTTP 401\)"):
+            with pytest.raises(UsageError, match=r"refuses without a login \(HTTP 401\)"):
                 run_watch(options_of(home, "--prometheus", url, "--once", *more), NoWait())
     assert set(seen) == {"Bearer tok-env", "Bearer tok-file"}
     told = "".join(capsys.readouterr())

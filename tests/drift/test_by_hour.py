@@ -80,7 +80,7 @@ def test_of_an_hour_with_very_many_requests_the_middle_is_replayed() -> None:
 
 
 def test_without_a_calendar_clock_there_are_no_hours() -> None:
-    with pytest.raises(UsageError, match="does not tell the time of day"):
+    with pytest.raises(UsageError, match="has no time of day"):
         hours_of(replace(a_day([50]), origin=ClockOrigin.OWN))
 
 
@@ -226,5 +226,5 @@ def test_a_recording_without_dates_is_refused_before_anything_starts(tmp_path: P
     path = tmp_path / "prod.jsonl"
     path.write_text('{"arrived_at_s": 1.0, "input_length": 9, "output_length": 9}\n' * 50)
     options = plan_options(tmp_path, path)
-    with pytest.raises(UsageError, match="does not tell the time of day"):
+    with pytest.raises(UsageError, match="has no time of day"):
         run_calendar(options)

@@ -23,7 +23,7 @@ from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner.cli.commands import check as check_command
 from tuner.drift.check import Checked, DriftVerdict, check, without_replay
-from tuner.drift.compare import compare
+from tuner.drift.compare import drift_between
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.shadow.profiles import Profile, write_profile
@@ -44,7 +44,7 @@ def checked(
     wrong_ratio: float = 0.03,
 ) -> tuple[Checked, int]:
     """Check new traffic on a toy; return the verdict and how many replays it took."""
-    drift = compare(sketch_of(BEFORE), sketch_of(now))
+    drift = drift_between(sketch_of(BEFORE), sketch_of(now))
     with a_retune(folder, EngineLimits(present, 2048), costs, wrong_ratio) as (retune, toys):
         return check(drift, now, retune, an_aim()), len(toys.asked)
 
@@ -83,7 +83,7 @@ def test_a_gain_within_the_shadows_error_does_not_pay(tmp_path: Path) -> None:
 
 
 def test_with_too_little_data_nothing_is_asked_of_the_shadow() -> None:
-    drift = compare(sketch_of(BEFORE), sketch_of(TODAY.between(0.0, 30.0)))
+    drift = drift_between(sketch_of(BEFORE), sketch_of(TODAY.between(0.0, 30.0)))
     found = without_replay(drift, EngineLimits(2, 2048))
     assert found is not None
     assert (found.verdict, found.exit_code) == (DriftVerdict.TOO_LITTLE, 0)
@@ -284,8 +284,7 @@ def test_a_shadow_that_finds_other_hits_than_the_server_had_gives_no_verdict(
     told = json.loads(capfd.readouterr().out)
     assert told["verdict"] == "too little data"
     assert (
-        "the shadow finds 0% of the prompt tokens cached and the server found 70%"
-        in (told["why"])
+        "the shadow's cache hits 0% of the prompt tokens and the server's 70%" in (told["why"])
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 from support.traffic import a_trace
-from tuner.drift.compare import compare
+from tuner.drift.compare import drift_between
 from tuner.errors import UsageError
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.reshape import at_load
@@ -24,7 +24,7 @@ from tuner.traffic.traces import ReadNotes, Trace
 
 
 def names(before: Trace, now: Trace) -> list[str]:
-    return [shift.name for shift in compare(sketch_of(before), sketch_of(now)).felt]
+    return [shift.name for shift in drift_between(sketch_of(before), sketch_of(now)).relevant]
 
 
 def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> None:
@@ -53,8 +53,8 @@ def test_a_planted_shift_is_found_by_its_name_and_size(
 ) -> None:
     for seed in range(5):
         before, after = (busy_traffic(s, shares=True) for s in (seed, 100 + seed))
-        found = compare(sketch_of(before), sketch_of(plant(after)))
-        shift = next(s for s in found.felt if s.name == expected)
+        found = drift_between(sketch_of(before), sketch_of(plant(after)))
+        shift = next(s for s in found.relevant if s.name == expected)
         assert shift.effect.low is not None
         assert shift.effect.high is not None
         if effect is not None:
@@ -66,19 +66,19 @@ def test_with_much_data_what_is_beyond_chance_need_not_be_felt() -> None:
     due_s = np.sort(rng.uniform(0, 3600, 300_000))
     lengths = np.full(len(due_s), 1000)
     before = Trace(due_s, lengths, lengths)
-    found = compare(sketch_of(before), sketch_of(at_load(before, 1.03)))
+    found = drift_between(sketch_of(before), sketch_of(at_load(before, 1.03)))
     rate = next(shift for shift in found.shifts if shift.name == "arrival_rate")
     assert rate.effect.low is not None
     assert rate.effect.low > 0
     assert not rate.matters
-    assert found.felt == ()
+    assert found.relevant == ()
 
 
 @settings(max_examples=15)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_swapping_the_two_turns_every_shift_around(one: int, two: int) -> None:
     a, b = sketch_of(busy_traffic(one, 5)), sketch_of(busy_traffic(two, 5))
-    there, back = compare(a, b), compare(b, a)
+    there, back = drift_between(a, b), drift_between(b, a)
     for forth, again in zip(there.shifts, back.shifts, strict=True):
         assert (forth.baseline, forth.now) == (again.now, again.baseline)
         assert (1 + forth.effect.value) * (1 + again.effect.value) == pytest.approx(1)
@@ -86,13 +86,13 @@ def test_swapping_the_two_turns_every_shift_around(one: int, two: int) -> None:
 
 def test_a_comparison_says_the_same_when_asked_again_and_nothing_of_itself() -> None:
     a, b = sketch_of(busy_traffic(1)), sketch_of(at_load(busy_traffic(2), 1.5))
-    assert compare(a, b, seed=3) == compare(a, b, seed=3)
-    assert compare(a, a).felt == ()
+    assert drift_between(a, b, seed=3) == drift_between(a, b, seed=3)
+    assert drift_between(a, a).relevant == ()
 
 
 def test_reuse_does_not_grow_with_the_length_of_a_recording() -> None:
     hour, minutes = (busy_traffic(5, length, shares=True) for length in (60, 12))
-    found = compare(sketch_of(minutes), sketch_of(hour))
+    found = drift_between(sketch_of(minutes), sketch_of(hour))
     reuse = next(shift for shift in found.shifts if shift.name.startswith("prefix_reuse"))
     assert not reuse.matters
     assert reuse.now > 0.1
@@ -123,7 +123,7 @@ def test_what_came_recently_is_what_a_plain_search_finds() -> None:
     ],
 )
 def test_too_little_data_is_said_and_nothing_else(now: Trace, words: str) -> None:
-    found = compare(sketch_of(busy_traffic(0)), sketch_of(now))
+    found = drift_between(sketch_of(busy_traffic(0)), sketch_of(now))
     assert "the present traffic" in found.too_little
     assert words in found.too_little
     assert found.shifts == ()
@@ -133,7 +133,7 @@ def test_arrivals_do_not_compare_with_requests_in_flight() -> None:
     trace = busy_traffic(0)
     flow = Concurrency(np.array([0.0, 600.0]), np.array([4, 8]))
     with pytest.raises(UsageError, match=r"the baseline records arrivals, .* in flight"):
-        compare(sketch_of(trace), sketch_of(replace(trace, concurrency=flow)))
+        drift_between(sketch_of(trace), sketch_of(replace(trace, concurrency=flow)))
 
 
 def test_requests_in_flight_are_compared_where_they_are_what_was_recorded() -> None:
@@ -150,13 +150,13 @@ def test_requests_in_flight_are_compared_where_they_are_what_was_recorded() -> N
 def test_of_sampled_traffic_only_what_the_counters_knew_is_compared() -> None:
     recorded = busy_traffic(0, shares=True)
     drawn = replace(busy_traffic(1), notes=ReadNotes(sampled_from="Prometheus at x"))
-    found = compare(sketch_of(recorded), sketch_of(drawn, resolution_s=30.0))
+    found = drift_between(sketch_of(recorded), sketch_of(drawn, resolution_s=30.0))
     compared = {shift.name for shift in found.shifts}
     assert not any(name.startswith("burstiness_1s") for name in compared)
     # Middle and tail of lengths are shares above a bound that vLLM's histograms have.
     assert {"prompt_tokens_above_500", "output_tokens_above_100"} <= compared
     assert any(text.startswith("prefix_reuse") for text in found.not_compared)
-    assert found.felt == ()
+    assert found.relevant == ()
 
 
 def test_a_sketch_is_small_and_survives_its_file(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_sketch_is_small_and_survives_its_file(tmp_path: Path) -> None:
         again = read_sketch(path)
         assert again.requests == len(trace)
         other = sketch_of(busy_traffic(1, 60))
-        kept, read = compare(sketch, other), compare(again, other)
+        kept, read = drift_between(sketch, other), drift_between(again, other)
         # The file rounds variances, and nothing else.
         for one, two in zip(kept.shifts, read.shifts, strict=True):
             assert one.name == two.name
@@ -193,7 +193,7 @@ def test_of_any_traffic_a_run_can_keep_a_sketch(due_s: list[float], is_closed: b
         write_sketch(path, sketch_of(trace))
         again = read_sketch(path)
     assert again.requests == len(due_s)
-    assert "requests, 200 are needed" in compare(again, again).too_little
+    assert "requests, 200 are needed" in drift_between(again, again).too_little
 
 
 def _cut(text: str) -> str:

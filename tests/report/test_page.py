@@ -138,7 +138,7 @@ def test_measured_and_predicted_are_told_apart(shadowed: Path) -> None:
     assert {"measured", "predicted"} <= cloud
     assert "predicted" in sections["knobs"].says[0]
     assert sections["sweep"].plots[0].says.startswith("Predicted")
-    assert "may be wrong by 5.0%" in sections["agreement"].says[0]
+    assert "stated error is 5.0%" in sections["agreement"].says[0]
     assert len(sections["agreement"].says) == 1
 
 

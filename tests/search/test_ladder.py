@@ -74,7 +74,7 @@ def searched(measured: Measure, space: SearchSpace = SPACE) -> list[Observation]
         assert proposal.limits not in [o.limits for o in history]
         if history:
             assert proposal.limits.within(space.ceiling)
-            assert proposal.limits.max_num_batched_tokens >= space.least_budget
+            assert proposal.limits.max_num_batched_tokens >= space.min_budget
         history.append(measured(proposal.limits, proposal.phase, len(history), history))
         assert len(history) <= LONGEST_SEARCH
     assert history[0].limits == space.present

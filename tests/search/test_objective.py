@@ -18,7 +18,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
-from tuner.search.objective import HOPELESS_RATIO, Objective, Score, Scoring, Tier, parse_goal
+from tuner.search.objective import HOPELESS_RATIO, Objective, Score, Scoring, Tier, make_scoring
 from tuner.stats import tail_statistic
 
 ROOMY = EngineLimits(32, 512)
@@ -150,12 +150,12 @@ def test_too_few_requests_are_refused() -> None:
     with pytest.raises(TooFewSamplesError, match="19 requests"):
         tail_statistic(19)
     with pytest.raises(TooFewSamplesError, match="at least 100"):
-        parse_goal(Objective.BALANCED, [parse_slo("ttft_p99=1s")], 99)
+        make_scoring(Objective.BALANCED, [parse_slo("ttft_p99=1s")], 99)
 
 
 def test_a_goal_is_put_together_for_the_window() -> None:
     slos = [parse_slo("itl_p99=1s"), parse_slo("ttft_p50=1s")]
-    assert parse_goal(Objective.LATENCY, slos, 250) == Scoring(
+    assert make_scoring(Objective.LATENCY, slos, 250) == Scoring(
         Objective.LATENCY, tuple(slos), "p95"
     )
 

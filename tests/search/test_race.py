@@ -20,7 +20,7 @@ from tuner.search.race import (
     RaceDecision,
     RaceRun,
     RaceVerdict,
-    compare,
+    compare_pair,
     decide,
     next_run,
     paired,
@@ -102,7 +102,7 @@ def test_the_shared_drift_of_a_round_does_not_hide_a_gain() -> None:
 
 def test_a_gain_that_is_certain_but_too_small_to_matter_changes_nothing() -> None:
     found, runs = raced({SMALL: 0.99, PRESENT: 1.0}, seed=0, noise_ratio=0.0005)
-    assert compare(runs, SMALL, PRESENT) == -1
+    assert compare_pair(runs, SMALL, PRESENT) == -1
     assert found.verdict is RaceVerdict.KEEP
     assert found.winner == PRESENT
     assert found.best == SMALL
@@ -181,10 +181,10 @@ def test_the_present_one_may_be_the_best() -> None:
 def test_tiers_separate_only_when_all_rounds_agree() -> None:
     bad = Score(Tier.NOT_SUSTAINED, 0.1, "requests_per_s")
     always = runs_of({SMALL: [1.0, 1.0, 1.0], PRESENT: [bad, bad, bad]})
-    assert compare(always, SMALL, PRESENT) == -1
-    assert compare(always, PRESENT, SMALL) == 1
+    assert compare_pair(always, SMALL, PRESENT) == -1
+    assert compare_pair(always, PRESENT, SMALL) == 1
     once = runs_of({SMALL: [1.0, 1.0, bad], PRESENT: [bad, bad, bad]})
-    assert compare(once, SMALL, PRESENT) == 0
+    assert compare_pair(once, SMALL, PRESENT) == 0
     assert ratio(once, SMALL, PRESENT) is None
     assert decide(always, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
     assert decide(once, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.KEEP
@@ -206,11 +206,11 @@ def test_a_tier_that_changes_from_round_to_round_hides_no_gain() -> None:
         for number, rate in enumerate((30.0, 29.0, 30.5, 29.5))
     ]
     runs = runs_of({LARGE: larger, PRESENT: present})
-    assert compare(runs, LARGE, PRESENT) == -1
+    assert compare_pair(runs, LARGE, PRESENT) == -1
     assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
     against = [*larger[:3], at_the_edge(29.5, is_sustained=False)]
     once = [*present[:3], at_the_edge(12.5, is_sustained=True)]
-    assert compare(runs_of({LARGE: against, PRESENT: once}), LARGE, PRESENT) == 0
+    assert compare_pair(runs_of({LARGE: against, PRESENT: once}), LARGE, PRESENT) == 0
 
 
 def test_one_look_drops_who_never_sustains_what_the_other_always_does() -> None:
@@ -234,12 +234,12 @@ def test_a_gain_in_the_tail_shows_where_both_serve_the_same_rate() -> None:
     ]
     larger = [at_the_edge(12.5, is_sustained=True, tail_s=s) for s in (1.0, 1.1, 0.9, 1.0)]
     runs = runs_of({LARGE: larger, PRESENT: present})
-    assert compare(runs, LARGE, PRESENT) == -1
+    assert compare_pair(runs, LARGE, PRESENT) == -1
     assert decide(runs, [LARGE, PRESENT], PRESENT).verdict is RaceVerdict.CHANGE
     slower = [
         at_the_edge(rate, is_sustained=True, tail_s=1.0) for rate in (9.9, 10.1, 10.0, 10.0)
     ]
-    assert compare(runs_of({LARGE: slower, PRESENT: present}), LARGE, PRESENT) == 0
+    assert compare_pair(runs_of({LARGE: slower, PRESENT: present}), LARGE, PRESENT) == 0
 
 
 def test_of_several_metrics_only_what_matters_counts() -> None:
@@ -254,7 +254,7 @@ def test_of_several_metrics_only_what_matters_counts() -> None:
         for limits in (SMALL, PRESENT)
     }
     runs = runs_of(scores)
-    assert compare(runs, SMALL, PRESENT) == 0
+    assert compare_pair(runs, SMALL, PRESENT) == 0
     assert decide(runs, [SMALL, PRESENT], PRESENT).verdict is RaceVerdict.KEEP
 
 
@@ -276,7 +276,7 @@ def test_equal_ones_at_the_edge_of_what_they_sustain_are_kept() -> None:
             is_sustained = bool(rng.random() < 0.5)
             score = at_the_edge(rate, is_sustained=is_sustained, tail_s=tail_s)
             runs.append(RaceRun(following[1], following[0], score))
-        told += compare(runs, SMALL, PRESENT) != 0
+        told += compare_pair(runs, SMALL, PRESENT) != 0
     assert told <= 0.05 * RACES
 
 
@@ -412,15 +412,15 @@ def test_two_that_never_sustain_the_load_at_the_same_rate_are_told_by_their_tail
     small = [overloaded(r, t) for r, t in zip(rates, tails, strict=True)]
     large = [overloaded(r, 4.9) for r in (30.9, 31.0, 31.0)]
     runs = runs_of({SMALL: small, LARGE: large})
-    assert compare(runs, SMALL, LARGE) == -1
+    assert compare_pair(runs, SMALL, LARGE) == -1
     faster = [overloaded(40.0, 4.9) for _ in rates]
-    assert compare(runs_of({SMALL: small, LARGE: faster}), SMALL, LARGE) == 1
+    assert compare_pair(runs_of({SMALL: small, LARGE: faster}), SMALL, LARGE) == 1
 
 
 @pytest.mark.parametrize("rounds", [1, MIN_ROUNDS - 1])
 def test_too_few_rounds_separate_nothing_however_far_apart(rounds: int) -> None:
     runs = runs_of({SMALL: [1.0] * rounds, PRESENT: [9.0] * rounds})
-    assert compare(runs, SMALL, PRESENT) == 0
+    assert compare_pair(runs, SMALL, PRESENT) == 0
     found = decide(runs, [SMALL, PRESENT], PRESENT)
     assert found.verdict is RaceVerdict.KEEP
     assert "budget" in found.why
@@ -515,6 +515,6 @@ def test_any_set_of_runs_leads_to_a_decision_about_the_field(
     assert set(found.tied) <= set(field)
     for a in field:
         for b in field:
-            assert compare(runs, a, b) == -compare(runs, b, a)
+            assert compare_pair(runs, a, b) == -compare_pair(runs, b, a)
     following = next_run(runs, field, PRESENT)
     assert following is None or following[1] in field

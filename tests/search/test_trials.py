@@ -82,7 +82,7 @@ def test_without_live_windows_it_rests_on_what_was_foretold_last() -> None:
     assert numbers(decisive(records)) == numbers(ranked(records)) == [2, 3]
     raced = [*records, a_record(5, Phase.RACE, 1)]
     assert numbers(decisive(raced)) == [5]
-    # A race measures few settings: the whole space is still ranked by what was foretold.
+    # A race measures few settings: the whole space is still ranked by what was predicted.
     assert numbers(ranked(raced)) == [2, 3]
 
 

@@ -60,7 +60,7 @@ def test_a_spare_runs_what_it_is_told_later_and_lives_until_its_taker_closes_it(
         first, second = pids(log)
         host = spares.take()
         assert host is not None
-        with pytest.raises(EngineError, match="nobody has said which engine"):
+        with pytest.raises(EngineError, match="no engine source was set"):
             host.start({}, LIMITS)
         host.source = ToySource()
         host.start({}, LIMITS)

@@ -44,7 +44,7 @@ def a_retune(
     try:
         with EngineProcess(source, folder / "engine.log") as host:
             shadows = ToyShadows(source, profile, folder / "shadow.log")
-            bench = EngineRunner(host, {}, CEILING, seed=0)
-            yield Retune(space, bench, shadows, run_dir), shadows
+            runner = EngineRunner(host, {}, CEILING, seed=0)
+            yield Retune(space, runner, shadows, run_dir), shadows
     finally:
         run_dir.close()

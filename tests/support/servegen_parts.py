@@ -11,10 +11,10 @@ import pytest
 from tuner.errors import TraceError
 from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
 from tuner.traffic.formats.servegen import SERVEGEN
-from tuner.traffic.formats.servegen_draw import Histogram
+from tuner.traffic.formats.servegen_draw import LengthHistogram
 from tuner.traffic.traces import Trace
 
-ONE = Histogram.of(np.array([1]), np.array([1.0]))
+ONE = LengthHistogram.of(np.array([1]), np.array([1.0]))
 GAMMA = "0,2,1,Gamma,1,0.5\n"
 LANGUAGE = {"input_tokens": "{5: 0.25, 8: 0.75}", "output_tokens": "{1: 0.5, 2: 0.5}"}
 FILES = (

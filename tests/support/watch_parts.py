@@ -66,9 +66,9 @@ class HookLog:
     exit_codes: list[int] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
 
-    def __call__(self, told: Mapping[str, str]) -> HookEnd:
+    def __call__(self, environment: Mapping[str, str]) -> HookEnd:
         """Hand over."""
-        self.seen.append((told["TUNE_EVENT"], self.path.read_text()))
+        self.seen.append((environment["TUNE_EVENT"], self.path.read_text()))
         return HookEnd(self.exit_codes.pop(0) if self.exit_codes else 0, "done")
 
 
@@ -116,7 +116,7 @@ class World:
     clock: JumpingClock
     hook: HookLog
     path: Path
-    told: list[str]
+    messages: list[str]
     script: Script
 
     def rounds(self, *verdicts: Saying) -> list[str]:
@@ -125,7 +125,7 @@ class World:
         for verdict in verdicts:
             self.script.verdict = verdict
             error = self.watcher.round()
-            acts.append(error.message if error else self.watcher.book.state.last.act)
+            acts.append(error.message if error else self.watcher.store.state.last.act)
             self.clock.sleep(self.watcher.rest_s())
         return acts
 
@@ -138,7 +138,7 @@ class World:
     @property
     def words(self) -> str:
         """All that was told."""
-        return "\n".join(self.told)
+        return "\n".join(self.messages)
 
 
 @contextmanager
@@ -152,18 +152,20 @@ def a_world(
 ) -> Iterator[World]:
     """Yield a watch over folder/best.yaml whose state is in folder/state."""
     path, clock = folder / "best.yaml", clock or JumpingClock()
-    hook, told = HookLog(path), list[str]()
+    hook, messages = HookLog(path), list[str]()
     script = Script(clock)
     with StateDir(folder / "state") as kept:
         state, remark = kept.load()
         if remark:
-            told.append(remark)
-        book = StateStore(kept, state.for_profile("a"))
+            messages.append(remark)
+        store = StateStore(kept, state.for_profile("a"))
         publisher = Publisher(path, chosen, a_profile(), {"model": "toy"})
         guarding = guard() if guard else None
         watcher = Watcher(
-            book=book,
-            handing=Rollout(book, publisher, run_hook or hook, guarding, clock, told.append),
+            store=store,
+            rollout=Rollout(
+                store, publisher, run_hook or hook, guarding, clock, messages.append
+            ),
             policy=Policy(0.05, 6 * HOUR_S, 2, 6 * HOUR_S, MINUTE_S),
             every_s=15 * MINUTE_S,
             tuned_for=FOUR,
@@ -171,9 +173,9 @@ def a_world(
             sketch=sketch_of,
             check=script.check,
             clock=clock,
-            tell=told.append,
+            notify=messages.append,
         )
-        yield World(watcher, clock, hook, path, told, script)
+        yield World(watcher, clock, hook, path, messages, script)
 
 
 SERVED = (

@@ -12,7 +12,7 @@ import msgspec
 
 from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
-from tuner.drift.retune import shadow_host
+from tuner.drift.retune import shadow_process
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
 from tuner.replay.loop import ReplayLog
@@ -33,7 +33,7 @@ def run_calibrate(options: Mapping[str, Any]) -> int:
     if options["load"] != 1:
         raise UsageError("--load would change when requests came, which is what is compared")
     profile = read_profile(Path(options["profile"]))
-    with shadow_host(profile, is_forced=options["force_profile"]) as (host, _):
+    with shadow_process(profile, is_forced=options["force_profile"]) as (host, _):
         corrected, limits, found = _learnt(host, profile, options)
     write_profile(Path(options["output"]), corrected)
     if options["as_json"]:

@@ -16,8 +16,8 @@ from tuner.cli.options import credentials
 from tuner.cli.shadows import shadows_on
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.check import Checked, check, without_replay
-from tuner.drift.compare import Drift, compare
-from tuner.drift.retune import shadow_host
+from tuner.drift.compare import Drift, drift_between
+from tuner.drift.retune import shadow_process
 from tuner.errors import UsageError
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
@@ -46,7 +46,7 @@ def run_check(options: Mapping[str, Any]) -> int:
     traffic = _present(options, is_closed=before.is_closed)
     drift = Drift((), (), traffic.partial)
     if not traffic.partial:
-        drift = compare(before, traffic.sketch, options["seed"])
+        drift = drift_between(before, traffic.sketch, options["seed"])
     found = without_replay(drift, None if options["config"] else baseline.present)
     if found is None:
         found = _replayed(traffic.trace, baseline, drift, options)
@@ -105,7 +105,7 @@ def _replayed(
     present = None if options["config"] else baseline.present
     profile, is_forced = baseline.profile, options["force_profile"]
     with (
-        shadow_host(profile, is_forced=is_forced) as (host, run_dir),
+        shadow_process(profile, is_forced=is_forced) as (host, run_dir),
         shadows_on(read, baseline, present, options, host, run_dir) as ready,
     ):
         space = ready.retune.space

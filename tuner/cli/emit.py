@@ -69,7 +69,7 @@ def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
 
     path = Path(options["merge"]) if options["merge"] else None
     patched = emit_patch(path, chosen, rec, names, PatchKind(options["patch"]))
-    for line in patched.told:
+    for line in patched.notes:
         say(f"note: {line}")
     _put(options["output"], patched.text, secret=False)
     return 0
@@ -79,11 +79,11 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
     """Show the difference and put the file in its place, or nothing if there is none."""
     from tuner.cli.console import say
     from tuner.emit.registry import merge_into
-    from tuner.files import Held, write_atomic
+    from tuner.files import ExpectedText, write_atomic
 
     path = Path(options["merge"])
     merged = merge_into(path, chosen, rec, names)
-    for line in merged.told:
+    for line in merged.notes:
         say(f"note: {line}")
     if merged.diff:
         say(merged.diff.rstrip("\n"))
@@ -92,5 +92,5 @@ def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> 
     if options["output"]:
         write_atomic(Path(options["output"]), merged.after, secret=merged.has_secrets)
     elif merged.after != merged.before:
-        write_atomic(path, merged.after, secret=False, held=Held(merged.before))
+        write_atomic(path, merged.after, secret=False, expected=ExpectedText(merged.before))
     return 0

@@ -23,7 +23,7 @@ from tuner.drift.by_hour import (
     hours_of,
     parse_offset,
 )
-from tuner.drift.retune import retuning, shadow_host
+from tuner.drift.retune import retuning, shadow_process
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.process import EngineProcess
@@ -266,7 +266,7 @@ def _foretold(
 ) -> Calendar:
     """Replay every hour on shadows of the profile. Raises: TunerError."""
     is_forced = options["force_profile"]
-    with shadow_host(profile, is_forced=is_forced) as (host, run_dir):
+    with shadow_process(profile, is_forced=is_forced) as (host, run_dir):
         given = {**options, "engine_args": (), "config": None, "model": None}
         facts = host.facts(profiled_engine(given, profile).values)
         trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])

@@ -12,9 +12,9 @@ from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.cli.options import credentials
 from tuner.drift.baseline import Baseline
 from tuner.drift.check import Checked, DriftVerdict, check, unlike_server, without_replay
-from tuner.drift.compare import Drift, compare
-from tuner.drift.retune import Retune, retuning, shadow_host
-from tuner.drift.watch.guard import Look
+from tuner.drift.compare import Drift, drift_between
+from tuner.drift.retune import Retune, retuning, shadow_process
+from tuner.drift.watch.guard import GuardSample
 from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
@@ -164,18 +164,20 @@ class ShadowCheck:
         if told:
             return Checked(DriftVerdict.TOO_LITTLE, told, Drift((), (), told), present)
         now = self.traffic.sketch(trace)
-        drift = compare(tuned_for or self.before, now, self.options["seed"])
+        drift = drift_between(tuned_for or self.before, now, self.options["seed"])
         found = without_replay(drift, present)
         if found is not None:
             return found
         with self._shadows(trace, present) as ready:
             return check(drift, ready.trace, ready.retune, ready.aim)
 
-    def look(self, start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+    def guard_sample(
+        self, start_s: float, end_s: float, settings: Sequence[EngineLimits]
+    ) -> GuardSample:
         """Return how the server did and would have done. Raises: TunerError."""
         live = self.traffic.live(start_s, end_s)
         if not live.requests:
-            return Look(live, {}, "no request finished")
+            return GuardSample(live, {}, "no request finished")
         if live.requests > MAX_REPLAYED:
             start_s = end_s - (end_s - start_s) * MAX_REPLAYED / live.requests
             live = self.traffic.live(start_s, end_s)
@@ -184,18 +186,18 @@ class ShadowCheck:
             with self._shadows(trace, settings[0]) as ready:
                 found = ready.retune.replay([ready.trace], settings, ready.aim)
         except TunerError as error:
-            return Look(live, {}, error.message)
+            return GuardSample(live, {}, error.message)
         in_use = found[settings[-1]][0]
         if told := _unlike(trace, in_use):
-            return Look(live, {}, told)
-        return Look(live, {limits: outcomes[0] for limits, outcomes in found.items()})
+            return GuardSample(live, {}, told)
+        return GuardSample(live, {limits: outcomes[0] for limits, outcomes in found.items()})
 
     @contextmanager
     def _shadows(self, read: Trace, present: EngineLimits) -> Iterator[Ready]:
         """Yield shadows of the profile, and the traffic as they can take it."""
         options, profile = {**self.options, **_REPLAY}, self.baseline.profile
         with (
-            shadow_host(profile, is_forced=options["force_profile"]) as (host, run_dir),
+            shadow_process(profile, is_forced=options["force_profile"]) as (host, run_dir),
             shadows_on(read, self.baseline, present, options, host, run_dir) as ready,
         ):
             yield ready

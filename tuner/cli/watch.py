@@ -88,8 +88,8 @@ def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
     publisher = _publisher(options, baseline)
     state_path = Path(options["state"] or f"{output}.watch")
     with ExitStack() as held:
-        book = _notebook(held.enter_context(StateDir(state_path)), path)
-        watcher = _watcher(options, baseline, before, book, publisher, clock or WallClock())
+        store = _notebook(held.enter_context(StateDir(state_path)), path)
+        watcher = _watcher(options, baseline, before, store, publisher, clock or WallClock())
         present = watcher.present
         if options["listen"]:
             held.enter_context(serving(options["listen"], watcher))
@@ -169,7 +169,7 @@ def _watcher(
     options: Mapping[str, Any],
     baseline: Baseline,
     before: TrafficSketch,
-    book: StateStore,
+    store: StateStore,
     publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
@@ -187,13 +187,13 @@ def _watcher(
     guard = None
     if not options["no_guard"]:
         wrong_ratio = error_ratio(baseline.profile)
-        guard = Guard(options["guard"], shadow.look, wrong_ratio)
+        guard = Guard(options["guard"], shadow.guard_sample, wrong_ratio)
     hook = None
     if options["hook"]:
         hook = partial(run_hook, options["hook"], timeout_s=options["hook_timeout"])
     return Watcher(
-        book=book,
-        handing=Rollout(book, publisher, hook, guard, clock, say),
+        store=store,
+        rollout=Rollout(store, publisher, hook, guard, clock, say),
         policy=policy,
         every_s=options["every"],
         tuned_for=_configured(options) or baseline.present,
@@ -201,7 +201,7 @@ def _watcher(
         sketch=traffic.sketch,
         check=shadow.check,
         clock=clock,
-        tell=say,
+        notify=say,
         began_s=clock.now_s(),
     )
 

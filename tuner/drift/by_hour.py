@@ -1,7 +1,8 @@
-"""The hours of day in a recording with a calendar clock, over all of its dates.
+"""A calendar: which configuration serves which hour of day best, and whether switching pays.
 
-Answers which stretches of a trace belong to 09:00, and which of their requests are enough to
-replay. What serves an hour best is left to `day_plan`.
+Cuts a recording with a calendar clock into its hours of day over all dates, predicts every
+candidate on every stretch, and compares one configuration for the whole day with two and with
+one for each hour.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
     """
     if trace.origin is not ClockOrigin.WALL:
         raise UsageError(
-            f"{trace.source} does not tell the time of day: its clock is not the calendar's",
-            "--by hour wants arrivals with date and time, as recorded by tune's middleware or "
+            f"{trace.source} has no time of day: its clock is not the calendar's",
+            "--by hour needs arrivals with date and time, as recorded by tune's middleware or "
             "read from Prometheus",
         )
     begin_s = trace.zero_s + offset_s
     end_s = whole(trace).end_s
     first, last = math.floor(begin_s / HOUR_S), math.floor((begin_s + end_s) / HOUR_S)
-    found: dict[int, list[tuple[int, Window, int]]] = defaultdict(list)
+    stretches: dict[int, list[tuple[int, Window, int]]] = defaultdict(list)
     for number in range(first, last + 1):
         start_s, stop_s = number * HOUR_S - begin_s, (number + 1) * HOUR_S - begin_s
         if stop_s <= 0:
@@ -101,19 +102,19 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
         window = Window(max(start_s, 0.0), min(stop_s, end_s))
         count = _count(trace, window)
         if count >= MIN_REQUESTS:
-            found[number % HOURS].append((number // HOURS, window, count))
-    return [_hour(trace, hour, found[hour]) for hour in sorted(found)]
+            stretches[number % HOURS].append((number // HOURS, window, count))
+    return [_hour(trace, hour, stretches[hour]) for hour in sorted(stretches)]
 
 
-def _hour(trace: Trace, hour: int, held: Sequence[tuple[int, Window, int]]) -> Hour:
-    """Put an hour of day together; of one with too many requests the middle is kept."""
-    requests = sum(count for _, _, count in held)
+def _hour(trace: Trace, hour: int, stretches: Sequence[tuple[int, Window, int]]) -> Hour:
+    """Return an hour of day; of one with too many requests the middle is replayed."""
+    requests = sum(count for _, _, count in stretches)
     share = min(1.0, MAX_REQUESTS / requests)
-    kept = [(date, _middle(window, share)) for date, window, _ in held]
-    kept = [(date, part) for date, part in kept if _count(trace, part) >= MIN_REQUESTS]
-    if not kept:
-        kept = [(date, window) for date, window, _ in held]
-    dates, parts = zip(*kept, strict=True)
+    replayed = [(date, _middle(window, share)) for date, window, _ in stretches]
+    replayed = [(date, part) for date, part in replayed if _count(trace, part) >= MIN_REQUESTS]
+    if not replayed:
+        replayed = [(date, window) for date, window, _ in stretches]
+    dates, parts = zip(*replayed, strict=True)
     return Hour(hour, parts, dates, requests)
 
 
@@ -123,12 +124,12 @@ def _count(trace: Trace, window: Window) -> int:
 
 
 def _middle(window: Window, share: float) -> Window:
-    spare_s = window.length_s * (1 - share) / 2
-    return window if share >= 1 else Window(window.start_s + spare_s, window.end_s - spare_s)
+    cut_s = window.length_s * (1 - share) / 2
+    return window if share >= 1 else Window(window.start_s + cut_s, window.end_s - cut_s)
 
 
 def clock_spans(hours: Sequence[int]) -> str:
-    """Name hours of day, neighbours together.
+    """Return hours of day as text, neighbours together.
 
     >>> clock_spans([0, 1, 9, 10, 22, 23])
     '09-11 h, 22-02 h'
@@ -278,8 +279,8 @@ def _plan(
 
 def _over_dates(dates: Sequence[Sequence[tuple[float, float]]], wrong_log: float) -> Estimate:
     """Return the gain over all dates, each of which counts by its requests."""
-    weights = np.array([sum(weight for weight, _ in held) for held in dates])
-    means = np.array([sum(w * log for w, log in held) for held in dates]) / weights
+    weights = np.array([sum(weight for weight, _ in gains) for gains in dates])
+    means = np.array([sum(w * log for w, log in gains) for gains in dates]) / weights
     centre = float(means @ weights / weights.sum())
     half = wrong_log
     if len(dates) > 1:
@@ -292,7 +293,7 @@ def _over_dates(dates: Sequence[Sequence[tuple[float, float]]], wrong_log: float
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """What came out: the hours, the plans, and how they were judged."""
+    """The hours, the plans for them, and by which metric they were judged."""
 
     hours: tuple[Hour, ...]
     plans: DayPlans
@@ -336,23 +337,23 @@ class Calendar:
 
     def lines(self) -> list[str]:
         """Return the calendar for people."""
-        told = [
+        lines = [
             f"present {self.present} (max_num_seqs/max_num_batched_tokens); predicted, "
             f"wrong by {self.wrong_ratio:.0%} on what was measured",
             f"{'hour':<6} {'dates':>5} {'requests':>9}  {'best':>12}  {'with two':>12}",
         ]
         for row, hour in enumerate(self.hours):
-            told.append(
+            lines.append(
                 f"{hour.name:<6} {len(hour.dates):>5} {hour.requests:>9,}  "
                 f"{self.plans.hourly.by_hour[row]!s:>12}  {self.plans.two.by_hour[row]!s:>12}"
             )
-        told.append(f"one for all hours: {self.plans.fixed.by_hour[0]}")
-        told.append(f"two: {self._told(self.plans.two)}")
+        lines.append(f"one for all hours: {self.plans.fixed.by_hour[0]}")
+        lines.append(f"two: {self._text(self.plans.two)}")
         if self.plans.hourly.settings != self.plans.two.settings:
-            told.append(f"the best of each hour: {self._told(self.plans.hourly)}")
-        return told
+            lines.append(f"the best of each hour: {self._text(self.plans.hourly)}")
+        return lines
 
-    def _told(self, plan: DayPlan) -> str:
+    def _text(self, plan: DayPlan) -> str:
         if plan.gain is None:
             return "no pair is better than one for all hours beyond the shadow's error"
         low, high = plan.gain.low or 0.0, plan.gain.high or 0.0
@@ -375,50 +376,50 @@ def calendar_of(
     aim: Aim,
     on_hour: Callable[[str], None],
 ) -> Calendar:
-    """Return the calendar of a trace; on_hour hears a sentence after each hour.
+    """Return the calendar of a trace; on_hour receives a sentence after each hour.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     present = retune.space.present
     candidates = {present}
     for hour in hours:
-        best = leader(retune.rank(trace, aim, hour.parts).seen)
+        best = leader(retune.rank(trace, aim, hour.parts).observations)
         if best is not None:
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
     pieces = [part.of(trace) for hour in hours for part in hour.parts]
     fewest = min(len(piece) for piece in pieces)
     slos = tuple(slo for slo in aim.slos if slo.needed_samples <= fewest)
-    goal = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
-    found = retune.replay(pieces, sorted(candidates), aim)
-    metric, table = served(found, goal)
+    scoring = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
+    outcomes = retune.replay(pieces, sorted(candidates), aim)
+    metric, table = served(outcomes, scoring)
     by_hour = {limits: _by_hour(row, hours) for limits, row in table.items()}
     plans = day_plans(hours, by_hour, retune.wrong_ratio)
     return Calendar(hours, plans, metric, present, retune.wrong_ratio)
 
 
 def served(
-    found: Mapping[EngineLimits, Sequence[ReplayOutcome]], goal: Scoring
+    replays: Mapping[EngineLimits, Sequence[ReplayOutcome]], scoring: Scoring
 ) -> tuple[str, dict[EngineLimits, list[ServedHour]]]:
     """Return by which metric stretches are judged, and how each setting serves each of them.
 
-    By the goal's own where it is the same for all; else by the tail of the latency, which a
-    setting that keeps up and one that does not both have.
+    By the scoring's own where it is the same for all; else by the tail of the latency, which
+    settings have whether they keep up or not.
     """
-    outcomes = [o for row in found.values() for o in row if isinstance(o, Measurement)]
-    metrics = {goal.score(o).metric for o in outcomes}
-    tail = f"e2e_{goal.tail}"
+    outcomes = [o for row in replays.values() for o in row if isinstance(o, Measurement)]
+    metrics = {scoring.score(o).metric for o in outcomes}
+    tail = f"e2e_{scoring.tail}"
     metric = metrics.pop() if len(metrics) == 1 else tail
 
     def of(outcome: Measurement | Failure) -> ServedHour:
         if isinstance(outcome, Failure):
             return ServedHour(Tier.FAILED, 1.0)
-        score = goal.score(outcome)
-        latency_s = outcome.latency("e2e_s", goal.tail)
+        score = scoring.score(outcome)
+        latency_s = outcome.latency("e2e_s", scoring.tail)
         value = score.value if metric != tail else latency_s or 1.0
         return ServedHour(score.tier, value)
 
-    return metric, {limits: [of(o) for o in row] for limits, row in found.items()}
+    return metric, {limits: [of(o) for o in row] for limits, row in replays.items()}
 
 
 def _by_hour(row: Sequence[ServedHour], hours: Sequence[Hour]) -> list[list[ServedHour]]:

@@ -1,8 +1,8 @@
 """Whether a configuration still fits today's traffic, and whether a re-tune would pay.
 
-Shifts beyond chance come from `drift`. Whether they matter is decided by replay: the profile's
-shadows rank the space on the new traffic, and the best is compared with the present
-configuration on the same requests. Nothing is changed by it.
+Whether a shift matters is decided by replay: the profile's shadows rank the space on the new
+traffic, and the best is compared with the present configuration on the same requests. Nothing
+is changed by it.
 
 Tried and given up: replaying as well what may be chance. Of two samples of the same traffic the
 second is often served better by another configuration than was best for the first, so that
@@ -53,8 +53,8 @@ EXIT_CODES: Final = {
 class Checked:
     """A verdict with its reasons.
 
-    `present` is None where it has not been asked for, `best`, what the shadows find best on
-    the new traffic, where they have not been; `state` says what even that does not meet.
+    `present` is None where it is not known, `best`, the best on the new traffic by the shadows,
+    where nothing was replayed; `state` names the demand that even the best does not meet.
     """
 
     verdict: DriftVerdict
@@ -97,11 +97,11 @@ class Checked:
 
 
 def without_replay(drift: Drift, present: EngineLimits | None) -> Checked | None:
-    """Return the verdict that needs no shadow, None where only a replay can tell."""
+    """Return the verdict that needs no shadow, None where it takes a replay."""
     if drift.too_little:
         return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, present)
-    if not drift.felt:
-        why = "nothing differs by more than is felt and beyond chance"
+    if not drift.relevant:
+        why = "no difference is beyond chance and large enough to matter"
         return Checked(DriftVerdict.UNCHANGED, why, drift, present)
     return None
 
@@ -117,18 +117,18 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     early = without_replay(drift, present)
     if early is not None:
         return early
-    shifted = ", ".join(shift.name for shift in drift.felt[:3]) + " shifted"
+    shifted = ", ".join(shift.name for shift in drift.relevant[:3]) + " shifted"
     ranked = retune.rank(trace, aim)
     pieces = [part.of(trace) for part in ranked.parts]
     old = retune.logs(pieces, present, aim)
-    if old is not None and (told := unlike_server(trace, ranked.parts, measure(old))):
-        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {told}", drift, present)
+    if old is not None and (reason := unlike_server(trace, ranked.parts, measure(old))):
+        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, present)
     try:
-        decision = decide_predicted(list(ranked.seen), present, retune.wrong_ratio)
+        decision = decide_predicted(list(ranked.observations), present, retune.wrong_ratio)
     except NoFeasibleConfigError as error:
-        why = f"{shifted}, and {error.message}: the shadows cannot tell"
+        why = f"{shifted}, and {error.message}"
         return Checked(DriftVerdict.STILL_BEST, why, drift, present)
-    best = next(o for o in ranked.seen if o.limits == decision.best)
+    best = next(o for o in ranked.observations if o.limits == decision.best)
     state = _state(best)
     rest = f"; {state}" if state else ""
     if best.limits == present:
@@ -139,30 +139,30 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     if gain is not None and gain.pays:
         why = f"{shifted}: {where} {gain.text}{rest}"
         return Checked(DriftVerdict.PAYS, why, drift, present, best.limits, gain, state)
-    told = "too little of it can be compared" if gain is None else f"{gain.text}, if at all"
-    why = f"{shifted}, but {where} {told}{rest}"
+    reason = "the two do not compare" if gain is None else f"{gain.text}: not beyond chance"
+    why = f"{shifted}, but {where} {reason}{rest}"
     return Checked(DriftVerdict.STILL_BEST, why, drift, present, best.limits, gain, state)
 
 
 def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:
-    """Say that, and how, the shadow's prefix hits are not the server's, or nothing.
+    """Return how the shadow's prefix hits differ from the server's, empty where they do not.
 
     The server's are those that a sampled trace was given; a shadow of an engine without a
-    prefix cache, with larger blocks or with too little memory finds fewer. Of a recording only
-    what came again is known and not what the server found, so that it is never unlike.
+    prefix cache, with larger blocks or with too little memory has fewer. A recording shows what
+    came again and not what the server's cache hit, so nothing is compared with it.
     """
     if not trace.notes.sampled_from or trace.hashes is None:
         return ""
     is_in = np.zeros(len(trace), dtype=np.bool_)
     for part in parts:
         is_in |= (trace.due_s >= part.start_s) & (trace.due_s < part.end_s)
-    held = reused_tokens(trace.hashes, trace.prompt_tokens)[is_in]
-    served = float(held.sum() / trace.prompt_tokens[is_in].sum())
-    found = predicted.prefix_cache_hit_ratio or 0.0
-    if not hits_differ(found, served):
+    reused = reused_tokens(trace.hashes, trace.prompt_tokens)[is_in]
+    served = float(reused.sum() / trace.prompt_tokens[is_in].sum())
+    hit_ratio = predicted.prefix_cache_hit_ratio or 0.0
+    if not hits_differ(hit_ratio, served):
         return ""
     return (
-        f"the shadow finds {found:.0%} of the prompt tokens cached and the server found "
+        f"the shadow's cache hits {hit_ratio:.0%} of the prompt tokens and the server's "
         f"{served:.0%}: it computes another load"
     )
 
@@ -177,11 +177,11 @@ def _gain(
 ) -> Gain | None:
     """Return what the best gains over the present configuration on the same traffic."""
     new = retune.logs(pieces, best.limits, aim)
-    return None if new is None else gain_over(old, new, ranked.goal, retune.wrong_ratio)
+    return None if new is None else gain_over(old, new, ranked.scoring, retune.wrong_ratio)
 
 
 def _state(best: Observation) -> str:
-    """Say what even the best does not meet, or nothing."""
+    """Return the demand that even the best does not meet, empty where it meets all."""
     if best.score.tier is Tier.GOOD:
         return ""
     return {

@@ -2,8 +2,7 @@
 
 Compares two sketches: arrival rate, burstiness, lengths, requests in flight, prefix reuse. Each
 shift is an effect with an interval, for with a million requests every difference is beyond
-chance; it counts only if it is also large enough to be felt. Whether a re-tune would pay is
-decided by replay, in `check`.
+chance; it counts only if it is also large enough to matter.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MIN_RATIO: Final = 0.05
 """Ours: a rate or a length that moved by less does not move a best cap by a rung."""
 
 MIN_BURST_RATIO: Final = 0.20
-"""Ours: as MIN_RATIO, for a variance, which is felt by its root at most."""
+"""Ours: as MIN_RATIO, for a variance, which acts by its root at most."""
 
 MIN_POINTS: Final = 0.02
 """Ours: two in a hundred prompt tokens, less than prefill times vary by."""
@@ -45,7 +44,7 @@ _MIN_DISPERSION = 0.05
 
 
 class Unit(StrEnum):
-    """How an effect is told: now / before - 1, or the difference of two shares."""
+    """What an effect is: now / before - 1, or the difference of two shares."""
 
     RATIO = "ratio"
     POINTS = "points"
@@ -57,7 +56,7 @@ class DriftFeature:
 
     name: str
     unit: Unit
-    least: float
+    min_effect: float
     baseline: Statistic
     now: Statistic
 
@@ -65,28 +64,28 @@ class DriftFeature:
 def drift_features(
     baseline: TrafficSketch, now: TrafficSketch
 ) -> tuple[list[DriftFeature], list[str]]:
-    """Return what can be compared, and in a sentence each what cannot."""
-    asked: list[DriftFeature] = []
+    """Return the features that can be compared, and a sentence for each that cannot."""
+    features: list[DriftFeature] = []
     missing: list[str] = []
     if not baseline.is_closed:
-        asked.append(_ratio("arrival_rate", baseline, now, _rate))
-        bursts = list(_burst_looks(baseline, now))
-        asked.extend(bursts)
+        features.append(_ratio("arrival_rate", baseline, now, _rate))
+        bursts = list(_burst_features(baseline, now))
+        features.extend(bursts)
         if not bursts:
             missing.append(
                 "burstiness: too few requests, or drawn at random from counts per interval"
             )
-    asked.extend(_length_looks("prompt_tokens", baseline, now))
-    asked.extend(_length_looks("output_tokens", baseline, now))
-    asked.append(_ratio("in_flight_mean", baseline, now, _mean_level))
-    asked.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
+    features.extend(_length_features("prompt_tokens", baseline, now))
+    features.extend(_length_features("output_tokens", baseline, now))
+    features.append(_ratio("in_flight_mean", baseline, now, _mean_level))
+    features.append(_ratio("in_flight_p95", baseline, now, partial(_level, q=0.95)))
     if not baseline.is_closed:
-        reuse = _reuse_look(baseline, now)
+        reuse = _reuse_feature(baseline, now)
         if isinstance(reuse, DriftFeature):
-            asked.append(reuse)
+            features.append(reuse)
         elif reuse:
             missing.append(reuse)
-    return asked, missing
+    return features, missing
 
 
 def _ratio(
@@ -94,17 +93,17 @@ def _ratio(
     baseline: TrafficSketch,
     now: TrafficSketch,
     of: Callable[[TrafficSketch, Floats], Floats],
-    least: float = MIN_RATIO,
+    min_effect: float = MIN_RATIO,
 ) -> DriftFeature:
-    return DriftFeature(name, Unit.RATIO, least, partial(of, baseline), partial(of, now))
+    return DriftFeature(name, Unit.RATIO, min_effect, partial(of, baseline), partial(of, now))
 
 
 def _rate(sketch: TrafficSketch, weights: Floats) -> Floats:
-    found: Floats = np.log(weights @ sketch.counts / (weights.sum(axis=1) * sketch.block_s))
-    return found
+    logs: Floats = np.log(weights @ sketch.counts / (weights.sum(axis=1) * sketch.block_s))
+    return logs
 
 
-def _burst_looks(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[DriftFeature]:
+def _burst_features(baseline: TrafficSketch, now: TrafficSketch) -> Iterator[DriftFeature]:
     """Yield burstiness at the finest scale that shows it, and at one sixteen times as long."""
     both = (baseline, now)
     drawn_s = max(sketch.resolution_s for sketch in both)
@@ -138,13 +137,13 @@ def _dispersion(
     to 1; without that a higher rate alone would look burstier.
     """
     bursts = sketch.bursts[scale_s]
-    found = (weights @ bursts.variance) * SLOTS_PER_WINDOW / (weights @ bursts.requests)
-    kept = quieter_per_s * sketch.blocks * sketch.block_s / sketch.counts.sum()
-    thinned: Floats = np.log(np.maximum(1 + kept * (found - 1), _MIN_DISPERSION))
+    dispersion = (weights @ bursts.variance) * SLOTS_PER_WINDOW / (weights @ bursts.requests)
+    share = quieter_per_s * sketch.blocks * sketch.block_s / sketch.counts.sum()
+    thinned: Floats = np.log(np.maximum(1 + share * (dispersion - 1), _MIN_DISPERSION))
     return thinned
 
 
-def _length_looks(
+def _length_features(
     name: str, baseline: TrafficSketch, now: TrafficSketch
 ) -> Iterator[DriftFeature]:
     """Yield a length's mean, and its middle and tail.
@@ -158,8 +157,8 @@ def _length_looks(
 
     def mean(sketch: TrafficSketch, weights: Floats) -> Floats:
         total = sketch.prompt_sum if name == "prompt_tokens" else sketch.output_sum
-        found: Floats = np.log(weights @ total / (weights @ sketch.counts))
-        return found
+        statistics: Floats = np.log(weights @ total / (weights @ sketch.counts))
+        return statistics
 
     yield _ratio(f"{name}_mean", baseline, now, mean)
     is_drawn = bool(baseline.sampled_from or now.sampled_from)
@@ -170,27 +169,27 @@ def _length_looks(
             shares = [partial(_share_above, table(sketch), bound) for sketch in both]
             yield DriftFeature(f"{name}_above_{bound}", Unit.POINTS, MIN_POINTS, *shares)
         else:
-            found = [partial(_quantile, table(sketch), EDGES, q) for sketch in both]
-            yield DriftFeature(f"{name}_p{100 * q:.0f}", Unit.RATIO, MIN_RATIO, *found)
+            statistics = [partial(_quantile, table(sketch), EDGES, q) for sketch in both]
+            yield DriftFeature(f"{name}_p{100 * q:.0f}", Unit.RATIO, MIN_RATIO, *statistics)
 
 
 def _quantile(table: Ints, edges: Ints, q: float, weights: Floats) -> Floats:
     """Return the logarithm of a quantile, within a bucket as if even in the logarithm."""
     counts = weights @ table
     upto = np.cumsum(counts, axis=1)
-    wanted = q * upto[:, -1:]
-    at = np.argmax(upto >= wanted, axis=1)[:, None]
+    weight = q * upto[:, -1:]
+    at = np.argmax(upto >= weight, axis=1)[:, None]
     inside = np.take_along_axis(counts, at, axis=1)
     below = np.take_along_axis(upto, at, axis=1) - inside
-    share = np.clip((wanted - below) / inside, 0, 1)[:, 0]
+    share = np.clip((weight - below) / inside, 0, 1)[:, 0]
     highs = np.log(np.maximum(edges, 0.5))
     # The first bucket holds one value, and so does any between neighbouring whole numbers.
     lows = np.log(np.maximum(np.append(edges[0], edges[:-1]), 0.5))
     single = np.append(True, np.diff(edges) <= 1)
     lows = np.where(single, highs, lows)
     place = at[:, 0]
-    found: Floats = lows[place] + share * (highs - lows)[place]
-    return found
+    logs: Floats = lows[place] + share * (highs - lows)[place]
+    return logs
 
 
 def _bound_near(table: Ints, q: float) -> int:
@@ -202,22 +201,22 @@ def _bound_near(table: Ints, q: float) -> int:
 
 def _share_above(table: Ints, bound: int, weights: Floats) -> Floats:
     counts = weights @ table
-    found: Floats = counts[:, bound < EDGES].sum(axis=1) / counts.sum(axis=1)
-    return found
+    shares: Floats = counts[:, bound < EDGES].sum(axis=1) / counts.sum(axis=1)
+    return shares
 
 
 def _mean_level(sketch: TrafficSketch, weights: Floats) -> Floats:
     middles = (LEVEL_EDGES + np.append(0, LEVEL_EDGES[:-1] + 1)) / 2
     counts = weights @ sketch.in_flight
-    found: Floats = np.log(counts @ middles / counts.sum(axis=1))
-    return found
+    logs: Floats = np.log(counts @ middles / counts.sum(axis=1))
+    return logs
 
 
 def _level(sketch: TrafficSketch, weights: Floats, q: float) -> Floats:
     return _quantile(sketch.in_flight, LEVEL_EDGES, q, weights)
 
 
-def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> DriftFeature | str:
+def _reuse_feature(baseline: TrafficSketch, now: TrafficSketch) -> DriftFeature | str:
     """Return how much of the prompts came shortly before, or why that is not compared."""
     if baseline.held is None or now.held is None:
         if baseline.held is None and now.held is None:
@@ -226,13 +225,13 @@ def _reuse_look(baseline: TrafficSketch, now: TrafficSketch) -> DriftFeature | s
         return f"prefix_reuse: the {which} traffic has no hash ids"
     if bool(baseline.sampled_from) != bool(now.sampled_from):
         which = "baseline" if baseline.sampled_from else "present"
-        return f"prefix_reuse: of the {which} traffic only what a server's cache held is known"
+        return f"prefix_reuse: the {which} traffic has only what a server's cache hit"
     shortest_s = min(baseline.duration_s, now.duration_s)
     fitting = [s for s in baseline.held if s * LOOKBACKS_IN_TRACE <= shortest_s]
     both = baseline.held.keys() & now.held.keys()
     usable = sorted(both.intersection(fitting))
     if not usable:
-        return "prefix_reuse: the traffic is too short to tell what comes again"
+        return f"prefix_reuse: the traffic lasts {shortest_s:.0f} s, too short for any lookback"
     parts = [partial(_reuse, sketch, usable[-1]) for sketch in (baseline, now)]
     return DriftFeature(f"prefix_reuse_within_{usable[-1]:g}s", Unit.POINTS, MIN_POINTS, *parts)
 
@@ -242,8 +241,8 @@ def _reuse(sketch: TrafficSketch, lookback_s: float, weights: Floats) -> Floats:
     held = (sketch.held or {})[lookback_s]
     is_warm = np.arange(sketch.blocks) * sketch.block_s >= lookback_s
     warm = weights * is_warm
-    found: Floats = (warm @ held) / (warm @ sketch.prompt_sum)
-    return found
+    shares: Floats = (warm @ held) / (warm @ sketch.prompt_sum)
+    return shares
 
 
 ERROR_RATE: Final = 0.05
@@ -256,7 +255,7 @@ MIN_S: Final = 60.0
 """Ours: shorter traffic is one burst or one lull."""
 
 MIN_FILLED: Final = 16
-"""Ours: blocks with requests; of fewer no spread can be told."""
+"""Ours: blocks with requests; fewer have no spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +263,7 @@ class Shift:
     """One property of traffic, before and now.
 
     `effect` is now / before - 1, or the difference of two shares; its interval is wider than a
-    95 % one, as one of several. `least` is the effect from which on it is felt.
+    95 % one, as one of several. `min_effect` is the least effect that matters.
     """
 
     name: str
@@ -272,18 +271,18 @@ class Shift:
     baseline: float
     now: float
     effect: Estimate
-    least: float
+    min_effect: float
 
     @property
     def matters(self) -> bool:
-        """Whether it is beyond chance and large enough to be felt."""
+        """Whether it is beyond chance and large enough to matter."""
         low, high = self.effect.low, self.effect.high
         is_beyond = low is not None and high is not None and (low > 0 or high < 0)
-        return is_beyond and abs(self.effect.value) >= self.least
+        return is_beyond and abs(self.effect.value) >= self.min_effect
 
     @property
     def text(self) -> str:
-        """Say it in a line."""
+        """Return the shift as a line."""
         form = ".1%" if self.unit is Unit.POINTS else ",.4g"
         effect, low, high = (
             _signed(v, self.unit)
@@ -304,7 +303,7 @@ class Shift:
             "now": self.now,
             "effect": self.effect.value,
             "interval": [self.effect.low, self.effect.high],
-            "least": self.least,
+            "least": self.min_effect,
             "matters": self.matters,
         }
 
@@ -319,7 +318,7 @@ def _signed(value: float | None, unit: Unit) -> str:
 class Drift:
     """All shifts between two sketches, and what could not be compared.
 
-    `too_little` says why nothing can be said, or is empty.
+    `too_little` is the reason why nothing could be compared, or empty.
     """
 
     shifts: tuple[Shift, ...]
@@ -327,20 +326,22 @@ class Drift:
     too_little: str = ""
 
     @property
-    def felt(self) -> tuple[Shift, ...]:
+    def relevant(self) -> tuple[Shift, ...]:
         """The shifts that matter, the largest first."""
-        found = [shift for shift in self.shifts if shift.matters]
-        return tuple(sorted(found, key=lambda shift: -abs(shift.effect.value) / shift.least))
+        relevant = [shift for shift in self.shifts if shift.matters]
+        return tuple(
+            sorted(relevant, key=lambda shift: -abs(shift.effect.value) / shift.min_effect)
+        )
 
 
 class Side(StrEnum):
-    """Which traffic is spoken of."""
+    """Which of the two pieces of traffic."""
 
     BASELINE = "baseline"
     NOW = "present"
 
 
-def compare(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift:
+def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift:
     """Return how traffic has shifted.
 
     Raises: UsageError if one records arrivals and the other requests in flight.
@@ -355,20 +356,20 @@ def compare(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift
     reasons = (*_lacks(baseline, Side.BASELINE), *_lacks(now, Side.NOW))
     if reasons:
         return Drift((), (), "; ".join(reasons))
-    asked, not_compared = drift_features(baseline, now)
+    features, not_compared = drift_features(baseline, now)
     rng = np.random.default_rng(seed)
     shifts, left_out = [], list(not_compared)
-    for look in asked:
-        shift = _shift(look, baseline, now, 1 - ERROR_RATE / len(asked), rng)
+    for feature in features:
+        shift = _shift(feature, baseline, now, 1 - ERROR_RATE / len(features), rng)
         if shift is None:
-            left_out.append(f"{look.name}: no value in one of the two")
+            left_out.append(f"{feature.name}: no value in one of the two")
         else:
             shifts.append(shift)
     return Drift(tuple(shifts), tuple(left_out))
 
 
 def _lacks(sketch: TrafficSketch, side: Side) -> Iterator[str]:
-    """Say why a sketch is too small to be compared."""
+    """Yield why a sketch is too small to be compared."""
     if sketch.requests < MIN_REQUESTS:
         yield f"the {side} traffic has {sketch.requests} requests, {MIN_REQUESTS} are needed"
     elif sketch.duration_s < MIN_S:
@@ -382,23 +383,30 @@ def _lacks(sketch: TrafficSketch, side: Side) -> Iterator[str]:
 
 
 def _shift(
-    look: DriftFeature,
+    feature: DriftFeature,
     baseline: TrafficSketch,
     now: TrafficSketch,
     confidence: float,
     rng: np.random.Generator,
 ) -> Shift | None:
     """Return one shift, None where one of the two has no value."""
-    old = resampled(look.baseline, baseline.blocks, rng)
-    new = resampled(look.now, now.blocks, rng)
+    old = resampled(feature.baseline, baseline.blocks, rng)
+    new = resampled(feature.now, now.blocks, rng)
     if math.isnan(old.value) or math.isnan(new.value):
         return None
-    found = difference(new, old, confidence)
+    ends = difference(new, old, confidence)
     n = min(baseline.blocks, now.blocks)
-    if look.unit is Unit.POINTS:
+    if feature.unit is Unit.POINTS:
         return Shift(
-            look.name, look.unit, old.value, new.value, Estimate(*found, n), look.least
+            feature.name,
+            feature.unit,
+            old.value,
+            new.value,
+            Estimate(*ends, n),
+            feature.min_effect,
         )
-    effect, low, high = (math.expm1(min(log, 700.0)) for log in found)
+    effect, low, high = (math.expm1(min(log, 700.0)) for log in ends)
     values = math.exp(old.value), math.exp(new.value)
-    return Shift(look.name, look.unit, *values, Estimate(effect, low, high, n), look.least)
+    return Shift(
+        feature.name, feature.unit, *values, Estimate(effect, low, high, n), feature.min_effect
+    )

@@ -1,8 +1,8 @@
 """What one configuration gains over another on the same traffic, with an interval.
 
-Runs of neighbouring requests that are drawn again, the same for both, tell how a gain in a
-latency varies with the traffic; pairs of stretches do it for a rate. The profile's stated error
-tells how far the shadow itself may be off. Which configurations to compare is left to `check`.
+Runs of neighbouring requests that are drawn again, the same for both, show how a gain in a
+latency varies with the traffic; pairs of stretches do it for a rate. The profile's error is
+added: the shadow itself may be off by so much.
 
 Tried and given up: a latency's gain from its quantiles in eight stretches, which carry lower
 quantiles than the whole and vary so much more that gains of 8 and 22 % passed for chance; and
@@ -47,7 +47,7 @@ class Gain:
 
     `ratio` is new / old of the score's value, of which less is better; its interval holds what
     varies with the traffic and the shadow's stated error, n counts blocks or stretches.
-    `is_tier_better` says that the new one meets in every stretch what the old one does not.
+    `is_tier_better`: in every stretch the new one meets a demand that the old one does not.
     """
 
     metric: str
@@ -82,7 +82,7 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """Say it in words."""
+        """Return the gain in words."""
         low, high = self.interval
         verb = "rises" if self.is_rate else "falls"
         return f"{self.metric} {verb} by {self.value:.1%} ({low:.1%} … {high:.1%})"
@@ -126,7 +126,7 @@ def _taken(lines: Timelines, rows: Ints) -> Timelines:
 
 
 def gain_over(
-    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Scoring, wrong_ratio: float
+    old: Sequence[ReplayLog], new: Sequence[ReplayLog], scoring: Scoring, wrong_ratio: float
 ) -> Gain | None:
     """Return what the new one gains, None where the two cannot be compared.
 
@@ -135,36 +135,36 @@ def gain_over(
 
     Shapes: old and new are [pieces of traffic], the same for both.
     """
-    scores = [goal.score(measure(logs, goal.slos)) for logs in (old, new)]
+    scores = [scoring.score(measure(logs, scoring.slos)) for logs in (old, new)]
     if any(score.tier in (Tier.CUT, Tier.FAILED) for score in scores):
         return None
-    before, after = (_stretches(logs, goal) for logs in (old, new))
+    before, after = (_stretches(logs, scoring) for logs in (old, new))
     is_tier_better = all(n.tier < o.tier for o, n in zip(before, after, strict=True))
     metrics = {score.metric for score in scores}
-    metric = metrics.pop() if len(metrics) == 1 else f"e2e_{goal.tail}"
+    metric = metrics.pop() if len(metrics) == 1 else f"e2e_{scoring.tail}"
     ratio = None if metric.startswith("e2e_") else _paired_ratio(before, after, metric)
     if ratio is None:
         # A rate whose stretches are judged by other metrics is compared by the tail as well.
-        metric = metric if metric.startswith("e2e_") else f"e2e_{goal.tail}"
+        metric = metric if metric.startswith("e2e_") else f"e2e_{scoring.tail}"
         ratio = _quantile_ratio(old, new, QUANTILES[metric.removeprefix("e2e_")])
     if ratio is None and any(bool(log.timelines.lost.any()) for log in (*old, *new)):
-        # A tail that falls on who was never answered has no end: the rate of answers tells.
-        metric, ratio = RATE, _rate_ratio(old, new, goal)
+        # A tail that falls on lost requests has no end: the rate of answers is compared.
+        metric, ratio = RATE, _rate_ratio(old, new, scoring)
     if ratio is None:
         return None
     return Gain(metric, _widened(ratio, wrong_ratio), is_tier_better)
 
 
-def _stretches(logs: Sequence[ReplayLog], goal: Scoring) -> list[Score]:
+def _stretches(logs: Sequence[ReplayLog], scoring: Scoring) -> list[Score]:
     """Return the scores of stretches of a replay, by the quantiles that they carry."""
     fewest = min(len(log.timelines) for log in logs)
     count = max(1, min(STRETCHES // len(logs), fewest // MIN_PER_STRETCH))
     # An SLO beyond the quantiles of a stretch is noise in it. Goodput counts request by
     # request and needs none.
-    is_counted = goal.objective in (Objective.GOODPUT, Objective.CAPACITY)
-    slos = tuple(s for s in goal.slos if is_counted or s.needed_samples <= fewest // count)
-    lower = Scoring(goal.objective, slos, tail_statistic(max(fewest // count, 20)))
-    return [lower.score(m) for log in logs for m in by_stretch(log, count, goal.slos)]
+    is_counted = scoring.objective in (Objective.GOODPUT, Objective.CAPACITY)
+    slos = tuple(s for s in scoring.slos if is_counted or s.needed_samples <= fewest // count)
+    lower = Scoring(scoring.objective, slos, tail_statistic(max(fewest // count, 20)))
+    return [lower.score(m) for log in logs for m in by_stretch(log, count, scoring.slos)]
 
 
 def _paired_ratio(
@@ -182,13 +182,13 @@ def _paired_ratio(
 
 
 def _rate_ratio(
-    old: Sequence[ReplayLog], new: Sequence[ReplayLog], goal: Scoring
+    old: Sequence[ReplayLog], new: Sequence[ReplayLog], scoring: Scoring
 ) -> Estimate | None:
     """Return the inverse ratio of answers per second, from pairs of stretches."""
     counts = [max(1, len(log.timelines) // MIN_PER_STRETCH) for log in old]
     count = min(STRETCHES, *counts)
     before, after = (
-        [m.requests_per_s for log in logs for m in by_stretch(log, count, goal.slos)]
+        [m.requests_per_s for log in logs for m in by_stretch(log, count, scoring.slos)]
         for logs in (old, new)
     )
     pairs = [(o, n) for o, n in zip(before, after, strict=True) if o > 0 and n > 0]
@@ -202,7 +202,7 @@ def _quantile_ratio(
 ) -> Estimate | None:
     """Return the ratio of a quantile of the end-to-end latency, both over the same requests.
 
-    Source: circular block bootstrap, as in `resampling`; Student's interval of the logarithm.
+    Source: circular block bootstrap, as in `resampled`; Student's interval of the logarithm.
     """
     requests = sum(len(log.timelines) for log in old)
     blocks = min(BLOCKS, requests // MIN_PER_BLOCK)
@@ -215,19 +215,19 @@ def _quantile_ratio(
         ratios: Floats = np.log(new_s / old_s)
         return ratios
 
-    found = resampled(log_ratio, blocks, np.random.default_rng(0))
-    if not math.isfinite(found.error):
+    change = resampled(log_ratio, blocks, np.random.default_rng(0))
+    if not math.isfinite(change.error):
         return None
-    half = float(stdtrit(found.df, 0.5 + stats.CONFIDENCE / 2)) * found.error
-    low, high = math.exp(found.value - half), _exp(found.value + half)
-    return Estimate(math.exp(found.value), low, high, blocks)
+    half = float(stdtrit(change.df, 0.5 + stats.CONFIDENCE / 2)) * change.error
+    low, high = math.exp(change.value - half), _exp(change.value + half)
+    return Estimate(math.exp(change.value), low, high, blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Latencies:
     """The end-to-end latencies of accepted requests, ascending, and the block of each.
 
-    Who timed out or was aborted took longer than any other, without end.
+    Requests that timed out or were aborted took longer than any other, without end.
 
     Shapes: both [completed and lost].
     """
@@ -239,12 +239,12 @@ class _Latencies:
     def of(cls, logs: Sequence[ReplayLog], blocks: int) -> _Latencies:
         """Return those of all pieces, cut into blocks of as many requests by due order."""
         lines = [log.timelines for log in logs]
-        asked = np.concatenate([line.completed | line.lost for line in lines])
+        counted = np.concatenate([line.completed | line.lost for line in lines])
         took_s = np.concatenate(
             [np.where(line.lost, np.inf, line.last_s - line.due_s) for line in lines]
         )
-        e2e_s = took_s[asked]
-        block = np.flatnonzero(asked) * blocks // asked.size
+        e2e_s = took_s[counted]
+        block = np.flatnonzero(counted) * blocks // counted.size
         order = np.argsort(e2e_s)
         return cls(e2e_s[order], block[order])
 

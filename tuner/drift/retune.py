@@ -1,7 +1,6 @@
-"""Ask a profile's shadows about traffic, as often as needed: a re-tune without an engine.
+"""Predictions for new traffic from a profile's shadows: a re-tune without an engine.
 
 One set of shadow processes serves many pieces of traffic; each ranking has a study of its own.
-What follows from a ranking is left to `check` and `calendar`.
 """
 
 from __future__ import annotations
@@ -39,51 +38,51 @@ ReplayOutcome = Measurement | Failure
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """What the shadows foretold of a piece of traffic, on which parts of it and for what."""
+    """What the shadows predicted for a piece of traffic, the parts replayed, the scoring."""
 
-    seen: tuple[Observation, ...]
-    goal: Scoring
+    observations: tuple[Observation, ...]
+    scoring: Scoring
     parts: tuple[Window, ...]
 
 
 @dataclass(slots=True)
 class Retune:
-    """One profile's shadows, the settings that they may try, and what they have been asked."""
+    """One profile's shadows and the settings that they may try."""
 
     space: SearchSpace
-    bench: EngineRunner
+    runner: EngineRunner
     shadows: ShadowPool
     run_dir: RunDir
-    _asked: int = 0
+    _rankings: int = 0
 
     @property
     def wrong_ratio(self) -> float:
-        """How wrong the shadows are said to be."""
+        """The profile's error: how wrong the shadows typically are."""
         return error_ratio(self.shadows.profile)
 
     def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Ranked:
-        """Foretell the whole space on the traffic, or on the given parts of it.
+        """Predict the whole space on the traffic, or on the given parts of it.
 
         Raises: ShadowError, TooFewSamplesError, UsageError.
         """
-        self._asked += 1
-        journal = Journal(self.run_dir.storage_url, f"traffic {self._asked}")
+        self._rankings += 1
+        journal = Journal(self.run_dir.storage_url, f"traffic {self._rankings}")
         try:
             run = RunState(
-                trace, self.space, aim, self.bench, journal, self.run_dir, NullListener()
+                trace, self.space, aim, self.runner, journal, self.run_dir, NullListener()
             )
             run.begin()
             forecast = Forecast(trace, aim, self.shadows, 0, parts)
             forecast.choose_parts(self.space, aim.budget.total_s)
-            seen = Ranking(run, forecast).rank()
-            return Ranked(tuple(seen), forecast.goal, forecast.parts)
+            observations = Ranking(run, forecast).rank()
+            return Ranked(tuple(observations), forecast.goal, forecast.parts)
         finally:
             journal.close()
 
     def replay(
         self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
     ) -> dict[EngineLimits, list[ReplayOutcome]]:
-        """Foretell each setting on each piece by itself.
+        """Predict each setting on each piece by itself.
 
         Raises: ShadowError, UsageError.
         """
@@ -93,40 +92,42 @@ class Retune:
         tasks = [
             ReplayTask((n,), limits, aim.plan, aim.slos) for limits in settings for n in names
         ]
-        found = iter(self.shadows.run(tasks))
-        return {limits: [next(found) for _ in names] for limits in settings}
+        outcomes = iter(self.shadows.run(tasks))
+        return {limits: [next(outcomes) for _ in names] for limits in settings}
 
     def logs(
         self, pieces: Sequence[Trace], limits: EngineLimits, aim: Aim
     ) -> list[ReplayLog] | None:
-        """Return what the setting's replay of each piece looked like, None if one failed.
+        """Return the log of the setting's replay of each piece, None if one failed.
 
         Raises: EngineError if the shadow cannot be started.
         """
         names = [f"whole {i}" for i in range(len(pieces))]
         for name, piece in zip(names, pieces, strict=True):
-            self.bench.use(name, piece)
-        found: list[ReplayLog] = []
-        outcome = self.bench.measure(names, limits, aim.plan, aim.slos, on_log=found.append)
-        return None if isinstance(outcome, Failure) else found
+            self.runner.use(name, piece)
+        logs: list[ReplayLog] = []
+        outcome = self.runner.measure(names, limits, aim.plan, aim.slos, on_log=logs.append)
+        return None if isinstance(outcome, Failure) else logs
 
 
 @contextmanager
-def shadow_host(profile: Profile, *, is_forced: bool) -> Iterator[tuple[EngineProcess, RunDir]]:
-    """Yield a process for a shadow of the profile, and a folder that goes when it ends."""
+def shadow_process(
+    profile: Profile, *, is_forced: bool
+) -> Iterator[tuple[EngineProcess, RunDir]]:
+    """Yield a process for a shadow of the profile, and a temporary run directory."""
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
         run_dir = RunDir(Path(folder), resume=False)
         try:
             source = ShadowSource(profile, is_forced=is_forced)
-            with EngineProcess(source, run_dir.engine_log) as host:
-                yield host, run_dir
+            with EngineProcess(source, run_dir.engine_log) as process:
+                yield process, run_dir
         finally:
             run_dir.close()
 
 
 @contextmanager
 def retuning(
-    host: EngineProcess,
+    process: EngineProcess,
     run_dir: RunDir,
     profile: Profile,
     space: SearchSpace,
@@ -135,10 +136,10 @@ def retuning(
     seed: int,
     is_forced: bool,
 ) -> Iterator[Retune]:
-    """Yield shadows of the profile, the host's among them; they end with it."""
-    bench = EngineRunner(host, {}, space.ceiling, seed)
+    """Yield shadows of the profile, the process's own among them; they end with it."""
+    runner = EngineRunner(process, {}, space.ceiling, seed)
     log = run_dir.shadow_log
     with ShadowPool(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
-        shadows.adopt(bench)
+        shadows.adopt(runner)
         shadows.start_all()
-        yield Retune(space, bench, shadows, run_dir)
+        yield Retune(space, runner, shadows, run_dir)

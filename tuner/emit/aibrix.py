@@ -27,19 +27,19 @@ def _routed(rec: Recommendation, names: Names) -> tuple[Recommendation, Names, l
     served = rec.served_names
     fit = [name for name in served if _DNS_LABEL.fullmatch(name)]
     name = names.workload or (fit[0] if fit else rec.name)
-    # A folder is served under its path unless somebody names it.
+    # A folder is served under its path unless it is given a name.
     is_named = _SERVED in rec.settings or not rec.is_folder
     if name in served and is_named:
         return rec, Names(names.file, name, names.container), []
-    kept = [*served, name] if _SERVED in rec.settings else [name]
-    routed = replace(rec, values={**rec.values, _SERVED: kept})
-    told = f"clients name the model {name}: AIBrix routes by the name of the Service"
-    return routed, Names(names.file, name, names.container), [told]
+    model_names = [*served, name] if _SERVED in rec.settings else [name]
+    routed = replace(rec, values={**rec.values, _SERVED: model_names})
+    message = f"clients name the model {name}: AIBrix routes by the name of the Service"
+    return routed, Names(names.file, name, names.container), [message]
 
 
 def write(rec: Recommendation, names: Names) -> str:
     """Return the Deployment and, as a second document, its Service."""
-    routed, named, told = _routed(rec, names)
+    routed, named, routing_notes = _routed(rec, names)
     port = container.port(rec)
     selector = {_NAME_LABEL: named.workload}
     made = kubernetes.deployment(routed, named, selector)
@@ -59,6 +59,10 @@ def write(rec: Recommendation, names: Names) -> str:
             "ports": [{"name": "serve", "port": port, "targetPort": "http"}],
         },
     }
-    notes = [*container.notes(rec), *told, *container.api_key_notes(rec, named.workload)]
+    notes = [
+        *container.notes(rec),
+        *routing_notes,
+        *container.api_key_notes(rec, named.workload),
+    ]
     above = rec.lines(f"kubectl apply -f {names.file}", notes)
     return yaml_text(made, above) + "---\n" + yaml_text(service)

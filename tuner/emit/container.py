@@ -1,7 +1,6 @@
 """The container that a recommendation runs in: image, model path, port, devices, arguments.
 
-What Docker Compose and the Kubernetes objects have in common. The objects themselves are made
-in their own modules.
+What Docker Compose and the Kubernetes objects have in common.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def notes(rec: Recommendation) -> list[str]:
     """Return what a pod leaves out of the settings, and what it needs."""
     if not rec.is_folder:
         return address_notes(rec)
-    told = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
-    return [*address_notes(rec), f"the model is a folder: {told}"]
+    message = f"put {rec.model} into the volume claim {claim(rec)} as {rec.name}"
+    return [*address_notes(rec), f"the model is a folder: {message}"]
 
 
 def address_notes(rec: Recommendation) -> list[str]:
@@ -101,8 +100,8 @@ def api_key_env(rec: Recommendation, workload: str) -> list[dict[str, Any]]:
     """
     if not rec.requires_api_key:
         return []
-    held = {"name": secret(rec, workload), "key": API_KEY}
-    return [{"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": held}}]
+    reference = {"name": secret(rec, workload), "key": API_KEY}
+    return [{"name": API_KEY_ENV, "valueFrom": {"secretKeyRef": reference}}]
 
 
 def api_key_notes(rec: Recommendation, workload: str) -> list[str]:
@@ -147,8 +146,8 @@ def volumes(rec: Recommendation) -> list[dict[str, Any]]:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}
     ]
     if rec.is_folder:
-        held = {"claimName": claim(rec), "readOnly": True}
-        made.append({"name": "model", "persistentVolumeClaim": held})
+        reference = {"claimName": claim(rec), "readOnly": True}
+        made.append({"name": "model", "persistentVolumeClaim": reference})
     return made
 
 

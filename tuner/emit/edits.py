@@ -1,7 +1,6 @@
 """Set both limits where a user's file says how vLLM is started, and touch nothing else.
 
-Works on YAML documents as mappings and lists, whatever library read them; `merge` reads and
-writes the file. Each target says where its documents keep the arguments.
+Works on YAML documents as mappings and lists, whatever library read them.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> di
         return fit[0]
     wanted = " or ".join(kinds) + (f" named {name}" if name else "")
     if not fit:
-        kept = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
-        raise no_place(f"kind: {wanted}", kept or "no object of Kubernetes")
+        present = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
+        raise no_place(f"kind: {wanted}", present or "no object of Kubernetes")
     names = ", ".join(map(_name_of, fit))
     raise no_place(f"one {wanted}", f"{len(fit)}: {names}", "choose one with --name")
 
@@ -73,12 +72,12 @@ def descend(node: Any, path: Sequence[str], shown: str) -> Any:  # noqa: ANN401 
 
 
 def find_container(
-    found: Mapping[str, Any], path: Sequence[str], shown: str, name: str
+    document: Mapping[str, Any], path: Sequence[str], shown: str, name: str
 ) -> dict[str, Any]:
     """Return the container that runs vLLM among those under the path. Raises: UsageError."""
-    listed = descend(found, (*path, "containers"), shown)
-    held = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
-    fit = [c for c in held if name in ("", c.get("name"))]
+    listed = descend(document, (*path, "containers"), shown)
+    containers = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    fit = [c for c in containers if name in ("", c.get("name"))]
     if len(fit) > 1:
         fit = [c for c in fit if c.get("name") == "vllm"] or [
             c for c in fit if "vllm" in str(c).lower()
@@ -86,7 +85,7 @@ def find_container(
     if len(fit) == 1:
         return fit[0]
     wanted = f"one named {name}" if name else "one that runs vLLM"
-    names = ", ".join(str(c.get("name")) for c in held) or "none"
+    names = ", ".join(str(c.get("name")) for c in containers) or "none"
     raise no_place(f"{shown}, {wanted}", names, "choose the container with --container")
 
 
@@ -233,10 +232,10 @@ def _moved(folds: Sequence[int], old: str, text: str) -> list[int]:
     ]
 
 
-def annotate(found: dict[str, Any], annotations: Mapping[str, str]) -> None:
+def annotate(document: dict[str, Any], annotations: Mapping[str, str]) -> None:
     """Put the provenance among the annotations of an object."""
     if annotations:
-        merge_map(found.setdefault("metadata", {}), "annotations", annotations)
+        merge_map(document.setdefault("metadata", {}), "annotations", annotations)
 
 
 def merge_map(holder: dict[str, Any], key: str, values: Mapping[str, str]) -> None:

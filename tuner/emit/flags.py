@@ -1,4 +1,8 @@
-"""A configuration as the words of vLLM's command line, for targets that take arguments."""
+"""A configuration as words of vLLM's command line, and the command as a file of its own.
+
+The words serve every target that takes arguments; `--format args` writes them below their
+evidence.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ def write(rec: Recommendation, names: Names) -> str:
     """Return the command that serves the model, below its evidence as comments.
 
     A required api-key is asked for within the command itself: a line of its own would not stop
-    the next one where somebody pastes both into a terminal.
+    the next one where both are pasted into a terminal.
     """
     notes = one_key_note(rec) if rec.requires_api_key else []
     above = [

@@ -96,8 +96,8 @@ def _own_flags(own: Mapping[str, object]) -> list[str]:
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the arguments of an InferenceService's model."""
-    found = find_object(documents, ("InferenceService",), names.workload)
-    predictor = descend(found, ("spec", "predictor"), _ARGS_PATH)
+    document = find_object(documents, ("InferenceService",), names.workload)
+    predictor = descend(document, ("spec", "predictor"), _ARGS_PATH)
     if isinstance(predictor, dict) and "containers" in predictor:
         shown = "spec.predictor.containers[]"
         holder = find_container(predictor, (), shown, names.container)
@@ -107,14 +107,14 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
     edit_container(holder, rec.limits, shown)
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return []
 
 
 def write_llm(rec: Recommendation, names: Names) -> str:
     """Return an LLMInferenceService whose template gets our flags through its variable."""
     line, split = _one_line(rec)
-    held: dict[str, Any] = {
+    container_spec: dict[str, Any] = {
         "name": _LLM_CONTAINER,
         "env": [{"name": _ENV, "value": line}, *container.api_key_env(rec, names.workload)],
         "resources": _resources(rec, "32Gi"),
@@ -122,7 +122,7 @@ def write_llm(rec: Recommendation, names: Names) -> str:
     if container.is_cpu(rec):
         # The template's image is for GPUs, and vLLM's own runs as root.
         own = {"image": container.image(rec), "securityContext": {"runAsNonRoot": False}}
-        held = {"name": _LLM_CONTAINER, **own, **held}
+        container_spec = {"name": _LLM_CONTAINER, **own, **container_spec}
     body = {
         "apiVersion": "serving.kserve.io/v1alpha2",
         "kind": "LLMInferenceService",
@@ -131,7 +131,7 @@ def write_llm(rec: Recommendation, names: Names) -> str:
             "model": {"uri": uri(rec), "name": rec.served_names[0]},
             "replicas": 1,
             "router": {"route": {}, "gateway": {}, "scheduler": {}},
-            "template": {"containers": [held]},
+            "template": {"containers": [container_spec]},
         },
     }
     notes = [
@@ -148,24 +148,24 @@ def _one_line(rec: Recommendation) -> tuple[str, list[str]]:
 
     A shell splits the line at blanks.
     """
-    kept: list[str] = []
-    told: list[str] = []
+    words_left: list[str] = []
+    notes: list[str] = []
     for key, value in rec.flags_but("host", "port", "served-model-name").items():
         words = flags({key: value})
         if any(word.split() != [word] for word in words):
-            told.append(
+            notes.append(
                 f"left out {key}: its value has blanks, at which KServe splits the line"
             )
         else:
-            kept.extend(words)
-    return " ".join(without_expansion(kept)), told
+            words_left.extend(words)
+    return " ".join(without_expansion(words_left)), notes
 
 
 def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the variable that the template appends, or in arguments of its own."""
-    found = find_object(documents, ("LLMInferenceService",), names.workload)
+    document = find_object(documents, ("LLMInferenceService",), names.workload)
     where = ("spec", "template")
-    holder = find_container(found, where, _LLM_PATH, names.container or _LLM_CONTAINER)
+    holder = find_container(document, where, _LLM_PATH, names.container or _LLM_CONTAINER)
     if "args" in holder or "command" in holder:
         edit_container(holder, rec.limits, _LLM_PATH)
     else:
@@ -177,5 +177,5 @@ def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[st
             own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.limits))
         else:
             variables.append({"name": _ENV, "value": edit_line("", rec.limits).strip()})
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return []

@@ -47,8 +47,8 @@ def write(rec: Recommendation, names: Names) -> str:
 
 def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the one container that runs vLLM."""
-    found = find_object(documents, _KINDS, names.workload)
-    holder = find_container(found, ("spec", "template", "spec"), _POD_PATH, names.container)
+    document = find_object(documents, _KINDS, names.workload)
+    holder = find_container(document, ("spec", "template", "spec"), _POD_PATH, names.container)
     edit_container(holder, rec.limits, _POD_PATH)
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return []

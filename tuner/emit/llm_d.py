@@ -28,7 +28,7 @@ def uri(rec: Recommendation) -> str:
 def write(rec: Recommendation, names: Names) -> str:
     """Return values for the chart: one decode container, no prefill."""
     set_by_chart = ("port", "served-model-name", *_PARALLELISM.values())
-    held: dict[str, Any] = {
+    role_values: dict[str, Any] = {
         "name": names.container or "vllm",
         "image": container.image(rec)
         if container.is_cpu(rec)
@@ -45,7 +45,7 @@ def write(rec: Recommendation, names: Names) -> str:
             "replicas": 1,
             "annotations": rec.annotations(),
             "parallelism": {kind: rec.number(key, 1) for kind, key in _PARALLELISM.items()},
-            "containers": [held],
+            "containers": [role_values],
         },
         "prefill": {"create": False},
     }

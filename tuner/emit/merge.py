@@ -1,8 +1,8 @@
 """Change both limits in a YAML file of the user's, and leave all else as it stands there.
 
-Comments, order, quotes and indentation survive: the file is read and written by a library that
-keeps them, and where it would still write a line anew that nobody changed, the user's line
-stays. Where the limits belong in the file is left to the target. Owns ruamel.yaml.
+Comments, order, quotes and indentation survive: the file is read and written by ruamel.yaml,
+and where that would still write a line anew that nobody changed, the user's line stays. The
+change is shown as a diff in which secrets are hidden.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ Edit = Callable[[list[Any]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A file before and after the change, and what has to be said about it."""
+    """A file before and after the change, with notes on it."""
 
     name: str
     before: str
     after: str
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def diff(self) -> str:
@@ -114,7 +114,7 @@ def merge(path: Path, edit: Edit) -> Merged:
     text = before.replace("\r\n", "\n")
     yaml, documents = _loaded(path, text)
     plain = _dumped(yaml, documents)
-    told = edit_named(path, edit, documents)
+    notes = edit_named(path, edit, documents)
     wanted = _dumped(yaml, documents)
     after = _kept(text, plain, wanted)
     if _values(after) != _values(wanted):
@@ -125,11 +125,11 @@ def merge(path: Path, edit: Edit) -> Merged:
             "a line",
             "set both limits there by hand, or write its flow mappings as blocks",
         )
-    return Merged(str(path), before, after.replace("\n", ends), tuple(told))
+    return Merged(str(path), before, after.replace("\n", ends), tuple(notes))
 
 
 def read_documents(path: Path) -> list[Any]:
-    """Return what a YAML file says, without comments and form. Raises: UsageError."""
+    """Return the documents of a YAML file, without comments. Raises: UsageError."""
     try:
         return list(YAML(typ="safe", pure=True).load_all(_read(path)))
     except (YAMLError, ValueError, RecursionError) as error:
@@ -137,7 +137,7 @@ def read_documents(path: Path) -> list[Any]:
 
 
 def edit_named(path: Path, edit: Edit, documents: list[Any]) -> list[str]:
-    """Edit a file's documents and return what has to be said. Raises: UsageError, naming it."""
+    """Edit a file's documents and return notes on it. Raises: UsageError, naming the file."""
     try:
         return edit(documents)
     except UsageError as error:

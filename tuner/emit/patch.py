@@ -1,8 +1,8 @@
 """Write the change of an object of Kubernetes as a patch that keeps all else.
 
-Made from the object as it runs, or as it stands in a repository: without it nobody knows which
-arguments there are beside the two limits, and a patch that replaces their list would take away
-what guards the server.
+Made from the object as it runs, or as it stands in a repository: otherwise the arguments beside
+the two limits are unknown, and a patch that replaces their list would remove what guards the
+server.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tuner.emit.json_patch import Operation, operations
 from tuner.emit.merge import Edit, edit_named, has_secret, read_documents
 from tuner.emit.names import PatchKind
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.yaml_text import Block, yaml_text
+from tuner.emit.yaml_text import BlockText, yaml_text
 from tuner.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """The text of a patch, and what has to be said about it."""
+    """The text of a patch, with notes on it."""
 
     text: str
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def patch(
@@ -46,7 +46,7 @@ def patch(
     """
     before = read_documents(path)
     after = deepcopy(before)
-    told = edit_named(path, edit, after)
+    notes = edit_named(path, edit, after)
     changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     old, new = changed[0] if changed else ({}, {})
     if changed and not _metadata(old).get("name"):
@@ -54,21 +54,21 @@ def patch(
     if "annotations" not in _metadata(old) and "annotations" in _metadata(new):
         # As a patch they would take the place of those that the server has put there.
         del new["metadata"]["annotations"]
-        told.append(
+        notes.append(
             f"the patch does not say where its values come from: {path} has no "
             "metadata.annotations to add to"
         )
     made = operations(old, new)
     _check_secrets(path, made)
     if not made:
-        told.append(f"{path} has these values already: the patch changes nothing")
+        notes.append(f"{path} has these values already: the patch changes nothing")
     write = _component if kind is PatchKind.COMPONENT else _object
-    return Patched(write(old, made, rec, file), tuple(told))
+    return Patched(write(old, made, rec, file), tuple(notes))
 
 
 def _metadata(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = document.get("metadata")
-    return found if isinstance(found, dict) else {}
+    metadata = document.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _check_secrets(path: Path, made: list[Operation]) -> None:
@@ -104,7 +104,7 @@ def _component(
         name = str(_metadata(document)["name"])
         target = {"group": group, "version": version, "kind": document["kind"], "name": name}
         named = {key: value for key, value in target.items() if value}
-        patches = [{"target": named, "patch": Block(yaml_text(made))}]
+        patches = [{"target": named, "patch": BlockText(yaml_text(made))}]
     body = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",

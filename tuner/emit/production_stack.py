@@ -76,8 +76,8 @@ def _extra(rec: Recommendation, known: dict[str, Any]) -> list[str]:
         "gpuMemoryUtilization": "gpu-memory-utilization",
         **_SWITCHES,
     }
-    said = [spelled[key] for key in known]
-    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *said)))
+    notes = [spelled[key] for key in known]
+    return without_expansion(flags(rec.flags_but("host", "port", "max-num-seqs", *notes)))
 
 
 def write(rec: Recommendation, names: Names) -> str:
@@ -108,8 +108,11 @@ def write(rec: Recommendation, names: Names) -> str:
     spec: dict[str, Any] = {"runtimeClassName": "", "modelSpec": [model]}
     if rec.requires_api_key:
         # The chart's own key: its router has to know the secret as well.
-        held = {"secretName": container.secret(rec, names.workload), "secretKey": API_KEY}
-        spec = {"runtimeClassName": "", "vllmApiKey": held, "modelSpec": [model]}
+        key_reference = {
+            "secretName": container.secret(rec, names.workload),
+            "secretKey": API_KEY,
+        }
+        spec = {"runtimeClassName": "", "vllmApiKey": key_reference, "modelSpec": [model]}
         notes.extend(container.api_key_notes(rec, names.workload))
     command = f"helm upgrade --install vllm vllm/vllm-stack -f {names.file}"
     return yaml_text({"servingEngineSpec": spec}, rec.lines(command, notes))
@@ -135,14 +138,14 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
 
 def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in a VLLMRuntime: the cap beside the model, the budget in extraArgs."""
-    found = find_object(documents, _RUNTIME, names.workload)
-    model = descend(found, ("spec", "model"), "spec.model")
-    config = descend(found, ("spec", "vllmConfig"), "spec.vllmConfig")
+    document = find_object(documents, _RUNTIME, names.workload)
+    model = descend(document, ("spec", "model"), "spec.model")
+    config = descend(document, ("spec", "vllmConfig"), "spec.vllmConfig")
     if not isinstance(model, dict) or not isinstance(config, dict):
         raise no_place("spec.model and spec.vllmConfig", "no mappings there")
     model["maxNumSeqs"] = rec.limits.max_num_seqs
     _edit_extra(config, rec)
-    annotate(found, rec.annotations())
+    annotate(document, rec.annotations())
     return _switched_off(config, rec)
 
 
@@ -159,7 +162,7 @@ def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
 
 
 def _switched_off(config: dict[str, Any], rec: Recommendation) -> list[str]:
-    """Say that prefix caching is off there by omission, and was on when it was measured."""
+    """Return a note if prefix caching is off there by omission, and was on when measured."""
     key = "enablePrefixCaching"
     if key in config or not rec.is_on(_SWITCHES[key], default=True):
         return []

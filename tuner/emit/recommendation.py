@@ -1,7 +1,7 @@
 """What is deployed: the user's configuration with the tuned limits, and where they come from.
 
-Answers which settings a file may hold and how it is named and commented. How a target spells
-them is left to that target's module, and where a recommendation is read from to `sources`.
+Answers which settings a file may hold, which secrets it lacks, and the comments and facts that
+stand with it; and reads those comments back.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Source: vLLM vllm/envs.py; huggingface_hub, constants of the environment.
 """
 
 _KEPT_BACK: Final = re.compile(r"left out (?P<key>[\w.-]+), which is a secret: .*")
-"""The remark on a secret that a file does not hold, by which the next one knows of it."""
+"""The remark on a secret that a file does not hold, by which the next reader finds it."""
 
 # Kubernetes bounds a label at 63 characters; charts append words of their own: ours.
 _LONGEST_NAME = 40
@@ -66,7 +66,7 @@ class Recommendation:
 
     `values` are the user's own, in vLLM's spelling. `facts` are provenance by name, for
     annotations; `comments` the same and more in sentences. `started_at` are the limits of the
-    engine that was measured, None where nobody kept them.
+    engine that was measured, None where they are unknown.
     """
 
     values: Mapping[str, object]
@@ -169,8 +169,8 @@ class Recommendation:
         """
         secrets = [key for key in self.settings if key not in self.shared]
         named = dict.fromkeys([*secrets, *map(hyphenated, self.lost)])
-        told = {*but, *([API_KEY] if self.requires_api_key else [])}
-        kept_back = [_kept_back(key) for key in named if key not in told]
+        named_already = {*but, *([API_KEY] if self.requires_api_key else [])}
+        kept_back = [_kept_back(key) for key in named if key not in named_already]
         return [command, *self.comments, *dropped(self.values), *notes, *kept_back]
 
     def whole_lines(self, command: str) -> list[str]:
@@ -205,13 +205,13 @@ def without_lost(values: Mapping[str, object]) -> tuple[dict[str, object], tuple
 
 
 def kept_back_in(comments: Iterable[str]) -> tuple[str, ...]:
-    """Return the keys whose secret a file does not hold, by the remarks it has on them.
+    """Return the keys whose secret is not in a file, by the remarks it has on them.
 
     >>> kept_back_in(["tuned", "left out api-key, which is a secret: set VLLM_API_KEY"])
     ('api-key',)
     """
-    found = map(_KEPT_BACK.fullmatch, comments)
-    return tuple(match["key"] for match in found if match)
+    matches = map(_KEPT_BACK.fullmatch, comments)
+    return tuple(match["key"] for match in matches if match)
 
 
 def _kept_back(key: str) -> str:
@@ -231,8 +231,8 @@ _IN_COMMENTS: Final = {
 """Where the comments of an emitted file say what annotations say. Source: outcome.comments."""
 
 
-def facts_of_run(content: Mapping[str, Any], told: RunResult, folder: Path) -> dict[str, str]:
-    """Return the provenance of a run by name; what nobody knows is left out."""
+def facts_of_run(content: Mapping[str, Any], result: RunResult, folder: Path) -> dict[str, str]:
+    """Return the provenance of a run by name; what is unknown is left out."""
     made = content["provenance"]
     engine = made["engine"] or {}
     facts = {
@@ -243,9 +243,9 @@ def facts_of_run(content: Mapping[str, Any], told: RunResult, folder: Path) -> d
         "trace-sha256": made["trace"]["sha256"],
         "vllm-version": engine.get("vllm_version"),
         "device": engine.get("device"),
-        "limits": spelled(told.decision.winner),
-        "against": spelled(told.present),
-        "gain": _gain(told),
+        "limits": spelled(result.decision.winner),
+        "against": spelled(result.present),
+        "gain": _gain(result),
         "tuner-version": made["tuner_version"],
     }
     return {name: str(fact) for name, fact in facts.items() if fact}
@@ -260,13 +260,13 @@ def spelled(limits: EngineLimits) -> str:
     return f"{limits} (max_num_seqs/max_num_batched_tokens)"
 
 
-def _gain(told: RunResult) -> str:
+def _gain(result: RunResult) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
-    if told.decision.verdict is RaceVerdict.KEEP:
-        return f"none: keep what you have, {told.decision.why}"
-    if not told.changes:
+    if result.decision.verdict is RaceVerdict.KEEP:
+        return f"none: keep what you have, {result.decision.why}"
+    if not result.changes:
         return "not compared with the present values"
-    return _gain_of(told.changes[0].text)
+    return _gain_of(result.changes[0].text)
 
 
 def _gain_of(row: str) -> str:
@@ -279,24 +279,24 @@ def first_comments(path: Path) -> list[str]:
     """Return the comments above a file's values, without the command that takes the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     above = takewhile(lambda line: line.startswith("#"), lines)
-    said = [line.removeprefix("#").removeprefix(" ") for line in above]
-    return said[1:] if said and said[0].startswith("vllm serve ") else said
+    notes = [line.removeprefix("#").removeprefix(" ") for line in above]
+    return notes[1:] if notes and notes[0].startswith("vllm serve ") else notes
 
 
 def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:
     """Return what the comments of an emitted file say, by name; nothing if they are others'."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for name, pattern in _IN_COMMENTS.items():
         matches = [match[1] for line in comments if (match := pattern.search(line))]
-        found |= {name: matches[0]} if matches else {}
-    if not found:
+        facts |= {name: matches[0]} if matches else {}
+    if not facts:
         return {}
     if any("PREDICTED" in line for line in comments):
-        found["method"] = "shadow"
+        facts["method"] = "shadow"
     keeps = [line for line in comments if line.startswith("KEEP WHAT YOU HAVE")]
     gains = [_gain_of(line) for line in comments if line.startswith(" ") and " -> " in line]
     if keeps:
-        found["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
+        facts["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
     elif gains:
-        found["gain"] = gains[0]
-    return {**found, "limits": spelled(tuned)}
+        facts["gain"] = gains[0]
+    return {**facts, "limits": spelled(tuned)}

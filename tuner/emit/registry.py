@@ -1,4 +1,4 @@
-"""Every format of `tune emit` with what writes it: a new target is named here."""
+"""Every format of `tune emit` with what writes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Write a recommendation as the file that `vllm serve --config` takes.
+"""The files that `vllm serve --config` takes: with the two classic limits, or with four.
 
-Answers how the user's values and the two tuned limits become YAML that vLLM reads as they were
-meant. What to recommend, and which evidence there is, is decided above.
+Two limits are what every vLLM reads; four repeat the measured point exactly. The user's values
+become YAML that vLLM reads as they were meant, whole or edited in place, below the evidence as
+comments.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def render_exact(rec: Recommendation, names: Names) -> str:
     The engine that was measured had buffers, captured graphs and a KV cache for larger limits
     than it was tuned to; a start at the tuned limits themselves sizes them anew.
 
-    Raises: UsageError if nobody kept at which limits the engine was started, or nothing was
+    Raises: UsageError if the limits at which the engine was started are unknown, or nothing was
         measured.
     Source: SchedulerConfig in vLLM's vllm/config/scheduler.py, 0.32 and later.
     """
@@ -188,25 +189,25 @@ def _set(root: dict[str, Any], values: dict[str, int]) -> None:
 
 def _put_behind(root: dict[str, Any], behind: str | None, key: str, value: int) -> None:
     """Put a key behind another; blank lines that follow that one then follow the new one."""
-    held = getattr(root, "ca", None)
-    if behind is None or held is None:
+    comments_of = getattr(root, "ca", None)
+    if behind is None or comments_of is None:
         root[key] = value
         return
     root.insert(list(root).index(behind) + 1, key, value)  # type: ignore[attr-defined]
-    slots = held.items.get(behind)
+    slots = comments_of.items.get(behind)
     if slots and slots[2] is not None and slots[2].value.startswith("\n"):
-        held.items[key] = held.items.pop(behind)
+        comments_of.items[key] = comments_of.items.pop(behind)
 
 
 def _remark(root: dict[str, Any], rec: Recommendation) -> None:
-    """Say at the end of the cap's line where it comes from, unless the user says something."""
+    """Add to the cap's line where it comes from, unless it has a comment of the user's."""
     parts = [rec.facts.get("tuned-at", "")[:10], rec.facts.get("gain", "")]
     text = ", ".join(part for part in [*parts, _run(rec)] if part)
     key = next(key for key in root if hyphenated(str(key)) == MAX_NUM_SEQS)
-    held = getattr(root, "ca", None)
-    if not text or held is None or root.fa.flow_style():  # type: ignore[attr-defined]
+    comments_of = getattr(root, "ca", None)
+    if not text or comments_of is None or root.fa.flow_style():  # type: ignore[attr-defined]
         return
-    token = (held.items.get(key) or [None, None, None])[2]
+    token = (comments_of.items.get(key) or [None, None, None])[2]
     if token is None:
         root.yaml_add_eol_comment(f"{_OURS}{text}", key)  # type: ignore[attr-defined]
     elif token.value.startswith("\n"):

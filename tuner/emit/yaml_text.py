@@ -10,7 +10,7 @@ import yaml
 _FOLDED = re.compile("[\x85\u2028\u2029\ufeff]")
 
 
-class Block(str):
+class BlockText(str):
     """A text of several lines that stands in the file as a literal block."""
 
     __slots__ = ()
@@ -24,7 +24,7 @@ class _PlainDumper(yaml.SafeDumper):
         return True
 
 
-def _as_block(dumper: _PlainDumper, text: Block) -> yaml.ScalarNode:
+def _as_block(dumper: _PlainDumper, text: BlockText) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
 
 
@@ -34,7 +34,7 @@ def _as_text(dumper: _PlainDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_PlainDumper.add_representer(Block, _as_block)
+_PlainDumper.add_representer(BlockText, _as_block)
 _PlainDumper.add_representer(str, _as_text)
 
 

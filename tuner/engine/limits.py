@@ -1,4 +1,4 @@
-"""The two limits that are tuned."""
+"""The two scheduler limits that are tuned, as one value that compares and prints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineLimits:
             )
 
     def within(self, ceiling: Self) -> bool:
-        """Tell whether an engine started with ceiling can take these limits."""
+        """Return whether an engine started with ceiling can take these limits."""
         return (
             self.max_num_seqs <= ceiling.max_num_seqs
             and self.max_num_batched_tokens <= ceiling.max_num_batched_tokens

@@ -1,7 +1,6 @@
 """The live engine: a real vLLM in this process, measured.
 
 Starts once at the largest limits of the sweep; afterwards limits change while it is idle.
-Which limits to try is left to `search`; in which process this lives, to `host`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class EngineInfo:
     """What is known of an engine once it runs.
 
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
-    false where this vLLM hides them, so that every configuration wants a restart. `remark` is
-    what the user should hear of it, a sentence or nothing.
+    false where this vLLM cannot, so that every configuration needs a restart. `remark` is a
+    sentence on it for the user, or empty.
     """
 
     kind: str
@@ -129,7 +129,7 @@ class Step:
 
     `batch` is None when the turn completed no batch: an asynchronous engine returns before
     its first batch is done, and every engine takes a turn to tidy up after the last. With a
-    `run`, its rows' tokens are not repeated in `emitted`, which tells of them only who ended;
+    `run`, its rows' tokens are not repeated in `emitted`, which has only the rows that ended;
     `batch` is the first of the like batches, `kv_usage_ratio` the mean over them.
 
     Units: duration_s in seconds over all like steps; the usages in 0 to 1.

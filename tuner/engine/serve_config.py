@@ -1,8 +1,7 @@
 """The user's configuration, in the form that `vllm serve --config` takes.
 
-Answers what a file or `--engine-arg` says, in the user's order, and which of the two limits it
-sets. How vLLM spells a key is left to spelling, what may be shown to redact, whether vLLM knows
-the key to vLLM's own parser, and writing a file to emit.
+Reads files, `--engine-arg` and tuning profiles in the user's order, refusing duplicate keys;
+spells keys and values as vLLM's parser does; finds the two limits among them.
 """
 
 from __future__ import annotations

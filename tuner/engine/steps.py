@@ -1,8 +1,8 @@
 """What the engine's steps did and how long they took.
 
 Two forms of the same thing: a summary, of which decode-step time, queue depth, KV usage and
-the noise share are computed and whose size does not grow with the replay; and, where asked
-for, every step as columns, to which a step-time model is fitted. Neither draws a conclusion.
+the noise share are computed and whose size does not grow with the replay; and, on request,
+every step as columns, to which a step-time model is fitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What cannot be recorded: kept from the server, counted, and said once.
+"""What cannot be recorded: kept from the server, counted, and reported once.
 
 Serving comes first, so nothing that fails here may reach vLLM. And one request must not be able
 to end the recording of all others: a fault costs what it struck, and only many in a row end it.
@@ -20,20 +20,20 @@ MAX_IN_A_ROW: Final = 1000
 those are no odd requests but a vLLM whose interface is another one."""
 
 silently: Final = suppress(Exception)
-"""For what is done once something has failed: should it fail too, nobody is left to tell."""
+"""For what is done once something has failed: a fault in it is dropped."""
 
 # A child of vLLM's logger, so that the server's log shows it in the server's own form.
 _log = logging.getLogger("vllm.tuner.recorder")
 
 
 def warn(text: str, *values: object) -> None:
-    """Say in the server's log what somebody may act on; a log that fails stays silent."""
+    """Write a warning to the server's log; a log that fails stays silent."""
     with silently:
         _log.warning(text, *values)
 
 
 def inform(text: str, *values: object) -> None:
-    """Say in the server's log how it goes, under the same care."""
+    """Write progress to the server's log, under the same care."""
     with silently:
         _log.info(text, *values)
 
@@ -58,16 +58,16 @@ class Faults:
         self._lock = threading.Lock()
         self.count = 0
 
-    def guard(self, most_in_a_row: int = MAX_IN_A_ROW) -> Guard:
+    def guard(self, max_in_a_row: int = MAX_IN_A_ROW) -> FaultGuard:
         """Return a guard for one place; with 1 the recording ends at its first fault."""
-        return Guard(self, most_in_a_row)
+        return FaultGuard(self, max_in_a_row)
 
-    def add(self, cause: Exception, in_a_row: int, most_in_a_row: int) -> None:
+    def add(self, cause: Exception, in_a_row: int, max_in_a_row: int) -> None:
         """Count a fault, and warn or stop as its number asks for."""
         with self._lock:
             self.count += 1
             is_first = self.count == 1
-        if in_a_row >= most_in_a_row:
+        if in_a_row >= max_in_a_row:
             often = f"{in_a_row} faults in a row, the last one " if in_a_row > 1 else ""
             self._stop(often + described(cause))
         elif is_first:
@@ -78,13 +78,13 @@ class Faults:
             )
 
 
-class Guard:
+class FaultGuard:
     """Lets no exception of its block out, `with guard:`; one for each place that may fail."""
 
-    __slots__ = ("_faults", "_in_a_row", "_most_in_a_row")
+    __slots__ = ("_faults", "_in_a_row", "_max_in_a_row")
 
-    def __init__(self, faults: Faults, most_in_a_row: int) -> None:
-        self._faults, self._most_in_a_row = faults, most_in_a_row
+    def __init__(self, faults: Faults, max_in_a_row: int) -> None:
+        self._faults, self._max_in_a_row = faults, max_in_a_row
         self._in_a_row = 0
 
     def __enter__(self) -> None:
@@ -104,5 +104,5 @@ class Guard:
             return False
         self._in_a_row += 1
         with silently:
-            self._faults.add(cause, self._in_a_row, self._most_in_a_row)
+            self._faults.add(cause, self._in_a_row, self._max_in_a_row)
         return True

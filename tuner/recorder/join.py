@@ -1,4 +1,4 @@
-"""What both doors told, joined by the engine's request id into rows.
+"""What both doors reported, joined by the engine's request id into rows.
 
 The engine's ids join exactly: the middleware sees the very string under which the engine
 reports the request later.
@@ -34,7 +34,7 @@ class Join:
         self._hashes = hashes
         self.open = OpenPrompts()
         self.unknown = 0
-        """Responses that were not recorded because they told no usage of one answer."""
+        """Responses that were not recorded because they carry no usage of one answer."""
 
     def rows(self, message: Message) -> list[Row]:
         """Return the rows that a message completes."""
@@ -52,11 +52,11 @@ class Join:
                 self.open.close(message.asked)
                 return []
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, prompt: Asked) -> None:
         ids = None
-        if asked.token_ids is not None:
-            ids = self._hashes.block_ids(asked.token_ids, asked.block_size, asked.salt)
-        self.open.add(asked, ids)
+        if prompt.token_ids is not None:
+            ids = self._hashes.block_ids(prompt.token_ids, prompt.block_size, prompt.salt)
+        self.open.add(prompt, ids)
 
     def _finished(self, at_s: float, request: FinishedRequest) -> Row:
         name, length = request.request_id, request.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What the two doors tell the recorder: cheap to make while serving, worked on elsewhere."""
+"""What the two doors send to the recorder: cheap to make, processed in its own thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final, Protocol
 
 MESSAGE_BYTES: Final = 500
 REQUEST_BYTES: Final = 500
-"""What a message takes in memory, and each request that one tells of; measured by a test."""
+"""What a message takes in memory, and each request in one; measured by a test."""
 
 
 class FinishedRequest(Protocol):
-    """What vLLM's stat loggers are told of a request that ended.
+    """What vLLM's stat loggers receive of a request that ended.
 
     Units: seconds; num_* in tokens.
     Source: vLLM v1/metrics/stats.py, FinishedRequestStats.
@@ -33,7 +33,7 @@ class FinishedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The engine was asked for `answers` answers to one prompt.
+    """The engine received a prompt, with `answers` answers to make.
 
     `token_ids` is None where tokens alone do not tell prompts apart, as with images. They are a
     copy of four bytes each: a list takes ten times that, and the server's own is not ours to
@@ -89,7 +89,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a response says it took; of an answer that came to its end."""
+    """The usage that a response carries, of an answer that came to its end."""
 
     input_length: int
     output_length: int

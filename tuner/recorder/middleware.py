@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final
 
-from tuner.recorder.faults import Guard
+from tuner.recorder.faults import FaultGuard
 from tuner.recorder.messages import Ended, Left, Replied, Usage
 from tuner.recorder.recorder import Recorder, process_recorder
 from tuner.recorder.tap import (
@@ -64,7 +64,7 @@ class TraceRecorder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        recorder, guards, seen = self._recorder, self._guards, None
+        recorder, guards, exchange = self._recorder, self._guards, None
         if recorder is None or guards is None or not recorder.is_on:
             await self._app(scope, receive, send)
             return
@@ -72,20 +72,22 @@ class TraceRecorder:
             with guards.looking:
                 self._look(recorder, scope)
         with guards.beginning:
-            seen = self._begin(recorder, guards, scope, receive, send)
-        if seen is None:
+            exchange = self._begin(recorder, guards, scope, receive, send)
+        if exchange is None:
             await self._app(scope, receive, send)
             return
         try:
-            # Where the engine counts, responses go their own way: they tell nothing more.
-            await self._app(scope, seen.receive, seen.send if seen.is_counted else send)
+            # Where the engine counts, responses are passed on unread: they add nothing.
+            await self._app(
+                scope, exchange.receive, exchange.send if exchange.is_counted else send
+            )
         except BaseException:
             with guards.leaving:
-                seen.give_up()
+                exchange.give_up()
             raise
         finally:
             with guards.ending:
-                seen.end()
+                exchange.end()
 
     def _look(self, recorder: Recorder, scope: Scope) -> None:
         """Find the application's engine, at the first request that comes."""
@@ -167,7 +169,7 @@ class _Seen:
         await self._send(message)
 
     def give_up(self) -> None:
-        """Ask the engine how far it is, before it forgets.
+        """Read how far the engine is, before it forgets.
 
         A client also leaves after its answer; then there is nothing to ask.
         """
@@ -178,7 +180,7 @@ class _Seen:
             self._left = [left_behind(self._client, ask) for ask in self._exchange.asks]
 
     def end(self) -> None:
-        """Tell the recorder how it ended."""
+        """Send the recorder how it ended."""
         if self._has_counts:
             self._recorder.offer(self._replied())
         elif self._exchange.asks:
@@ -188,7 +190,7 @@ class _Seen:
 
     @property
     def _has_counts(self) -> bool:
-        """Whether the response is what tells the counts."""
+        """Whether the counts come from the response."""
         is_whole = self._is_answered and self._status == 200
         return self.is_counted and is_whole and not self._is_given_up
 
@@ -217,8 +219,10 @@ class _Seen:
         )
 
 
-def _close(recorder: Recorder, guard: Guard, asks: Sequence[Ask], left: Sequence[Left]) -> None:
-    """Tell the recorder what is over, now that the engine has reported what it would.
+def _close(
+    recorder: Recorder, guard: FaultGuard, asks: Sequence[Ask], left: Sequence[Left]
+) -> None:
+    """Send the recorder what is over, now that the engine has reported what it would.
 
     A response may leave work behind that goes on without it, and is reported later.
     """

@@ -1,7 +1,7 @@
 """The prompts whose answers are still to come, found by the engine's request id.
 
 Clients may choose that id, and so any number of prompts may bear the same at one time: then
-the prompt's length tells them apart, or their blocks are left out. Every step takes the same
+the prompt's length distinguishes them, or their blocks are left out. Every step takes the same
 time however many there are.
 """
 
@@ -45,7 +45,7 @@ class OpenPrompt:
         return PROMPT_BYTES + sys.getsizeof(self.request_id) + blocks
 
     def fits(self, length: int) -> bool:
-        """Say whether a request of this many prompt tokens can be the one that was asked."""
+        """Return whether a request of this many prompt tokens can be the one that was asked."""
         return self.length is None or self.length == length
 
 
@@ -55,7 +55,7 @@ class _Alike:
 
     `kinds` counts how many of them have which blocks. The last block stands for all before it,
     so its hash is enough; None stands for unknown blocks. Up to the order `unknown_to` their
-    blocks are no longer told apart.
+    blocks are no longer distinguished.
     """
 
     prompts: OrderedDict[int, OpenPrompt] = field(default_factory=OrderedDict)
@@ -121,14 +121,14 @@ class OpenPrompts:
     def answered(self, request_id: str, length: int) -> array[int] | None:
         """Return the blocks of the prompt that one more answer is reported for.
 
-        None where they are not known, or where nothing tells which prompt it is.
+        None where they are not known, or where the prompt cannot be identified.
         """
         both = [self._alike.get((request_id, one)) for one in (length, None)]
         fitting = [one for one in both if one is not None]
         if not fitting:
             return None
         if len({kind for one in fitting for kind in one.kinds}) > 1:
-            # Which of them this is, nothing tells; so none of them has blocks from here on.
+            # Which of them this is, is unknown; so none of them has blocks from here on.
             for one in fitting:
                 one.confuse()
         alike = min(fitting, key=lambda one: one.first().order)

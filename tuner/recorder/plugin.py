@@ -1,7 +1,7 @@
 """The first door: a stat logger that vLLM loads by itself where this package is installed.
 
 It reports what the engine counted, for `vllm serve` and for any service that embeds AsyncLLM.
-vLLM promises no stability for what stat loggers are told, so the names are looked up first.
+vLLM promises no stability for the arguments of stat loggers, so names are looked up first.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
     def _open(
         self, recorder: Recorder, vllm_config: VllmConfig, *_more: object, **_keywords: object
     ) -> None:
-        told = {one.name for one in fields(FinishedRequestStats)} | vars(
+        reported = {one.name for one in fields(FinishedRequestStats)} | vars(
             IterationStats()
         ).keys()
-        lacking = NEEDED - told
+        lacking = NEEDED - reported
         if lacking:
             names = ", ".join(sorted(lacking))
             recorder.stop(f"vLLM {vllm.__version__} does not report {names}")
@@ -68,9 +68,9 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
                 recorder.offer(Finished(stats.iteration_timestamp, stats.finished_requests))
 
     def log_engine_initialized(self) -> None:
-        """Say nothing: recording begins with the first request."""
+        """Do nothing: recording begins with the first request."""
 
 
 if isabstract(RecordingStatLogger):
-    # vLLM would not start with it; a plugin that cannot be imported it logs and goes without.
+    # vLLM would not start with it; a plugin that fails to import it logs and leaves out.
     raise ImportError(f"vLLM {vllm.__version__} asks its stat loggers for methods we lack")

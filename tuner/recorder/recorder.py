@@ -20,8 +20,8 @@ from tuner.errors import UsageError
 from tuner.recorder.blocks import KeyedHashes
 from tuner.recorder.faults import (
     MAX_IN_A_ROW,
+    FaultGuard,
     Faults,
-    Guard,
     described,
     inform,
     silently,
@@ -29,12 +29,12 @@ from tuner.recorder.faults import (
 )
 from tuner.recorder.join import Join
 from tuner.recorder.messages import Finished, Message, weight_bytes
-from tuner.recorder.rows import Source, header_line, row_line
+from tuner.recorder.rows import ServerFacts, header_line, row_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import RecordSettings
 
 GATHER_S: Final = 0.25
-"""Ours: four wakes a second disturb nobody, and a killed server loses no more than that."""
+"""Ours: four wakes a second cost nothing, and a killed server loses no more than that."""
 
 CLOSE_S: Final = 5.0
 """Ours: what an exiting server waits for a slow disk."""
@@ -50,7 +50,7 @@ class Recorder:
     def __init__(self, settings: RecordSettings) -> None:
         self._path = settings.path
         hashes = KeyedHashes(settings.key)
-        self.source = Source(hashes.scope)
+        self.source = ServerFacts(hashes.scope)
         self.join = Join(hashes)
         self._segments = Segments(
             settings.path, settings.max_bytes, lambda: header_line(self.source)
@@ -62,10 +62,10 @@ class Recorder:
         self._closing = threading.Event()
         self.is_on, self._has_failed = True, False
         self._faults = Faults(settings.path, self.stop)
-        self.opening = self.guard(most_in_a_row=1)
+        self.opening = self.guard(max_in_a_row=1)
         """For a door that opens: one that cannot leaves nothing to be recorded."""
-        self._offering, self._starting = self.guard(), self.guard(most_in_a_row=1)
-        self._joining, self._working = self.guard(), self.guard(most_in_a_row=1)
+        self._offering, self._starting = self.guard(), self.guard(max_in_a_row=1)
+        self._joining, self._working = self.guard(), self.guard(max_in_a_row=1)
 
     def offer(self, message: Message) -> None:
         """Take a message; costs next to nothing and never raises."""
@@ -88,9 +88,9 @@ class Recorder:
             self._forget()
             self._end_thread()
 
-    def guard(self, most_in_a_row: int = MAX_IN_A_ROW) -> Guard:
+    def guard(self, max_in_a_row: int = MAX_IN_A_ROW) -> FaultGuard:
         """Return a guard for one place that may fail; with 1 its first fault ends it all."""
-        return self._faults.guard(most_in_a_row)
+        return self._faults.guard(max_in_a_row)
 
     def close(self) -> None:
         """Write what has been taken, and say what was recorded; later messages are ignored."""
@@ -183,7 +183,7 @@ class Recorder:
             weight += following[1]
 
     def _forget(self) -> None:
-        """Let go of what nobody will write any more."""
+        """Drop what will not be written any more."""
         while True:
             try:
                 self._queue.get_nowait()

@@ -1,4 +1,4 @@
-"""What the environment says about recording: into which file, how large, with which key."""
+"""A recording's settings from the environment: which file, how large, with which key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening where the API server asks its engine: the tokens of a prompt, exactly as they run.
+"""The tokens of a prompt exactly as they run, read where the API server calls its engine.
 
 The middleware alone sees JSON, before chat templates and tokenizer. But it runs in the process
 that calls the engine's public `generate(prompt, sampling_params, request_id)`, and finds the
@@ -103,7 +103,7 @@ class Ask:
             self.stream = weakref.ref(stream)
 
     def is_running(self) -> bool:
-        """Say whether its answers are still being made or waited for."""
+        """Return whether its answers are still being made or waited for."""
         stream = None if self.stream is None else self.stream()
         return getattr(stream, "ag_frame", None) is not None
 
@@ -120,7 +120,7 @@ current_exchange: ContextVar[Exchange | None] = ContextVar("current_exchange", d
 
 
 class ListeningGenerate:
-    """An engine's `generate` that tells the recorder what it is asked, and changes nothing.
+    """An engine's `generate` that also sends each request to the recorder.
 
     All arguments pass as they come. What is read of them is read under the recorder's guard, so
     that a vLLM whose `generate` takes others loses its recording, and no request.
@@ -165,7 +165,7 @@ class ListeningGenerate:
 
 
 def listen(client: EngineClient, recorder: Recorder) -> bool:
-    """Have the recorder told of all that an engine is asked; say whether that can be."""
+    """Send all requests to an engine to the recorder too; return whether that is possible."""
     try:
         size = client.vllm_config.cache_config.block_size
         if isinstance(client.generate, ListeningGenerate):
@@ -191,9 +191,9 @@ def served_model(config: Config) -> str | None:
 
 
 def left_behind(client: EngineClient, ask: Ask) -> Left:
-    """Return how far the engine is with what it was asked, now that nobody waits for it.
+    """Return how far the engine is with a request that its client has left.
 
-    Where the same id stands for requests of other clients too, it is not told.
+    Where the same id stands for requests of other clients too, that is unknown.
     """
     outputs = client.output_processor
     names = list(outputs.external_req_ids.get(ask.request_id, ()))

@@ -1,8 +1,7 @@
 """When requests go, and what time it is: the two things a replay keeps time with.
 
 Open arrivals follow the recording; causal ones too, but for turns that wait for an answer;
-closed ones hold a number in flight. The loop that asks them, and what happens to the requests,
-is in `replay`.
+closed ones hold a number in flight.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class ClosedArrivals:
 
     At `end_s` the recording of that target is over, and with it the replay: past it nothing
     says how many should be in flight. Going on with what is left, one at a time, was tried: an
-    engine 10 % slower than the recorded one then was told at 43 % less requests/s.
+    engine 10 % slower than the recorded one then measured 43 % less requests/s.
     """
 
     def __init__(

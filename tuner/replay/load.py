@@ -1,7 +1,7 @@
-"""Whether an engine kept up with the load it was given.
+"""How much work a trace offers, and whether the engine kept up with it.
 
-Two things speak: the work that was offered, against the time in which it came; and the
-requests in flight, which must not grow. Whether a latency is good enough is for SLOs to say.
+The work that was offered is set against the time in which it came, and requests in flight must
+not grow: both must hold for a load to be sustained.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _seqs_in_cache(steps: StepSummary) -> float:
 def utilisation(lines: Sequence[Timelines]) -> float | None:
     """Return the offered work over the time in which it was offered, 1 and more is overload.
 
-    Pooled over the windows of a replay. None where it cannot be told: without steps, without a
+    Pooled over the windows of a replay. None where it is unknown: without steps, without a
     span of arrivals, or in a closed loop, which offers what the engine can take.
 
     Source: the traffic intensity of queueing theory, Kleinrock, Queueing Systems I (1975).
@@ -125,7 +125,7 @@ _ROUNDING = 1e-6
 
 
 def is_sustained(line: Timelines, *, is_closed_loop: bool = False) -> bool:
-    """Tell whether the engine kept up with what it was offered.
+    """Return whether the engine kept up with what it was offered.
 
     It did not when the offered work exceeds the time in which it came, however early everybody
     was admitted; nor when the requests in flight grow, beyond their noise, through the middle

@@ -3,7 +3,7 @@
 The loop owns the clock. On the virtual clock it adds what each step took and, when the engine
 is idle, jumps to the next arrival: hours of quiet traffic cost nothing and no sleep blurs a
 measurement. On the wall clock it waits for real. Latency counts from the instant a request
-was due. Which limits to replay at is decided elsewhere; what the instants mean, in `metrics`.
+was due.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
 from tuner.traffic.traces import LoadModel, Trace
 
-# How often the caller hears of progress and may stop the replay, in wall seconds: ours.
+# How often the caller receives progress and may stop the replay, in wall seconds: ours.
 PROGRESS_EVERY_S = 0.25
 
 
@@ -104,7 +104,7 @@ class _Replay:
                     cut = "stopped by the caller"
         wall_s = self._clock.wall_s
         self._clear()
-        steps, kept = self._steps.finish()
+        steps, step_columns = self._steps.finish()
         timelines = self._record.finish()
         is_closed = self._plan.load_model is LoadModel.CLOSED
         if not is_closed:
@@ -112,7 +112,9 @@ class _Replay:
             most = math.inf if batches is None else batches.size
             work_s = offered_work_s(self._trace, timelines, steps, self._engine.limits, most)
             timelines = replace(timelines, work_s=work_s)
-        return ReplayLog(timelines, steps, self._clock.now_s, wall_s, cut, kept, is_closed)
+        return ReplayLog(
+            timelines, steps, self._clock.now_s, wall_s, cut, step_columns, is_closed
+        )
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
@@ -150,7 +152,7 @@ class _Replay:
         return max(0.0, min(ends) - now_s)
 
     def _next_over_s(self, patience_s: float) -> float:
-        """Return when the next will have taken too long: now, if one has that nobody noted."""
+        """Return when the next will have taken too long: now, if one already has."""
         # In flight in due order: the first that is not over is the next to be.
         for row, due_s in self._in_flight.items():
             if row not in self._late:
@@ -234,7 +236,7 @@ class _Replay:
     def _leave_unfinished(self) -> None:
         """Close the books where the recording ends: of what is in flight, and of the rest.
 
-        Nobody asked for the rest before: it becomes due only now.
+        The rest was not requested before: it becomes due only now.
         """
         now_s = self._clock.now_s
         if in_flight := list(self._in_flight):
@@ -246,7 +248,7 @@ class _Replay:
             self._record.ended(row, Outcome.UNFINISHED)
 
     def _cut_reason(self) -> str | None:
-        """Say why going on is pointless, or None."""
+        """Return why going on is pointless, or None."""
         cut, now_s = self._plan.cut, self._clock.now_s
         span_s = 0.0 if self._first_due_s is None else now_s - self._first_due_s
         if cut.max_clock_s is not None and span_s > cut.max_clock_s:

@@ -1,7 +1,8 @@
 """From the instants of a replay to the numbers people tune by.
 
-Answers how fast, how late, how full and how sustained a replay was. One `Measurement` may pool
-several windows of the trace. Comparing measurements is left to `search` and `confirm`.
+Answers how fast, how late, how full and how sustained a replay was: distributions of latencies,
+levels weighted by time, rates, and the caveats on them. One `Measurement` may pool several
+windows of the trace.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class TimeWeighted:
 
 def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
     """Return a level of the steps weighted by time, idle time counting as nothing."""
-    held, peak = LogHistogram(), 0.0
+    histogram, peak = LogHistogram(), 0.0
     for log in logs:
         idle_s = max(0.0, log.clock_s - log.steps.duration_s)
-        held.add_counted(log.steps.levels[name])
-        held.add(np.zeros(1), np.array([idle_s]))
+        histogram.add_counted(log.steps.levels[name])
+        histogram.add(np.zeros(1), np.array([idle_s]))
         peak = max(peak, log.steps.peaks[name])
-    pooled = held.finish()
+    pooled = histogram.finish()
     if pooled.total_weight <= 0:
         return TimeWeighted(0.0, 0.0, 0.0)
     return TimeWeighted(pooled.mean().value, pooled.value_at(0.99), peak)
@@ -51,7 +52,7 @@ def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
 NOISY_RATIO = 0.05
 # A window shorter than so many lives of a request shows an engine fill: ours.
 SHOWN_LIVES = 3.0
-# Above this share of requests the end of a closed loop's recording is told: ours, more than
+# Above this share of requests the end of a closed loop's recording is a caveat: ours, more than
 # the last few that an engine as fast as the recorded one has in flight then.
 UNFINISHED_RATIO = 0.05
 
@@ -126,7 +127,7 @@ class Measurement:
     real one, `max_step_tokens` the fullest step. `unfinished` counts requests that the end of a
     closed loop's recording left in flight or not sent. `utilisation` is the offered work over
     the time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
-    that time, None where either cannot be told. `load` is the multiple of the recorded load
+    that time, None where either is unknown. `load` is the multiple of the recorded load
     that was offered, `capacity` the largest at which the SLOs hold where that was looked for.
     """
 
@@ -179,7 +180,7 @@ class Measurement:
 
     @property
     def load_text(self) -> str:
-        """Say what was offered and whether it is too much, nothing where it cannot be told."""
+        """Return what was offered and whether it is too much; empty where that is unknown."""
         return load_text(self.offered_per_s, self.requests_per_s, self.utilisation)
 
     def slo_value(self, metric: str, statistic: str) -> float | None:
@@ -256,17 +257,17 @@ class Measurement:
 def load_text(
     offered_per_s: float | None, finished_per_s: float, utilisation: float | None
 ) -> str:
-    """Say what was offered and whether it is too much, nothing where it cannot be told.
+    """Return what was offered and whether it is too much; empty where that is unknown.
 
     >>> load_text(58.3, 34.4, 1.7)
     'offered 58/s, finished 34/s: overloaded 1.7 x'
     """
     if offered_per_s is None or utilisation is None:
         return ""
-    told = f"offered {offered_per_s:.2g}/s, finished {finished_per_s:.2g}/s"
+    message = f"offered {offered_per_s:.2g}/s, finished {finished_per_s:.2g}/s"
     if utilisation > 1:
-        return f"{told}: overloaded {utilisation:.2g} x"
-    return f"{told}: utilisation {utilisation:.0%}"
+        return f"{message}: overloaded {utilisation:.2g} x"
+    return f"{message}: utilisation {utilisation:.0%}"
 
 
 def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
@@ -331,7 +332,7 @@ def _with_load(m: Measurement, lines: Sequence[Timelines]) -> Measurement:
 def _with_caveats(m: Measurement) -> Measurement:
     """Attach the doubts that follow from the numbers themselves."""
     e2e = m.latencies["e2e_s"]
-    found = [
+    checks = [
         (Caveat.NOT_SUSTAINED, not m.is_sustained and m.cut_reason is None),
         (Caveat.CUT_SHORT, m.cut_reason is not None),
         (Caveat.FEW_SAMPLES, e2e is None or not stats.carries_quantile(e2e.n, 0.99)),
@@ -341,7 +342,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
         (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
-    caveats = tuple(caveat for caveat, holds in found if holds)
+    caveats = tuple(caveat for caveat, holds in checks if holds)
     return replace(m, caveats=caveats)
 
 
@@ -386,7 +387,7 @@ def _answered_tokens(logs: Sequence[ReplayLog]) -> int:
 def _latencies(logs: Sequence[ReplayLog]) -> dict[str, Distribution | None]:
     """Return the distribution of every latency, pooled over windows.
 
-    What was in flight when a replay was cut was not lost: nobody knows how it would have ended.
+    What was in flight when a replay was cut was not lost: how it would have ended is unknown.
     """
     lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
     lost = sum(int(log.timelines.lost.sum()) for log in logs if log.cut_reason is None)

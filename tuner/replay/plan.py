@@ -1,7 +1,4 @@
-"""How a trace is to be replayed, and when a replay may stop early.
-
-What the user chose, checked; the loop that does it is in `replay`.
-"""
+"""How a trace is to be replayed, and when a replay may stop early, as the user chose."""
 
 from __future__ import annotations
 

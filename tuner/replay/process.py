@@ -1,7 +1,7 @@
-"""The parent's side of the process in which engine and replay loop live together.
+"""The process in which an engine and the replay loop live, and the parent's handle on it.
 
-The parent only decides and reports. The child's output goes to a log file, whose last words
-explain a death. What the child does is in `child`.
+The parent requests starts and replays; the child starts the engine, warms it up, replays and
+answers. The child's output goes to a log file, whose last words explain a death.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SEED = 7
 
 def _shapes(info: EngineInfo) -> list[tuple[int, int]]:
     """Return sequences and prompt tokens of each, least tokens in all first."""
-    most_seqs = min(info.ceiling.max_num_seqs, MAX_SEQS)
-    sizes = [1 << k for k in range(most_seqs.bit_length())]
+    max_seqs = min(info.ceiling.max_num_seqs, MAX_SEQS)
+    sizes = [1 << k for k in range(max_seqs.bit_length())]
     shapes = [(seqs, SHORT_PROMPT_TOKENS) for seqs in sizes]
     prompt = min(MAX_PROMPT_TOKENS, info.max_model_len // 2)
     chunk = MIN_CHUNK_TOKENS
@@ -89,8 +89,7 @@ _PR_SET_PDEATHSIG = 1
 class EngineStart:
     """An engine that runs: what it is and what starting and warming it up took.
 
-    `shape` is what a shadow of it has to know, None where there can be none; then `no_shadow`
-    says why.
+    `shape` is what a shadow of it needs; None for the reason `no_shadow`.
     """
 
     info: EngineInfo
@@ -101,16 +100,16 @@ class EngineStart:
 
 
 class _EngineWorker:
-    """What the child process holds between two requests of the parent."""
+    """The child's side: its engine and traces between two requests of the parent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._engine: Engine | None = None
         self._traces: dict[str, tuple[Trace, PromptSource]] = {}
 
-    def prepare(self, how: Callable[[], None]) -> None:
-        """Do what a later start will not have to do any more."""
-        how()
+    def prepare(self, task: Callable[[], None]) -> None:
+        """Do in advance what any start has to do."""
+        task()
 
     def facts(self, source: EngineSource, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration."""
@@ -173,7 +172,7 @@ def serve_parent(connection: Connection, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
-    child = _EngineWorker(connection)
+    worker = _EngineWorker(connection)
     with suppress(EOFError, BrokenPipeError):
         while True:
             message = connection.recv()
@@ -184,30 +183,30 @@ def serve_parent(connection: Connection, log_path: str) -> None:
             if name == "close":
                 break
             try:
-                answer: tuple[str, Any] = ("done", getattr(child, name)(*arguments))
+                answer: tuple[str, Any] = ("done", getattr(worker, name)(*arguments))
             except TunerError as error:
                 answer = ("error", error)
             connection.send(answer)
-    child.close()
+    worker.close()
 
 
-_TELLING = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
+_ERROR_LINE = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
 
 
 def last_words(log_path: Path, since: int = 0) -> str:
-    """Return the line of a log's end that tells most: the last error, else the last line."""
+    """Return the last error in a log, or else its last line."""
     if not log_path.exists():
         return "it left no log"
     with log_path.open("rb") as log:
         size = log_path.stat().st_size
         log.seek(max(since, size - 65536))
         lines = log.read().decode("utf-8", "replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()]
-    for line in reversed(said):
-        found = _TELLING.search(line)
-        if found:
-            return found.group(1)[:400]
-    return said[-1][:400] if said else "it said nothing"
+    notes = [line.strip() for line in lines if line.strip()]
+    for line in reversed(notes):
+        match = _ERROR_LINE.search(line)
+        if match:
+            return match.group(1)[:400]
+    return notes[-1][:400] if notes else "it said nothing"
 
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
@@ -217,7 +216,7 @@ _POLL_S = 0.1
 
 
 def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
-    """Wait for the child's next message. Raises: EOFError once it is dead and said it all."""
+    """Wait for the child's next message. Raises: EOFError once it is dead and none is left."""
     while not connection.poll(_POLL_S):
         if not process.is_alive() and not connection.poll():
             raise EOFError
@@ -225,8 +224,8 @@ def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
     return kind, answer
 
 
-def _strike(process: SpawnProcess | None) -> None:
-    """Kill a process and its group, and bury it."""
+def _kill_group(process: SpawnProcess | None) -> None:
+    """Kill a process and its group, and wait for its end."""
     if process is not None and process.pid is not None:
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
@@ -239,7 +238,7 @@ class EngineProcess:
 
     The process starts with the first request and again after a failure. Every request either
     returns, raises what the child raised, or raises EngineError with the last words of a
-    child that died. Which engines it runs may be said, or said anew, before any start.
+    child that died. The source of its engines may be set or replaced before any start.
     """
 
     def __init__(self, source: EngineSource | None, log_path: Path) -> None:
@@ -248,7 +247,7 @@ class EngineProcess:
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._log_mark = 0
-        self._asking = threading.RLock()
+        self._requesting = threading.RLock()
         self._process_began_s = 0.0
         self.first_answer_s = 0.0
         """What a process takes to give its first answer, its imports included."""
@@ -265,31 +264,31 @@ class EngineProcess:
         self.close(gently=kind is None)
 
     @property
-    def _known_source(self) -> EngineSource:
+    def _set_source(self) -> EngineSource:
         if self.source is None:
-            raise EngineError("nobody has said which engine to start")
+            raise EngineError("no engine source was set")
         return self.source
 
-    def prepare(self, how: Callable[[], None]) -> None:
-        """Let the child do something that any later start needs, like an import.
+    def prepare(self, task: Callable[[], None]) -> None:
+        """Run in the child something that any later start needs, like an import.
 
         Raises: UsageError, EngineError.
         """
-        self._ask("prepare", how)
+        self._request("prepare", task)
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
-        """Let the child resolve a configuration. Raises: UsageError, EngineError."""
-        answer: EngineFacts = self._ask("facts", self._known_source, values)
+        """Resolve a configuration in the child. Raises: UsageError, EngineError."""
+        answer: EngineFacts = self._request("facts", self._set_source, values)
         return answer
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
         """Start an engine in the child. Raises: UsageError, EngineError."""
-        answer: EngineStart = self._ask("start", self._known_source, values, ceiling)
+        answer: EngineStart = self._request("start", self._set_source, values, ceiling)
         return answer
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
         """Send a trace to the child, to be replayed by name."""
-        self._ask("load", name, trace, seed)
+        self._request("load", name, trace, seed)
 
     def replay(
         self,
@@ -299,19 +298,19 @@ class EngineProcess:
         on_progress: Callable[[Progress], bool] | None = None,
     ) -> ReplayLog:
         """Replay a loaded trace at the limits. Raises: EngineError, ReplayError, TraceError."""
-        answer: ReplayLog = self._ask("replay", name, limits, plan, on_progress=on_progress)
+        answer: ReplayLog = self._request("replay", name, limits, plan, on_progress=on_progress)
         return answer
 
-    def _ask(
+    def _request(
         self,
         name: str,
         *arguments: object,
         on_progress: Callable[[Progress], bool] | None = None,
     ) -> Any:  # noqa: ANN401 - each request has an answer of its own type
-        with self._asking:
-            return self._asked(name, arguments, on_progress)
+        with self._requesting:
+            return self._answer(name, arguments, on_progress)
 
-    def _asked(
+    def _answer(
         self,
         name: str,
         arguments: tuple[object, ...],
@@ -336,8 +335,8 @@ class EngineProcess:
             raise self._death(name, process) from gone
         except EngineError as error:
             self.kill()
-            hint = error.hint or "its last words are there"
-            raise EngineError(error.message, f"{hint}; see {self.log_path}") from error
+            hint = f"{error.hint}; " if error.hint else ""
+            raise EngineError(error.message, f"{hint}see {self.log_path}") from error
 
     def _ensure(self) -> tuple[Connection, SpawnProcess]:
         """Return the running child, or start one."""
@@ -357,7 +356,7 @@ class EngineProcess:
         return self._connection, self._process
 
     def _death(self, stage: str, process: SpawnProcess) -> EngineError:
-        """Describe how the child died, and forget it."""
+        """Return the error for a child that died; the next request starts another."""
         process.join(CLOSE_S)
         code = process.exitcode
         self.kill()
@@ -367,30 +366,30 @@ class EngineProcess:
         words = last_words(self.log_path, self._log_mark)
         return EngineError(
             f"the engine's process died during {stage} ({how}): {words}",
-            f"all it said is in {self.log_path}",
+            f"its log is {self.log_path}",
         )
 
     def kill(self) -> None:
-        """End the child and all it started, at once; another thread may be asking it."""
+        """End the child and all it started, at once; another thread may be waiting for it."""
         deadline_s = time.monotonic() + CLOSE_S
-        _strike(self._process)
-        # Whoever asks hears of the end first, before its connection becomes another's; what it
-        # was starting a moment ago goes as well.
-        while not (is_ours := self._asking.acquire(timeout=_POLL_S)):
+        _kill_group(self._process)
+        # A thread that waits for an answer fails before its connection becomes another's;
+        # what it was starting a moment ago goes as well.
+        while not (is_ours := self._requesting.acquire(timeout=_POLL_S)):
             if time.monotonic() > deadline_s:
                 break
-            _strike(self._process)
+            _kill_group(self._process)
         try:
-            _strike(self._process)
+            _kill_group(self._process)
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None
         finally:
             if is_ours:
-                self._asking.release()
+                self._requesting.release()
 
     def close(self, *, gently: bool = True) -> None:
-        """End the child, giving it time to give back what it holds if gently."""
+        """End the child; if gently, it has time to free its resources."""
         if gently and self._process is not None and self._connection is not None:
             with suppress(OSError):
                 self._connection.send(("close", ()))

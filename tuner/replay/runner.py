@@ -1,7 +1,8 @@
 """Measure configurations on one engine: start it when needed, replay, survive its failures.
 
 The engine starts once at the ceiling; it starts again only after it died, or before every
-configuration where this vLLM hides its limits. What to measure is decided elsewhere.
+configuration where this vLLM cannot change its limits. The largest load that a configuration
+carries is found by bisection.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from tuner.replay.timeline import Outcome
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 
-# Loads are told apart to this share: ours, about what two live replays differ by.
+# Loads are resolved to this share: ours, about what two live replays differ by.
 LOAD_RATIO = 0.02
-# Nobody asks for more, and a trace cannot carry less: ours.
+# Beyond any demand; and below it a trace carries too little: ours.
 LARGEST_LOAD = 64.0
 MIN_LOAD = 1 / 64
 
@@ -41,7 +42,7 @@ class Capacity:
 
     @property
     def text(self) -> str:
-        """Say it as a sentence's end.
+        """Return the capacity as the end of a sentence.
 
         >>> Capacity(1.7, 1.73).text
         "holds up to 1.7 x today's load"
@@ -98,12 +99,12 @@ class EngineRunner:
 
     def __init__(
         self,
-        host: EngineProcess,
+        process: EngineProcess,
         values: Mapping[str, object],
         ceiling: EngineLimits,
         seed: int,
     ) -> None:
-        self._host = host
+        self._process = process
         self._values = values
         self._seed = seed
         self._traces: dict[str, Trace] = {}
@@ -120,11 +121,11 @@ class EngineRunner:
         """Make a trace replayable under a name."""
         self._traces[name] = trace
         if self.started is not None:
-            self._host.load(name, trace, self._seed)
+            self._process.load(name, trace, self._seed)
 
     def restart_from(self, source: EngineSource) -> None:
         """Let the next replay start an engine of another source, in the same process."""
-        self._host.source = source
+        self._process.source = source
         self.started = None
 
     def trace(self, name: str) -> Trace:
@@ -134,33 +135,33 @@ class EngineRunner:
     def ensure_started(self, limits: EngineLimits | None = None) -> EngineStart:
         """Return the running engine, starting it if there is none.
 
-        Limits above the ceiling raise it; an engine that hides its limits starts at them.
+        Limits above the ceiling raise it; an engine that cannot change them starts at them.
         """
         if limits is not None and not limits.within(self.ceiling):
             self.ceiling = self.ceiling.covering(limits)
             self.started = None
         started = self.started or self._start(self.ceiling)
-        hides = not started.info.can_change_limits
-        if limits is not None and hides and started.info.ceiling != limits:
+        is_fixed = not started.info.can_change_limits
+        if limits is not None and is_fixed and started.info.ceiling != limits:
             started = self._start(limits)
         self.info, self.start_s = started.info, started.start_s + started.warm_up_s
         return started
 
     def _start(self, ceiling: EngineLimits) -> EngineStart:
-        self.started = self._host.start(self._values, ceiling)
+        self.started = self._process.start(self._values, ceiling)
         self.starts += 1
         for name, trace in self._traces.items():
-            self._host.load(name, trace, self._seed)
+            self._process.load(name, trace, self._seed)
         return self.started
 
     @property
     def process_s(self) -> float:
-        """Seconds until a process that was just started can be asked something."""
-        return self._host.first_answer_s
+        """Seconds until a process that was just started answers."""
+        return self._process.first_answer_s
 
     @property
     def restarts_per_config(self) -> bool:
-        """Whether this vLLM hides its limits."""
+        """Whether this vLLM cannot change its limits."""
         return self.info is not None and not self.info.can_change_limits
 
     def measure(
@@ -172,9 +173,9 @@ class EngineRunner:
         on_progress: Callable[[Progress], bool] | None = None,
         on_log: Callable[[ReplayLog], None] | None = None,
     ) -> Measurement | Failure:
-        """Replay the named traces one after the other and pool what they say.
+        """Replay the named traces one after the other and pool the results.
 
-        At the plan's load, where that is another than theirs. on_log hears of each trace's log
+        At the plan's load, where that is another than theirs. on_log receives each trace's log
         before it is pooled.
         """
         self.ensure_started(limits)
@@ -184,7 +185,7 @@ class EngineRunner:
         cut = plan.cut
         try:
             for name in names:
-                log = self._host.replay(name, limits, replace(plan, cut=cut), on_progress)
+                log = self._process.replay(name, limits, replace(plan, cut=cut), on_progress)
                 logs.append(log)
                 if on_log is not None:
                     on_log(log)
@@ -203,7 +204,7 @@ class EngineRunner:
         scaled = f"{name} at another load"
         trace = at_load(self._traces[name], load)
         # Not kept among the traces: a later load takes its place.
-        self._host.load(scaled, trace, self._seed)
+        self._process.load(scaled, trace, self._seed)
         return scaled
 
     def measure_capacity(
@@ -216,21 +217,21 @@ class EngineRunner:
         sustained. Where the SLOs hold at no load, the measurement at the plan's own, and
         capacity 0.
         """
-        taken: dict[float, Measurement] = {}
-        asked = loads_to_try(plan.load)
+        measured: dict[float, Measurement] = {}
+        loads = loads_to_try(plan.load)
         try:
-            load = next(asked)
+            load = next(loads)
             while True:
                 outcome = self.measure(names, limits, replace(plan, load=load), slos)
                 if isinstance(outcome, Failure):
                     return outcome
-                taken[load] = outcome
-                load = asked.send(holds(outcome, slos))
-        except StopIteration as found:
-            answer: Capacity = found.value
+                measured[load] = outcome
+                load = loads.send(holds(outcome, slos))
+        except StopIteration as end:
+            answer: Capacity = end.value
         if answer.load is None:
-            return replace(taken[plan.load], capacity=0.0)
-        best = taken[answer.load]
+            return replace(measured[plan.load], capacity=0.0)
+        best = measured[answer.load]
         return replace(best, capacity=best.load)
 
     def measure_cold(
@@ -254,16 +255,16 @@ class EngineRunner:
         if isinstance(started, EngineError):
             return Failure(started.message)
         self.cold_blocks[limits] = started.info.num_blocks
-        self.started, kept = started, (self.info, self.start_s)
+        self.started, before = started, (self.info, self.start_s)
         outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
         # The next replay needs an engine that can take any limits again.
         self.started = None
-        self.info, self.start_s = kept
+        self.info, self.start_s = before
         return outcome
 
     def _start_cold(self, limits: EngineLimits) -> EngineStart | EngineError:
         """Start in a fresh process; return what went wrong if it does not start."""
-        self._host.close()
+        self._process.close()
         try:
             return self._start(limits)
         except EngineError as error:

@@ -1,7 +1,7 @@
 """What a replay looked like over time, in a record whose size does not grow with the replay.
 
-Answers how many requests came, ran and waited, how full the KV cache was and who was preempted
-from bin to bin. Drawing it is left to `report`; quantiles over the whole replay, to `metrics`.
+Answers how many requests came, ran and waited, how full the KV cache was and how many were
+preempted, from bin to bin.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TimelineRecord:
 
 
 def _short(value: float) -> float:
-    """Return a number without the digits that nobody could see."""
+    """Return a number without the digits that no plot shows."""
     return float(f"{value:.{_DIGITS}g}")
 
 

@@ -1,7 +1,6 @@
 """Service-level objectives: bounds on one statistic of one latency.
 
-Answers what `--slo` means and whether a latency meets it. Measuring is left to `metrics`, what
-follows for the search to `search`.
+Answers what `--slo` means, whether a window can carry it and whether a latency meets it.
 """
 
 from __future__ import annotations
@@ -93,13 +92,13 @@ def parse_slo(text: str) -> Slo:
 
     Raises: UsageError if it is not one.
     """
-    found = _SLO.fullmatch(text.strip())
-    if found is None:
+    match = _SLO.fullmatch(text.strip())
+    if match is None:
         raise UsageError(
             f"--slo {text!r} is not an SLO, expected for example ttft_p99=500ms",
             "metric ttft, tpot, itl, e2e or decode_step; then mean, p50, p90, p95 or p99",
         )
-    metric, statistic, bound = found.groups()
+    metric, statistic, bound = match.groups()
     bound_s = parse_duration(bound)
     if bound_s <= 0:
         raise UsageError(f"--slo {text!r} must have a bound above 0, got {bound}")

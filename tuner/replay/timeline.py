@@ -1,8 +1,7 @@
 """The instants of a request's life, for one request and for a whole replay.
 
-Answers when each request was due, sent, first answered and finished, and how it ended. Which
-latencies follow is here too, because they are differences of these instants; what to make of
-many of them is left to `metrics`.
+Answers when each request was due, sent, first answered and finished, how it ended, and which
+latencies follow: they are differences of these instants.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Outcome(IntEnum):
     """How a request ended; every offered request has exactly one.
 
     UNFINISHED is no failure: the recording that a closed loop follows ended first, with the
-    request in flight or still to be sent. How late it would have been nobody knows.
+    request in flight or still to be sent. How late it would have been is unknown.
     """
 
     COMPLETED = 0

@@ -1,7 +1,7 @@
 """Live against shadow: how far predictions lie from what was measured.
 
 Only the same requests compare. Where the run kept such pairs they are shown; otherwise what the
-shadow foretold of its own stretches stands beside the race, and the page says so.
+shadow predicted of its own stretches stands beside the race, with a note.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _COLOURS = (LIVE, CHOSEN, BETTER, INK)
 
 def agreement(run: RunFiles) -> Section:
     """Return the comparison of predictions with measurements."""
-    kept = run.result.live_against_shadow
-    is_same = bool(kept) or run.foretold_same_requests
-    pairs = kept or _pairs(run)
+    stored = run.result.live_against_shadow
+    is_same = bool(stored) or run.foretold_same_requests
+    pairs = stored or _pairs(run)
     if not pairs:
         return Section("agreement", TITLE, (_nothing(run),))
-    said = [_told(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
+    sentences = [_text(pairs, shadow_error(run.result)), *([] if is_same else [_unlike()])]
     plot, table = _plot(pairs, shadow_error(run.result)), _table(pairs)
-    return Section("agreement", TITLE, tuple(said), plots=(plot,), tables=(table,))
+    return Section("agreement", TITLE, tuple(sentences), plots=(plot,), tables=(table,))
 
 
 def _nothing(run: RunFiles) -> str:
@@ -69,10 +69,10 @@ def _unlike() -> str:
 
 def _pairs(run: RunFiles) -> list[Compared]:
     """Return the metrics of what was both predicted and measured."""
-    foretold = {p.limits: p for p in shadow_points(run.result)}
+    shadow_by_limits = {p.limits: p for p in shadow_points(run.result)}
     made = []
     for point in live_points(run.result):
-        other = foretold.get(point.limits)
+        other = shadow_by_limits.get(point.limits)
         for metric in COMPARED if other is not None else ():
             live, shadow = point.value(metric), other.value(metric) if other else None
             if live and shadow:
@@ -85,24 +85,20 @@ def _off(pair: Compared) -> float:
     return pair.shadow / pair.live - 1
 
 
-def _told(pairs: Sequence[Compared], wrong: float | None) -> str:
+def _text(pairs: Sequence[Compared], wrong: float | None) -> str:
     by_metric: dict[str, list[float]] = {}
     for pair in pairs:
         by_metric.setdefault(pair.metric, []).append(abs(_off(pair)))
-    said = [
+    sentences = [
         f"{metric_name(metric)} by {percent(median(offs))}"
         for metric, offs in by_metric.items()
     ]
     pairs_of = len({pair.limits for pair in pairs})
     text = (
         f"At {counted(pairs_of, 'configuration')} the shadow was off, in the middle, in "
-        f"{listed(said)}."
+        f"{listed(sentences)}."
     )
-    return (
-        text
-        if wrong is None
-        else f"{text} It had said that it may be wrong by {percent(wrong)}."
-    )
+    return text if wrong is None else f"{text} Its stated error is {percent(wrong)}."
 
 
 def _plot(pairs: Sequence[Compared], wrong: float | None) -> Plot:

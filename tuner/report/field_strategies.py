@@ -34,12 +34,12 @@ def strategies(run: RunFiles) -> Section | None:
     compared = run.strategies
     if not compared:
         return None
-    said = [
+    sentences = [
         "Each strategy served the same requests on one live engine: one at a time; batches "
         "that wait for their slowest answer; continuous batching as vLLM comes, and as tuned."
     ]
     if "uniform" in compared:
-        said.append(
+        sentences.append(
             "With every length replaced by the mean (uniform), the same strategies look "
             "different: that is what even test data would have claimed."
         )
@@ -48,7 +48,7 @@ def strategies(run: RunFiles) -> Section | None:
         _plot("strategies-tail", compared, "e2e_p99"),
     )
     tables = tuple(_table(name, rows) for name, rows in compared.items())
-    return Section("strategies", TITLE, tuple(said), plots=plots, tables=tables)
+    return Section("strategies", TITLE, tuple(sentences), plots=plots, tables=tables)
 
 
 def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
@@ -56,15 +56,15 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
     traces: list[dict[str, Any]] = []
     values: list[float] = []
     for which, rows in compared.items():
-        found = [read_metric(row.measurement or {}, metric) for row in rows]
-        values += [value for value in found if value is not None]
+        measured = [read_metric(row.measurement or {}, metric) for row in rows]
+        values += [value for value in measured if value is not None]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": f"{which} lengths",
                 "y": names,
-                "x": found,
+                "x": measured,
                 "marker": {"color": _COLOURS.get(which, LIVE)},
             }
         )
@@ -73,22 +73,22 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
     return Plot(
         anchor,
         f"{title} by strategy",
-        _says(compared, metric),
+        _text(compared, metric),
         traces,
         layout(xaxis=along, yaxis=axis("", autorange="reversed"), barmode="group"),
     )
 
 
-def _says(compared: Compared, metric: str) -> str:
+def _text(compared: Compared, metric: str) -> str:
     """Return the picture's numbers in a sentence for each kind of lengths."""
-    told = []
+    sentences = []
     for which, rows in compared.items():
         each = ", ".join(
             f"{row.strategy} {_shown(metric, read_metric(row.measurement or {}, metric))}"
             for row in rows
         )
-        told.append(f"{metric_name(metric)} with {which} lengths: {each}.")
-    return " ".join(told)
+        sentences.append(f"{metric_name(metric)} with {which} lengths: {each}.")
+    return " ".join(sentences)
 
 
 def _shown(metric: str, value: float | None) -> str:

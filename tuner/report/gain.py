@@ -33,7 +33,7 @@ from tuner.report.words import (
     score,
     sentence,
 )
-from tuner.search.race import EQUAL_RATIO
+from tuner.search.race import EQUIVALENCE_RATIO
 from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
@@ -45,29 +45,31 @@ def gain(run: RunFiles) -> Section:
     rows = run.result.evidence
     if run.shown == run.present or not rows:
         return Section("gain", title, (_nothing(run),))
-    said = [
+    sentences = [
         f"{limits_words(run.shown)} beside the present {limits_words(run.present)}. "
         f"{_how(rows)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
     table = _table(rows, meanings, f"Present and {run.shown_as} values")
-    return Section("gain", title, tuple(said), plots=(_plot(rows, meanings),), tables=(table,))
+    return Section(
+        "gain", title, tuple(sentences), plots=(_plot(rows, meanings),), tables=(table,)
+    )
 
 
 def _nothing(run: RunFiles) -> str:
     if run.shown == run.present:
         return "Nothing that was tried is better than the present configuration."
-    return "The two were not replayed on the same requests, so no gain can be told."
+    return "The two were not replayed on the same requests, so there is no gain to show."
 
 
 def _how(rows: Sequence[EvidenceRow]) -> str:
     rounds = max(row.rounds for row in rows)
     if rounds == 0:
         return "Both were predicted by the shadow."
-    told = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
+    text = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
     times = counted(rounds, "round")
-    return f"Both were replayed in turns on the same requests, {times}{told}."
+    return f"Both were replayed in turns on the same requests, {times}{text}."
 
 
 def _change(row: EvidenceRow) -> float:
@@ -78,7 +80,7 @@ def _change(row: EvidenceRow) -> float:
 
 
 def _meaning(row: EvidenceRow, wrong: float) -> str:
-    """Say whether a change is for the better, and whether it is one that matters.
+    """Return whether a change is for the better, and whether it is one that matters.
 
     `wrong` is by how much a prediction may be off; measured changes have their intervals.
     """
@@ -92,7 +94,7 @@ def _meaning(row: EvidenceRow, wrong: float) -> str:
         low, high = row.change_interval
         if low is None or high is None:
             return "within noise"
-        if low > -EQUAL_RATIO and high < EQUAL_RATIO:
+        if low > -EQUIVALENCE_RATIO and high < EQUIVALENCE_RATIO:
             return "equal"
         if low <= 0 <= high:
             return "within noise"
@@ -144,7 +146,7 @@ def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
     return Plot(
         "gain-plot",
         "Change of each metric in percent, with its interval",
-        sentence(f"against the present configuration: {_told(rows, meanings)}"),
+        sentence(f"against the present configuration: {_text(rows, meanings)}"),
         [trace],
         layout(
             xaxis=axis("change, %", ticksuffix="%"),
@@ -155,8 +157,8 @@ def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
     )
 
 
-def _told(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
-    """Say every change; what they all mean is said once."""
+def _text(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
+    """Return every change as text, with what they all mean once."""
     changes = [f"{metric_name(row.metric)} {change(_change(row))}" for row in rows]
     if len(set(meanings)) == 1:
         return f"{listed(changes)}; all of them {meanings[0]}"
@@ -176,7 +178,7 @@ def _bars(rows: Sequence[EvidenceRow], moved: Sequence[float]) -> dict[str, Any]
 
 
 def _cold(run: RunFiles) -> list[str]:
-    """Say what engines showed that were started as they would be deployed."""
+    """Return what engines showed that were started as they would be deployed."""
     cold = run.result.confirmed_cold
     if cold is None:
         return []

@@ -24,50 +24,53 @@ SAME = "="
 def knobs(run: RunFiles) -> Section:
     """Return the map."""
     title = "The two knobs as a map"
-    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
-    if not seen:
+    observations = [observation_of(trial) for trial in ranked(run.result.trials)]
+    if not observations:
         return Section("knobs", title, ("Nothing was replayed that ranks the space.",))
-    return Section("knobs", title, _says(run, seen), tables=(_map(run, seen),))
+    return Section(
+        "knobs", title, _sentences(run, observations), tables=(_map(run, observations),)
+    )
 
 
-def _says(run: RunFiles, seen: list[Observation]) -> tuple[str, ...]:
-    best = leader(seen)
+def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...]:
+    best = leader(observations)
     is_live = all(r["engine"] == "live" for r in ranked(run.result.trials))
     how = "measured" if is_live else "predicted"
-    said = [
-        f"{counted(len({o.limits for o in seen}), 'pair')} of limits, {how}, one replay each"
+    sentences = [
+        f"{counted(len({o.limits for o in observations}), 'pair')} of limits, {how}, "
+        "one replay each"
     ]
     if best is not None:
         metric, value = best.score.metric, score(best.score.metric, best.score.value)
-        said.append(
+        sentences.append(
             f"the best is {best.limits} with {metric_name(metric)} {value} (of those within "
             f"{TIE_RATIO:.0%} of each other the smallest); the stronger the colour, the better"
         )
-    said.append(
+    sentences.append(
         f"{SAME} is a pair that makes the same batches as one with smaller limits, because a "
         f"limit never bound there; {NOTHING} was not tried"
     )
-    return tuple(sentence(text) for text in said)
+    return tuple(sentence(text) for text in sentences)
 
 
-def _map(run: RunFiles, seen: list[Observation]) -> Table:
-    caps = sorted({o.limits.max_num_seqs for o in seen})
-    budgets = sorted({o.limits.max_num_batched_tokens for o in seen}, reverse=True)
-    values = _by_limits(seen)
+def _map(run: RunFiles, observations: list[Observation]) -> Table:
+    caps = sorted({o.limits.max_num_seqs for o in observations})
+    budgets = sorted({o.limits.max_num_batched_tokens for o in observations}, reverse=True)
+    values = _by_limits(observations)
     heats = _heats(values)
     rows = []
     for budget in budgets:
-        cells = (_cell(run, seen, values, heats, cap, budget) for cap in caps)
+        cells = (_cell(run, observations, values, heats, cap, budget) for cap in caps)
         rows.append((Cell(f"{budget:,}", budget), *cells))
     heads = ("max_num_batched_tokens", *(f"{cap}" for cap in caps))
     caption = "Rows: max_num_batched_tokens. Columns: max_num_seqs."
     return Table("knobs-map", caption, heads, tuple(rows), kind="map")
 
 
-def _by_limits(seen: list[Observation]) -> dict[EngineLimits, Observation]:
+def _by_limits(observations: list[Observation]) -> dict[EngineLimits, Observation]:
     """Return each pair's middle observation."""
     grouped: dict[EngineLimits, list[Observation]] = {}
-    for o in seen:
+    for o in observations:
         grouped.setdefault(o.limits, []).append(o)
     return {
         limits: sorted(mine, key=lambda o: o.score.order)[len(mine) // 2]
@@ -100,7 +103,7 @@ def _heats(values: Mapping[EngineLimits, Observation]) -> dict[EngineLimits, flo
 
 def _cell(
     run: RunFiles,
-    seen: list[Observation],
+    observations: list[Observation],
     values: Mapping[EngineLimits, Observation],
     heats: Mapping[EngineLimits, float],
     cap: int,
@@ -109,15 +112,17 @@ def _cell(
     if budget < cap:
         return Cell("", mark="void")
     limits = EngineLimits(cap, budget)
-    found = values.get(limits)
+    observation = values.get(limits)
     marks = _marks(run, limits)
-    if found is None:
-        return Cell(f"{SAME if same_schedule(seen, limits) else NOTHING}{marks}")
-    text = score(found.score.metric, found.score.value) if found.is_whole else ""
-    tier = "" if found.score.tier is Tier.GOOD else str(found.score.tier)[2:]
-    said = ", ".join(part for part in (text, tier) if part)
-    mark = "marked" if marks else "failed" if not found.is_whole else ""
-    return Cell(f"{said}{marks}", found.score.value, mark, heats.get(limits))
+    if observation is None:
+        return Cell(f"{SAME if same_schedule(observations, limits) else NOTHING}{marks}")
+    text = (
+        score(observation.score.metric, observation.score.value) if observation.is_whole else ""
+    )
+    tier = "" if observation.score.tier is Tier.GOOD else str(observation.score.tier)[2:]
+    phrase = ", ".join(part for part in (text, tier) if part)
+    mark = "marked" if marks else "failed" if not observation.is_whole else ""
+    return Cell(f"{phrase}{marks}", observation.score.value, mark, heats.get(limits))
 
 
 def _marks(run: RunFiles, limits: EngineLimits) -> str:

@@ -37,24 +37,26 @@ def over_time(run: RunFiles) -> Section:
     wanted = [("present", run.present)]
     if run.shown != run.present:
         wanted.insert(0, (run.shown_as, run.shown))
-    found = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
-    if not found:
+    replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
+    if not replays:
         return Section("over-time", TITLE, ("This run kept no timelines of its replays.",))
-    tops = _tops([replay for _, replay in found])
-    plots = tuple(_plot(name, replay, tops) for name, replay in found)
-    said = [
+    tops = _tops([replay for _, replay in replays])
+    plots = tuple(_plot(name, replay, tops) for name, replay in replays)
+    sentences = [
         "Running and waiting requests are means over each bin; KV use is the largest in it. "
         "Both pictures have the same scales."
     ]
     if run.shown == run.present:
-        said.append("The present configuration is the best there was, so it stands alone.")
+        sentences.append("The present configuration is the best there was, so it stands alone.")
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
-    said.extend(f"No timeline of the {name} configuration was kept." for name in missing)
-    if any(replay.engine == "shadow" for _, replay in found):
-        said.append("These replays were predicted, not measured.")
-    if any(len(replay.windows) > 1 for _, replay in found):
-        said.append("The windows of the trace stand one after the other, with a gap between.")
-    return Section("over-time", TITLE, tuple(said), plots=plots)
+    sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
+    if any(replay.engine == "shadow" for _, replay in replays):
+        sentences.append("These replays were predicted, not measured.")
+    if any(len(replay.windows) > 1 for _, replay in replays):
+        sentences.append(
+            "The windows of the trace stand one after the other, with a gap between."
+        )
+    return Section("over-time", TITLE, tuple(sentences), plots=plots)
 
 
 def _replay(run: RunFiles, limits: EngineLimits) -> SavedReplay | None:
@@ -128,7 +130,7 @@ def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
     domains = stacked(len(_PANELS))
     axes: dict[str, Any] = {}
     for i, domain in enumerate(domains):
-        # A level that is zero throughout still wants an axis of some height.
+        # A level that is zero throughout still needs an axis of some height.
         top = 1.05 * tops[i] or 1.0
         form = ".0%" if _PANELS[i] == "KV cache used" and tops[i] >= 0.1 else None
         made = axis(_PANELS[i], range=[0, top], domain=list(domain), tickformat=form, nticks=4)
@@ -138,7 +140,7 @@ def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
     return Plot(
         f"over-time-{name.split(maxsplit=1)[0]}",
         f"{name.capitalize()}: {limits_words(limits)} ({how})",
-        _told(replay),
+        _text(replay),
         traces,
         layout(
             xaxis=axis(
@@ -177,7 +179,7 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _told(replay: SavedReplay) -> str:
+def _text(replay: SavedReplay) -> str:
     windows = replay.windows
     arrivals = round(sum(sum(w.arrivals) for w in windows))
     total_s = sum(w.bin_s * len(w.arrivals) for w in windows)

@@ -1,7 +1,7 @@
 """The page itself: sections in their order, put into one file that needs nothing else.
 
-The template escapes all text. Scripts are named to the browser by their hashes, and it is told
-to load nothing at all, so that a page that was tampered with shows less and reaches nobody.
+The template escapes all text. Scripts are allowed by their hashes and nothing may be loaded, so
+that a page that was tampered with shows less and reaches nobody.
 
 Source: Content Security Policy Level 3, W3C, hash sources.
 """

@@ -1,7 +1,6 @@
-"""What a page is made of: sections with sentences, plots and tables.
+"""What a page is made of: sections with sentences, plots and tables, and the axes of plots.
 
-Plain values without markup. How they look is decided by the template; text becomes HTML there
-and is escaped there.
+Plain values without markup: text is escaped where it becomes HTML, in the template.
 """
 
 from __future__ import annotations

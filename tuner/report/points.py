@@ -1,6 +1,6 @@
-"""One point for each configuration: what its replays say together.
+"""One point for each configuration: the medians of its replays.
 
-Live and foretold replays are kept apart, so that no prediction is shown as a measurement.
+Live and predicted replays are kept apart, so that no prediction is shown as a measurement.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Point:
 
     def value(self, metric: str) -> float | None:
         """Return the middle of the replays, None where nothing was measured."""
-        found = [value_of(m, metric) for m in self.measurements]
-        known = [value for value in found if value is not None]
+        values = [value_of(m, metric) for m in self.measurements]
+        known = [value for value in values if value is not None]
         return median(known) if known else None
 
     def needed(self, metric: str) -> float:
@@ -49,7 +49,7 @@ class Point:
 
     @property
     def how(self) -> str:
-        """Say whether it was measured, and how often."""
+        """Return whether it was measured, and how often."""
         n = len(self.measurements)
         how = "predicted"
         if self.is_live:
@@ -64,8 +64,8 @@ def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
     if metric not in _LEVELS:
         return read_metric(measurement, metric)
     level = measurement.get(metric)
-    found = level.get(_LEVELS[metric]) if isinstance(level, dict) else None
-    return float(found) if isinstance(found, int | float) else None
+    value = level.get(_LEVELS[metric]) if isinstance(level, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def live_points(result: Result) -> list[Point]:
@@ -74,7 +74,7 @@ def live_points(result: Result) -> list[Point]:
 
 
 def shadow_points(result: Result) -> list[Point]:
-    """Return what was foretold, by limits."""
+    """Return what was predicted, by limits."""
     return _points(shadow_trials(result), is_live=False)
 
 
@@ -105,8 +105,8 @@ def frontier(points: Sequence[Point], latency: str, rate: str) -> list[Point]:
 
     Shapes: every point has both metrics.
     """
-    kept: list[Point] = []
+    best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.needed(rate), p.needed(latency))):
-        if not kept or point.needed(latency) < kept[-1].needed(latency):
-            kept.append(point)
-    return kept
+        if not best or point.needed(latency) < best[-1].needed(latency):
+            best.append(point)
+    return best

@@ -1,4 +1,8 @@
-"""The answer in a sentence, and how far it can be trusted."""
+"""The answer in a sentence, how far it can be trusted, and where it comes from.
+
+The headline and the sentences below it, every caveat, the provenance of the run and the facts
+of its trace.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +44,22 @@ def headline(run: RunFiles) -> str:
 def answer(run: RunFiles) -> Section:
     """Return the sentences below the headline."""
     result = run.result
-    said = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
-    return Section("answer", "The answer", tuple(sentence(text) for text in said))
+    sentences = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
+    return Section("answer", "The answer", tuple(sentence(text) for text in sentences))
 
 
 def _state(result: Result) -> list[str]:
-    """Say first what weakens everything that follows."""
-    said = []
+    """Return the sentences that weaken everything below them."""
+    sentences = []
     if result.state != "complete":
-        said.append(
+        sentences.append(
             f"this run is not complete ({result.state}): best so far, nothing confirmed"
         )
     if result.method == "shadow":
-        said.append("every number on this page is predicted, none was measured in this run")
-    return said
+        sentences.append(
+            "every number on this page is predicted, none was measured in this run"
+        )
+    return sentences
 
 
 def _gain(run: RunFiles) -> list[str]:
@@ -62,17 +68,17 @@ def _gain(run: RunFiles) -> list[str]:
         return _broken(result)
     if advice.verdict == "change":
         against = f"against the present {limits_words(run.present)}"
-        told = gain_words(result, advice)
-        return [f"{told} {against}" if told else f"better {against}: {advice.why}"]
+        gain = gain_words(result, advice)
+        return [f"{gain} {against}" if gain else f"better {against}: {advice.why}"]
     if run.shown == run.present:
         return [advice.why]
     best = f"the best that was found is {limits_words(run.shown)}"
-    told = gain_words(result, advice)
-    return [f"{best}, but {advice.why}{f': {told}' if told else ''}"]
+    gain = gain_words(result, advice)
+    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}"]
 
 
 def gain_words(result: Result, advice: Recommendation) -> str:
-    """Say the gain in the objective's own metric, empty where there is none to say."""
+    """Return the gain in the objective's own metric as text, empty where there is none."""
     ratio, metric = advice.gain_ratio, scored_by(result, advice)
     if ratio is None or ratio <= -1:
         return ""
@@ -101,7 +107,7 @@ def _inverted(bounds: Bounds | None) -> Bounds | None:
 
 
 def scored_by(result: Result, advice: Recommendation) -> str:
-    """Return the metric that placed the one whose gain is told."""
+    """Return the metric that placed the configuration whose gain is shown."""
     if advice.gain_metric:
         return advice.gain_metric
     shown = advice.limits if advice.verdict == "change" else advice.best_measured.limits
@@ -114,12 +120,12 @@ def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
 
 
 def _broken(result: Result) -> list[str]:
-    """Say by how much the nearest configuration breaks the SLOs."""
+    """Return by how much the nearest configuration breaks the SLOs."""
     goal = Scoring(
         Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
     )
-    seen = [(observation_of(r), r) for r in decisive(result.trials)]
-    whole = [(o, r) for o, r in seen if o.is_whole and r["measurement"]]
+    pairs = [(observation_of(r), r) for r in decisive(result.trials)]
+    whole = [(o, r) for o, r in pairs if o.is_whole and r["measurement"]]
     if not whole:
         return ["no configuration survived its replay"]
     nearest, record = min(whole, key=lambda pair: pair[0].score.order)
@@ -128,26 +134,26 @@ def _broken(result: Result) -> list[str]:
 
 
 def _limits(result: Result) -> list[str]:
-    said = []
+    sentences = []
     if result.limited_by:
-        said.append(f"limited by: {result.limited_by}")
+        sentences.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
-        said.append(f"capacity at the SLOs: {result.capacity.get('text', 'not told')}")
-    return said
+        sentences.append(f"capacity at the SLOs: {result.capacity.get('text', 'unknown')}")
+    return sentences
 
 
 def _behind(result: Result) -> list[str]:
-    """Say what the answer rests on and what qualifies it."""
+    """Return what the answer rests on and what qualifies it."""
     made = result.provenance.trace
     wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
-    said = [
+    sentences = [
         f"objective {result.objective}, {wanted}; {made.replayed_requests:,} requests were "
         f"replayed, {made.window}"
     ]
     if result.caveats:
         texts = "; ".join(caveat.text for caveat in result.caveats)
-        said.append(f"doubts: {texts}")
-    return said
+        sentences.append(f"doubts: {texts}")
+    return sentences
 
 
 def caveats(run: RunFiles) -> Section:
@@ -221,64 +227,66 @@ _LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
 def trace_facts(run: RunFiles) -> Section:
     """Return what the trace asks of a server, and what may mislead in it."""
     made = run.result.provenance.trace
-    said = (
+    sentences = (
         f"{made.source}, format {made.format}, {made.requests:,} requests. Replayed: "
         f"{made.window}, {made.replayed_requests:,} requests.",
     )
-    found = run.result.trace_description
-    if found is None:
+    description = run.result.trace_description
+    if description is None:
         more = "This run kept no more of the trace's description."
-        return Section("trace", TITLE, (*said, more))
-    tables = (_facts(found), _lengths(found))
-    warnings = [w.get("text", "") for w in found.get("warnings", ()) if isinstance(w, dict)]
-    dropped = [f"dropped: {n} ({why})" for why, n in (found.get("dropped") or {}).items()]
-    return Section("trace", TITLE, said, (*warnings, *dropped), tables=tables)
+        return Section("trace", TITLE, (*sentences, more))
+    tables = (_facts(description), _lengths(description))
+    warnings = [
+        w.get("text", "") for w in description.get("warnings", ()) if isinstance(w, dict)
+    ]
+    dropped = [f"dropped: {n} ({why})" for why, n in (description.get("dropped") or {}).items()]
+    return Section("trace", TITLE, sentences, (*warnings, *dropped), tables=tables)
 
 
-def _facts(found: Mapping[str, Any]) -> Table:
+def _facts(description: Mapping[str, Any]) -> Table:
     rows = (
-        ("requests", _number(found, "rows")),
-        ("duration", _number(found, "duration_s", " s")),
-        ("mean rate", _number(found, "rate_per_s", "/s")),
-        ("requests in the busiest second", _number(found, "peak_1s")),
-        ("requests in the busiest minute", _number(found, "peak_60s")),
-        ("CV of the gaps between arrivals (Poisson: 1)", _number(found, "iat_cv")),
-        ("prompt tokens that an unbounded prefix cache would hold", _reuse(found)),
-        *_in_flight(found.get("in_flight") or {}),
+        ("requests", _number(description, "rows")),
+        ("duration", _number(description, "duration_s", " s")),
+        ("mean rate", _number(description, "rate_per_s", "/s")),
+        ("requests in the busiest second", _number(description, "peak_1s")),
+        ("requests in the busiest minute", _number(description, "peak_60s")),
+        ("CV of the gaps between arrivals (Poisson: 1)", _number(description, "iat_cv")),
+        ("prompt tokens that an unbounded prefix cache would hold", _reuse(description)),
+        *_in_flight(description.get("in_flight") or {}),
     )
     cells = tuple((Cell(name), Cell(value, mark="number")) for name, value in rows)
     return Table("trace-facts", "What the trace asks for", ("fact", "value"), cells)
 
 
-def _number(found: Mapping[str, Any], name: str, unit: str = "") -> str:
-    value = found.get(name)
+def _number(description: Mapping[str, Any], name: str, unit: str = "") -> str:
+    value = description.get(name)
     if not isinstance(value, int | float):
         return "unknown"
     return f"{value:,}{unit}" if isinstance(value, int) else f"{plain(value)}{unit}"
 
 
-def _reuse(found: Mapping[str, Any]) -> str:
-    ratio = found.get("prefix_reuse_ratio")
+def _reuse(description: Mapping[str, Any]) -> str:
+    ratio = description.get("prefix_reuse_ratio")
     return percent(ratio) if isinstance(ratio, int | float) else "unknown, no hash ids"
 
 
-def _in_flight(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if not found:
+def _in_flight(description: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not description:
         return []
-    pace_ms = 1000 * float(found.get("seconds_per_output_token") or 0)
-    is_recorded = bool(found.get("recorded_ratio"))
+    pace_ms = 1000 * float(description.get("seconds_per_output_token") or 0)
+    is_recorded = bool(description.get("recorded_ratio"))
     basis = "recorded latencies" if is_recorded else f"at {pace_ms:g} ms per output token"
     names = {"mean": "mean", "p50": "p50", "p99": "p99", "peak": "peak"}
     return [
-        (f"requests in flight, {name} ({basis})", _number(found, key))
+        (f"requests in flight, {name} ({basis})", _number(description, key))
         for key, name in names.items()
     ]
 
 
-def _lengths(found: Mapping[str, Any]) -> Table:
+def _lengths(description: Mapping[str, Any]) -> Table:
     rows = []
     for name in ("prompt_tokens", "output_tokens"):
-        spread = found.get(name) or {}
+        spread = description.get(name) or {}
         cells = [number(spread.get(key), _tokens(spread.get(key))) for key in _LENGTHS]
         rows.append((Cell(name.replace("_", " ")), *cells))
     return Table("trace-lengths", "Lengths in tokens", ("tokens", *_LENGTHS), tuple(rows))

@@ -48,13 +48,13 @@ def sweep(run: RunFiles) -> Section:
         return Section("sweep", title, ("No max_num_seqs was replayed.",))
     stop = stop_of(rungs)
     budget = run.present.max_num_batched_tokens
-    said = (
+    sentences = (
         f"At the present max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
         "gpu_cache_usage_perc is the name that vLLM gave to kv_cache_usage_perc before its V1 "
         "engine; it is a share from 0 to 1, the largest of the replay is shown.",
         f"The climb ends at {stop.cap}: {stop.why}.",
     )
-    return Section("sweep", title, said, plots=(_plot(run, points, latency, stop),))
+    return Section("sweep", title, sentences, plots=(_plot(run, points, latency, stop),))
 
 
 def rungs_of(run: RunFiles) -> list[Observation]:
@@ -64,14 +64,14 @@ def rungs_of(run: RunFiles) -> list[Observation]:
     stands for it: it made the same batches.
     """
     budget = run.present.max_num_batched_tokens
-    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
-    found: dict[int, Observation] = {}
-    for o in sorted(seen, key=lambda o: o.limits):
+    observations = [observation_of(trial) for trial in ranked(run.result.trials)]
+    rungs: dict[int, Observation] = {}
+    for o in sorted(observations, key=lambda o: o.limits):
         cap, own = o.limits.max_num_seqs, o.limits.max_num_batched_tokens
         stands_for = o.budget_never_bound and own < max(budget, cap)
         if own == max(budget, cap) or stands_for:
-            found[cap] = o
-    return [found[cap] for cap in sorted(found)]
+            rungs[cap] = o
+    return [rungs[cap] for cap in sorted(rungs)]
 
 
 def stop_of(rungs: Sequence[Observation]) -> Stop:
@@ -131,14 +131,17 @@ def rung_points(run: RunFiles) -> list[Point]:
     caps = {o.limits.max_num_seqs for o in rungs_of(run)} | set(result.ladder)
     kinds = [ranked_points(result), shadow_points(result)]
     trials = [list(ranked(result.trials)), predictions(result.trials)]
-    found = []
+    along = []
     for cap in sorted({run.present.max_num_seqs, *caps}):
         limits = EngineLimits(cap, max(budget, cap))
-        made = (_twin(limits, points, seen) for points, seen in zip(kinds, trials, strict=True))
+        made = (
+            _twin(limits, points, observations)
+            for points, observations in zip(kinds, trials, strict=True)
+        )
         point = next((p for p in made if p is not None), None) or _cut(limits, trials[0])
         if point is not None:
-            found.append(point)
-    return found
+            along.append(point)
+    return along
 
 
 def _twin(
@@ -185,7 +188,7 @@ def _plot(run: RunFiles, points: Sequence[Point], latency: str, stop: Stop) -> P
     return Plot(
         "sweep-plot",
         "Decode step, tail latency and KV-cache usage by max_num_seqs",
-        _told(points, latency),
+        _text(points, latency),
         traces,
         layout(
             xaxis=_caps_axis([*caps, *named]),
@@ -206,7 +209,7 @@ def _curve(
     metric: str,
 ) -> dict[str, Any]:
     colours = [LIVE if p.is_live else SHADOW for p in points]
-    said = [_value_words(metric, value) for value in values]
+    sentences = [_value_words(metric, value) for value in values]
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -214,7 +217,7 @@ def _curve(
         "y": list(values),
         "yaxis": where,
         "customdata": [
-            [str(p.limits), text, p.how] for p, text in zip(points, said, strict=True)
+            [str(p.limits), text, p.how] for p, text in zip(points, sentences, strict=True)
         ],
         "hovertemplate": "%{customdata[0]}: %{customdata[1]}, %{customdata[2]}<extra></extra>",
         "line": {"color": colours[0], "width": 2},
@@ -277,16 +280,16 @@ def _value_words(metric: str, value: float | None) -> str:
     return percent(value) if metric == USAGE else quantity(metric, value)
 
 
-def _told(points: Sequence[Point], latency: str) -> str:
+def _text(points: Sequence[Point], latency: str) -> str:
     is_live = points[0].is_live
-    said = []
+    sentences = []
     for p in points:
         other = "" if p.is_live == is_live else " (measured)" if p.is_live else " (predicted)"
         least = "at least " if p.is_cut else ""
-        said.append(
+        sentences.append(
             f"{p.limits.max_num_seqs}{other}: decode step {seconds(p.value(DECODE))}, "
             f"{metric_name(latency)} {least}{seconds(p.value(latency))}, "
             f"KV cache {percent(p.value(USAGE))}"
         )
     how = "Measured" if is_live else "Predicted"
-    return f"{how}, by max_num_seqs. {'; '.join(said)}."
+    return f"{how}, by max_num_seqs. {'; '.join(sentences)}."

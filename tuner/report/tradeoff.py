@@ -31,7 +31,7 @@ from tuner.report.words import counted, listed, metric_name, quantity, seconds
 from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
-# A sentence that names more points than these is read by nobody: ours.
+# A sentence that names more points than these is not read: ours.
 _MAX_NAMES = 8
 # Half of the narrowest axis of rates as a share of the rate: ours, what replays differ by.
 _MIN_SPAN = 0.05
@@ -47,27 +47,27 @@ def tradeoff(run: RunFiles) -> Section:
     names = dict.fromkeys([f"e2e_{result.tail}", *(slo.name for slo in slos)])
     plots = [_plot(run, name, [slo for slo in slos if slo.name == name]) for name in names]
     drawn = tuple(plot for plot in plots if plot is not None)
-    return Section("tradeoff", title, tuple(_says(run)), plots=drawn)
+    return Section("tradeoff", title, tuple(_sentences(run)), plots=drawn)
 
 
-def _says(run: RunFiles) -> list[str]:
+def _sentences(run: RunFiles) -> list[str]:
     result = run.result
-    said = [
+    sentences = [
         "Each point is a configuration, named max_num_seqs/max_num_batched_tokens. Right and "
         "low is better; the line joins those that no other beats in both."
     ]
     if live_points(result) and shadow_points(result) and not run.foretold_same_requests:
-        said.append(
+        sentences.append(
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."
         )
     left_out = sum(Phase(t["phase"]).is_on_windows and _was_stopped(t) for t in result.trials)
     if left_out:
-        said.append(
+        sentences.append(
             f"{counted(left_out, 'more replay')} failed or could no longer win and stopped "
             "early: see the table of trials."
         )
-    return said
+    return sentences
 
 
 def _was_stopped(trial: Any) -> bool:  # noqa: ANN401 - a Trial, of which mypy knows the keys only
@@ -94,7 +94,7 @@ def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:
     return Plot(
         f"tradeoff-{latency}",
         f"{metric_name(latency)} against requests per second",
-        _told(result, latency, best, slos, every),
+        _text(result, latency, best, slos, every),
         traces,
         layout(
             xaxis=axis("requests/s", range=_rate_range(every)),
@@ -165,7 +165,7 @@ def _bounds(slos: Sequence[Slo], points: Sequence[Point]) -> list[dict[str, Any]
 
 
 def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[str, Any]]:
-    """Mark the present configuration and the one whose gain is told."""
+    """Mark the present configuration and the one whose gain is shown."""
     wanted = [("present", run.present, "square-open", INK)]
     if run.shown != run.present:
         wanted.append((run.shown_as, run.shown, "circle-open", CHOSEN))
@@ -187,7 +187,7 @@ def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[s
     return made
 
 
-def _told(
+def _text(
     result: Result,
     latency: str,
     best: Sequence[Point],
@@ -199,7 +199,9 @@ def _told(
     kinds = [f"{measured} measured"] * bool(measured) + [f"{predicted} predicted"] * bool(
         predicted
     )
-    said = [f"{counted(len({p.limits for p in points}), 'configuration')}, {listed(kinds)}."]
+    sentences = [
+        f"{counted(len({p.limits for p in points}), 'configuration')}, {listed(kinds)}."
+    ]
     if best:
         kind = "measured" if best[0].is_live else "predicted"
         named = [
@@ -207,9 +209,11 @@ def _told(
             for p in best[:_MAX_NAMES]
         ]
         more = f" and {len(best) - _MAX_NAMES} more" if len(best) > _MAX_NAMES else ""
-        said.append(f"On the {kind} frontier: {listed(named)}{more}.")
+        sentences.append(f"On the {kind} frontier: {listed(named)}{more}.")
     ranked = with_values(ranked_points(result), latency)
     for slo in slos:
         holding = sum(p.needed(latency) <= slo.bound_s for p in ranked)
-        said.append(f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them.")
-    return " ".join(said)
+        sentences.append(
+            f"{slo.name} of at most {seconds(slo.bound_s)} holds at {holding} of them."
+        )
+    return " ".join(sentences)

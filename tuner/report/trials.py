@@ -16,7 +16,7 @@ def trials(run: RunFiles) -> Section:
     result = run.result
     measured = sum(t["engine"] == "live" for t in result.trials)
     predicted = len(result.trials) - measured
-    said = (
+    sentences = (
         f"{counted(measured, 'trial')} measured, {predicted:,} predicted. A column's button "
         "sorts by it, a second press turns the order round.",
     )
@@ -29,7 +29,7 @@ def trials(run: RunFiles) -> Section:
     )
     rows = tuple(_row(result, trial) for trial in result.trials)
     table = Table("trials-table", "All trials", heads, rows, is_sortable=True, kind="wide")
-    return Section("trials", "Every trial", said, tables=(table,))
+    return Section("trials", "Every trial", sentences, tables=(table,))
 
 
 def _latencies(result: Result) -> tuple[str, ...]:
@@ -67,15 +67,15 @@ def _plain(value: float | None) -> str:
 
 def _level(measured: Mapping[str, Any], name: str, statistic: str) -> float | None:
     level = measured.get(name)
-    found = level.get(statistic) if isinstance(level, dict) else None
-    return float(found) if isinstance(found, int | float) else None
+    value = level.get(statistic) if isinstance(level, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _held(measured: Mapping[str, Any], name: str, statistic: str) -> Cell:
-    found = _level(measured, name, statistic)
-    return number(found, _plain(found))
+    value = _level(measured, name, statistic)
+    return number(value, _plain(value))
 
 
 def _count(measured: Mapping[str, Any], name: str) -> Cell:
-    found = measured.get(name)
-    return number(found, f"{found:,}") if isinstance(found, int) else number(None, NOTHING)
+    value = measured.get(name)
+    return number(value, f"{value:,}") if isinstance(value, int) else number(None, NOTHING)

@@ -39,7 +39,7 @@ def metric_name(metric: str) -> str:
 
 
 def is_rate(metric: str) -> bool:
-    """Tell whether more of the metric is better."""
+    """Return whether more of the metric is better."""
     return metric in _RATES or metric == "capacity"
 
 

@@ -16,7 +16,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.search.budget import Aim
-from tuner.search.objective import Objective, Score, Scoring, parse_goal
+from tuner.search.objective import Objective, Score, Scoring, make_scoring
 from tuner.search.space import SearchSpace
 from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.traffic.traces import Trace
@@ -52,7 +52,7 @@ class Forecast:
     def goal(self) -> Scoring:
         """What is optimised on the forecast's parts."""
         if self._goal is None:
-            self._goal = parse_goal(self.aim.objective, self.aim.slos, self._requests)
+            self._goal = make_scoring(self.aim.objective, self.aim.slos, self._requests)
         return self._goal
 
     @property

@@ -29,11 +29,11 @@ from tuner.search.trials import (
     TIE_RATIO,
     Observation,
     Phase,
-    apart,
-    beside,
     leader,
+    measured_and_predicted,
     metric_error,
     race_records,
+    relative_errors,
 )
 from tuner.shadow.calibration import check_rank_by, error_ratio
 from tuner.shadow.pool import ReplayTask, ShadowPool, SpareProcesses
@@ -318,7 +318,7 @@ class ShadowSearch:
         ]
         pairs = zip(self.lessons.live.values(), shadows.run(tasks), strict=True)
         return metric_error(
-            [apart(m, f.as_json()) for m, f in pairs if isinstance(f, Measurement)]
+            [relative_errors(m, f.as_json()) for m, f in pairs if isinstance(f, Measurement)]
         )
 
     def _speaking_for(self, profile: Profile) -> ShadowPool:
@@ -470,7 +470,7 @@ class ShadowSearch:
             live = race_records(run.journal.records(), limits)
             if not live:
                 continue
-            pairs = beside(list(live.values()), outcome.as_json())
+            pairs = measured_and_predicted(list(live.values()), outcome.as_json())
             for metric, (measured, predicted) in pairs.items():
                 self.compared[limits, metric] = measured, predicted
                 if abs(predicted / measured - 1) > allowed:

@@ -24,7 +24,7 @@ from tuner.run.directory import TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.journal import Journal
 from tuner.run.listener import Listener
 from tuner.search.budget import Aim
-from tuner.search.objective import Score, Scoring, Tier, parse_goal
+from tuner.search.objective import Score, Scoring, Tier, make_scoring
 from tuner.search.race import Forecasts
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase, observation_of, record_of
@@ -103,7 +103,7 @@ class RunState:
         """
         if self.on_windows is not None:
             self.on_windows(self.windows)
-        self._goal = parse_goal(self.aim.objective, self.aim.slos, self.window_requests)
+        self._goal = make_scoring(self.aim.objective, self.aim.slos, self.window_requests)
         for name, window in zip(self.names, self.windows, strict=True):
             self.bench.use(name, window.of(self.trace))
 

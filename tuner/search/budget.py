@@ -1,7 +1,6 @@
-"""What a run will do within its time: the space to search and the part of the trace to replay.
+"""How the time of a run is divided, and which part of the trace it can afford to replay.
 
-Pure: facts of trace and engine in, choices out. Searching is left to `search`, replaying to
-`bench`.
+Pure: facts of trace and engine in, choices out.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MIN_REQUESTS = 40
 # A present configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
 MIN_REPLAYS = 5
-# More rounds than these are not told of: ours, a race seldom has more.
-MAX_TOLD = 8
+# More rounds than these are not announced: ours, a race seldom has more.
+MAX_ROUNDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +89,11 @@ def choose_windows(
     length_s = replay_s / max(wall_per_trace_s, 1e-6)
     enough_s = MIN_REQUESTS / len(trace) * trace.duration_s if len(trace) else 0.0
     length_s = max(length_s, enough_s)
-    least_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
-    if least_s > remaining_s:
+    min_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
+    if min_s > remaining_s:
         raise UsageError(
             f"the budget leaves {remaining_s:.0f} s, but {MIN_REPLAYS} replays of "
-            f"{MIN_REQUESTS} requests take about {least_s:.0f} s on this engine",
+            f"{MIN_REQUESTS} requests take about {min_s:.0f} s on this engine",
             "give --budget more, lower --load, or shorten requests with max-model-len and "
             "--too-long clip",
         )
@@ -109,7 +108,7 @@ def choose_windows(
 def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:
     """Return the busiest stretch of the first window of so much of its length.
 
-    None where it would hold too few requests to tell anything.
+    None where it would hold too few requests to show anything.
     """
     window = windows[0]
     inside = window.of(trace)
@@ -117,44 +116,44 @@ def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> W
         return None
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
     start_s = window.start_s + busy.start_s
-    found = Window(start_s, min(start_s + busy.length_s, window.end_s))
-    return found if len(found.of(trace)) >= MIN_REQUESTS else None
+    shorter = Window(start_s, min(start_s + busy.length_s, window.end_s))
+    return shorter if len(shorter.of(trace)) >= MIN_REQUESTS else None
 
 
 def outlook(
     budget: Budget, left_s: float, calibration_share: float, replay_s: float, cold_s: float
 ) -> str:
-    """Say how long a run will take and what it can answer, and the option that would help.
+    """Return how long a run will take, what it can answer and which option would help.
 
     `replay_s` is what one replay of the wanted window takes at the present limits, `cold_s`
     what starting two engines cold takes besides. Others may be faster, so this is careful.
     """
-    most_s = min(calibration_share * budget.total_s, left_s)
-    race_s, round_s = left_s - most_s, 2 * replay_s
-    rounds = int(race_s / round_s) if round_s > 0 else MAX_TOLD
-    told = (
-        f"outlook: calibrating takes up to {most_s:.0f} s of the {left_s:.0f} s left, then a "
-        f"replay of the window takes about {replay_s:.3g} s"
+    calibration_s = min(calibration_share * budget.total_s, left_s)
+    race_s, round_s = left_s - calibration_s, 2 * replay_s
+    rounds = int(race_s / round_s) if round_s > 0 else MAX_ROUNDS_SHOWN
+    cost = (
+        f"outlook: calibrating takes up to {calibration_s:.0f} s of the {left_s:.0f} s left, "
+        f"then a replay of the window takes about {replay_s:.3g} s"
     )
     needed_s = (budget.total_s - left_s + 3 * round_s + cold_s + round_s) / (
         1 - calibration_share
     )
     if rounds < 2:
         return (
-            f"{told}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
+            f"{cost}: a stretch of it will race; --budget {math.ceil(needed_s / 60)}m would "
             "race all of it, --window peak:LENGTH says which stretch"
         )
-    rounds = min(rounds, MAX_TOLD)
+    rounds = min(rounds, MAX_ROUNDS_SHOWN)
     if race_s < 3 * round_s + cold_s + round_s:
         return (
-            f"{told}: {rounds} rounds of two settings fit, cold engines may not; "
+            f"{cost}: {rounds} rounds of two settings fit, cold engines may not; "
             f"--budget {math.ceil(needed_s / 60)}m holds both"
         )
-    return f"{told}: {rounds} rounds of two settings and cold engines fit"
+    return f"{cost}: {rounds} rounds of two settings and cold engines fit"
 
 
 def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
-    """Say in words what is replayed."""
+    """Return in words what is replayed."""
     if windows == (whole(trace),):
         return f"the whole trace, {trace.duration_s:.0f} s"
     alone = windows == (busiest(trace, windows[0].length_s),)
@@ -169,7 +168,7 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What a run is after, as the user asked."""
+    """What the user requested of a run."""
 
     objective: Objective
     slos: tuple[Slo, ...]

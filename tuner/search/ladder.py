@@ -1,11 +1,11 @@
-"""Which configuration to measure next, from what has been measured so far.
+"""Which configuration to measure next, and which of those measured go into the race.
 
-A pure function of the history: asked again after a crash it gives the same answer. It climbs
+A pure function of the history, so that a resumed run goes on as the first would have. It climbs
 the ladder of caps, goes past its end while the edge wins, refines between neighbours, then
-moves the token budget. Whether small differences are real is left to `confirm`.
+moves the token budget.
 
 Tried and given up: Optuna's TPE as the proposer. With fifteen points of a noisy one-hump
-curve it spends most of them on what the ladder's order tells for nothing; the study keeps the
+curve it spends most of them on what the ladder's order shows for nothing; the study keeps the
 trials, and the ladder proposes.
 """
 
@@ -30,23 +30,23 @@ FINALIST_RATIO = 0.10
 
 def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Return what to measure next, or None when the search is done."""
-    seen = [o for o in history if o.phase.is_search]
-    if not seen:
+    observations = [o for o in history if o.phase.is_search]
+    if not observations:
         return Proposal(space.present, Phase.PRESENT)
     for stage in (_climb, _refine, _move_budget, _climb_again):
-        proposal = stage(seen, space)
+        proposal = stage(observations, space)
         if proposal is not None:
             return proposal
     return None
 
 
-def _measured(seen: Sequence[Observation], limits: EngineLimits) -> Observation | None:
-    return next((o for o in seen if o.limits == limits), None)
+def _measured(observations: Sequence[Observation], limits: EngineLimits) -> Observation | None:
+    return next((o for o in observations if o.limits == limits), None)
 
 
-def same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
+def same_schedule(observations: Sequence[Observation], limits: EngineLimits) -> bool:
     """Whether a measured configuration is known to make the same batches as these limits."""
-    for o in seen:
+    for o in observations:
         if o.limits == limits:
             return True
         same_cap = o.limits.max_num_seqs == limits.max_num_seqs or (
@@ -60,10 +60,12 @@ def same_schedule(seen: Sequence[Observation], limits: EngineLimits) -> bool:
     return False
 
 
-def _rungs(seen: Sequence[Observation], space: SearchSpace) -> list[Observation]:
+def _rungs(observations: Sequence[Observation], space: SearchSpace) -> list[Observation]:
     """Return the observations along the ladder's budget, by cap."""
     along = [
-        o for o in seen if o.limits == space.at(o.limits.max_num_seqs, space.reference_budget)
+        o
+        for o in observations
+        if o.limits == space.at(o.limits.max_num_seqs, space.reference_budget)
     ]
     return sorted(along, key=lambda o: o.limits.max_num_seqs)
 
@@ -78,7 +80,7 @@ def _caps(space: SearchSpace) -> Iterator[tuple[int, Phase]]:
         yield seqs, Phase.EXTEND
 
 
-def _climb(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+def _climb(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Go up the ladder, and past its end while the edge keeps winning."""
     climbed: list[Observation] = []
     for seqs, phase in _caps(space):
@@ -87,15 +89,15 @@ def _climb(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
             return None
         if phase is Phase.EXTEND and leader(climbed) is not climbed[-1]:
             return None
-        found = _measured(seen, limits)
-        if found is None:
-            return None if same_schedule(seen, limits) else Proposal(limits, phase)
-        climbed.append(found)
+        measured = _measured(observations, limits)
+        if measured is None:
+            return None if same_schedule(observations, limits) else Proposal(limits, phase)
+        climbed.append(measured)
     return None
 
 
 def climb_is_over(climbed: Sequence[Observation]) -> bool:
-    """Tell whether a higher cap can still gain anything.
+    """Return whether a higher cap can gain nothing more.
 
     It cannot when the cap no longer binds, and it will not when two rungs in a row are worse
     than the best while their decode steps are slower: decode time and tail latency degrade
@@ -122,11 +124,11 @@ def _degraded(o: Observation, best: Observation) -> bool:
     return o.decode_step_s > best.decode_step_s * (1 + DECODE_DEGRADED_RATIO)
 
 
-def _refine(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+def _refine(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Look between the best rung and its neighbours."""
-    rungs = _rungs(seen, space)
+    rungs = _rungs(observations, space)
     best = leader(rungs)
-    if best is None or sum(o.phase is Phase.REFINE for o in seen) >= MAX_REFINEMENTS:
+    if best is None or sum(o.phase is Phase.REFINE for o in observations) >= MAX_REFINEMENTS:
         return None
     at = rungs.index(best)
     cap = best.limits.max_num_seqs
@@ -140,33 +142,35 @@ def _refine(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
         if gap < 2 or gap <= REFINE_RATIO * cap:
             continue
         limits = space.at(middle, space.reference_budget)
-        if not same_schedule(seen, limits) and limits.within(space.ceiling):
+        if not same_schedule(observations, limits) and limits.within(space.ceiling):
             return Proposal(limits, Phase.REFINE)
     return None
 
 
-def _move_budget(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+def _move_budget(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Raise and lower the token budget at the best cap while that does not hurt."""
-    rungs = _rungs(seen, space)
+    rungs = _rungs(observations, space)
     best = leader(rungs)
     if best is None:
         return None
     cap, here = best.limits.max_num_seqs, best.limits.max_num_batched_tokens
     up = sorted(b for b in space.budgets if b > here)
     down = sorted((b for b in space.budgets if cap <= b < here), reverse=True)
-    upwards = _along(up, best, seen, space, upwards=True)
+    upwards = _along(up, best, observations, space, upwards=True)
     if upwards is not None:
         return upwards
-    higher = [o for o in seen if o.limits.max_num_seqs == cap and o.limits > best.limits]
+    higher = [
+        o for o in observations if o.limits.max_num_seqs == cap and o.limits > best.limits
+    ]
     if any(best.score.clearly_worse_than(o.score, TIE_RATIO) for o in higher):
         return None
-    return _along(down, best, seen, space, upwards=False)
+    return _along(down, best, observations, space, upwards=False)
 
 
 def _along(
     budgets: Sequence[int],
     origin: Observation,
-    seen: Sequence[Observation],
+    observations: Sequence[Observation],
     space: SearchSpace,
     *,
     upwards: bool,
@@ -182,36 +186,36 @@ def _along(
         hurts = last.score.clearly_worse_than(best.score, TIE_RATIO)
         if is_over or (hurts and best.score.tier is Tier.GOOD):
             return None
-        found = _measured(seen, limits)
-        if found is None:
+        measured = _measured(observations, limits)
+        if measured is None:
             if not limits.within(space.ceiling):
                 return None
-            if same_schedule(seen, limits):
+            if same_schedule(observations, limits):
                 # A budget that never bound says nothing about those that would.
                 continue
             return Proposal(limits, Phase.BUDGET)
-        last = found
-        best = min(best, found, key=lambda o: o.score.order)
+        last = measured
+        best = min(best, measured, key=lambda o: o.score.order)
     return None
 
 
-def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | None:
+def _climb_again(observations: Sequence[Observation], space: SearchSpace) -> Proposal | None:
     """Try other caps at the best token budget, where that is not the one climbed at.
 
     A budget at which prefill hurts less may let a larger cap win, or want a smaller one.
     """
-    best = leader(seen)
+    best = leader(observations)
     if best is None:
         return None
     cap, budget = best.limits.max_num_seqs, best.limits.max_num_batched_tokens
     if best.limits == space.at(cap, space.reference_budget):
         return None
-    extended = [o for o in seen if o.phase is Phase.EXTEND]
+    extended = [o for o in observations if o.phase is Phase.EXTEND]
     again = sum(o.limits.max_num_batched_tokens == budget for o in extended)
     for other in (2 * cap, 3 * cap // 2, cap // 2):
         if again < MAX_REFINEMENTS and 1 <= other <= budget:
             limits = space.at(other, budget)
-            if limits.within(space.ceiling) and not same_schedule(seen, limits):
+            if limits.within(space.ceiling) and not same_schedule(observations, limits):
                 return Proposal(limits, Phase.EXTEND)
     return None
 
@@ -219,41 +223,45 @@ def _climb_again(seen: Sequence[Observation], space: SearchSpace) -> Proposal | 
 def finalists(
     history: Sequence[Observation], space: SearchSpace, near_ratio: float = FINALIST_RATIO
 ) -> list[EngineLimits]:
-    """Return who races: the best few that could be the best, and the present one last.
+    """Return the configurations to race: the few that could be best, and the present one last.
 
-    Whoever could be the best where every prediction may be wrong by `near_ratio`, in its value
-    and in every bound. The best as it stands comes first, then who would be the best if all
-    were slower, and if all were faster. `history` holds replays that can be compared: all
-    live, or all shadow. Those that made the same batches as the present configuration, or as
-    another finalist, stay out: nothing could be learned about them.
+    Those that could be best where every prediction may be wrong by `near_ratio`, in its value
+    and in every bound. The best as predicted comes first, then the one that would be best if
+    all were slower, and if all were faster. `history` holds replays that can be compared: all
+    live, or all shadow. Configurations that made the same batches as the present one, or as
+    another finalist, stay out: a race could not separate them.
 
     Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
     """
-    seen = [o for o in history if o.is_whole]
-    best = leader(seen, near_ratio)
+    observations = [o for o in history if o.is_whole]
+    best = leader(observations, near_ratio)
     if best is None:
         return [space.present]
-    present = _measured(seen, space.present)
-    able = [o for o in seen if all(o.score.could_beat(p.score, near_ratio) for p in seen)]
+    present = _measured(observations, space.present)
+    candidates = [
+        o
+        for o in observations
+        if all(o.score.could_beat(p.score, near_ratio) for p in observations)
+    ]
     chosen: list[Observation] = []
-    for o in (best, *_in_turns(able, near_ratio)):
+    for o in (best, *_in_turns(candidates, near_ratio)):
         others = [*chosen, present] if present is not None else chosen
         if len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
             chosen.append(o)
     return [*(o.limits for o in chosen), space.present]
 
 
-def _in_turns(able: Sequence[Observation], wrong_ratio: float) -> list[Observation]:
+def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Observation]:
     """Return the best by what is slower, by what is faster and as it stands, in turns."""
 
     def order_at(times: float) -> list[Observation]:
         def place(o: Observation) -> tuple[Tier, float, EngineLimits]:
             tier = o.score.tier_at(times)
-            # Of those that do not sustain the load by about the same rate, the tail tells.
+            # Those that do not sustain the load at about the same rate are ordered by the tail.
             by = Tier.GOOD if tier is Tier.NOT_SUSTAINED else tier
             return tier, o.score.value_in(by), o.limits
 
-        return sorted(able, key=place)
+        return sorted(candidates, key=place)
 
     orders = [order_at(1 + wrong_ratio), order_at(1 / (1 + wrong_ratio)), order_at(1.0)]
     return [o for places in zip(*orders, strict=True) for o in places]
@@ -275,9 +283,11 @@ def _alike(a: Observation, b: Observation) -> bool:
 
 def at_edge(best: EngineLimits, history: Sequence[Observation]) -> bool:
     """Whether the best cap is the largest that was tried although it still bound."""
-    mine = _measured([o for o in history if o.is_whole], best)
+    measured = _measured([o for o in history if o.is_whole], best)
     largest = max((o.limits.max_num_seqs for o in history), default=0)
-    return mine is not None and best.max_num_seqs >= largest and not mine.cap_never_bound
+    return (
+        measured is not None and best.max_num_seqs >= largest and not measured.cap_never_bound
+    )
 
 
 def disturbed(history: Sequence[Observation]) -> bool:

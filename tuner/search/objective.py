@@ -1,7 +1,6 @@
 """What "better" means: objectives, SLO feasibility, and when a replay can no longer win.
 
-Turns a measurement into a score that orders configurations. Which configurations to measure
-is left to `search`, and whether a difference is real to `confirm`.
+Turns a measurement into a score that orders configurations.
 """
 
 from __future__ import annotations
@@ -98,9 +97,9 @@ class Score:
         return Tier.GOOD
 
     def could_beat(self, other: Score, wrong_ratio: float) -> bool:
-        """Tell whether this may be the better one where both may be wrong by so much.
+        """Return whether this may be the better one where both may be wrong by so much.
 
-        In the value and in every bound: what lies just beyond a bound may hold it, and what
+        In the value and in every bound: what lies just beyond a bound may meet it, and what
         lies just within may not.
         """
         mine, its = self.tier_at(1 / (1 + wrong_ratio)), other.tier_at(1 + wrong_ratio)
@@ -114,7 +113,7 @@ class Score:
         return self.value_in(Tier.GOOD) <= other.value_in(Tier.GOOD) * (1 + wrong_ratio)
 
     def clearly_worse_than(self, other: Score, tolerance_ratio: float) -> bool:
-        """Tell whether the other wins by more than the tolerance.
+        """Return whether the other wins by more than the tolerance.
 
         Where neither sustains the load, by its rate; of about the same rate by its tail.
         """
@@ -166,12 +165,12 @@ class Scoring:
         per_request = [slo for slo in self.slos if slo.metric in ("ttft_s", "tpot_s", "e2e_s")]
         if self.objective is Objective.CAPACITY and not self.slos:
             raise UsageError(
-                "--objective capacity asks how much load the SLOs bear and needs at least one",
+                "--objective capacity needs at least one --slo that the load must meet",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
         if self.objective is Objective.GOODPUT and not per_request:
             raise UsageError(
-                "--objective goodput counts requests within SLOs and needs at least one",
+                "--objective goodput needs at least one --slo on ttft, tpot or e2e",
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
 
@@ -219,8 +218,8 @@ class Scoring:
         if self._worst_slack(m) > 0:
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
         metric, value = next(iter(self._own_value(m)), (f"e2e_{self._statistic}", math.inf))
-        is_kept_up = m.is_sustained or self.objective is not Objective.BALANCED
-        if not (is_kept_up and math.isfinite(value)):
+        keeps_up = m.is_sustained or self.objective is not Objective.BALANCED
+        if not (keeps_up and math.isfinite(value)):
             return Score(Tier.NOT_SUSTAINED, 1 / m.requests_per_s, RATE)
         return Score(Tier.GOOD, value, metric)
 
@@ -259,15 +258,15 @@ class Scoring:
 
     def broken_in(self, measurement: Mapping[str, Any]) -> list[str]:
         """Name the SLOs that do not hold in a recorded measurement, with what was measured."""
-        said = []
+        messages = []
         for slo in self.slos:
             spread = measurement[slo.metric]
             value_s, lost = spread[slo.statistic], spread.get("lost", 0)
             if lost and (value_s is None or slo.statistic == "mean"):
-                said.append(f"{slo.name} is without end: {lost} requests were never answered")
+                messages.append(f"{slo.name} has no end: {lost} requests were never answered")
             elif value_s is not None and value_s > slo.bound_s:
-                said.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
-        return said
+                messages.append(f"{slo.name} {value_s:.3g} s exceeds {slo.bound_s:g} s")
+        return messages
 
     def cut_rule(self, best: Score | None, requests: int) -> CutRule:
         """Return when a replay of so many requests is certain to lose to the best so far.
@@ -292,8 +291,8 @@ def _load_used(m: Measurement) -> float:
     return used if m.is_sustained else max(used, 1.0 + 1e-9)
 
 
-def parse_goal(objective: Objective, slos: Sequence[Slo], requests: int) -> Scoring:
-    """Put the goal together for a window of so many requests.
+def make_scoring(objective: Objective, slos: Sequence[Slo], requests: int) -> Scoring:
+    """Return the scoring for a window of so many requests.
 
     Raises: TooFewSamplesError if the window cannot carry an SLO's quantile; UsageError if the
         objective lacks its SLO.

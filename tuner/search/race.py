@@ -1,8 +1,9 @@
-"""Race the finalists against the present configuration until evidence separates them.
+"""The race of the finalists against the present configuration: which wins, and by how much.
 
 Every round replays the same requests on every configuration that is still in, in turns, so
-that the machine's drift hits all alike. Says who won and by how much; which of two is better
-is told by `duel`, and finding finalists is left to `search`.
+that the machine's drift hits all alike. Pairs are compared by their paired ratios with an
+interval at every look; rounds end by futility, equivalence or negligible loss. The same
+decision is made of predictions alone, where nothing was raced.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ MAX_ROUNDS = 8
 ERROR_RATE = 0.05
 LOOKS = MAX_ROUNDS - MIN_ROUNDS + 1
 CONFIDENCE_PER_LOOK = 1 - ERROR_RATE / LOOKS
-# One look suffices to drop who is worse by more than this; for less the next has to agree, so
-# that noise alone ends fewer races between equals: ours.
-FAR_RATIO = 0.10
-# Two configurations whose whole interval lies within this of equality tie for good: ours.
-EQUAL_RATIO = 0.02
-# More rounds are in vain if not even a difference larger by this many standard errors than the
-# one seen would be told after the last of them: ours. In simulated races of three equals, once
-# the present one was out, it saves four replays in ten and finds gains as often.
-VAIN_ERRORS = 1.0
+# One look suffices to drop a configuration that is worse by more than this; for less the next
+# has to agree, so that noise alone ends fewer races between equals: ours.
+CLEAR_RATIO = 0.10
+# Two configurations are equivalent where the whole interval lies within this of 1: ours.
+EQUIVALENCE_RATIO = 0.02
+# More rounds are futile if not even a difference larger by this many standard errors than the
+# observed one would be separated by the last of them: ours. In simulated races of three equals,
+# once the present one was out, it saves four replays in ten and finds gains as often.
+FUTILITY_ERRORS = 1.0
 # Two configurations that both beat the present one race no further once taking the better one
-# so far costs less than this in expectation: ours, what does not matter. In simulated races of
-# three that differ by 0 to 10 %, with 2 to 10 % of noise, it saves three replays in ten, and
-# what is taken is as good.
-HARMLESS_LOSS = EQUAL_RATIO
-# Fewer rounds than MIN_ROUNDS tell a difference that the prediction agrees on: ours.
+# so far costs less than this in expectation: ours, the width of equivalence. In simulated races
+# of three that differ by 0 to 10 %, with 2 to 10 % of noise, it saves three replays in ten, and
+# the winner is as good.
+NEGLIGIBLE_LOSS = EQUIVALENCE_RATIO
+# Fewer rounds than MIN_ROUNDS suffice for a difference that the prediction agrees on: ours.
 MIN_AGREED = 2
 # ... if every round and the prediction show more than this many times the prediction's own
 # error: ours, since that error is a median.
@@ -72,7 +73,7 @@ class Forecasts:
 def by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, RaceRun]:
     """Return a configuration's replays by the number of the round, the last of each.
 
-    Those that the wall clock cut short say nothing and are left out.
+    Those that the wall clock cut short are left out.
     """
     mine = (run for run in runs if run.limits == limits and run.score.tier is not Tier.CUT)
     return {run.round: run for run in mine}
@@ -87,12 +88,12 @@ def paired(
     return [ours[r].score for r in shared], [theirs[r].score for r in shared]
 
 
-def compare(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
-    """Return -1 if a is separated as better, 1 if b is, 0 if the evidence cannot tell.
+def compare_pair(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> int:
+    """Return -1 if a is separated as better, 1 if b is, 0 if neither is.
 
-    Who failed in some rounds is worse than who never did. Different tiers separate only when
-    every shared round agrees on the order. Where the tiers of some rounds differ, some metric
-    must separate, and neither another metric nor any tier may speak against it.
+    A configuration that failed in some rounds is worse than one that never did. Different tiers
+    separate only when every shared round agrees on the order. Where the tiers of some rounds
+    differ, some metric must separate, and no other metric and no tier may contradict it.
     """
     ours, theirs = paired(runs, a, b)
     if len(ours) < MIN_ROUNDS:
@@ -113,7 +114,7 @@ def _failures(scores: Sequence[Score]) -> int:
 
 
 def _sides(gains: Sequence[Estimate]) -> set[int]:
-    """Return who is better by which metric, -1 or 1; of several, only by what matters."""
+    """Return which of the two is better by any metric, -1 or 1; of several, the large gains."""
     counted = [g for g in gains if len(gains) == 1 or not _is_small(g)]
     return {_side(gain) for gain in counted} - {0}
 
@@ -162,7 +163,7 @@ def _ratios_by_metric(
 def _shared_values(
     runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the values of both, round by round, by each metric that `ratios` tells of."""
+    """Return the values of both, round by round, by each metric that `ratios` covers."""
     pairs = [
         (mine, other)
         for mine, other in zip(*paired(runs, a, b), strict=True)
@@ -170,23 +171,23 @@ def _shared_values(
     ]
     if len(pairs) < 2:
         return {}
-    found = {}
+    values = {}
     for metric in _shared_metrics([score for pair in pairs for score in pair]):
         ours = [mine.value_of(metric) for mine, _ in pairs]
         theirs = [other.value_of(metric) for _, other in pairs]
-        known = [
+        finite = [
             value for value in (*ours, *theirs) if value is not None and 0 < value < math.inf
         ]
-        if len(known) == 2 * len(pairs):
-            found[metric] = known[: len(pairs)], known[len(pairs) :]
-    return found
+        if len(finite) == 2 * len(pairs):
+            values[metric] = finite[: len(pairs)], finite[len(pairs) :]
+    return values
 
 
 def _shared_metrics(scores: Sequence[Score]) -> list[str]:
     """Return the one metric that all are judged by, or else all metrics that come up.
 
     All, too, where the one has no end, as of a tail that falls on lost requests, and where
-    nobody sustains the load.
+    neither configuration sustains the load.
     """
     own = dict.fromkeys(score.metric for score in scores)
     others = dict.fromkeys(name for score in scores for name, _ in score.others)
@@ -209,18 +210,18 @@ def gain(
 
 def ratio(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate | None:
     """Return the paired ratio a / b of the scores' values, or None if not comparable."""
-    found = gain(runs, a, b)
-    return None if found is None else found[1]
+    judged = gain(runs, a, b)
+    return None if judged is None else judged[1]
 
 
 def agreed(
     runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits, forecasts: Forecasts
 ) -> tuple[str, Estimate] | None:
-    """Return the metric and the ratio a / b by which a is far better, if all say so.
+    """Return the metric and the ratio a / b by which a is far better, if all agree on it.
 
     Every round and the prediction must put a ahead by far more than either may be wrong, in
-    every metric that can be compared, and none may see it in a worse tier. The prediction
-    counts as one more round, so that two have an interval.
+    every metric that can be compared, and none may put it in a worse tier. The prediction
+    counts as one more round, so that two rounds have an interval.
     """
     ours, theirs = paired(runs, a, b)
     predicted = forecasts.scores.get(a), forecasts.scores.get(b)
@@ -235,9 +236,9 @@ def agreed(
         for number, score in enumerate(scores)
     ]
     gains = _ratios_by_metric(together, a, b)
-    least = max(FAR_RATIO, AGREED_ERRORS * forecasts.wrong_ratio)
+    min_ratio = max(CLEAR_RATIO, AGREED_ERRORS * forecasts.wrong_ratio)
     for x, y in _shared_values(together, a, b).values():
-        if any(one * (1 + least) > two for one, two in zip(x, y, strict=True)):
+        if any(one * (1 + min_ratio) > two for one, two in zip(x, y, strict=True)):
             return None
     if not gains or any(_side(one) != -1 for one in gains.values()):
         return None
@@ -246,16 +247,16 @@ def agreed(
 
 
 def is_equivalent(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
-    """Whether two configurations are shown to differ by less than matters."""
+    """Whether the whole interval of two configurations' ratio lies within EQUIVALENCE_RATIO."""
     gain = ratio(runs, a, b)
     return gain is not None and gain.n >= MIN_ROUNDS and _is_small(gain)
 
 
 def _is_small(gain: Estimate) -> bool:
-    """Whether the whole interval lies within what does not matter."""
+    """Whether the whole interval lies within EQUIVALENCE_RATIO."""
     if gain.low is None or gain.high is None:
         return False
-    return gain.low > 1 / (1 + EQUAL_RATIO) and gain.high < 1 + EQUAL_RATIO
+    return gain.low > 1 / (1 + EQUIVALENCE_RATIO) and gain.high < 1 + EQUIVALENCE_RATIO
 
 
 def is_futile(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool:
@@ -269,9 +270,9 @@ def is_futile(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> bool
         return False
     if {-1, 1} in (_tier_signs(runs, a, b) - {0}, _sides(gains)):
         return True
-    # Of rounds that were cut or failed nothing but the tiers can tell.
+    # Rounds that were cut or failed have nothing but their tiers.
     return all(
-        stats.would_hold_one(gain, MAX_ROUNDS, VAIN_ERRORS, CONFIDENCE_PER_LOOK)
+        stats.would_include_one(gain, MAX_ROUNDS, FUTILITY_ERRORS, CONFIDENCE_PER_LOOK)
         for gain in gains
     )
 
@@ -282,15 +283,15 @@ def loss_is_negligible(
     """Whether little would be lost by taking the best so far, should the other be better."""
     gains = ratios(runs, best, other)
     losses = [stats.expected_loss(gain, CONFIDENCE_PER_LOOK) for gain in gains]
-    return bool(losses) and gains[0].n >= MIN_ROUNDS and max(losses) < HARMLESS_LOSS
+    return bool(losses) and gains[0].n >= MIN_ROUNDS and max(losses) < NEGLIGIBLE_LOSS
 
 
 def is_clearly_worse(runs: Sequence[RaceRun], best: EngineLimits, other: EngineLimits) -> bool:
-    """Whether the other is worse by FAR_RATIO at least, or of a worse tier and incomparable.
+    """Whether the other is worse by CLEAR_RATIO, or of a worse tier and incomparable.
 
     By the interval, or in every single round if the tier was worse in every round as well.
     """
-    limit = 1 / (1 + FAR_RATIO)
+    limit = 1 / (1 + CLEAR_RATIO)
     gains = ratios(runs, best, other)
     if not gains or any(g.high is not None and g.high < limit for g in gains):
         return True
@@ -300,7 +301,7 @@ def is_clearly_worse(runs: Sequence[RaceRun], best: EngineLimits, other: EngineL
     )
 
 
-TOO_FEW = "the budget ended before three rounds could tell"
+TOO_FEW = "the budget ended before three rounds"
 
 
 class RaceVerdict(StrEnum):
@@ -315,9 +316,9 @@ class RaceDecision:
     """The race's outcome.
 
     `gain` is the ratio winner / present of `metric` (less is better) with its interval, None
-    when they are not comparable by value; `tied` are those that three rounds or more cannot
-    tell from the best. `is_thin` says that there were too few rounds to tell anything, and
-    `is_predicted` that no round was looked at.
+    when they are not comparable by value; `tied` are those that three rounds or more do not
+    separate from the best. `is_thin` marks a race of too few rounds, `is_predicted` a decision
+    without any.
     """
 
     verdict: RaceVerdict
@@ -333,12 +334,12 @@ class RaceDecision:
 
     @property
     def shown(self) -> EngineLimits:
-        """Whose gain is told: the one to change to, or the best there was to keep from."""
+        """The configuration whose gain is shown: the one to change to, or the best measured."""
         return self.winner if self.verdict is RaceVerdict.CHANGE else self.best
 
 
 def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLimits | None:
-    """Return who has the best middle round so far."""
+    """Return the configuration with the best middle round so far."""
     medians = []
     for limits in field:
         mine = by_round(runs, limits).values()
@@ -349,7 +350,7 @@ def _leader(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> EngineLim
 
 
 def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[EngineLimits]:
-    """Return who is not yet shown to be worse than the leader by more than matters.
+    """Return the configurations not yet shown to be worse than the leader beyond equivalence.
 
     Shapes: in the field's order.
     """
@@ -360,13 +361,13 @@ def survivors(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
         limits
         for limits in field
         if limits == best
-        or compare(runs, best, limits) >= 0
+        or compare_pair(runs, best, limits) >= 0
         or is_equivalent(runs, best, limits)
     ]
 
 
 def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[EngineLimits]:
-    """Return the survivors, and who is worse than the leader neither by far nor a look before.
+    """Return the survivors, and those worse than the leader neither clearly nor a look before.
 
     Shapes: in the field's order.
     """
@@ -378,7 +379,7 @@ def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
         for limits in field
         if limits in inside
         or best is None
-        or not (is_clearly_worse(runs, best, limits) or compare(before, best, limits) < 0)
+        or not (is_clearly_worse(runs, best, limits) or compare_pair(before, best, limits) < 0)
     ]
 
 
@@ -391,9 +392,9 @@ def next_run(
     """Return the round and the configuration to replay next, or None when all is decided.
 
     The order rotates from round to round. The present configuration stays in until it is
-    separated or shown to be equal, because the gain is measured against it; once it is out,
-    the others race on only while that is likely to tell them apart and worth it. A round that
-    another process left half done is run anew in this `attempt`.
+    separated or shown to be equivalent, because the gain is measured against it; once it is
+    out, the others race on until futility, equivalence or negligible loss. A round that another
+    process left half done is run anew in this `attempt`.
     """
     if len(field) < 2:
         return None
@@ -412,7 +413,7 @@ def next_run(
 def _missing(
     ran: Sequence[RaceRun], inside: Sequence[EngineLimits], attempt: str
 ) -> set[EngineLimits]:
-    """Return who has to run for one process to have made a whole round."""
+    """Return the configurations that must run for one process to have made a whole round."""
     by_attempt: dict[str, set[EngineLimits]] = {attempt: set()}
     for run in ran:
         by_attempt.setdefault(run.attempt, set()).add(run.limits)
@@ -424,7 +425,7 @@ def _missing(
 def _decided(
     runs: Sequence[RaceRun], inside: Sequence[EngineLimits], present: EngineLimits
 ) -> bool:
-    """Whether more rounds are unlikely to change the answer by more than matters."""
+    """Whether more rounds are unlikely to change the answer beyond equivalence."""
     best = _leader(runs, inside)
     if best is None or len(inside) == 1:
         return True
@@ -440,17 +441,17 @@ def _decided(
 
 
 def _is_near(runs: Sequence[RaceRun], limits: EngineLimits, best: EngineLimits) -> bool:
-    """Whether a configuration measured worse than the best by no more than matters."""
+    """Whether a configuration measured worse than the best by EQUIVALENCE_RATIO at most."""
     gains = ratios(runs, limits, best)
-    return bool(gains) and all(gain.value <= 1 + EQUAL_RATIO for gain in gains)
+    return bool(gains) and all(gain.value <= 1 + EQUIVALENCE_RATIO for gain in gains)
 
 
 def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits) -> str:
-    """Say whether the evidence shows a tie or is merely too thin."""
+    """Return whether the rounds show a tie or are too few, in words."""
     if _is_thin(runs, best, present):
         return TOO_FEW
     if is_equivalent(runs, best, present):
-        return f"the two differ by less than {EQUAL_RATIO:.0%}"
+        return f"the two differ by less than {EQUIVALENCE_RATIO:.0%}"
     return "the gain is within noise"
 
 
@@ -479,12 +480,12 @@ def decide(
     present: EngineLimits,
     forecasts: Forecasts = Forecasts(),
 ) -> RaceDecision:
-    """Name the winner and say whether the present configuration should go.
+    """Return the winner, and whether it should replace the present configuration.
 
     A tie goes to the smaller cap, then the smaller budget, among those that measured worse
-    than the best by no more than matters. A winner that is not separated from the present
-    configuration, or by less than matters, means: keep what you have. What the rounds alone
-    leave open is told where every one of them and the prediction agree on a large difference.
+    than the best by EQUIVALENCE_RATIO at most. Where the winner is not separated from the
+    present configuration, or is equivalent to it, the present one stays. What the rounds alone
+    leave open is decided where all of them and the prediction agree on a large difference.
     """
     inside = survivors(runs, field)
     best = _leader(runs, inside)
@@ -497,17 +498,17 @@ def decide(
         )
     tied = _tied(runs, inside, best, forecasts)
     if present in inside:
-        found = agreed(runs, best, present, forecasts)
-        if found is not None:
+        far_better = agreed(runs, best, present, forecasts)
+        if far_better is not None:
             why = f"all {rounds} rounds and the prediction agree"
             return RaceDecision(
-                RaceVerdict.CHANGE, best, best, tied, found[1], rounds, why, found[0]
+                RaceVerdict.CHANGE, best, best, tied, far_better[1], rounds, why, far_better[0]
             )
-        return _kept(runs, best, present, tied, rounds)
+        return _keep_present(runs, best, present, tied, rounds)
     better = [
         limits
         for limits in inside
-        if compare(runs, limits, present) < 0 and not is_equivalent(runs, limits, present)
+        if compare_pair(runs, limits, present) < 0 and not is_equivalent(runs, limits, present)
     ]
     winner = min(limits for limits in better if limits == best or _is_near(runs, limits, best))
     metric, change = gain(runs, winner, present) or ("", None)
@@ -515,14 +516,14 @@ def decide(
     return RaceDecision(RaceVerdict.CHANGE, winner, best, tied, change, rounds, why, metric)
 
 
-def _kept(
+def _keep_present(
     runs: Sequence[RaceRun],
     best: EngineLimits,
     present: EngineLimits,
     tied: tuple[EngineLimits, ...],
     rounds: int,
 ) -> RaceDecision:
-    """Keep the present configuration, and say what the best there was measured."""
+    """Return the decision to keep the present configuration, with what the best measured."""
     if best == present:
         is_thin = rounds < MIN_ROUNDS
         why = TOO_FEW if is_thin else "nothing that was tried is better"
@@ -542,7 +543,7 @@ def _tied(
     best: EngineLimits,
     forecasts: Forecasts,
 ) -> tuple[EngineLimits, ...]:
-    """Return the best and who raced with it long enough and cannot be told from it."""
+    """Return the best and those that raced with it long enough without being separated."""
     if all(_is_thin(runs, best, limits) for limits in inside if limits != best):
         inside = [best]
     return tuple(
@@ -559,17 +560,17 @@ def _tied(
 
 
 def decide_predicted(
-    seen: Sequence[Observation], present: EngineLimits, wrong_ratio: float
+    observations: Sequence[Observation], present: EngineLimits, wrong_ratio: float
 ) -> RaceDecision:
-    """Name the best of what was predicted; a gain within the prediction's error is none.
+    """Return the best of what was predicted; a gain within the prediction's error is none.
 
     Raises: NoFeasibleConfigError if nothing could be predicted.
     """
-    best = leader(seen, wrong_ratio)
-    baseline = next((o for o in seen if o.limits == present), None)
+    best = leader(observations, wrong_ratio)
+    baseline = next((o for o in observations if o.limits == present), None)
     if best is None:
         raise NoFeasibleConfigError(
-            "no configuration survived its shadow replay", "see trials.jsonl"
+            "no configuration survived its shadow replay", "see the causes in trials.jsonl"
         )
     if best.limits == present or baseline is None:
         why = "nothing that was tried is better"
@@ -577,8 +578,8 @@ def decide_predicted(
             RaceVerdict.KEEP, present, present, (present,), None, 0, why, is_predicted=True
         )
     metric, change = "", None
-    if (found := best.score.ratio_to(baseline.score)) is not None:
-        metric, value = found
+    if (compared := best.score.ratio_to(baseline.score)) is not None:
+        metric, value = compared
         change = Estimate(value, value * (1 - wrong_ratio), value * (1 + wrong_ratio), 1)
     is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
     if not is_better or best.score.tier is Tier.FAILED:

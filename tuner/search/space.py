@@ -1,8 +1,4 @@
-"""Which configurations a search may try at all.
-
-Holds the ladder of caps, the token budgets and the ceiling. In which order they are tried is
-decided in `search`.
-"""
+"""Which configurations a search may try: the ladder of caps, the token budgets, the ceiling."""
 
 from __future__ import annotations
 
@@ -34,10 +30,10 @@ class SearchSpace:
     ladder: tuple[int, ...]
     budgets: tuple[int, ...]
     ceiling: EngineLimits
-    least_budget: int = 1
+    min_budget: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a ladder that leads nowhere."""
+        """Refuse an empty ladder and caps below 1."""
         if not self.ladder or min(self.ladder) < 1:
             raise UsageError(
                 f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
@@ -47,7 +43,7 @@ class SearchSpace:
     @property
     def reference_budget(self) -> int:
         """Return the token budget at which the ladder is climbed: the present one."""
-        return max(self.present.max_num_batched_tokens, self.least_budget)
+        return max(self.present.max_num_batched_tokens, self.min_budget)
 
     def caps(self) -> list[int]:
         """Return the caps of the ladder and past it, ascending."""
@@ -58,33 +54,33 @@ class SearchSpace:
 
     def rungs(self) -> list[EngineLimits]:
         """Return the settings along the ladder at the present token budget."""
-        found = [self.at(cap, self.reference_budget) for cap in self.caps()]
-        return [limits for limits in found if limits.within(self.ceiling)]
+        settings = [self.at(cap, self.reference_budget) for cap in self.caps()]
+        return [limits for limits in settings if limits.within(self.ceiling)]
 
     def grid(self) -> list[EngineLimits]:
         """Return every setting: caps of the ladder and past it, times token budgets."""
         budgets = sorted({*self.budgets, self.reference_budget})
-        found = [self.at(cap, budget) for cap in self.caps() for budget in budgets]
-        return list(dict.fromkeys(f for f in found if f.within(self.ceiling)))
+        settings = [self.at(cap, budget) for cap in self.caps() for budget in budgets]
+        return list(dict.fromkeys(f for f in settings if f.within(self.ceiling)))
 
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""
-        return EngineLimits(seqs, max(budget, seqs, self.least_budget))
+        return EngineLimits(seqs, max(budget, seqs, self.min_budget))
 
 
-def token_budgets(useful_tokens: int, least: int) -> tuple[int, ...]:
+def token_budgets(useful_tokens: int, min_tokens: int) -> tuple[int, ...]:
     """Return the token budgets worth trying for a trace.
 
     Nothing above the first that holds useful_tokens can matter.
 
-    >>> token_budgets(3000, least=1)
+    >>> token_budgets(3000, min_tokens=1)
     (512, 1024, 2048, 4096)
     """
-    kept = [b for b in TOKEN_BUDGETS if b >= least]
-    for i, budget in enumerate(kept):
+    budgets = [b for b in TOKEN_BUDGETS if b >= min_tokens]
+    for i, budget in enumerate(budgets):
         if budget >= useful_tokens:
-            return tuple(kept[: i + 1])
-    return tuple(kept) or (least,)
+            return tuple(budgets[: i + 1])
+    return tuple(budgets) or (min_tokens,)
 
 
 def search_space(
@@ -96,13 +92,13 @@ def search_space(
     token budget that could matter: what is due within the busiest second, or the longest
     prompt, several times over.
     """
-    least = 1 if facts.chunks_prefill else facts.max_model_len
+    min_tokens = 1 if facts.chunks_prefill else facts.max_model_len
     peak = busiest(trace, 1.0).of(trace)
     useful = 4 * max(int(peak.prompt_tokens.sum()), int(trace.prompt_tokens.max()))
-    budgets = token_budgets(useful, least)
+    budgets = token_budgets(useful, min_tokens)
     top = max(ladder, default=1) * PAST_LADDER
     ceiling = EngineLimits(
         max(present.max_num_seqs, top),
-        max(present.max_num_batched_tokens, *budgets, top, least),
+        max(present.max_num_batched_tokens, *budgets, top, min_tokens),
     )
-    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, least)
+    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, min_tokens)

@@ -1,7 +1,7 @@
-"""What the search remembers of a replay, what it asks for next, and who leads.
+"""What is kept of a replay: an observation for the search, a record for the disk.
 
-A replay is reduced to its score and to whether a limit ever bound. Which configuration to
-measure next is decided in `search`.
+A replay is reduced to its score and to whether a limit ever bound; records of one
+configuration are paired by round, and predicted ones are compared with live ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tuner.search.objective import RATE_TIE_RATIO, Score, Tier
 
 # What a shadow is compared with live on: the metrics that rank configurations.
 COMPARED = ("requests_per_s", "tpot_p50", "e2e_p50")
-# Single replays differ by a few percent on a quiet machine; closer ones tie here and are
-# told apart, if at all, by the race: ours.
+# Single replays differ by a few percent on a quiet machine; closer ones tie here, and only the
+# race may separate them: ours.
 TIE_RATIO = 0.03
 # A cap that exceeds the most ever running by a quarter cannot have bound: ours, the margin
 # covers run-to-run variation of the peak.
@@ -56,11 +56,11 @@ _SEARCH = frozenset({Phase.PRESENT, Phase.LADDER, Phase.EXTEND, Phase.REFINE, Ph
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one replay said about a configuration, reduced to what the search needs.
+    """What one replay measured of a configuration, reduced to what the search needs.
 
-    `peak_running` and `peak_step_tokens` tell whether a limit ever bound; a replay that failed
-    says nothing about that. One that was cut short does: where a limit had not bound until
-    then, a larger one would have come to the same place.
+    `peak_running` and `peak_step_tokens` show whether a limit ever bound; those of a replay
+    that failed show nothing. Those of one that was cut short do: where a limit had not bound
+    until then, a larger one would have come to the same place.
     """
 
     number: int
@@ -85,8 +85,8 @@ class Observation:
     @property
     def cap_never_bound(self) -> bool:
         """Whether any higher cap would have led to the same batches."""
-        was_seen = self.score.tier is not Tier.FAILED and self.peak_running > 0
-        return was_seen and not self.cap_bound and self.has_room(self.limits.max_num_seqs)
+        was_measured = self.score.tier is not Tier.FAILED and self.peak_running > 0
+        return was_measured and not self.cap_bound and self.has_room(self.limits.max_num_seqs)
 
     def has_room(self, cap: int) -> bool:
         """Whether a cap is beyond what ran at once: in the shadow exactly, live by a margin."""
@@ -96,8 +96,8 @@ class Observation:
     @property
     def budget_never_bound(self) -> bool:
         """Whether any higher token budget would have led to the same batches."""
-        was_seen = self.score.tier is not Tier.FAILED and self.peak_step_tokens > 0
-        return was_seen and self.peak_step_tokens < self.limits.max_num_batched_tokens
+        was_measured = self.score.tier is not Tier.FAILED and self.peak_step_tokens > 0
+        return was_measured and self.peak_step_tokens < self.limits.max_num_batched_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,15 @@ class Proposal:
     phase: Phase
 
 
-def leader(seen: Sequence[Observation], rate_tie: float = RATE_TIE_RATIO) -> Observation | None:
+def leader(
+    observations: Sequence[Observation], rate_tie: float = RATE_TIE_RATIO
+) -> Observation | None:
     """Return the best observation; among ties the smallest limits.
 
     Of settings that all do not sustain the load those within `rate_tie` of the best rate are
     told apart by their tails.
     """
-    whole = [o for o in seen if o.is_whole]
+    whole = [o for o in observations if o.is_whole]
     if not whole:
         return None
     best = min(whole, key=lambda o: o.score.order)
@@ -153,7 +155,7 @@ def record_of(
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "tier": str(score.tier),
-        "value": _known(score.value),
+        "value": _finite(score.value),
         "metric": score.metric,
         "others": {name: value for name, value in score.others if math.isfinite(value)},
         # Without end where a bound falls on a lost request, which JSON has no number for.
@@ -164,7 +166,7 @@ def record_of(
     }
 
 
-def _known(value: float | None) -> float | None:
+def _finite(value: float | None) -> float | None:
     """Return a number as JSON can hold it: nothing for one without end."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -174,7 +176,7 @@ def _used(value: object) -> float | None:
 
 
 def observation_of(record: Mapping[str, Any]) -> Observation:
-    """Return a record as the search sees it."""
+    """Return a record reduced to what the search needs."""
     measured = record["measurement"] or {}
     value = record["value"]
     step = measured.get("decode_step_s") or {}
@@ -236,7 +238,7 @@ def decisive(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def ranked(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the records that can be ranked with each other over the whole space.
 
-    The live search's where there was one, else what the shadow foretold last.
+    The live search's where there was one, else what the shadow predicted last.
     """
     live = [r for r in records if Phase(r["phase"]).is_search]
     if live:
@@ -255,32 +257,32 @@ def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:
     """Return a metric such as `e2e_p99` or `requests_per_s` of a recorded measurement."""
     name, _, statistic = metric.rpartition("_")
     spread = measurement.get(f"{name}_s")
-    found = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
-    return float(found) if isinstance(found, int | float) else None
+    value = spread.get(statistic) if isinstance(spread, dict) else measurement.get(metric)
+    return float(value) if isinstance(value, int | float) else None
 
 
-def beside(
+def measured_and_predicted(
     live: Sequence[Mapping[str, Any]],
     shadow: Mapping[str, Any],
     metrics: Sequence[str] = COMPARED,
 ) -> dict[str, tuple[float, float]]:
-    """Return each metric's median over live replays of the same, and what was foretold."""
-    found = {}
+    """Return each metric's median over live replays of the same, and its prediction."""
+    compared = {}
     for metric in metrics:
         measured = [value for m in live if (value := read_metric(m, metric))]
         predicted = read_metric(shadow, metric)
         if measured and predicted:
-            found[metric] = median(measured), predicted
-    return found
+            compared[metric] = median(measured), predicted
+    return compared
 
 
-def apart(
+def relative_errors(
     live: Sequence[Mapping[str, Any]],
     shadow: Mapping[str, Any],
     metrics: Sequence[str] = COMPARED,
 ) -> dict[str, float]:
-    """Return by how much a shadow's metrics differ from the live ones, relative and signed."""
-    pairs = beside(live, shadow, metrics)
+    """Return how far a shadow's metrics are from the live ones, relative and signed."""
+    pairs = measured_and_predicted(live, shadow, metrics)
     return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
 
 

@@ -113,10 +113,10 @@ def in_flight_shares(due_s: Floats, e2e_s: Floats) -> InFlightShares:
         times_s, levels = _merged(chunk, ends_s[ended:upto], level)
         # Between the last event here and the next chunk's first arrival the level stays.
         gaps_s = np.diff(np.append(times_s, until_s))
-        found = np.bincount(np.maximum(levels, 0), weights=gaps_s)
-        size = max(len(found), len(spent_s))
+        spent = np.bincount(np.maximum(levels, 0), weights=gaps_s)
+        size = max(len(spent), len(spent_s))
         spent_s = np.pad(spent_s, (0, size - len(spent_s)))
-        spent_s[: len(found)] += found
+        spent_s[: len(spent)] += spent
         peak, level, ended = max(peak, int(levels.max())), int(levels[-1]), upto
         first = beyond
     return InFlightShares(spent_s, peak)

@@ -1,7 +1,7 @@
-"""What a trace asks of a server, before anything is started.
+"""What a trace asks of a server, before anything is started, and why it may mislead.
 
-Answers how much, how bursty, how long, how much reuse and how many at once, and warns where
-the recording itself would mislead. Printing and choosing what to replay is left to callers.
+Answers how much, how bursty, how long, how much prefix reuse and how many at once; each warning
+is a reason to doubt these numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
 
 _MANY_ABORTED = 0.01
-"""Ours: the share past which a p99 of all answers may hang on lengths that nobody recorded."""
+"""Ours: the share past which a p99 of all answers may hang on unrecorded lengths."""
 
 _SILENCE_S = 30.0
 _SILENCE_GAPS = 20.0
@@ -51,7 +51,7 @@ def warnings_of(
     trace: Trace, *, peak_in_flight: int, recorded_ratio: float, largest_cap: int
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
-    found = [
+    warnings = [
         _sampled_warning(trace),
         _closed_warning(trace),
         _aborted_warning(trace),
@@ -63,7 +63,7 @@ def warnings_of(
         _latency_warning(recorded_ratio),
         _demand_warning(peak_in_flight, largest_cap),
     ]
-    return tuple(warning for warning in found if warning is not None)
+    return tuple(warning for warning in warnings if warning is not None)
 
 
 def _sampled_warning(trace: Trace) -> TraceWarning | None:
@@ -212,7 +212,7 @@ class TraceDescription:
     rate_per_s is requests over duration; peak_1s and peak_60s count requests in the busiest
     second and minute of a grid that starts at the first; prefix_reuse_ratio is the share of
     prompt tokens that an unbounded cache, cold at the start, would already hold.
-    None where the trace cannot tell.
+    None where the trace does not show it.
     """
 
     source: str
@@ -320,7 +320,7 @@ def reused_tokens(hashes: HashIds, prompt_tokens: Ints) -> Ints:
 
 
 def hits_differ(found_ratio: float, expected_ratio: float) -> bool:
-    """Say whether one share of prefix hits makes another load of a trace than the other.
+    """Return whether one share of prefix hits makes another load of a trace than the other.
 
     What is left to compute is compared: from 90 to 80 % hits it doubles, from 20 to 15 % it
     grows by a sixteenth.

@@ -1,7 +1,7 @@
 """Prefix hash ids of a whole trace as two flat columns.
 
 Answers which blocks a request's prompt consists of, and how much of it an unbounded prefix
-cache would already hold. Which tokens an id stands for is the business of `prompts`.
+cache would already hold.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def offsets_of(counts: npt.NDArray[np.integer]) -> Ints:
 
 
 def counts_fit(counts: Ints, prompt_tokens: Ints, block_size: int) -> Bools:
-    """Say for each row whether its ids round the prompt's blocks down or up, or are absent."""
+    """Return by row whether ids round the prompt's blocks down or up, or are absent."""
     floor = prompt_tokens // block_size
     extra = counts - floor
     is_whole = prompt_tokens % block_size == 0
@@ -138,7 +138,7 @@ def counts_fit(counts: Ints, prompt_tokens: Ints, block_size: int) -> Bools:
 
 
 def misfit_reason(count: int, prompt_tokens: int, block_size: int) -> str:
-    """Say what number of ids was expected, and what we got."""
+    """Return what number of ids was expected, and what we got."""
     floor, ceil = prompt_tokens // block_size, -(-prompt_tokens // block_size)
     expected = str(floor) if floor == ceil else f"{floor} or {ceil}"
     return (

@@ -1,7 +1,8 @@
-"""Several recordings into one: files of one data set, sessions side by side, two workloads.
+"""Traces made of traces: merged, spread within a coarse clock, thinned to a replica, scaled.
 
-Answers when each of them starts on the common clock, and keeps apart what must not mix: hash
-ids of different scope, and who waits for whom.
+Answers when each of several recordings starts on a common clock, how the ticks of a quantised
+clock become instants, which requests reach one replica of many, and what more or less load of
+the same kind is. Hash ids of different scope, and the turns of sessions, stay apart throughout.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
 
 
 def have_one_clock(traces: Sequence[Trace]) -> bool:
-    """Say whether the traces' own clocks tell when each of them starts."""
+    """Return whether the traces' own clocks tell when each of them starts."""
     origins = {trace.origin for trace in traces}
     return len(origins) == 1 and ClockOrigin.OWN not in origins
 
@@ -200,7 +201,7 @@ def clock_tick_s(due_s: Floats) -> float | None:
 def spread(trace: Trace, seed: int) -> Trace:
     """Return the trace with every request moved by less than a tick of its clock, at random.
 
-    Recorded latencies and who waits for whom stay. The choice is remarked on.
+    Recorded latencies and turns stay. The choice is remarked on.
 
     Raises: TraceError if the clock is not quantised.
     """
@@ -212,14 +213,14 @@ def spread(trace: Trace, seed: int) -> Trace:
         )
     moved_s = trace.due_s + np.random.default_rng(seed).uniform(0.0, tick_s, len(trace))
     order = np.argsort(moved_s, kind="stable")
-    told = f"arrivals were spread over the clock's ticks of {tick_s:.3g} s, seed {seed}"
+    message = f"arrivals were spread over the clock's ticks of {tick_s:.3g} s, seed {seed}"
     spread_out = trace.slice_rows(order)
     due_s = moved_s[order]
     return replace(
         spread_out,
         due_s=due_s - due_s[0],
         zero_s=trace.zero_s + float(due_s[0]),
-        notes=trace.notes.with_remark(told),
+        notes=trace.notes.with_remark(message),
     )
 
 
@@ -267,9 +268,9 @@ def thin(
             f"{trace.source}: none of {len(trace)} requests reaches replica {replica}",
             "choose fewer replicas",
         )
-    told = f"thinned to replica {replica} of {replicas} behind a {router} router"
+    message = f"thinned to replica {replica} of {replicas} behind a {router} router"
     reason = "sent to other replicas"
-    notes = trace.notes.with_remark(told).with_dropped(reason, len(trace) - rows.size)
+    notes = trace.notes.with_remark(message).with_dropped(reason, len(trace) - rows.size)
     return replace(trace.slice_rows(rows), notes=notes)
 
 
@@ -382,19 +383,19 @@ def at_load(trace: Trace, load: float) -> Trace:
         return replace(trace, concurrency=flow, load=trace.load * load)
     sessions = sessions_of(trace)
     whole = math.floor(load)
-    kept = [np.arange(len(trace))] * whole
+    parts = [np.arange(len(trace))] * whole
     part = _some_of(sessions, load - whole)
     if part.size or not whole:
-        kept.append(part)
-    copies = [_shifted(trace, rows, place, len(kept)) for place, rows in enumerate(kept)]
-    return _joined(trace, sessions, kept, copies, load)
+        parts.append(part)
+    copies = [_shifted(trace, rows, place, len(parts)) for place, rows in enumerate(parts)]
+    return _joined(trace, sessions, parts, copies, load)
 
 
 def sessions_of(trace: Trace) -> Ints:
     """Return for each request the first one of its session.
 
-    By the turns that the trace knows. Without any, who goes on from the whole of another's
-    prompt belongs to it, if nobody else had that prompt.
+    By the trace's turns. Without any, a request that goes on from the whole of another's prompt
+    belongs to it, if no third one had that prompt.
 
     Shapes: [n], row numbers.
     """
@@ -453,11 +454,11 @@ def _shifted(trace: Trace, rows: Ints, place: int, copies: int) -> Floats:
 
 
 def _joined(
-    trace: Trace, sessions: Ints, kept: Sequence[Ints], copies: Sequence[Floats], load: float
+    trace: Trace, sessions: Ints, parts: Sequence[Ints], copies: Sequence[Floats], load: float
 ) -> Trace:
     """Return all copies as one trace in due order."""
-    rows, due_s = np.concatenate(kept), np.concatenate(copies)
-    number = np.repeat(np.arange(len(kept)), [part.size for part in kept])
+    rows, due_s = np.concatenate(parts), np.concatenate(copies)
+    number = np.repeat(np.arange(len(parts)), [part.size for part in parts])
     order = np.argsort(due_s, kind="stable")
     rows, due_s, number = rows[order], due_s[order], number[order]
     return replace(
@@ -478,7 +479,7 @@ def _joined(
 def _turns_of_copies(
     turns: Turns | None, rows: Ints, number: Ints, due_s: Floats
 ) -> Turns | None:
-    """Return who waits for whom within each copy; who now comes first waits for nobody."""
+    """Return the turns within each copy; the request that now comes first waits for none."""
     if turns is None:
         return None
     place = np.full((int(number.max()) + 1, len(turns)), -1, dtype=np.int64)

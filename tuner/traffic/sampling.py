@@ -1,7 +1,6 @@
 """Seeded draws of requests where only counts, histograms or numbers in flight were recorded.
 
-Answers which instants and lengths agree with such aggregates; where these come from, and what
-is said of them, is left to the callers. Nothing here is a recording.
+Answers which instants and lengths agree with such aggregates. Nothing here is a recording.
 """
 
 from __future__ import annotations

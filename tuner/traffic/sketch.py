@@ -1,8 +1,8 @@
-"""A trace in a few dozen kilobytes: what a later look at other traffic has to know of it.
+"""A trace in a few dozen kilobytes: what a later comparison with other traffic needs of it.
 
 Time is cut into about a hundred blocks, and each keeps its counts, lengths, bursts, prefix
 reuse and requests in flight. Blocks and not requests, because requests that come together are
-alike: a comparison resamples blocks. Comparing is left to `drift`, the file to `sketch_file`.
+alike: a comparison resamples blocks. A sketch is kept as a file beside the run's profile.
 
 Tried and given up: moments and quantiles of the whole trace. They are smaller, but say nothing
 of how much they would differ from one hour to the next by chance.
@@ -137,7 +137,7 @@ class TrafficSketch:
     """What is kept of a trace; equal stretches of time, the last part of one left out.
 
     `resolution_s` is the time within which arrivals were drawn at random because only their
-    count was recorded: 0 for a recording, inf where nobody knows. `held` has by lookback the
+    count was recorded: 0 for a recording, inf where unknown. `held` has by lookback the
     prompt tokens whose prefix came within so many seconds before, for a sampled trace the same
     for all: how soon a drawn prefix comes again is a guess. None without hash ids.
 
@@ -205,8 +205,8 @@ def sketch_of(trace: Trace, resolution_s: float | None = None) -> TrafficSketch:
 
 
 def _summed(place: Ints, values: Ints | None, blocks: int) -> Ints:
-    found = np.bincount(place, weights=values, minlength=blocks + 1)[:blocks]
-    return np.rint(found).astype(np.int64)
+    sums = np.bincount(place, weights=values, minlength=blocks + 1)[:blocks]
+    return np.rint(sums).astype(np.int64)
 
 
 def _histogram(place: Ints, tokens: Ints, blocks: int) -> Ints:
@@ -292,7 +292,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     duration_s: float
     is_closed: bool
     sampled_from: str
-    # JSON knows no infinity: null where nobody knows.
+    # JSON has no infinity: null where it is unknown.
     resolution_s: float | None
     block_s: float
     counts: list[int]
@@ -315,10 +315,10 @@ def read_sketch(path: Path) -> TrafficSketch:
     """Return the sketch of a file. Raises: UsageError if it cannot be read or is damaged."""
     hint = "name the traffic that the run was tuned for with --baseline-trace"
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
-        if found.schema != SCHEMA:
-            raise UsageError(f"{path}: schema must be {SCHEMA}, got {found.schema}", hint)
-        return _from_file(found)
+        content = msgspec.json.decode(path.read_bytes(), type=_File)
+        if content.schema != SCHEMA:
+            raise UsageError(f"{path}: schema must be {SCHEMA}, got {content.schema}", hint)
+        return _from_file(content)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
     except (msgspec.MsgspecError, ValueError) as error:
@@ -357,54 +357,54 @@ def _in_file(sketch: TrafficSketch) -> _File:
     )
 
 
-def _from_file(found: _File) -> TrafficSketch:
+def _from_file(content: _File) -> TrafficSketch:
     """Return the sketch. Raises: ValueError if a column is not as long as the others."""
-    blocks = len(found.counts)
+    blocks = len(content.counts)
 
     def column(name: str, values: list[int]) -> Ints:
         return _checked(name, np.array(values, dtype=np.int64), blocks)
 
     return TrafficSketch(
-        source=found.source,
-        sha256=found.sha256,
-        requests=found.requests,
-        duration_s=found.duration_s,
-        is_closed=found.is_closed,
-        sampled_from=found.sampled_from,
-        resolution_s=np.inf if found.resolution_s is None else found.resolution_s,
-        block_s=found.block_s,
-        counts=column("counts", found.counts),
-        prompt_sum=column("prompt_sum", found.prompt_sum),
-        output_sum=column("output_sum", found.output_sum),
-        prompt=_read_table("prompt", found.prompt, blocks, len(EDGES)),
-        output=_read_table("output", found.output, blocks, len(EDGES)),
-        in_flight=_read_table("in_flight", found.in_flight, blocks, len(LEVEL_EDGES)),
+        source=content.source,
+        sha256=content.sha256,
+        requests=content.requests,
+        duration_s=content.duration_s,
+        is_closed=content.is_closed,
+        sampled_from=content.sampled_from,
+        resolution_s=np.inf if content.resolution_s is None else content.resolution_s,
+        block_s=content.block_s,
+        counts=column("counts", content.counts),
+        prompt_sum=column("prompt_sum", content.prompt_sum),
+        output_sum=column("output_sum", content.output_sum),
+        prompt=_read_table("prompt", content.prompt, blocks, len(EDGES)),
+        output=_read_table("output", content.output, blocks, len(EDGES)),
+        in_flight=_read_table("in_flight", content.in_flight, blocks, len(LEVEL_EDGES)),
         bursts={
-            float(scale): _read_bursts(kept, blocks) for scale, kept in found.bursts.items()
+            float(scale): _read_bursts(kept, blocks) for scale, kept in content.bursts.items()
         },
         held=None
-        if found.held is None
-        else {float(lookback): column("held", kept) for lookback, kept in found.held.items()},
+        if content.held is None
+        else {float(lookback): column("held", kept) for lookback, kept in content.held.items()},
     )
 
 
-def _read_bursts(kept: _Bursts, blocks: int) -> Bursts:
-    parts = (kept.windows, kept.requests, kept.variance)
+def _read_bursts(stored: _Bursts, blocks: int) -> Bursts:
+    parts = (stored.windows, stored.requests, stored.variance)
     windows, requests, variance = (_floats(part, blocks) for part in parts)
     return Bursts(windows, requests, variance)
 
 
 def _floats(values: list[int] | list[float], blocks: int) -> Floats:
-    found = np.array(values, dtype=np.float64)
-    if found.shape != (blocks,) or found.min(initial=0.0) < 0:
+    floats = np.array(values, dtype=np.float64)
+    if floats.shape != (blocks,) or floats.min(initial=0.0) < 0:
         raise ValueError(f"bursts must hold {blocks} blocks of 0 or more")
-    return found
+    return floats
 
 
-def _checked(name: str, found: Ints, blocks: int) -> Ints:
-    if found.shape != (blocks,) or found.min(initial=0) < 0:
-        raise ValueError(f"{name} must hold {blocks} blocks of 0 or more, got {found.size}")
-    return found
+def _checked(name: str, counts: Ints, blocks: int) -> Ints:
+    if counts.shape != (blocks,) or counts.min(initial=0) < 0:
+        raise ValueError(f"{name} must hold {blocks} blocks of 0 or more, got {counts.size}")
+    return counts
 
 
 def _rows(table: Ints) -> list[_Row]:

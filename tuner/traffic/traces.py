@@ -1,8 +1,7 @@
-"""Recorded traffic as columns: when each request was due and how long it was.
+"""Recorded traffic as columns: when each request was due, how long it was, what it awaits.
 
-Answers what was asked of the server, and cuts, scales and limits it. Reading files is the
-business of `formats`, describing of `describe`, choosing a window of `windows`, and turning
-lengths into token ids of `prompts`.
+A trace can be cut, scaled and limited, each time into a new one; its notes count what reading
+it sorted, dropped or clipped.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """For each request the row whose answer it waits for, and for how long after it.
+    """For each request the row whose answer it awaits, and the pause after that answer.
 
-    `after` is -1 for a request that waits for nobody: the first of a session, or one whose
+    `after` is -1 for a request that awaits none: the first of a session, or one whose
     predecessor is not part of the trace. A request never waits for itself, nor in a circle.
 
     Shapes: both [n].
@@ -124,7 +123,7 @@ class Turns:
         >>> shorter.after.tolist(), shorter.pause_s.tolist()
         ([1, -1], [5.0, 0.0])
         """
-        # The last place stands for nobody: -1 as an index.
+        # The last place stands for none: -1 as an index.
         place = np.full(len(self) + 1, -1, dtype=np.int64)
         place[rows] = np.arange(len(rows))
         after, pause_s = self.after[rows], self.pause_s[rows]
@@ -180,7 +179,7 @@ class ZeroOutput(StrEnum):
 class Aborted(StrEnum):
     """What becomes of a recorded answer that was cut short because its client left.
 
-    What is recorded of it is what was served, which is less than what was asked for.
+    What is recorded of it is what was served, which is less than what was requested.
     """
 
     DRAW = "draw"
@@ -215,8 +214,8 @@ class Trace:
     """Recorded traffic in columns, in due order, with the identity of the file it came from.
 
     Columns because public traces reach 27 million rows. They are read-only: every method that
-    changes something returns a new Trace. `turns` says who waits for whose answer, where the
-    recording tells; `concurrency` is set for a recording of requests in flight in place of
+    changes something returns a new Trace. `turns` says which answer a request awaits, where the
+    recording has it; `concurrency` is set for a recording of requests in flight in place of
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
     block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
@@ -340,7 +339,7 @@ class Trace:
         return in_flight_steps(self.due_s[known], self.e2e_s[known])
 
     def too_long(self, max_model_len: int) -> Bools:
-        """Say for each request whether prompt and output together exceed max_model_len."""
+        """Return by request whether prompt and output together exceed max_model_len."""
         over: Bools = self.prompt_tokens + self.output_tokens > max_model_len
         return over
 

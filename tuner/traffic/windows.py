@@ -68,7 +68,7 @@ class Window:
         return trace.between(self.start_s, self.end_s)
 
     def overlaps(self, other: Window) -> bool:
-        """Say whether an instant belongs to both."""
+        """Return whether an instant belongs to both."""
         return self.start_s < other.end_s and other.start_s < self.end_s
 
 

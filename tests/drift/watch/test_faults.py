@@ -31,7 +31,7 @@ from tuner.drift.watch.state import RolloutRecord, StateDir, WatchState
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
 from tuner.errors import UsageError
-from tuner.files import Held
+from tuner.files import ExpectedText
 
 RESTLESS = """
 import sys
@@ -74,7 +74,7 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_file_and_is_taken_up(
         assert world.words == ""
         assert read_emitted(world.path).limits in (FOUR, EIGHT)
         world.rounds(UNCHANGED)
-        state = world.watcher.book.state
+        state = world.watcher.store.state
         assert state.handover is None
         assert state.counts.changes >= changes
         assert state.present == world.watcher.present
@@ -103,7 +103,7 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
 class DyingPublisher(Publisher):
     """Does not live to write the file."""
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, held: ExpectedText) -> None:
         """End the process."""
         raise KilledError(text.text, held)
 
@@ -111,15 +111,15 @@ class DyingPublisher(Publisher):
 def test_a_change_that_was_decided_but_not_written_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)
     with a_world(tmp_path) as world:
-        handing = world.watcher.handing
-        handing.publisher = DyingPublisher(
-            world.path, Format.VLLM, handing.publisher.profile, {}
+        rollout = world.watcher.rollout
+        rollout.publisher = DyingPublisher(
+            world.path, Format.VLLM, rollout.publisher.profile, {}
         )
         with pytest.raises(KilledError):
             world.lasts(pays())
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
-        assert "was decided and not written: it is dropped" in world.words
+        assert "was decided but not written: it is dropped" in world.words
         assert world.hook.seen == []
         assert world.path.read_text() == SERVED
 
@@ -141,7 +141,7 @@ def test_a_way_back_that_was_decided_is_taken_even_after_a_kill(tmp_path: Path) 
     with a_world(tmp_path) as world:
         world.rounds(UNCHANGED)
         assert world.hook.seen == [("rollback", SERVED)]
-        assert world.watcher.book.state.memory.barred == (EIGHT,)
+        assert world.watcher.store.state.memory.barred == (EIGHT,)
 
 
 def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_a_hook_that_fails_runs_again_before_anything_else(tmp_path: Path) -> No
         found = world.lasts(pays())
         assert found[-1].startswith("the hook ended with exit code 3: done; ")
         assert "written but not handed over, try 1" in found[-1]
-        assert world.watcher.book.state.counts.changes == 0
+        assert world.watcher.store.state.counts.changes == 0
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert [event for event, _ in world.hook.seen] == ["change"] * 2
-        assert world.watcher.book.state.counts.changes == 1
+        assert world.watcher.store.state.counts.changes == 1
 
 
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_to
         assert world.clock.waits_s[:3] == [2.0, 8.0, 30.0]
         world.script.outages.extend(["it is down"] * 4)
         assert world.watcher.round() is not None
-        last = world.watcher.book.state.last
-        assert (last.error, world.watcher.book.state.counts.errors) == ("it is down", 1)
+        last = world.watcher.store.state.last
+        assert (last.error, world.watcher.store.state.counts.errors) == ("it is down", 1)
         assert world.path.read_text() == SERVED
         # It neither confirmed nor refuted.
         world.script.outages.clear()

@@ -1,4 +1,4 @@
-"""The guard takes a file back when the server does worse than the old one was foretold to."""
+"""The guard takes a file back when the server does worse than the old one was predicted to."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tuner.drift.watch.guard import (
     RATE,
     TAIL,
     Guard,
-    Guarded,
-    Judged,
-    Look,
+    GuardDecision,
+    GuardSample,
+    GuardVerdict,
     bias_of,
     compared,
 )
@@ -51,7 +51,7 @@ OVERLOADED = measure([replay_toy(REQUESTS, EngineLimits(1, 2048))])
 
 
 def served(like: Measurement, times: float = 1.0, requests: int = 400, **more: object) -> Live:
-    """Return a server that answers as foretold, but for its latencies so many times as long."""
+    """Return a server that answers as predicted, with latencies so many times as long."""
     log = next(log for limits, log in LOGS.items() if FORETOLD[limits] is like)
     took_s = log.timelines.e2e_s
     e2e_s = took_s[np.arange(requests) * took_s.size // requests] * times
@@ -67,7 +67,7 @@ def answering(e2e_s: Floats, lasting_s: float, **more: object) -> Live:
     return Live(**{"lasting_s": lasting_s, **seen, **values})
 
 
-def judged(live: Live, old: Measurement, new: Measurement, *, before: Live) -> Judged:
+def judged(live: Live, old: Measurement, new: Measurement, *, before: Live) -> GuardDecision:
     """Return what is made of a server that did like this before the change and does so now."""
     bias = bias_of(before, old, FOUR, WRONG_RATIO)
     assert bias.why_not == ""
@@ -82,19 +82,19 @@ def test_the_toy_is_slower_at_a_cap_of_two_and_overloaded_at_one() -> None:
 
 
 def mean_s(measured: Measurement) -> float:
-    """Return a foretold mean."""
+    """Return a predicted mean."""
     found = measured.latency("e2e_s", "mean")
     assert found is not None
     return found
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.97, 1.03), st.integers(MIN_REQUESTS, 5000))
-def test_what_is_no_slower_than_foretold_is_never_held_against_it(
+def test_what_is_no_slower_than_predicted_is_never_held_against_it(
     times: float, before: float, requests: int
 ) -> None:
     live = served(SLOW, times * before, requests)
     found = judged(live, SLOW, SLOW, before=served(SLOW, before, requests))
-    assert found.found is Guarded.AGREES
+    assert found.verdict is GuardVerdict.AGREES
 
 
 @given(st.floats(2.0, 50.0), st.floats(0.97, 1.03), st.integers(MIN_REQUESTS, 5000))
@@ -103,7 +103,7 @@ def test_what_is_twice_as_slow_as_the_old_one_never_passes(
 ) -> None:
     live = served(FAST, times * before, requests)
     found = judged(live, FAST, FAST, before=served(FAST, before, requests))
-    assert found.found is Guarded.WORSE
+    assert found.verdict is GuardVerdict.WORSE
     assert "on the same" in found.why
 
 
@@ -113,25 +113,25 @@ def test_means_see_what_stays_within_the_buckets_of_the_tail() -> None:
     assert compared(slow, FAST, FAST, WRONG_RATIO, {}).why.startswith("e2e_mean is ")
     # Without a sum in the metrics only the tail is left, of which the bucket alone is certain.
     found = compared(replace(slow, mean_e2e=None), FAST, FAST, WRONG_RATIO, {})
-    assert found.found is Guarded.AGREES
+    assert found.verdict is GuardVerdict.AGREES
     assert "e2e_mean" not in found.why
     far = served(FAST, 20.0, bounds_s=wide, mean_e2e=None)
     found = compared(far, FAST, FAST, WRONG_RATIO, {})
-    assert found.found is Guarded.WORSE
+    assert found.verdict is GuardVerdict.WORSE
     assert found.why.startswith("e2e_p95 is ")
 
 
-def test_fewer_finished_requests_than_foretold_are_worse() -> None:
+def test_fewer_finished_requests_than_predicted_are_worse() -> None:
     live = replace(served(FAST), lasting_s=400 / (0.6 * FAST.requests_per_s))
     found = compared(live, FAST, FAST, WRONG_RATIO, {})
-    assert found.found is Guarded.WORSE
-    assert "requests/s finish, foretold were" in found.why
+    assert found.verdict is GuardVerdict.WORSE
+    assert "requests/s finish, predicted were" in found.why
 
 
 def test_what_the_new_one_gives_up_on_purpose_is_not_held_against_it() -> None:
     live = served(SLOW)
-    assert compared(live, FAST, SLOW, WRONG_RATIO, {}).found is Guarded.AGREES
-    assert compared(live, FAST, FAST, WRONG_RATIO, {}).found is Guarded.WORSE
+    assert compared(live, FAST, SLOW, WRONG_RATIO, {}).verdict is GuardVerdict.AGREES
+    assert compared(live, FAST, FAST, WRONG_RATIO, {}).verdict is GuardVerdict.WORSE
 
 
 def test_how_far_the_old_one_was_from_its_prediction_is_allowed_for_in_both_directions() -> (
@@ -145,8 +145,8 @@ def test_how_far_the_old_one_was_from_its_prediction_is_allowed_for_in_both_dire
     assert slower.times[RATE].value == pytest.approx(1.0)
     # The same live server is fine after a slow past and bad after a fast one.
     live = served(FAST, 1.35)
-    assert compared(live, FAST, FAST, wrong_ratio, slower.times).found is Guarded.AGREES
-    assert compared(live, FAST, FAST, wrong_ratio, faster.times).found is Guarded.WORSE
+    assert compared(live, FAST, FAST, wrong_ratio, slower.times).verdict is GuardVerdict.AGREES
+    assert compared(live, FAST, FAST, wrong_ratio, faster.times).verdict is GuardVerdict.WORSE
 
 
 @pytest.mark.parametrize("times", [3.0, 1 / 3])
@@ -159,7 +159,7 @@ def test_a_prediction_that_is_off_by_more_than_its_error_judges_nothing(times: f
     )
     assert "tune calibrate" in bias.why_not
     slow = replace(served(FAST), lasting_s=400 * times / FAST.requests_per_s)
-    assert "requests/s finished, foretold were" in bias_of(slow, FAST, FOUR, 0.2).why_not
+    assert "requests/s finished, predicted were" in bias_of(slow, FAST, FOUR, 0.2).why_not
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -180,22 +180,24 @@ def test_a_quantile_is_interpolated_and_its_interval_holds_what_the_bucket_hides
 
 
 def looking(
-    live: Live, before: Live | None = None, **foretold: Measurement
+    live: Live, before: Live | None = None, **predicted: Measurement
 ) -> Callable[[], Guard]:
     """Return a guard that sees one server after the change and, by default, a good one before.
 
-    Both are what was foretold for as long as nothing else is said.
+    Both are what was predicted for as long as nothing else is said.
     """
     by_limits = {"old": FOUR, "new": EIGHT}
-    was = before or (served(foretold["old"]) if "old" in foretold else live)
+    was = before or (served(predicted["old"]) if "old" in predicted else live)
 
-    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+    def sample(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> GuardSample:
         assert end_s - start_s == pytest.approx(LASTING_S)
-        found = {by_limits[name]: m for name, m in foretold.items()}
+        found = {by_limits[name]: m for name, m in predicted.items()}
         seen = live if EIGHT in settings else was
-        return Look(seen, {limits: found[limits] for limits in settings if limits in found})
+        return GuardSample(
+            seen, {limits: found[limits] for limits in settings if limits in found}
+        )
 
-    return lambda: Guard(LASTING_S, look, WRONG_RATIO)
+    return lambda: Guard(LASTING_S, sample, WRONG_RATIO)
 
 
 def handed_over(world: World) -> None:
@@ -207,10 +209,10 @@ def handed_over(world: World) -> None:
 
 def on_guard(world: World) -> bool:
     """Say whether the change is on probation."""
-    return world.watcher.handing.is_on_guard
+    return world.watcher.rollout.is_on_guard
 
 
-def test_a_change_that_does_as_foretold_stands(tmp_path: Path) -> None:
+def test_a_change_that_does_as_predicted_stands(tmp_path: Path) -> None:
     with a_world(tmp_path, guard=looking(served(FAST), old=SLOW, new=FAST)) as world:
         handed_over(world)
         assert on_guard(world)
@@ -219,7 +221,7 @@ def test_a_change_that_does_as_foretold_stands(tmp_path: Path) -> None:
         # It looks when its time is up, and not only when the next round is due.
         assert world.clock.waits_s[:2] == [900.0, 360.0]
         assert read_emitted(world.path).limits == EIGHT
-        assert "guard: 8/2048 does as well as foretold: e2e_mean " in world.words
+        assert "guard: 8/2048 does as well as predicted: e2e_mean " in world.words
 
 
 def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_again(
@@ -235,7 +237,7 @@ def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_ag
         assert world.path.read_text() == before
         assert [event for event, _ in world.hook.seen] == ["change", "rollback"]
         assert world.hook.seen[-1][1] == before
-        state = world.watcher.book.state
+        state = world.watcher.store.state
         assert (state.counts.changes, state.counts.rollbacks, state.handover) == (1, 1, None)
         assert "does worse than the old configuration would: e2e_mean is " in world.words
         assert world.watcher.present == FOUR
@@ -255,24 +257,24 @@ def test_where_the_old_prediction_was_off_by_three_a_change_neither_passes_nor_i
         handed_over(world)
         world.rounds(*[UNCHANGED] * 4)
         assert on_guard(world)
-        told = "guard: 8/2048 cannot be told: before the change 4/2048 was further from"
+        told = "guard: 8/2048 has no verdict: before the change 4/2048 was further from"
         assert told in world.words
         assert "it looks again" in world.words
         world.rounds(*[UNCHANGED] * 8)
         assert not on_guard(world)
         assert "gave up without a verdict on 8/2048: before the change" in world.words
         assert world.watcher.present == EIGHT
-        assert world.watcher.book.state.counts.rollbacks == 0
+        assert world.watcher.store.state.counts.rollbacks == 0
 
 
 def test_how_the_old_one_did_is_asked_of_the_time_before_the_change(tmp_path: Path) -> None:
     asked: list[tuple[float, float, tuple[EngineLimits, ...]]] = []
 
-    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+    def sample(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> GuardSample:
         asked.append((start_s, end_s, tuple(settings)))
-        return Look(served(FAST), dict.fromkeys(settings, FAST))
+        return GuardSample(served(FAST), dict.fromkeys(settings, FAST))
 
-    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, sample, WRONG_RATIO)) as world:
         handed_over(world)
         # Nothing is asked before the file is written: it would be old by then.
         assert asked == []
@@ -300,29 +302,29 @@ def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: P
     slow, well = served(FAST, 20.0), served(FAST)
     up_s: list[float] = []
 
-    def look(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> Look:
+    def sample(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> GuardSample:
         if EIGHT not in settings:
-            return Look(well, dict.fromkeys(settings, FAST))
+            return GuardSample(well, dict.fromkeys(settings, FAST))
         asked.append((start_s, end_s))
         # Up only ten minutes before the guard looks for the first time.
         up_s[:] = up_s or [end_s - 10 * MINUTE_S]
         live = replace(slow, restarted_s=up_s[0]) if start_s < up_s[0] else well
-        return Look(live, dict.fromkeys(settings, FAST))
+        return GuardSample(live, dict.fromkeys(settings, FAST))
 
-    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, sample, WRONG_RATIO)) as world:
         handed_over(world)
         world.rounds(*[UNCHANGED] * 8)
         assert asked[-1] == pytest.approx((up_s[0] + 360.0, up_s[0] + 360.0 + LASTING_S))
         assert len(asked) == 2
         assert "the server was up again only then; it looks again" in world.words
-        assert "does as well as foretold" in world.words
+        assert "does as well as predicted" in world.words
 
 
 @pytest.mark.parametrize(
     ("live", "words"),
     [
-        (served(FAST, 20.0, covered_ratio=0.5), "Prometheus looked at 50% of the time only"),
-        (served(FAST, covered_ratio=0.5, is_there=False), "looked at 50% of the time"),
+        (served(FAST, 20.0, covered_ratio=0.5), "Prometheus scraped 50% of the time only"),
+        (served(FAST, covered_ratio=0.5, is_there=False), "scraped 50% of the time"),
         (served(FAST, 20.0, 150), "150 requests finished, 200 are needed"),
     ],
 )
@@ -353,18 +355,18 @@ def test_a_file_that_somebody_else_changed_meanwhile_is_left_alone(tmp_path: Pat
 def test_a_prometheus_that_is_down_when_the_guard_looks_is_asked_later(tmp_path: Path) -> None:
     well, is_down = served(FAST), [False]
 
-    def look(_: float, __: float, settings: Sequence[EngineLimits]) -> Look:
+    def sample(_: float, __: float, settings: Sequence[EngineLimits]) -> GuardSample:
         if is_down[0]:
             raise UsageError("it is down")
-        return Look(well, dict.fromkeys(settings, FAST))
+        return GuardSample(well, dict.fromkeys(settings, FAST))
 
-    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, look, WRONG_RATIO)) as world:
+    with a_world(tmp_path, guard=lambda: Guard(LASTING_S, sample, WRONG_RATIO)) as world:
         handed_over(world)
         is_down[0] = True
         assert world.rounds(*[UNCHANGED] * 4)[-1] == "it is down"
         is_down[0] = False
         assert world.rounds(UNCHANGED) == [Act.NONE]
-        assert "does as well as foretold" in world.words
+        assert "does as well as predicted" in world.words
 
 
 def test_without_a_word_of_the_time_before_a_change_nothing_is_judged(tmp_path: Path) -> None:
@@ -374,6 +376,6 @@ def test_without_a_word_of_the_time_before_a_change_nothing_is_judged(tmp_path: 
     ) as world:
         handed_over(world)
         world.rounds(*[UNCHANGED] * 4)
-        told = "how 4/2048 did before the change is not known: 150 requests finished, 200"
+        told = "4/2048 has no measure of the time before the change: 150 requests finished, 200"
         assert told in world.words
         assert world.watcher.present == EIGHT

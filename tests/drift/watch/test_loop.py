@@ -28,7 +28,7 @@ from tuner.drift.watch.policy import Act
 from tuner.drift.watch.publish import Publisher, Text
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
-from tuner.files import Held
+from tuner.files import ExpectedText
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 
@@ -107,7 +107,7 @@ def test_later_traffic_is_waited_for_until_it_holds_enough(tmp_path: Path) -> No
         found = world.rounds(*[few] * 13)
         assert found == [*[Act.CONFIRM] * 12, Act.CHANGE]
         assert "not yet: the later traffic alone is too little data" in world.words
-        assert world.watcher.book.state.counts.checks == {"shifted, re-tune pays": 13}
+        assert world.watcher.store.state.counts.checks == {"shifted, re-tune pays": 13}
 
 
 def test_the_next_change_waits_for_its_time_across_processes(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_next_change_waits_for_its_time_across_processes(tmp_path: Path) -> 
     with a_world(tmp_path, clock=clock) as world:
         assert world.rounds(pays(THIRTY)) == [Act.CHANGE]
         assert read_emitted(world.path).limits == THIRTY
-        assert world.watcher.book.state.counts.changes == 2
+        assert world.watcher.store.state.counts.changes == 2
 
 
 def test_partial_data_gives_no_verdict_and_refutes_none(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_partial_data_gives_no_verdict_and_refutes_none(tmp_path: Path) -> None:
         assert world.rounds(pays(), TOO_LITTLE) == [Act.CONFIRM, Act.NONE]
         world.clock.sleep(HOUR_S)
         assert world.rounds(pays()) == [Act.CHANGE]
-        assert world.watcher.book.state.counts.checks == {
+        assert world.watcher.store.state.counts.checks == {
             "shifted, re-tune pays": 2,
             "too little data": 1,
         }
@@ -197,7 +197,7 @@ EDIT = "max-model-len: 4096\n"
 class HastyPublisher(Publisher):
     """Others edit the file while the new one is being written."""
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, held: ExpectedText) -> None:
         """Write, after the edit."""
         with self.path.open("a") as file:
             file.write(EDIT)
@@ -220,13 +220,13 @@ def test_an_edit_made_while_the_watch_was_busy_stays_and_nothing_is_written_over
             edit()
             return sketch_of(trace)
 
-        watcher, publisher = world.watcher, world.watcher.handing.publisher
+        watcher, publisher = world.watcher, world.watcher.rollout.publisher
         if when == "check":
             world.script.meanwhile = edit
         elif when == "sketch":
             watcher.sketch = sketch
         else:
-            watcher.handing.publisher = HastyPublisher(
+            watcher.rollout.publisher = HastyPublisher(
                 world.path, Format.VLLM, publisher.profile, publisher.values
             )
         world.rounds(pays())
@@ -234,11 +234,11 @@ def test_an_edit_made_while_the_watch_was_busy_stays_and_nothing_is_written_over
         assert world.hook.seen == []
         assert "was changed by others meanwhile and is left alone" in world.words
         assert "the change to 8/2048 is dropped" in world.words
-        assert world.watcher.book.state.handover is None
+        assert world.watcher.store.state.handover is None
         assert not list((tmp_path / "state").glob("traffic-*"))
         # The next round starts from the file as it is now.
         world.script.meanwhile, watcher.sketch = None, sketch_of
-        watcher.handing.publisher = publisher
+        watcher.rollout.publisher = publisher
         assert world.rounds(pays()) == [Act.CHANGE]
         read = read_emitted(world.path)
         assert (read.limits, read.values["max-model-len"]) == (EIGHT, 4096)

@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from tuner.drift.watch.policy import (
     ODD_SHARE,
     Act,
+    ChangeProposal,
     Memory,
     Policy,
-    Proposal,
     alike,
     changed,
     confirm,
-    decide,
     later_from_s,
+    next_act,
     rolled_back,
 )
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 
 LIMITS = st.builds(EngineLimits, st.integers(1, 64), st.sampled_from([512, 2048, 8192]))
-PROPOSALS = st.none() | st.builds(Proposal, LIMITS, st.floats(0, 0.5), st.booleans())
+PROPOSALS = st.none() | st.builds(ChangeProposal, LIMITS, st.floats(0, 0.5), st.booleans())
 POLICIES = st.builds(
     Policy, st.floats(0, 0.3), st.floats(0, 5000), st.integers(1, 4), st.floats(300, 6000)
 )
 ROUNDS = st.lists(st.tuples(st.floats(0, 2000), PROPOSALS), max_size=40)
-EIGHT = Proposal(EngineLimits(8, 2048), 0.2)
-Looking = Callable[[float, float], Proposal | None]
+EIGHT = ChangeProposal(EngineLimits(8, 2048), 0.2)
+Looking = Callable[[float, float], ChangeProposal | None]
 """What a check of a stretch of time finds."""
 
 
@@ -46,7 +46,7 @@ def acts(
     for rest_s, look in rounds:
         at_s += rest_s
         proposal = look(at_s - policy.since_s, at_s)
-        act, memory = decide(policy, memory, proposal, at_s, on_guard=False)
+        act, memory = next_act(policy, memory, proposal, at_s, on_guard=False)
         from_s = later_from_s(policy, memory, at_s)
         if act is Act.CONFIRM and from_s is not None:
             later = look(from_s, at_s)
@@ -57,10 +57,10 @@ def acts(
     return found
 
 
-def always(rounds: list[tuple[float, Proposal | None]]) -> list[tuple[float, Looking]]:
+def always(rounds: list[tuple[float, ChangeProposal | None]]) -> list[tuple[float, Looking]]:
     """Return rounds in which a check finds the same on whatever stretch it looks at."""
 
-    def saying(proposal: Proposal | None) -> Looking:
+    def saying(proposal: ChangeProposal | None) -> Looking:
         return lambda _, __: proposal
 
     return [(rest_s, saying(proposal)) for rest_s, proposal in rounds]
@@ -73,16 +73,16 @@ def during(start_s: float, end_s: float) -> Looking:
 
 @given(POLICIES, ROUNDS)
 def test_two_changes_are_never_closer_than_the_minimum_time(
-    policy: Policy, rounds: list[tuple[float, Proposal | None]]
+    policy: Policy, rounds: list[tuple[float, ChangeProposal | None]]
 ) -> None:
     times_s = [at_s for at_s, act in acts(policy, always(rounds)) if act is Act.CHANGE]
     for before_s, after_s in pairwise(times_s):
-        assert after_s - before_s >= policy.least_interval_s - 1e-6
+        assert after_s - before_s >= policy.min_interval_s - 1e-6
 
 
 @given(POLICIES, ROUNDS)
 def test_before_a_change_the_verdict_stood_as_often_as_asked_on_traffic_of_its_own(
-    policy: Policy, rounds: list[tuple[float, Proposal | None]]
+    policy: Policy, rounds: list[tuple[float, ChangeProposal | None]]
 ) -> None:
     found = acts(policy, always(rounds))
     for at, (changed_s, act) in enumerate(found):
@@ -93,11 +93,11 @@ def test_before_a_change_the_verdict_stood_as_often_as_asked_on_traffic_of_its_o
             assert later is not None
             if earlier is None or not alike(earlier.limits, later.limits):
                 break
-            if earlier.gain_ratio < policy.least_gain_ratio and not earlier.meets_more:
+            if earlier.gain_ratio < policy.min_gain_ratio and not earlier.meets_more:
                 break
             first_s, later = at_s, earlier
-        least_s = (policy.confirmations - 1) * ODD_SHARE * policy.since_s
-        assert changed_s - first_s >= least_s
+        min_s = (policy.confirmations - 1) * ODD_SHARE * policy.since_s
+        assert changed_s - first_s >= min_s
 
 
 @given(
@@ -123,7 +123,7 @@ def test_what_lasts_is_acted_upon_soon_after_a_sixth_of_a_look_back(
     checks = int(since_s / every_s) + 10
     found = acts(policy, [(every_s, during(start_s, math.inf))] * checks)
     changed_s = next(at_s for at_s, act in found if act is Act.CHANGE)
-    assert changed_s - start_s <= ODD_SHARE * since_s + policy.least_later_s + 2 * every_s
+    assert changed_s - start_s <= ODD_SHARE * since_s + policy.min_later_s + 2 * every_s
 
 
 @given(POLICIES, st.floats(0.3, 0.9), st.floats(0, 10_000), st.none() | st.floats(0, 2e9))
@@ -131,10 +131,10 @@ def test_a_gain_that_stays_is_taken_in_the_end(
     policy: Policy, gain_ratio: float, later_s: float, last_change_s: float | None
 ) -> None:
     # Even if the last change lies in the future, as after the clock was put back.
-    proposal = Proposal(EngineLimits(8, 2048), gain_ratio)
-    step_s = ODD_SHARE * policy.since_s + policy.least_later_s + 1.0
-    checks = policy.confirmations + math.ceil(policy.least_interval_s / step_s) + 2
-    rounds: list[tuple[float, Proposal | None]] = [(later_s, proposal)]
+    proposal = ChangeProposal(EngineLimits(8, 2048), gain_ratio)
+    step_s = ODD_SHARE * policy.since_s + policy.min_later_s + 1.0
+    checks = policy.confirmations + math.ceil(policy.min_interval_s / step_s) + 2
+    rounds: list[tuple[float, ChangeProposal | None]] = [(later_s, proposal)]
     rounds += [(step_s, proposal)] * checks
     found = acts(policy, always(rounds), Memory(last_change_s=last_change_s))
     assert Act.CHANGE in [act for _, act in found]
@@ -142,7 +142,7 @@ def test_a_gain_that_stays_is_taken_in_the_end(
 
 @given(POLICIES, ROUNDS, LIMITS)
 def test_what_was_rolled_back_does_not_come_again(
-    policy: Policy, rounds: list[tuple[float, Proposal | None]], barred: EngineLimits
+    policy: Policy, rounds: list[tuple[float, ChangeProposal | None]], barred: EngineLimits
 ) -> None:
     memory = rolled_back(Memory(), barred, 0.0)
     found = acts(policy, always(rounds), memory)
@@ -157,8 +157,8 @@ def test_each_reason_to_wait_is_told() -> None:
     fresh, once = Memory(), Memory(EIGHT.limits, 1, verdict_s=500.0)
     soon = replace(once, last_change_s=500.0)
 
-    def first(memory: Memory, proposal: Proposal | None) -> Act:
-        return decide(policy, memory, proposal, 1000.0, on_guard=False)[0]
+    def first(memory: Memory, proposal: ChangeProposal | None) -> Act:
+        return next_act(policy, memory, proposal, 1000.0, on_guard=False)[0]
 
     assert first(once, None) is Act.NONE
     assert first(once, replace(EIGHT, gain_ratio=0.049)) is Act.TOO_SMALL
@@ -167,7 +167,9 @@ def test_each_reason_to_wait_is_told() -> None:
     assert first(fresh, EIGHT) is Act.CONFIRM
     assert first(once, EIGHT) is Act.CONFIRM
 
-    def later(memory: Memory, proposal: Proposal | None, *, on_guard: bool = False) -> Act:
+    def later(
+        memory: Memory, proposal: ChangeProposal | None, *, on_guard: bool = False
+    ) -> Act:
         return confirm(policy, memory, proposal, 1000.0, on_guard=on_guard)[0]
 
     assert later(once, None) is Act.CONFIRM
@@ -187,7 +189,7 @@ def test_a_verdict_that_was_refuted_counts_from_the_start_again() -> None:
 
 def test_a_verdict_that_waits_for_its_time_is_renewed_and_acted_on_by_traffic_of_then() -> None:
     # Lasting, but over by the time that another change is allowed.
-    policy, over_s = Policy(least_interval_s=6 * 3600.0), 1e9 + 3 * 3600.0
+    policy, over_s = Policy(min_interval_s=6 * 3600.0), 1e9 + 3 * 3600.0
     memory = Memory(last_change_s=1e9)
     found = acts(policy, [(900.0, during(1e9, over_s))] * 60, memory)
     assert Act.TOO_SOON in [act for _, act in found]

@@ -13,7 +13,7 @@ import pytest
 
 from support.prometheus_parts import backfill, need_prometheus, prometheus
 from support.prometheus_past import END_S, PastEngine
-from support.shadow_files import a_profile
+from support.shadow_files import a_profile, home
 from support.watch_parts import JumpingClock
 from tuner.arrays import Floats
 from tuner.cli.watch import run_watch
@@ -28,6 +28,8 @@ from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.live import _restarted_s, live_between
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
+
+__all__ = ["home"]
 
 MINUTE_S = 60.0
 START_S = END_S - 25 * MINUTE_S
@@ -80,7 +82,7 @@ def traffic() -> Trace:
 
 
 def took_s(trace: Trace, limits: EngineLimits) -> Floats:
-    """Return how long each request takes on a server that does as the profile foretells."""
+    """Return how long each request takes on a server that does as the profile predicts."""
     shadow = ShadowSource(a_profile(), is_forced=True).start({}, limits)
     log = replay(shadow, trace, PromptSource(trace, 1000), ReplayPlan())
     assert log.timelines.completed.all()
@@ -103,10 +105,10 @@ def an_engine(model: str, trace: Trace, took_s: Floats) -> TimedEngine:
 
 @pytest.fixture(scope="module")
 def pasts() -> dict[str, TimedEngine]:
-    """Return servers that did as foretold until the watch looked, and others since.
+    """Return servers that did as predicted until the watch looked, and others since.
 
-    `right` does as the new limits are foretold to, `wrong` makes all take twice as long as on
-    the old ones, `other` was three times as slow as foretold all along.
+    `right` does as the new limits are predicted to, `wrong` makes all take twice as long as on
+    the old ones, `other` was three times as slow as predicted all along.
     """
     trace = traffic()
     old_s, new_s = (took_s(trace, EngineLimits(cap, 512)) for cap in (4, 24))
@@ -193,12 +195,12 @@ def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "stands"),
     [
-        ("right", "does as well as foretold: e2e_mean is ", True),
+        ("right", "does as well as predicted: e2e_mean is ", True),
         ("wrong", "does worse than the old configuration would: e2e_mean is ", False),
-        ("other", "cannot be told: before the change 4/512 was further from its", True),
+        ("other", "has no verdict: before the change 4/512 was further from its", True),
     ],
 )
-def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_foretold(
+def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_predicted(
     url: str,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,

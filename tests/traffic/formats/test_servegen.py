@@ -22,9 +22,9 @@ from support.servegen_parts import (
 from tuner.traffic.formats.columns import ReadOptions
 from tuner.traffic.formats.servegen_draw import (
     Gaps,
-    Histogram,
+    LengthHistogram,
     Lengths,
-    Window,
+    RateWindow,
     busiest_stretch,
     draw,
 )
@@ -70,7 +70,7 @@ def test_a_window_is_drawn_without_regard_to_the_others(tmp_path: Path) -> None:
 def test_every_window_holds_as_many_requests_as_its_rate_says(
     gaps: Gaps, rate_per_s: float, shape: float, scale_s: float, seed: int
 ) -> None:
-    window = Window(300.0, 600.0, rate_per_s, gaps, shape, scale_s)
+    window = RateWindow(300.0, 600.0, rate_per_s, gaps, shape, scale_s)
     found = draw(window, Lengths(ONE, ONE), np.random.default_rng(seed))
     n = len(found.arrived_s)
     assert n in (int(window.expected), int(window.expected) + 1)
@@ -80,7 +80,7 @@ def test_every_window_holds_as_many_requests_as_its_rate_says(
 
 
 def test_gaps_too_small_for_a_double_still_give_arrivals_in_the_window() -> None:
-    window = Window(0.0, 10.0, 0.3, Gaps.GAMMA, shape=1e-5, scale_s=1e5)
+    window = RateWindow(0.0, 10.0, 0.3, Gaps.GAMMA, shape=1e-5, scale_s=1e5)
     found = draw(window, Lengths(ONE, ONE), np.random.default_rng(0))
     assert counts_within(found.arrived_s, 0.0, 10.0) == 3
 
@@ -95,7 +95,7 @@ def test_equal_windows_are_drawn_apart_and_a_hole_between_them_is_idle(tmp_path:
 
 
 def test_a_fraction_of_a_request_is_drawn_as_often_as_it_is_due() -> None:
-    window = Window(0.0, 10.0, 0.03)
+    window = RateWindow(0.0, 10.0, 0.03)
     rng = np.random.default_rng(0)
     found = sum(len(draw(window, Lengths(ONE, ONE), rng).arrived_s) for _ in range(2000))
     # Four standard deviations of 2,000 draws of 0.3: seeded, so it fails once or never.
@@ -115,7 +115,7 @@ def test_a_fraction_of_a_request_is_drawn_as_often_as_it_is_due() -> None:
 def test_gaps_have_the_spread_of_their_distribution(
     gaps: Gaps, shape: float, scale_s: float, cv: float
 ) -> None:
-    window = Window(0.0, 600.0, 25.0, gaps, shape, scale_s)
+    window = RateWindow(0.0, 600.0, 25.0, gaps, shape, scale_s)
     found = draw(window, Lengths(ONE, ONE), np.random.default_rng(1))
     between_s = np.diff(found.arrived_s)
     assert len(found.arrived_s) == 15_000
@@ -124,7 +124,7 @@ def test_gaps_have_the_spread_of_their_distribution(
 
 
 def test_gaps_shorter_than_the_rate_allows_fill_a_part_of_the_window() -> None:
-    window = Window(0.0, 600.0, 0.5, Gaps.GAMMA, shape=2.0, scale_s=0.05)
+    window = RateWindow(0.0, 600.0, 0.5, Gaps.GAMMA, shape=2.0, scale_s=0.05)
     starts_s = []
     for seed in range(200):
         arrived_s = draw(window, Lengths(ONE, ONE), np.random.default_rng(seed)).arrived_s
@@ -136,7 +136,7 @@ def test_gaps_shorter_than_the_rate_allows_fill_a_part_of_the_window() -> None:
 
 
 def test_gaps_longer_than_the_rate_allows_are_cut_to_the_window() -> None:
-    window = Window(0.0, 600.0, 50.0, Gaps.WEIBULL, shape=0.5, scale_s=10.0)
+    window = RateWindow(0.0, 600.0, 50.0, Gaps.WEIBULL, shape=0.5, scale_s=10.0)
     arrived_s = draw(window, Lengths(ONE, ONE), np.random.default_rng(0)).arrived_s
     assert len(arrived_s) == 30_000
     assert arrived_s[-1] - arrived_s[0] > 590
@@ -180,7 +180,7 @@ def test_only_lengths_with_mass_are_drawn(mass: dict[int, float], never: int) ->
         never + 1: 1.0
     }
     tokens = np.array([never, *mass])
-    histogram = Histogram.of(tokens, np.array([0.0, *mass.values()]))
+    histogram = LengthHistogram.of(tokens, np.array([0.0, *mass.values()]))
     assert set(histogram.draw(np.random.default_rng(0), 50).tolist()) <= set(mass)
 
 
@@ -244,7 +244,7 @@ def test_no_other_stretch_of_that_length_expects_more(
 ) -> None:
     starts_s = np.cumsum([0, *(step for step, _ in steps)])
     windows = [
-        Window(float(start_s), 1.0, float(rate))
+        RateWindow(float(start_s), 1.0, float(rate))
         for start_s, (_, rate) in zip(starts_s[:-1], steps, strict=True)
     ]
 

@@ -104,7 +104,7 @@ def test_a_login_is_asked_for_taken_from_the_url_and_never_shown(tmp_path: Path)
     need_prometheus()
     with with_history(tmp_path, PLAIN, web_config=LOGIN) as url:
         said = refused(url)
-        assert "wants to know who asks (HTTP 401)" in said.message
+        assert "refuses without a login (HTTP 401)" in said.message
         assert "--header" in said.hint
         wrong = refused(url, headers={"Authorization": "Bearer secret"})
         assert "secret" not in wrong.message + wrong.hint

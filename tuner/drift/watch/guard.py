@@ -1,11 +1,10 @@
 """Whether a configuration that was handed over does as well as the one before it would have.
 
-Live metrics of the time since are held against what the shadows foretell of both
-configurations on the very traffic of that time, so that a busier hour is not held against the
-new one. How far the old configuration was from its own prediction before the change, in either
-direction, is allowed for; where that is more than the shadows are said to be wrong by, their
-predictions judge nothing, and the change neither passes nor is taken back. Taking the file back
-is left to `loop`.
+Live metrics of the time since are compared with the shadows' predictions of both configurations
+for the very traffic of that time, so that a busier hour does not count against the new one. How
+far the old configuration was from its own prediction before the change, in either direction, is
+allowed for; where that is more than the profile's error, there is no verdict, and the change
+neither passes nor is rolled back.
 
 Tried and given up: comparing live before with live after. Traffic has just shifted, or there
 would have been no change; the two hours do not compare. Looking at tails alone: vLLM's buckets
@@ -31,58 +30,58 @@ MIN_REQUESTS: Final = 200
 """Ours: ten of them lie beyond a p95."""
 
 MIN_COVERED: Final = 0.8
-"""Ours: a stretch that Prometheus saw less of may have been quite another."""
+"""Ours: a stretch that Prometheus scraped less of may have been quite another."""
 
 SETTLE_RATIO: Final = 0.2
 """Ours: a share of the guard's time for the restart and the queue that it leaves."""
 
-PATIENCE: Final = 4.0
-"""Ours: after so many times the guard's own time without a verdict it gives up and says so."""
+MAX_GUARD_TIMES: Final = 4.0
+"""Ours: after so many times its own length without a verdict the guard ends."""
 
 MEAN, TAIL, RATE = "mean", "tail", "requests_per_s"
-_AS_FORETOLD: Final = Estimate(1.0, None, None, 1)
+_AS_PREDICTED: Final = Estimate(1.0, None, None, 1)
 
 
-class Guarded(StrEnum):
-    """What the guard makes of a change."""
+class GuardVerdict(StrEnum):
+    """How a change does."""
 
-    AGREES = "does as well as foretold"
+    AGREES = "does as well as predicted"
     WORSE = "does worse than the old configuration would"
-    UNKNOWN = "cannot be told"
+    UNKNOWN = "has no verdict"
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What the guard found, and why."""
+class GuardDecision:
+    """The guard's verdict, and why."""
 
-    found: Guarded
+    verdict: GuardVerdict
     why: str
     restarted_s: float | None = None
-    """When the server was up anew, if only then: the guard's time begins again there."""
+    """When the server was up again, if it restarted: the guard's window begins again there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A stretch of time: how the server did, and what was foretold of each configuration.
+class GuardSample:
+    """A stretch of time: how the server did, and what was predicted of each configuration.
 
-    `foretold` is empty where there was no traffic to replay, `why_not` then says why.
+    `predicted` is empty where there was no traffic to replay, for the reason `why_not`.
     """
 
     live: Live
-    foretold: Mapping[EngineLimits, Measurement | Failure]
+    predicted: Mapping[EngineLimits, Measurement | Failure]
     why_not: str = ""
 
 
-LookAt = Callable[[float, float, Sequence[EngineLimits]], Look]
-"""Look at a stretch between two Unix times, at the end of which the last of the configurations
-was in use. Raises: TunerError if nobody can be asked."""
+Observe = Callable[[float, float, Sequence[EngineLimits]], GuardSample]
+"""Measure and predict a stretch between two Unix times, at the end of which the last of the
+configurations was in use. Raises: TunerError if Prometheus does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How many times as slow a configuration was live as foretold, less than 1 where faster.
+    """How many times as slow a configuration was live as predicted, less than 1 where faster.
 
-    `why_not` says why nothing is known, or nothing that can be trusted, and is empty otherwise.
+    `why_not` is the reason why that is not known, or not to be trusted; else empty.
     """
 
     times: Mapping[str, Estimate]
@@ -91,10 +90,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How long a change is on probation, how to look at it, how wrong the shadows may be."""
+    """How long a change is on probation, how to observe it, how wrong the shadows may be."""
 
     lasting_s: float
-    look: LookAt
+    sample: Observe
     wrong_ratio: float
 
     def window(self, handed_s: float) -> tuple[float, float]:
@@ -104,63 +103,66 @@ class Guard:
 
     def is_over(self, decided_s: float, now_s: float) -> bool:
         """Whether it is time to give up on a change of back then."""
-        return now_s > decided_s + PATIENCE * self.lasting_s
+        return now_s > decided_s + MAX_GUARD_TIMES * self.lasting_s
 
     def judge(
         self, decided_s: float, handed_s: float, old: EngineLimits, new: EngineLimits
-    ) -> Judged:
-        """Return what to make of the change. Raises: TunerError if nobody can be asked."""
-        look = self.look(*self.window(handed_s), (old, new))
-        if look.live.covered_ratio >= MIN_COVERED and not look.live.is_there:
-            return Judged(Guarded.WORSE, "the server shows no metrics any more")
-        if look.live.restarted_s is not None:
+    ) -> GuardDecision:
+        """Return the verdict on a change. Raises: TunerError if Prometheus does not answer."""
+        sample = self.sample(*self.window(handed_s), (old, new))
+        if sample.live.covered_ratio >= MIN_COVERED and not sample.live.is_there:
+            return GuardDecision(GuardVerdict.WORSE, "the server shows no metrics any more")
+        if sample.live.restarted_s is not None:
             # The queue that a restart leaves is not the configuration's doing.
             why = "the server was up again only then"
-            return Judged(Guarded.UNKNOWN, why, look.live.restarted_s)
-        if reason := _too_little(look):
-            return Judged(Guarded.UNKNOWN, reason)
-        before, after = look.foretold.get(old), look.foretold.get(new)
+            return GuardDecision(GuardVerdict.UNKNOWN, why, sample.live.restarted_s)
+        if reason := _too_little(sample):
+            return GuardDecision(GuardVerdict.UNKNOWN, reason)
+        before, after = sample.predicted.get(old), sample.predicted.get(new)
         if not isinstance(before, Measurement) or not isinstance(after, Measurement):
-            return Judged(Guarded.UNKNOWN, look.why_not or "its traffic cannot be replayed")
+            return GuardDecision(
+                GuardVerdict.UNKNOWN, sample.why_not or "its traffic cannot be replayed"
+            )
         bias = self.bias_before(decided_s, old)
         if bias.why_not:
-            return Judged(Guarded.UNKNOWN, bias.why_not)
-        return compared(look.live, before, after, self.wrong_ratio, bias.times)
+            return GuardDecision(GuardVerdict.UNKNOWN, bias.why_not)
+        return compared(sample.live, before, after, self.wrong_ratio, bias.times)
 
     def bias_before(self, decided_s: float, old: EngineLimits) -> Bias:
         """Return how the old configuration did before the change against its prediction.
 
-        Raises: TunerError if nobody can be asked.
+        Raises: TunerError if Prometheus does not answer.
         """
-        look = self.look(decided_s - self.lasting_s, decided_s, (old,))
-        measured = look.foretold.get(old)
-        reason = _too_little(look)
-        if not reason and look.live.restarted_s is not None:
+        sample = self.sample(decided_s - self.lasting_s, decided_s, (old,))
+        measured = sample.predicted.get(old)
+        reason = _too_little(sample)
+        if not reason and sample.live.restarted_s is not None:
             reason = "the server restarted then"
         if not reason and not isinstance(measured, Measurement):
-            reason = look.why_not or "its traffic cannot be replayed"
+            reason = sample.why_not or "its traffic cannot be replayed"
         if reason or not isinstance(measured, Measurement):
-            return Bias({}, f"how {old} did before the change is not known: {reason}")
-        return bias_of(look.live, measured, old, self.wrong_ratio)
+            return Bias({}, f"{old} has no measure of the time before the change: {reason}")
+        return bias_of(sample.live, measured, old, self.wrong_ratio)
 
 
 def bias_of(live: Live, measured: Measurement, old: EngineLimits, wrong_ratio: float) -> Bias:
     """Return how a server does against its prediction, and whether that can be trusted."""
     tail = tail_statistic(min(live.requests, measured.completed))
-    found: dict[str, Estimate] = {}
+    ratios: dict[str, Estimate] = {}
     for metric, name in ((MEAN, MEAN), (TAIL, tail)):
-        seen, foretold = _seen(live, name), _foretold(measured, name)
-        if seen is None or foretold is None:
+        observed, predicted = _observed(live, name), _predicted(measured, name)
+        if observed is None or predicted is None:
             continue
-        found[metric] = _ratio(seen, foretold, metric)
-        if _is_off(found[metric], wrong_ratio):
-            took = f"e2e_{name} was {_told(seen)}, foretold was {_told(foretold)}"
+        ratios[metric] = _ratio(observed, predicted, metric)
+        if _is_off(ratios[metric], wrong_ratio):
+            was, expected = _latency_text(observed), _latency_text(predicted)
+            took = f"e2e_{name} was {was}, predicted {expected}"
             return Bias({}, _off(old, took, wrong_ratio))
-    found[RATE] = _ratio(_rate(measured.requests_per_s), _rate_of(live), RATE)
-    if _is_off(found[RATE], wrong_ratio):
-        took = f"{live.requests_per_s:.3g} requests/s finished, foretold were "
+    ratios[RATE] = _ratio(_rate(measured.requests_per_s), _rate_of(live), RATE)
+    if _is_off(ratios[RATE], wrong_ratio):
+        took = f"{live.requests_per_s:.3g} requests/s finished, predicted were "
         return Bias({}, _off(old, f"{took}{measured.requests_per_s:.3g}", wrong_ratio))
-    return Bias(found)
+    return Bias(ratios)
 
 
 def compared(
@@ -169,64 +171,71 @@ def compared(
     new: Measurement,
     wrong_ratio: float,
     bias: Mapping[str, Estimate],
-) -> Judged:
-    """Return whether live metrics are worse than foretold, beyond their intervals.
+) -> GuardDecision:
+    """Return whether live metrics are worse than predicted, beyond their intervals.
 
     Where the new configuration was meant to be worse in one metric, as a throughput that costs
-    latency, it is held against its own prediction there.
+    latency, it is compared with its own prediction there.
     """
     tail = tail_statistic(min(live.requests, old.completed, new.completed))
-    told = []
+    messages = []
     for metric, name in ((MEAN, MEAN), (TAIL, tail)):
-        seen, foretold = _seen(live, name), _slower(old, new, name)
-        if seen is None or foretold is None:
+        observed, predicted = _observed(live, name), _slower(old, new, name)
+        if observed is None or predicted is None:
             continue
-        times = _ratio(_ratio(seen, foretold, metric), bias.get(metric, _AS_FORETOLD), metric)
-        words = f"e2e_{name} is {_told(seen)}, foretold was {_told(foretold)}"
+        times = _ratio(
+            _ratio(observed, predicted, metric), bias.get(metric, _AS_PREDICTED), metric
+        )
+        words = f"e2e_{name} is {_latency_text(observed)}, predicted {_latency_text(predicted)}"
         if _low(times) > 1 + wrong_ratio:
             why = f"{words}, on the same {live.requests:,} requests"
-            return Judged(Guarded.WORSE, f"{why}{_allowed(bias, metric)}")
-        told.append(words)
-    foretold_per_s, seen_per_s = min(old.requests_per_s, new.requests_per_s), _rate_of(live)
-    times = _ratio(_rate(foretold_per_s), seen_per_s, RATE)
-    words = f"{seen_per_s.value:.3g} requests/s finish, foretold were {foretold_per_s:.3g}"
-    if _low(_ratio(times, bias.get(RATE, _AS_FORETOLD), RATE)) > 1 + wrong_ratio:
-        return Judged(Guarded.WORSE, f"{words}{_allowed(bias, RATE)}")
-    return Judged(Guarded.AGREES, "; ".join([*told, words]))
+            return GuardDecision(GuardVerdict.WORSE, f"{why}{_allowed(bias, metric)}")
+        messages.append(words)
+    predicted_per_s, observed_per_s = (
+        min(old.requests_per_s, new.requests_per_s),
+        _rate_of(live),
+    )
+    times = _ratio(_rate(predicted_per_s), observed_per_s, RATE)
+    words = (
+        f"{observed_per_s.value:.3g} requests/s finish, predicted were {predicted_per_s:.3g}"
+    )
+    if _low(_ratio(times, bias.get(RATE, _AS_PREDICTED), RATE)) > 1 + wrong_ratio:
+        return GuardDecision(GuardVerdict.WORSE, f"{words}{_allowed(bias, RATE)}")
+    return GuardDecision(GuardVerdict.AGREES, "; ".join([*messages, words]))
 
 
-def _too_little(look: Look) -> str:
-    """Say why a stretch cannot carry a verdict, or nothing."""
-    if look.live.covered_ratio < MIN_COVERED:
-        return f"Prometheus looked at {look.live.covered_ratio:.0%} of the time only"
-    if look.live.requests < MIN_REQUESTS:
-        return f"{look.live.requests} requests finished, {MIN_REQUESTS} are needed"
-    for measured in look.foretold.values():
+def _too_little(sample: GuardSample) -> str:
+    """Return why a stretch cannot carry a verdict, empty where it can."""
+    if sample.live.covered_ratio < MIN_COVERED:
+        return f"Prometheus scraped {sample.live.covered_ratio:.0%} of the time only"
+    if sample.live.requests < MIN_REQUESTS:
+        return f"{sample.live.requests} requests finished, {MIN_REQUESTS} are needed"
+    for measured in sample.predicted.values():
         if isinstance(measured, Measurement) and measured.completed < MIN_REQUESTS:
             return f"the traffic holds {measured.completed} requests, too few to replay"
     return ""
 
 
-def _seen(live: Live, name: str) -> Estimate | None:
+def _observed(live: Live, name: str) -> Estimate | None:
     """Return the mean or a quantile of the live latency; None where it has no interval."""
     if name != MEAN:
         return live.e2e_quantile(QUANTILES[name])
-    found = live.mean_e2e
-    return found if found is not None and found.has_interval else None
+    mean = live.mean_e2e
+    return mean if mean is not None and mean.has_interval else None
 
 
-def _foretold(measured: Measurement, name: str) -> Estimate | None:
+def _predicted(measured: Measurement, name: str) -> Estimate | None:
     """Return the same of the predicted one; None where it has none, or no end."""
     spread = measured.latencies["e2e_s"]
     if spread is None:
         return None
-    found = spread.mean if name == MEAN else spread.quantiles[name]
-    return found if math.isfinite(found.value) else None
+    predicted = spread.mean if name == MEAN else spread.quantiles[name]
+    return predicted if math.isfinite(predicted.value) else None
 
 
 def _slower(old: Measurement, new: Measurement, name: str) -> Estimate | None:
     """Return the worse of two predictions."""
-    both = [_foretold(measured, name) for measured in (old, new)]
+    both = [_predicted(measured, name) for measured in (old, new)]
     known = [one for one in both if one is not None]
     return max(known, key=lambda one: one.value) if len(known) == len(both) else None
 
@@ -249,8 +258,8 @@ def _ratio(one: Estimate, other: Estimate, metric: str) -> Estimate:
     Chance in two means is independent, and what they are off by adds up as squares do. The ends
     of a tail are bounds of its bucket, and it may lie at one of them in both.
 
-    >>> found = _ratio(Estimate(6.0, 5.0, 8.0, 9), Estimate(2.0, 1.0, 2.5, 9), TAIL)
-    >>> found.value, round(found.low, 6), round(found.high, 6)
+    >>> ratio = _ratio(Estimate(6.0, 5.0, 8.0, 9), Estimate(2.0, 1.0, 2.5, 9), TAIL)
+    >>> ratio.value, round(ratio.low, 6), round(ratio.high, 6)
     (3.0, 2.0, 8.0)
     """
     value = one.value / other.value
@@ -269,26 +278,26 @@ def _exp(log: float) -> float:
 
 
 def _is_off(times: Estimate, wrong_ratio: float) -> bool:
-    """Tell whether a server was surely further from its prediction than the stated error."""
+    """Return whether a server was surely further from its prediction than the stated error."""
     return _low(times) > 1 + wrong_ratio or _high(times) < 1 / (1 + wrong_ratio)
 
 
-def _low(found: Estimate) -> float:
-    return found.value if found.low is None else found.low
+def _low(estimate: Estimate) -> float:
+    return estimate.value if estimate.low is None else estimate.low
 
 
-def _high(found: Estimate) -> float:
-    return found.value if found.high is None else found.high
+def _high(estimate: Estimate) -> float:
+    return estimate.value if estimate.high is None else estimate.high
 
 
-def _told(found: Estimate) -> str:
-    """Say a latency with its interval.
+def _latency_text(latency: Estimate) -> str:
+    """Return a latency with its interval as text.
 
-    >>> _told(Estimate(1.5, 1.0, 2.0, 9)), _told(Estimate(1.5, None, None, 9))
+    >>> _latency_text(Estimate(1.5, 1.0, 2.0, 9)), _latency_text(Estimate(1.5, None, None, 9))
     ('1.5 s (1 … 2)', '1.5 s')
     """
-    within = f" ({found.low:.3g} … {found.high:.3g})" if found.has_interval else ""
-    return f"{found.value:.3g} s{within}"
+    within = f" ({latency.low:.3g} … {latency.high:.3g})" if latency.has_interval else ""
+    return f"{latency.value:.3g} s{within}"
 
 
 def _off(old: EngineLimits, took: str, wrong_ratio: float) -> str:
@@ -299,7 +308,7 @@ def _off(old: EngineLimits, took: str, wrong_ratio: float) -> str:
 
 
 def _allowed(bias: Mapping[str, Estimate], metric: str) -> str:
-    """Say what of it was so before the change."""
+    """Return how far it was from its prediction before the change, as text."""
     if metric not in bias:
         return ""
-    return f", and before the change {bias[metric].value:.2f} times as slow as foretold"
+    return f", and before the change {bias[metric].value:.2f} times as slow as predicted"

@@ -1,9 +1,8 @@
-"""Hand a file over step by step, each on disk before the next: write, run the hook, guard.
+"""The rollout of a change in steps, each on disk before the next: write, run the hook, guard.
 
 Answers how a change that was decided goes on, also in a process that only finds it in the
 state. A hook may run again after a kill, never not at all. The file is written only over what
-the change was decided on, so that what others put there meanwhile stays. Deciding is left to
-`loop`.
+the change was decided on, so that what others put there meanwhile stays.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from tuner.drift.watch.guard import Guard, Guarded
+from tuner.drift.watch.guard import Guard, GuardVerdict
 from tuner.drift.watch.policy import changed, rolled_back
 from tuner.drift.watch.publish import Publisher, Text
 from tuner.drift.watch.state import RolloutRecord, Stage, StateDir, WatchState
 from tuner.errors import TunerError, UsageError
 from tuner.files import ChangedMeanwhileError
 
-TOLD_CHARACTERS: Final = 400
-"""Ours: enough of what a command said last to see what it complained of."""
+MAX_OUTPUT_CHARACTERS: Final = 400
+"""Ours: enough of a command's last output to show its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class HookEnd:
     """How a hook ended: exit_code is None where it did not start or was stopped in time."""
 
     exit_code: int | None
-    said: str
+    output: str
     problem: str = ""
 
     @property
@@ -42,16 +41,18 @@ class HookEnd:
 
     @property
     def text(self) -> str:
-        """Say it in words."""
+        """Return the end in words."""
         how = self.problem or f"ended with exit code {self.exit_code}"
-        return f"the hook {how}" + (f": {self.said}" if self.said and not self.is_done else "")
+        return f"the hook {how}" + (
+            f": {self.output}" if self.output and not self.is_done else ""
+        )
 
 
-def run_hook(argv: Sequence[str], told: Mapping[str, str], timeout_s: float) -> HookEnd:
+def run_hook(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> HookEnd:
     """Run the command and return how it ended; past the time-out it is killed whole.
 
-    `told` is added to its environment. Its own words go to neither of our streams, so that
-    standard output stays the result's.
+    `environment` is added to ours. Its output goes to neither of our streams, so that standard
+    output stays the result's.
     """
     try:
         process = subprocess.Popen(
@@ -59,7 +60,7 @@ def run_hook(argv: Sequence[str], told: Mapping[str, str], timeout_s: float) -> 
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **told},
+            env={**os.environ, **environment},
             # A group of its own, so that what it started ends with it.
             start_new_session=True,
         )
@@ -67,18 +68,20 @@ def run_hook(argv: Sequence[str], told: Mapping[str, str], timeout_s: float) -> 
         reason = getattr(error, "strerror", None) or str(error)
         return HookEnd(None, "", f"cannot be run: {argv[0]}: {reason}")
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _kill(process)
-        said, _ = process.communicate()
-        return HookEnd(None, _tail(said), f"did not end within {timeout_s:g} s and was killed")
+        output, _ = process.communicate()
+        return HookEnd(
+            None, _tail(output), f"did not end within {timeout_s:g} s and was killed"
+        )
     except BaseException:
         _kill(process)
         raise
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
-        return HookEnd(process.returncode, _tail(said), f"was ended by {name}")
-    return HookEnd(process.returncode, _tail(said))
+        return HookEnd(process.returncode, _tail(output), f"was ended by {name}")
+    return HookEnd(process.returncode, _tail(output))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -86,14 +89,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _tail(said: bytes) -> str:
-    r"""Return the end of what was said, as one line.
+def _tail(output: bytes) -> str:
+    r"""Return the end of an output, as one line.
 
     >>> _tail(b"a\nb\n")
     'a / b'
     """
-    lines = said.decode("utf-8", "replace").strip().splitlines()
-    return " / ".join(lines)[-TOLD_CHARACTERS:]
+    lines = output.decode("utf-8", "replace").strip().splitlines()
+    return " / ".join(lines)[-MAX_OUTPUT_CHARACTERS:]
 
 
 Notify = Callable[[str], None]
@@ -113,204 +116,206 @@ class Clock(Protocol):
 
 
 class StateStore:
-    """The state as it is on disk: what a change rests on is there before it is known here."""
+    """The watch's state, saved to its folder before it counts."""
 
-    def __init__(self, kept: StateDir, state: WatchState) -> None:
-        self.kept, self.state = kept, state
+    def __init__(self, folder: StateDir, state: WatchState) -> None:
+        self.folder, self.state = folder, state
 
-    def put(self, state: WatchState) -> None:
-        """Take a state once it is on disk. Raises: UsageError if it cannot be written."""
-        self.kept.save(state)
+    def save(self, state: WatchState) -> None:
+        """Save a state, then use it. Raises: UsageError if it cannot be written."""
+        self.folder.save(state)
         self.state = state
 
-    def note(self, state: WatchState) -> None:
-        """Take a state, on disk if that can be: counts and words, which nothing rests on.
+    def save_note(self, state: WatchState) -> None:
+        """Use a state and save it if that can be: counts and words, which nothing rests on.
 
         Raises: UsageError if it is not on disk.
         """
         self.state = state
-        self.kept.save(state)
+        self.folder.save(state)
 
 
 @dataclass(slots=True)
 class Rollout:
-    """Brings hand-overs to their end."""
+    """Brings a change to its end: the file, the hook, the guard."""
 
-    book: StateStore
+    store: StateStore
     publisher: Publisher
     run_hook: RunHook | None
     guard: Guard | None
     clock: Clock
-    tell: Notify
+    notify: Notify
 
     @property
     def is_on_guard(self) -> bool:
         """Whether a change is on probation."""
-        found = self.book.state.handover
-        return found is not None and found.stage is Stage.ON_GUARD
+        record = self.store.state.handover
+        return record is not None and record.stage is Stage.ON_GUARD
 
     @property
     def judged_at_s(self) -> float | None:
-        """When the guard wants to look, in Unix seconds; None while there is nothing."""
-        found = self.book.state.handover
-        if found is None or found.stage is not Stage.ON_GUARD or self.guard is None:
+        """When the guard's window ends, in Unix seconds; None without a change on probation."""
+        record = self.store.state.handover
+        if record is None or record.stage is not Stage.ON_GUARD or self.guard is None:
             return None
-        return self.guard.window(found.handed_s)[1]
+        return self.guard.window(record.handed_s)[1]
 
     def begin(self, handover: RolloutRecord) -> None:
         """Write the file and hand it over, unless it was changed since this was decided.
 
         Raises: UsageError, with the old file whole.
         """
-        self.book.put(replace(self.book.state, handover=handover))
+        self.store.save(replace(self.store.state, handover=handover))
         self._write(handover)
 
     def go_on(self) -> None:
-        """Take up what an earlier round, or another process, has left unfinished.
+        """Resume what an earlier round, or another process, has left unfinished.
 
         Raises: TunerError if it still cannot be finished.
         """
-        found = self.book.state.handover
-        if found is None:
+        record = self.store.state.handover
+        if record is None:
             return
-        if found.stage is Stage.DECIDED:
-            self._take_up(found)
-        elif found.stage is Stage.WRITTEN:
-            self._hand(found)
+        if record.stage is Stage.DECIDED:
+            self._resume(record)
+        elif record.stage is Stage.WRITTEN:
+            self._hand(record)
         else:
-            self._judge(found)
+            self._judge(record)
 
-    def _take_up(self, found: RolloutRecord) -> None:
+    def _resume(self, record: RolloutRecord) -> None:
         """Go on where a process died, or a disk was full, around the writing of the file."""
-        if found.is_rollback or self.publisher.holds(found.new_text):
-            self._write(found)
+        if record.is_rollback or self.publisher.holds(record.new_text):
+            self._write(record)
             return
         # The verdict is of another time by now; the next check gives a fresh one.
-        self.tell(f"a change to {found.new} was decided and not written: it is dropped")
-        self.book.put(replace(self.book.state, handover=None))
-        self.book.kept.forget_traffic_but(self.book.state.traffic)
+        self.notify(f"the change to {record.new} was decided but not written: it is dropped")
+        self.store.save(replace(self.store.state, handover=None))
+        self.store.folder.forget_traffic_but(self.store.state.traffic)
 
-    def _write(self, found: RolloutRecord) -> None:
-        if not self.publisher.holds(found.new_text):
+    def _write(self, record: RolloutRecord) -> None:
+        if not self.publisher.holds(record.new_text):
             try:
-                self.publisher.write(Text(found.new_text, found.has_secrets), found.held)
+                self.publisher.write(Text(record.new_text, record.has_secrets), record.expected)
             except ChangedMeanwhileError:
-                self._drop(found)
+                self._drop(record)
                 return
-        self.tell(f"{self.publisher.path} now holds {found.new}: {found.why}")
-        written = replace(found, stage=Stage.WRITTEN)
-        self.book.put(replace(self.book.state, handover=written))
+        self.notify(f"{self.publisher.path} now holds {record.new}: {record.why}")
+        written = replace(record, stage=Stage.WRITTEN)
+        self.store.save(replace(self.store.state, handover=written))
         self._hand(written)
 
-    def _drop(self, found: RolloutRecord) -> None:
+    def _drop(self, record: RolloutRecord) -> None:
         """Forget a change, as the file is not the one that it was decided on."""
-        told = f"{self.publisher.path} was changed by others meanwhile and is left alone"
-        self.tell(f"{told}: the {_event(found)} to {found.new} is dropped")
-        self.book.put(replace(self.book.state, handover=None))
-        self.book.kept.forget_traffic_but(self.book.state.traffic)
+        message = f"{self.publisher.path} was changed by others meanwhile and is left alone"
+        self.notify(f"{message}: the {_event(record)} to {record.new} is dropped")
+        self.store.save(replace(self.store.state, handover=None))
+        self.store.folder.forget_traffic_but(self.store.state.traffic)
 
-    def _hand(self, found: RolloutRecord) -> None:
+    def _hand(self, record: RolloutRecord) -> None:
         """Run the hook, and note that the change is made."""
         if self.run_hook is not None:
-            end = self.run_hook(self._told(found))
-            self.tell(end.text)
+            end = self.run_hook(self._environment(record))
+            self.notify(end.text)
             if not end.is_done:
-                again = replace(found, hook_tries=found.hook_tries + 1)
-                self.book.put(replace(self.book.state, handover=again))
+                again = replace(record, hook_tries=record.hook_tries + 1)
+                self.store.save(replace(self.store.state, handover=again))
                 raise UsageError(
                     f"{end.text}; {self.publisher.path} is written but not handed over, "
                     f"try {again.hook_tries}",
                     "it runs again in the next round",
                 )
-        now_s, state = self.clock.now_s(), self.book.state
+        now_s, state = self.clock.now_s(), self.store.state
         counts, memory = state.counts, changed(state.memory, now_s)
-        if found.is_rollback:
+        if record.is_rollback:
             counts = replace(counts, rollbacks=counts.rollbacks + 1)
-            memory = rolled_back(state.memory, found.old, now_s)
+            memory = rolled_back(state.memory, record.old, now_s)
         else:
             counts = replace(counts, changes=counts.changes + 1)
-        stays = self.guard is not None and not found.is_rollback
-        guarded = replace(found, stage=Stage.ON_GUARD, handed_s=now_s) if stays else None
-        self.book.put(
+        stays = self.guard is not None and not record.is_rollback
+        guarded = replace(record, stage=Stage.ON_GUARD, handed_s=now_s) if stays else None
+        self.store.save(
             replace(
                 state,
                 memory=memory,
                 counts=counts,
-                present=found.new,
-                traffic=found.new_traffic,
+                present=record.new,
+                traffic=record.new_traffic,
                 handover=guarded,
             )
         )
-        self.book.kept.forget_traffic_but(
-            found.new_traffic, *([found.old_traffic] if stays else [])
+        self.store.folder.forget_traffic_but(
+            record.new_traffic, *([record.old_traffic] if stays else [])
         )
 
-    def _told(self, found: RolloutRecord) -> dict[str, str]:
-        """Return what the hook finds in its environment."""
+    def _environment(self, record: RolloutRecord) -> dict[str, str]:
+        """Return the hook's environment variables."""
         return {
-            "TUNE_EVENT": _event(found),
+            "TUNE_EVENT": _event(record),
             "TUNE_FILE": str(self.publisher.path.resolve()),
-            "TUNE_MAX_NUM_SEQS": str(found.new.max_num_seqs),
-            "TUNE_MAX_NUM_BATCHED_TOKENS": str(found.new.max_num_batched_tokens),
-            "TUNE_WHY": found.why,
+            "TUNE_MAX_NUM_SEQS": str(record.new.max_num_seqs),
+            "TUNE_MAX_NUM_BATCHED_TOKENS": str(record.new.max_num_batched_tokens),
+            "TUNE_WHY": record.why,
         }
 
-    def _judge(self, found: RolloutRecord) -> None:
-        """Look at a change on probation: keep it, take it back, or wait on."""
+    def _judge(self, record: RolloutRecord) -> None:
+        """Judge a change on probation: keep it, roll it back, or wait."""
         now_s = self.clock.now_s()
         if self.guard is None:
             self._end_guard("the guard was switched off")
             return
-        if now_s < self.guard.window(found.handed_s)[1]:
+        if now_s < self.guard.window(record.handed_s)[1]:
             return
-        is_over = self.guard.is_over(found.decided_s, now_s)
+        is_over = self.guard.is_over(record.decided_s, now_s)
         try:
-            judged = self.guard.judge(found.decided_s, found.handed_s, found.old, found.new)
+            judged = self.guard.judge(record.decided_s, record.handed_s, record.old, record.new)
         except TunerError as error:
             if is_over:
-                self._end_guard(f"gave up without a verdict on {found.new}: {error.message}")
+                self._end_guard(f"gave up without a verdict on {record.new}: {error.message}")
             raise
-        told = f"{found.new} {judged.found}: {judged.why}"
-        if judged.found is Guarded.AGREES:
-            self._end_guard(told)
-        elif judged.found is Guarded.WORSE:
-            self._take_back(found, judged.why)
+        message = f"{record.new} {judged.verdict}: {judged.why}"
+        if judged.verdict is GuardVerdict.AGREES:
+            self._end_guard(message)
+        elif judged.verdict is GuardVerdict.WORSE:
+            self._roll_back(record, judged.why)
         elif is_over:
-            self._end_guard(f"gave up without a verdict on {found.new}: {judged.why}")
+            self._end_guard(f"gave up without a verdict on {record.new}: {judged.why}")
         else:
-            self.tell(f"guard: {told}; it looks again")
+            self.notify(f"guard: {message}; it looks again")
             if judged.restarted_s is not None:
-                later = replace(found, handed_s=judged.restarted_s)
-                self.book.put(replace(self.book.state, handover=later))
+                later = replace(record, handed_s=judged.restarted_s)
+                self.store.save(replace(self.store.state, handover=later))
 
-    def _end_guard(self, told: str) -> None:
+    def _end_guard(self, message: str) -> None:
         """Let a change stand."""
-        self.tell(f"guard: {told}")
-        state = self.book.state
-        last = replace(state.last, guard=told)
-        self.book.put(replace(state, handover=None, last=last))
-        self.book.kept.forget_traffic_but(state.traffic)
+        self.notify(f"guard: {message}")
+        state = self.store.state
+        last = replace(state.last, guard=message)
+        self.store.save(replace(state, handover=None, last=last))
+        self.store.folder.forget_traffic_but(state.traffic)
 
-    def _take_back(self, found: RolloutRecord, why: str) -> None:
-        """Emit the old file again, unless somebody has put another in its place."""
-        told = f"{found.new} {Guarded.WORSE}: {why}"
-        if not self.publisher.holds(found.new_text):
+    def _roll_back(self, record: RolloutRecord, why: str) -> None:
+        """Write the old file again, unless others have changed it since."""
+        message = f"{record.new} {GuardVerdict.WORSE}: {why}"
+        if not self.publisher.holds(record.new_text):
             path = self.publisher.path
-            self._end_guard(f"{told}; {path} was changed by others since and is left alone")
+            self._end_guard(f"{message}; {path} was changed by others since and is left alone")
             return
-        self.tell(f"guard: {told}; rolling back to {found.old}")
-        state = self.book.state
-        self.book.put(replace(state, last=replace(state.last, guard=f"{told}; rolled back")))
+        self.notify(f"guard: {message}; rolling back to {record.old}")
+        state = self.store.state
+        self.store.save(
+            replace(state, last=replace(state.last, guard=f"{message}; rolled back"))
+        )
         self.begin(
             replace(
-                found,
-                old=found.new,
-                new=found.old,
-                old_text=found.new_text,
-                new_text=found.old_text,
-                old_traffic=found.new_traffic,
-                new_traffic=found.old_traffic,
-                why=f"rolled back from {found.new}: {why}",
+                record,
+                old=record.new,
+                new=record.old,
+                old_text=record.new_text,
+                new_text=record.old_text,
+                old_traffic=record.new_traffic,
+                new_traffic=record.old_traffic,
+                why=f"rolled back from {record.new}: {why}",
                 decided_s=self.clock.now_s(),
                 stage=Stage.DECIDED,
                 hook_tries=0,
@@ -320,5 +325,5 @@ class Rollout:
         )
 
 
-def _event(found: RolloutRecord) -> str:
-    return "rollback" if found.is_rollback else "change"
+def _event(record: RolloutRecord) -> str:
+    return "rollback" if record.is_rollback else "change"

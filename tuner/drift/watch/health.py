@@ -1,7 +1,7 @@
 """What a watch shows over HTTP: /healthz for probes, /metrics for Prometheus.
 
-Every number is read off the state when asked, so that counters go on where they were after any
-restart. Owns the server; the watch itself knows nothing of it.
+Every number is read off the state at each request, so that counters go on where they were after
+any restart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def health(watcher: Watcher) -> dict[str, Any]:
 
     A Prometheus that is down does not make it unwell: a restart would not mend that.
     """
-    state = watcher.book.state
+    state = watcher.store.state
     last, handover = state.last, state.handover
     quiet_s = watcher.clock.now_s() - watcher.began_s
     try:
@@ -63,7 +63,7 @@ class WatchMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield every metric as of now."""
-        state = self._watcher.book.state
+        state = self._watcher.store.state
         last, counts = state.last, state.counts
         checks = CounterMetricFamily(
             "tune_watch_checks", "Checks, by verdict.", None, ["verdict"]
@@ -71,12 +71,12 @@ class WatchMetrics(Collector):
         for verdict, count in counts.checks.items():
             checks.add_metric([verdict], count)
         yield checks
-        for name, text, value in (
+        for name, text, count in (
             ("errors", "Rounds that failed: no data, no shadow, a hook.", counts.errors),
             ("changes", "Files that were written and handed over.", counts.changes),
             ("rollbacks", "Files that the guard took back.", counts.rollbacks),
         ):
-            yield CounterMetricFamily(f"tune_watch_{name}", text, value)
+            yield CounterMetricFamily(f"tune_watch_{name}", text, count)
         gauges = {
             "last_check_timestamp_seconds": (
                 "When a check last ended with a verdict, in Unix time.",
@@ -85,14 +85,14 @@ class WatchMetrics(Collector):
             "gain_ratio": ("What a re-tune would gain, by the last check.", last.gain_ratio),
             "on_guard": ("Whether a change is on probation.", float(self._is_on_guard)),
         }
-        for name, (text, seen) in gauges.items():
-            if seen is not None:
-                yield GaugeMetricFamily(f"tune_watch_{name}", text, seen)
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"tune_watch_{name}", text, value)
         yield from self._present()
 
     @property
     def _is_on_guard(self) -> bool:
-        return self._watcher.handing.is_on_guard
+        return self._watcher.rollout.is_on_guard
 
     def _present(self) -> Iterator[Metric]:
         """Yield the limits in use; none while the file is damaged."""
@@ -142,9 +142,9 @@ def _handler(
             if path == "/metrics":
                 self._answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry))
             elif path == "/healthz":
-                found = health(watcher)
-                status = HTTPStatus.OK if found["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
-                self._answer(status, "application/json", json.dumps(found).encode() + b"\n")
+                report = health(watcher)
+                status = HTTPStatus.OK if report["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
+                self._answer(status, "application/json", json.dumps(report).encode() + b"\n")
             else:
                 text = b"/healthz and /metrics are here\n"
                 self._answer(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", text)
@@ -157,7 +157,7 @@ def _handler(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Keep quiet: standard error tells of rounds, not of probes."""
+            """Log nothing: standard error is for rounds, not for probes."""
 
     return Handler
 

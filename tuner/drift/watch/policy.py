@@ -1,20 +1,19 @@
 """When to act on a verdict: minimum gain, minimum time between changes, the same verdict again.
 
-Pure: a memory, a proposal and the time go in, an act and the next memory come out. What to
-propose is left to `check`, doing it to `loop`.
+Pure: a memory, a proposal and the time go in, an act and the next memory come out.
 
 The same verdict again is one on traffic of its own: checks that look back six hours every
 quarter of an hour share nearly all of it, and whatever chance or an odd hour did to one of them
-it does to the next. So a verdict stands only once later traffic alone says the same, which
+it does to the next. So a verdict stands only once later traffic alone gives the same, which
 begins a sixth of what a check looks back at after the verdict: an odd stretch that lasted no
 longer is over by then.
 
 Tried and given up: counting a verdict again only if its best is the very same configuration.
 Two samples of the same traffic often differ by a step of the ladder, and nothing was ever done.
-Letting later traffic begin with the verdict: an odd hour of which a half is seen by each of the
-two checks has its way. Taking back a verdict that later traffic does not bear out at once: a
-quarter of an hour rarely shows what six hours do, and nothing was ever done either; it is taken
-back when what a check looks back at does not bear it out any more.
+Letting later traffic begin with the verdict: an odd hour of which each of the two checks has a
+half gets its way. Dropping a verdict at once when later traffic does not bear it out: a quarter
+of an hour rarely shows what six hours do, and nothing was ever done either; it is dropped when
+what a check looks back at does not bear it out any more.
 """
 
 from __future__ import annotations
@@ -52,41 +51,39 @@ class Act(StrEnum):
 class Policy:
     """What it takes to act.
 
-    Units: seconds; since_s is how far a check looks back, least_s what it takes to look at all.
+    Units: seconds; since_s is how far a check looks back, min_s the shortest traffic to check.
     Raises: UsageError for a value that makes no sense.
     """
 
-    least_gain_ratio: float = 0.05
-    least_interval_s: float = 6 * 3600.0
+    min_gain_ratio: float = 0.05
+    min_interval_s: float = 6 * 3600.0
     confirmations: int = 2
     since_s: float = 6 * 3600.0
-    least_s: float = 60.0
+    min_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what could never, or would always, act."""
-        if not 0 <= self.least_gain_ratio < 1:
+        if not 0 <= self.min_gain_ratio < 1:
             raise UsageError(
-                f"--min-gain must be from 0% to below 100%, got {self.least_gain_ratio:.0%}"
+                f"--min-gain must be from 0% to below 100%, got {self.min_gain_ratio:.0%}"
             )
-        if not self.least_interval_s >= 0:
-            raise UsageError(
-                f"--min-interval must be at least 0 s, got {self.least_interval_s}"
-            )
+        if not self.min_interval_s >= 0:
+            raise UsageError(f"--min-interval must be at least 0 s, got {self.min_interval_s}")
         if self.confirmations < 1:
             raise UsageError(f"--confirmations must be at least 1, got {self.confirmations}")
 
     @property
-    def least_later_s(self) -> float:
-        """How much later traffic has to come before it is looked at."""
-        return max(self.least_s, MIN_SHARE * self.since_s)
+    def min_later_s(self) -> float:
+        """How long later traffic must be before it is checked."""
+        return max(self.min_s, MIN_SHARE * self.since_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class ChangeProposal:
     """A re-tune that pays: what to change to, from what, and what that gains.
 
-    `meets_more` says that it meets what the present configuration does not; then no gain is
-    too small.
+    `meets_more`: it meets a demand that the present configuration does not; then no gain is too
+    small.
     """
 
     limits: EngineLimits
@@ -113,13 +110,17 @@ class Memory:
     against: EngineLimits | None = None
 
 
-def decide(
-    policy: Policy, memory: Memory, proposal: Proposal | None, now_s: float, *, on_guard: bool
+def next_act(
+    policy: Policy,
+    memory: Memory,
+    proposal: ChangeProposal | None,
+    now_s: float,
+    *,
+    on_guard: bool,
 ) -> tuple[Act, Memory]:
     """Return what to do about a verdict; None is the verdict that nothing pays.
 
-    No verdict at all, as from partial data, is not to be brought here: it neither confirms nor
-    refutes.
+    For verdicts only: partial data, which has none, neither confirms nor refutes.
     """
     memory = _not_ahead(memory, now_s)
     reason = _against(policy, memory, proposal)
@@ -151,18 +152,23 @@ def later_from_s(policy: Policy, memory: Memory, now_s: float) -> float | None:
     if memory.verdict_s is None:
         return None
     from_s = memory.verdict_s + ODD_SHARE * policy.since_s
-    if now_s - from_s < policy.least_later_s:
+    if now_s - from_s < policy.min_later_s:
         return None
     return max(from_s, now_s - policy.since_s)
 
 
 def confirm(
-    policy: Policy, memory: Memory, proposal: Proposal | None, now_s: float, *, on_guard: bool
+    policy: Policy,
+    memory: Memory,
+    proposal: ChangeProposal | None,
+    now_s: float,
+    *,
+    on_guard: bool,
 ) -> tuple[Act, Memory]:
     """Return what to do about the verdict on later traffic alone.
 
     While something else forbids the change, it renews the standing verdict and does not add
-    to it: what is acted on in the end was seen on traffic of then.
+    to it: what is acted on in the end is a verdict on the traffic of then.
     """
     is_same = (
         proposal is not None
@@ -202,7 +208,7 @@ def rolled_back(memory: Memory, limits: EngineLimits, now_s: float) -> Memory:
 
 
 def alike(one: EngineLimits, other: EngineLimits) -> bool:
-    """Tell whether two pairs of limits are one verdict.
+    """Return whether two pairs of limits are one verdict.
 
     >>> alike(EngineLimits(8, 2048), EngineLimits(16, 2048))
     True
@@ -216,18 +222,18 @@ def alike(one: EngineLimits, other: EngineLimits) -> bool:
     return all(max(pair) <= ALIKE_RATIO * min(pair) for pair in pairs)
 
 
-def _against(policy: Policy, memory: Memory, proposal: Proposal | None) -> Act | None:
+def _against(policy: Policy, memory: Memory, proposal: ChangeProposal | None) -> Act | None:
     """Return why a proposal does not even count, None where it does."""
     if proposal is None:
         return Act.NONE
     if any(alike(proposal.limits, barred) for barred in memory.barred):
         return Act.BARRED
-    is_small = proposal.gain_ratio < policy.least_gain_ratio
+    is_small = proposal.gain_ratio < policy.min_gain_ratio
     return Act.TOO_SMALL if is_small and not proposal.meets_more else None
 
 
-def _is_pending(memory: Memory, proposal: Proposal) -> bool:
-    """Tell whether a proposal is that of the standing verdict."""
+def _is_pending(memory: Memory, proposal: ChangeProposal) -> bool:
+    """Return whether a proposal is that of the standing verdict."""
     if memory.pending is None or memory.verdict_s is None:
         return False
     return alike(proposal.limits, memory.pending) and proposal.against == memory.against
@@ -255,4 +261,4 @@ def _waits_s(policy: Policy, memory: Memory, now_s: float) -> float:
     """Return how long the last change still forbids the next."""
     if memory.last_change_s is None:
         return 0.0
-    return memory.last_change_s + policy.least_interval_s - now_s
+    return memory.last_change_s + policy.min_interval_s - now_s

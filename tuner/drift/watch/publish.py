@@ -2,7 +2,7 @@
 
 Answers what is in use by it, what would stand in it, and puts it onto the disk whole. A file
 of vLLM's own form is written anew around the values that it has; any other that exists is
-edited in place, so that what people added to it stays. When to write is left to `loop`.
+edited in place, so that what people added to it stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.files import Held, write_atomic
+from tuner.files import ExpectedText, write_atomic
 from tuner.redact import has_secrets
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
@@ -81,7 +81,7 @@ class Publisher:
             checked_writer(self.chosen, rec)
 
     def present(self) -> EngineLimits | None:
-        """Return the limits that the file holds, None where it does not tell.
+        """Return the limits in the file, None where it has none that can be read.
 
         Raises: UsageError if it is no such file.
         """
@@ -89,28 +89,28 @@ class Publisher:
             return None
         return read_emitted(self.path).limits
 
-    def held(self) -> Held:
-        """Return what the file holds. Raises: UsageError if it cannot be read."""
+    def text_now(self) -> ExpectedText:
+        """Return the file's text. Raises: UsageError if it cannot be read."""
         try:
-            return Held(self.path.read_bytes().decode("utf-8"))
+            return ExpectedText(self.path.read_bytes().decode("utf-8"))
         except FileNotFoundError:
-            return Held(None)
+            return ExpectedText(None)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
 
-    def to_return_to(self, held: Held, present: EngineLimits) -> Text:
-        """Return what was held, or what would stand there with the present limits."""
-        if held.text is None:
+    def to_return_to(self, before: ExpectedText, present: EngineLimits) -> Text:
+        """Return the text from before, or a new file's with the present limits."""
+        if before.text is None:
             return self._whole(Recommendation(self.values, present, lost=self.lost))
         # Written back it keeps the mode that the file has by then.
-        return Text(held.text, has_secrets=False)
+        return Text(before.text, has_secrets=False)
 
     def changed(self, limits: EngineLimits, reason: Reason) -> Text:
         """Return the file with other limits, and why. Raises: UsageError if it cannot be."""
-        said, facts = tuple(self._said(reason)), self._facts(limits, reason)
-        rec = Recommendation(self.values, limits, said, facts, lost=self.lost)
+        sentences, facts = tuple(self._sentences(reason)), self._facts(limits, reason)
+        rec = Recommendation(self.values, limits, sentences, facts, lost=self.lost)
         if self.chosen is Format.VLLM and self.path.exists():
-            # What somebody serves from already has no more and no fewer keys afterwards.
+            # A file that is in use has no more and no fewer keys afterwards.
             there = read_emitted(self.path)
             rec = replace(rec, values=there.values, lost=there.lost, allow_unauthenticated=True)
         target = TARGETS[self.chosen]
@@ -119,22 +119,22 @@ class Publisher:
         merged = merge_into(self.path, self.chosen, rec, Names(self.path.name))
         return Text(merged.after, merged.has_secrets)
 
-    def write(self, text: Text, held: Held) -> None:
+    def write(self, text: Text, expected: ExpectedText) -> None:
         """Put the file onto the disk whole or not at all.
 
-        Raises: UsageError; ChangedMeanwhileError if it holds something else than it did.
+        Raises: UsageError; ChangedMeanwhileError if it is not as expected.
         """
-        write_atomic(self.path, text.text, secret=text.has_secrets, held=held)
+        write_atomic(self.path, text.text, secret=text.has_secrets, expected=expected)
 
     def holds(self, text: str) -> bool:
-        """Tell whether the file holds just this."""
-        return Held(text).is_in(self.path)
+        """Return whether the file holds just this."""
+        return ExpectedText(text).is_in(self.path)
 
     def _whole(self, rec: Recommendation) -> Text:
         secret = self.chosen is Format.VLLM and has_secrets(rec.values)
         return Text(emit(self.chosen, rec, Names(self.path.name)), secret)
 
-    def _said(self, reason: Reason) -> list[str]:
+    def _sentences(self, reason: Reason) -> list[str]:
         """Return the provenance in the sentences that every emitted file has."""
         trace, shape, present = reason.trace, self.profile.shape, reason.present
         hours = (float(trace.due_s[-1]) - float(trace.due_s[0])) / 3600

@@ -1,4 +1,4 @@
-"""What a watch knows, on disk: one file, replaced whole, in a directory that one watch owns.
+"""A watch's state on disk: one file, replaced whole, in a directory that one watch owns.
 
 Answers what was going on when the process last lived, however it died. Files: `state.json`
 (mode 0600, for it keeps the text of the file that a change replaced), `traffic-N.json` (the
@@ -21,7 +21,7 @@ import msgspec
 from tuner.drift.watch.policy import Memory, forgotten
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
-from tuner.files import Held, lock, write_atomic
+from tuner.files import ExpectedText, lock, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 
 STATE_FILE: Final = "state.json"
@@ -40,7 +40,7 @@ class Stage(StrEnum):
 class RolloutRecord:
     """A change on its way: from which limits and file to which, and how far it has come.
 
-    `had_file` says whether `old_text` stood in the file, or is what would have stood there.
+    `had_file`: `old_text` stood in the file; else it is what would have stood there.
     `is_rollback` is the way back, which is not guarded.
 
     Units: Unix seconds.
@@ -62,9 +62,9 @@ class RolloutRecord:
     had_file: bool = True
 
     @property
-    def held(self) -> Held:
+    def expected(self) -> ExpectedText:
         """What the file must still hold when the new text takes its place."""
-        return Held(self.old_text if self.had_file else None)
+        return ExpectedText(self.old_text if self.had_file else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class WatchState:
     last: Last = field(default_factory=Last)
 
     def for_profile(self, sha256: str) -> WatchState:
-        """Return the state for a profile: a new one lifts what was held against the old."""
+        """Return the state for a profile: a new one lifts what the old one had barred."""
         if sha256 == self.profile_sha256:
             return self
         memory = replace(forgotten(self.memory), barred=())
@@ -155,7 +155,7 @@ class StateDir:
         self._lock.release()
 
     def load(self) -> tuple[WatchState, str]:
-        """Return the state, and what has to be said of it.
+        """Return the state, and a message where the file is damaged.
 
         A damaged file is set aside, and the state begins anew.
         """
@@ -167,13 +167,13 @@ class StateDir:
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}") from error
         try:
-            found = msgspec.json.decode(content, type=WatchState)
+            state = msgspec.json.decode(content, type=WatchState)
         except (msgspec.MsgspecError, TunerError, ValueError) as error:
             return WatchState(), self._set_aside(STATE_FILE, str(error))
-        if found.schema != SCHEMA:
-            reason = f"schema must be {SCHEMA}, got {found.schema}"
+        if state.schema != SCHEMA:
+            reason = f"schema must be {SCHEMA}, got {state.schema}"
             return WatchState(), self._set_aside(STATE_FILE, reason)
-        return found, ""
+        return state, ""
 
     def save(self, state: WatchState) -> None:
         """Put the state on disk whole or not at all. Raises: UsageError if it cannot be."""
@@ -191,18 +191,18 @@ class StateDir:
         return name
 
     def traffic(self, name: str) -> tuple[TrafficSketch | None, str]:
-        """Return a sketch that was kept; None, and why, where it is gone or damaged."""
+        """Return a stored sketch; None, and why, where it is gone or damaged."""
         try:
             return read_sketch(self.path / name), ""
         except UsageError as error:
             return None, self._set_aside(name, error.message)
 
     def _set_aside(self, name: str, reason: str) -> str:
-        """Rename a damaged file so that it can be looked into, and say so."""
+        """Rename a damaged file so that people can inspect it; return the message."""
         path = self.path / name
         stamp = _stamp(datetime.now(UTC).timestamp())
         aside = path.with_name(f"{name}.damaged-{stamp}")
-        told = f"{path} is damaged and was set aside as {aside.name}: {reason}"
+        message = f"{path} is damaged and was set aside as {aside.name}: {reason}"
         try:
             path.replace(aside)
         except FileNotFoundError:
@@ -212,7 +212,7 @@ class StateDir:
                 f"{path} is damaged and cannot be set aside: {error.strerror}",
                 "remove it, or name another directory with --state",
             ) from error
-        return told
+        return message
 
     def forget_traffic_but(self, *names: str) -> None:
         """Remove the sketches that nothing refers to any more."""

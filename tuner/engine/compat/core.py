@@ -1,6 +1,7 @@
-"""vLLM's engine core in this process, and what its batches hold.
+"""vLLM's engine core in this process: starting it, stepping it, changing its limits.
 
-Starting, stepping and limits of a real engine; configurations are read in `serve`.
+Also reads what each of its batches holds, in the protocol's words, and binds the process to
+the cores that a served engine's worker would have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
 _ALLOWED: Final = frozenset(os.sched_getaffinity(0))
-"""What the process may use: asked before it is bound, for a second start chooses from all."""
+"""The cores the process may use, read before it is bound: a second start chooses from all."""
 
 
 def bind_as_served(vllm_config: Any) -> None:
@@ -130,7 +131,9 @@ class Core:
     def set_limits(self, limits: EngineLimits) -> None:
         """Change the limits of the running scheduler; the caller sees to it that it is idle."""
         if self._cap_name is None or self._budget_name is None:
-            raise EngineError("this vLLM hides its scheduler limits, restart it instead")
+            raise EngineError(
+                "this vLLM cannot change its limits: restart it with the new ones"
+            )
         setattr(self._scheduler, self._cap_name, limits.max_num_seqs)
         setattr(self._scheduler, self._budget_name, limits.max_num_batched_tokens)
 
@@ -206,7 +209,7 @@ def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
 
 
 def read_batch(scheduler_output: Any) -> Batch | None:
-    """Tell what a scheduled batch computes; None for a turn that only tidies up.
+    """Return what a scheduled batch computes; None for a turn that only tidies up.
 
     A request decodes when it has answered before and one step's tokens are scheduled; all
     else is prefill, recomputation after a preemption too.
@@ -249,7 +252,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
 def step_of(
     took_s: float, emitted: list[Emitted], done: tuple[Any, int, int, float] | None
 ) -> Step:
-    """Put one turn of the core into the protocol's words."""
+    """Return one turn of the core as a step of the protocol."""
     if done is None:
         return Step(took_s, emitted, None, 0, 0, 0.0)
     scheduler_output, running, waiting, usage = done

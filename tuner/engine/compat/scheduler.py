@@ -1,8 +1,7 @@
 """vLLM's own scheduler and KV-cache manager, without model, device or server.
 
 Built from an EngineShape alone: the bundled demo model stands in for the real one, of which
-the scheduler knows nothing but lengths and blocks. Predicting how long a batch takes is left
-to the shadow engine; a real engine is in `core`.
+the scheduler knows nothing but lengths and blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
 
 
 class SchedulerCore:
-    """vLLM's scheduler, asked batch by batch, with outputs made up in the model's place."""
+    """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place."""
 
     def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
         from vllm import SamplingParams
@@ -106,7 +105,7 @@ class SchedulerCore:
         )
         self._cap_name, self._budget_name = limit_names(self.scheduler)
         if self._cap_name is None or self._budget_name is None:
-            raise EngineError("this vLLM hides its scheduler limits, so it has no shadow")
+            raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
         self._manager: Any = self.scheduler.kv_cache_manager
         self.block_size = shape.block_size
@@ -219,8 +218,8 @@ class SchedulerCore:
     @property
     def running(self) -> list[Any]:
         """The requests that the scheduler sees running, in its order."""
-        found: list[Any] = self.scheduler.running
-        return found
+        requests: list[Any] = self.scheduler.running
+        return requests
 
     def only_decodes(self, request: Any) -> bool:
         """Whether a running request does nothing but decode from the next step on.
@@ -252,18 +251,18 @@ class SchedulerCore:
         return int(getattr(request, "num_output_placeholders", 0))
 
     def schedule_again(self, requests: Sequence[Any]) -> Any:
-        """Return vLLM's batch of one more token for these requests and nobody else.
+        """Return vLLM's batch of one more token for these requests and no others.
 
         Raises: EngineError if it is another batch, which the caller has to rule out.
         """
-        scheduler, seen = self.scheduler, self.scheduler.running
+        scheduler, all_running = self.scheduler, self.scheduler.running
         limits = [getattr(scheduler, str(n)) for n in (self._cap_name, self._budget_name)]
         scheduler.running = list(requests)
         self.set_limits(len(requests), len(requests))
         scheduled = scheduler.schedule()
         if scheduled.total_num_scheduled_tokens != len(requests):
-            raise EngineError("the shadow could not repeat a step that it had foretold")
-        scheduler.running = seen
+            raise EngineError("the shadow could not repeat a step that it had predicted")
+        scheduler.running = all_running
         self.set_limits(*limits)
         return scheduled
 
@@ -278,7 +277,7 @@ class SchedulerCore:
     def decode(self, request: Any, steps: int) -> None:
         """Let a hidden request have decoded so many steps, with the blocks that it lacks.
 
-        Raises: EngineError if there are no blocks, which the caller has to know beforehand.
+        Raises: EngineError if there are no blocks, which the caller has to check beforehand.
         """
         request.append_output_token_ids([_TOKEN] * steps)
         if self._manager.allocate_slots(request, steps) is None:

@@ -1,7 +1,6 @@
 """vLLM's import, its `serve` parser and its resolved configuration.
 
-What a configuration comes to is answered here without starting anything; running an engine is
-left to `core`.
+Answers what a configuration comes to without starting an engine.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def _first_module(names: Sequence[str], attribute: str) -> Any:
     """Return the attribute from the first module that has it."""
     for name in names:
         try:
-            found = getattr(importlib.import_module(name), attribute, None)
+            module = getattr(importlib.import_module(name), attribute, None)
         except ModuleNotFoundError as gone:
             if gone.name is None or not name.startswith(gone.name):
                 raise
             continue
-        if found is not None:
-            return found
+        if module is not None:
+            return module
     raise EngineError(
         f"this vLLM ({vllm_version()}) has no {attribute} in any of {', '.join(names)}",
         "install a vLLM between 0.20 and 0.33",
@@ -59,7 +58,7 @@ def vllm_version() -> str:
 
 
 def _import_vllm() -> None:
-    """Import vLLM or say what is missing."""
+    """Import vLLM. Raises: an error that names what is missing."""
     prepare_environment()
     try:
         importlib.import_module("vllm")
@@ -67,7 +66,7 @@ def _import_vllm() -> None:
         if missing.name == "vllm":
             raise UsageError(
                 "vLLM is not installed in this environment",
-                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` tells more",
+                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` checks it",
             ) from missing
         raise UsageError(
             f"vLLM cannot be imported: {missing}", "run `tune doctor`"
@@ -107,7 +106,7 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
 
 
 def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:
-    """Refuse an engine that would wait for others, which nobody starts beside it.
+    """Refuse an engine that would wait for others, which are not started beside it.
 
     vLLM's own launcher starts them; in one process the wait has no end.
 
@@ -190,7 +189,7 @@ def accelerator_name() -> str | None:
 
 def device_name() -> str:
     """Return the name of the device that vLLM computes on."""
-    found = accelerator_name()
-    if found is not None:
-        return found
+    name = accelerator_name()
+    if name is not None:
+        return name
     return f"CPU ({os.cpu_count()} cores, {platform.machine()})"

@@ -1,7 +1,4 @@
-"""Read off a running vLLM what its scheduler needs to know, and refuse what has no shadow.
-
-The other way round, a scheduler from such a shape, is in `scheduler`.
-"""
+"""Read off a running vLLM what its scheduler needs to know, and refuse what has no shadow."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise for what makes a scheduler keep blocks or slots in another way."""
     parallel, own = vllm_config.parallel_config, _own_scheduler(vllm_config.scheduler_config)
-    said = [
+    notes = [
         words
         for words, holds in (
             ("speculative decoding", vllm_config.speculative_config is not None),
@@ -94,10 +91,10 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec):
-        said.append(f"KV-cache groups {', '.join(kinds) or 'none'}")
-    if said:
+        notes.append(f"KV-cache groups {', '.join(kinds) or 'none'}")
+    if notes:
         raise ShadowError(
-            f"the shadow cannot stand in for an engine with {' and '.join(said)}",
+            f"the shadow cannot stand in for an engine with {' and '.join(notes)}",
             "it keeps account of one group of full attention; use --method live",
         )
 

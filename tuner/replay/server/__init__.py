@@ -1,7 +1,8 @@
 """A configuration tried on the real API server, over HTTP and in real time.
 
-What a replay inside the engine's process cannot see is what the HTTP server and the
-asynchronous front end add; here it is measured beside what was predicted.
+A replay inside the engine's process leaves out the HTTP server and the asynchronous front end;
+here their share is measured. `process` starts the server, `client` replays over HTTP, `scrape`
+reads the server's metrics meanwhile, `comparison` sets the result against the prediction.
 """
 
 from __future__ import annotations

@@ -51,13 +51,13 @@ class HttpRun:
     A request that was longer than the server's max_model_len and not answered in full is
     REFUSED; every other one without its full answer is TIMED_OUT or ABORTED: it failed.
     `errors` counts the failed and the refused by what the server or the network said;
-    `asked_tokens` is the length of answer that each request asked for.
+    `requested_tokens` is the length of answer that each request asked for.
 
     Shapes: asked_tokens is [n], as the timelines.
     """
 
     timelines: Timelines
-    asked_tokens: Ints
+    requested_tokens: Ints
     wall_s: float
     lag_p99_s: float
     errors: dict[str, int] = field(default_factory=dict)
@@ -144,9 +144,9 @@ class _Client:
                     task.cancel()
                 await asyncio.gather(*self._tasks, watch, return_exceptions=True)
         lag_p99_s = float(np.quantile(self._lag_s, 0.99)) if self._lag_s else 0.0
-        asked_tokens = self._trace.output_tokens
+        requested_tokens = self._trace.output_tokens
         line = self._record.finish()
-        return HttpRun(line, asked_tokens, self._now_s(), lag_p99_s, self._errors)
+        return HttpRun(line, requested_tokens, self._now_s(), lag_p99_s, self._errors)
 
     async def _send_all(
         self,
@@ -184,7 +184,7 @@ class _Client:
         self._changed.set()
 
     async def _watch(self) -> None:
-        """Look after the server, and tell how far the replay is."""
+        """Check the server every so often, and report progress."""
         while True:
             await asyncio.sleep(0.5)
             self._check()
@@ -221,7 +221,7 @@ class _Client:
             self._arrivals.ended(row, self._now_s())
 
     def _unanswered(self, row: int, *, refused: bool) -> Outcome:
-        """Tell a request that no server with this max_model_len answers from a failed one."""
+        """Return whether a request exceeds the server's max_model_len, so that none failed."""
         return Outcome.REFUSED if refused and self._too_long[row] else Outcome.ABORTED
 
     def _failed(self, what: str) -> None:
@@ -277,9 +277,9 @@ def find_endpoint(url: str, headers: Mapping[str, str]) -> Endpoint:
     Raises: EngineError when it does not say.
     Source: vLLM, ModelCard of /v1/models.
     """
-    found = asyncio.run(_get_json(f"{url}/v1/models", headers))
+    models = asyncio.run(_get_json(f"{url}/v1/models", headers))
     try:
-        card = found["data"][0]
+        card = models["data"][0]
         most = card.get("max_model_len")
         return Endpoint(url, str(card["id"]), headers, None if most is None else int(most))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
@@ -296,8 +296,8 @@ async def _get_json(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
             session.get(url, headers=dict(headers)) as answer,
         ):
             answer.raise_for_status()
-            found: dict[str, Any] = await answer.json()
-            return found
+            answered: dict[str, Any] = await answer.json()
+            return answered
     except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
         raise EngineError(
             f"{url} does not answer as a vLLM API server: {str(cause) or type(cause).__name__}",

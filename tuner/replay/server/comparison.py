@@ -41,7 +41,7 @@ class Verification:
 
     `failed` counts requests that got no full answer, but not those refused for their length.
     `predicted` is None where nothing predicted it. `cache_usage` is (mean, max) of
-    gpu_cache_usage_perc as the server told it, None if its page did not.
+    gpu_cache_usage_perc from the server's metrics page, None where it is missing there.
     """
 
     measured: Measurement
@@ -62,7 +62,7 @@ class Verification:
 
     @property
     def failure(self) -> str:
-        """Why so many failed that the run is no good whatever the SLOs say, or nothing."""
+        """Why so many failed that the run is void whatever its latencies; else empty."""
         if self.failed_ratio <= MAX_FAILED_RATIO:
             return ""
         return (
@@ -78,7 +78,7 @@ class Verification:
 
     @property
     def void(self) -> str:
-        """Why the run speaks for nothing but this client, or nothing."""
+        """Why the run measured this client and not the server; else empty."""
         if self.lag_p99_s <= self.max_lag_s:
             return ""
         return (
@@ -101,16 +101,16 @@ class Verification:
         rate = None if theirs is None else theirs.requests_per_s
         rows.append(("requests/s", "", rate, self.measured.requests_per_s))
         usage = None if theirs is None else theirs.kv_usage
-        told = (None, None) if usage is None else (usage.mean, usage.max)
+        estimate = (None, None) if usage is None else (usage.mean, usage.max)
         real = self.cache_usage or (None, None)
         for at, statistic in enumerate(("mean", "max")):
-            rows.append((f"gpu_cache_usage_perc {statistic}", "", told[at], real[at]))
+            rows.append((f"gpu_cache_usage_perc {statistic}", "", estimate[at], real[at]))
         return rows
 
     def lines(self) -> list[str]:
         """Return the table for people, and what has to be said with it."""
         m = self.measured
-        told = [
+        notes = [
             self._failed_line(),
             f"{'':<26}{'predicted':>11}{'measured':>11}{'added':>11}{'':>3}",
             *(_line(*row) for row in self.rows()),
@@ -118,16 +118,16 @@ class Verification:
             f"{self.lag_p99_s * 1000:.1f} ms",
         ]
         if m.refused:
-            told.append(f"{m.refused} requests exceed the server's max_model_len: not counted")
-        told += [f"{count} requests: {what}" for what, count in self.errors.items()]
+            notes.append(f"{m.refused} requests exceed the server's max_model_len: not counted")
+        notes += [f"{count} requests: {what}" for what, count in self.errors.items()]
         if self.missed_scrapes:
-            told.append(f"/metrics did not answer {self.missed_scrapes} times")
+            notes.append(f"/metrics did not answer {self.missed_scrapes} times")
         if self.predicted is None:
-            told.append("nothing predicted this run: --predict live or shadow adds the column")
-        told += [f"SLO broken: {said}" for said in self.broken]
+            notes.append("nothing predicted this run: --predict live or shadow adds the column")
+        notes += [f"SLO broken: {said}" for said in self.broken]
         if self.void:
-            told.append(f"VOID: {self.void}")
-        return told
+            notes.append(f"VOID: {self.void}")
+        return notes
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
@@ -137,8 +137,8 @@ class Verification:
             "measured": self.measured.as_json(),
             "predicted": None if self.predicted is None else self.predicted.as_json(),
             "added": {
-                name: None if told is None or real is None else real - told
-                for name, _, told, real in self.rows()
+                name: None if estimate is None or real is None else real - estimate
+                for name, _, estimate, real in self.rows()
             },
             "gpu_cache_usage_perc": None
             if self.cache_usage is None
@@ -152,11 +152,15 @@ class Verification:
         }
 
 
-def _line(name: str, unit: str, told: float | None, real: float | None) -> str:
+def _line(name: str, unit: str, estimate: float | None, real: float | None) -> str:
     scale, shown = (1000.0, "ms") if unit == "s" else (1.0, "")
     cells = [
         "-" if value is None else f"{value * scale:.3f}" if not unit else f"{value * scale:.1f}"
-        for value in (told, real, None if told is None or real is None else real - told)
+        for value in (
+            estimate,
+            real,
+            None if estimate is None or real is None else real - estimate,
+        )
     ]
     return f"{name:<26}" + "".join(f"{cell:>11}" for cell in cells) + f" {shown}"
 
@@ -169,7 +173,7 @@ def verification(
     start_s: float | None,
     max_lag_s: float = LAG_BUDGET_S,
 ) -> Verification:
-    """Put together what a replay over HTTP found."""
+    """Return the verification of a replay over HTTP."""
     steps, _ = StepLog().finish()
     log = ReplayLog(run.timelines, steps, run.wall_s, run.wall_s, None)
     measured = measure([log], slos)
@@ -223,13 +227,13 @@ def _samples_s(run: HttpRun, metric: str) -> WeightedSamples | None:
     line, failed = run.timelines, _failed(run)
     if metric == "itl_s":
         # Every token that was asked for and never came is a gap without end.
-        missing = np.maximum(run.asked_tokens - np.maximum(line.output_tokens, 1), 0)
+        missing = np.maximum(run.requested_tokens - np.maximum(line.output_tokens, 1), 0)
         return _with_late(line.gap_s, int(missing[failed].sum()))
     seconds = {"ttft_s": line.ttft_s, "tpot_s": line.tpot_s, "e2e_s": line.e2e_s}.get(metric)
     if seconds is None:
         return None
     if metric == "tpot_s":
-        failed &= run.asked_tokens >= 2
+        failed &= run.requested_tokens >= 2
     return _with_late(
         WeightedSamples(np.sort(seconds), np.ones(seconds.size)), int(failed.sum())
     )

@@ -31,7 +31,7 @@ _POLL_S = 0.25
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return a port of this machine that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -168,7 +168,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def answers(url: str) -> bool:
-    """Say whether a GET is answered with 200."""
+    """Return whether a GET is answered with 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - ours to choose
             return bool(answer.status == 200)

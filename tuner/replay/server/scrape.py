@@ -27,13 +27,13 @@ def read_gauges(page: str) -> dict[str, float]:
 
     Raises: ValueError if the page is not in Prometheus' text format.
     """
-    found: dict[str, list[float]] = {name: [] for name in GAUGES}
+    gauges: dict[str, list[float]] = {name: [] for name in GAUGES}
     for family in text_string_to_metric_families(page):
         for name, spellings in GAUGES.items():
             if family.name in spellings:
-                found[name].extend(s.value for s in family.samples if s.name == family.name)
-    summed = {name: float(sum(values)) for name, values in found.items() if values}
-    if usage := found["gpu_cache_usage_perc"]:
+                gauges[name].extend(s.value for s in family.samples if s.name == family.name)
+    summed = {name: float(sum(values)) for name, values in gauges.items() if values}
+    if usage := gauges["gpu_cache_usage_perc"]:
         summed["gpu_cache_usage_perc"] = float(np.mean(usage))
     return summed
 

@@ -1,4 +1,9 @@
-"""Readers of recorded traffic: one module per public format behind one way in, `read_trace`."""
+"""Readers of recorded traffic: one module per public format behind one way in, `read_trace`.
+
+`registry` finds the format, `sources` opens files, `columns` is what every reader returns and
+how that becomes a trace; `jsonl`, `csv_table`, `json_document`, `span_table` and `wall_clock`
+are what formats share.
+"""
 
 from __future__ import annotations
 

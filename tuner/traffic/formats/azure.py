@@ -26,7 +26,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     with path.open("rb") as file:
         has_images = IMAGES in header_names(file.readline(1 << 16))
     table = _COLUMNS.read(path, options)
-    told = "images (NumImages) are not replayed: the prompts are text of the recorded length"
+    message = "images (NumImages) are not replayed: the prompts are text of the recorded length"
     return Columns(
         arrived=table.whole["arrived"],
         ticks_per_s=1e9,
@@ -34,7 +34,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
         output_tokens=table.whole["output"],
         origin=ClockOrigin.WALL,
         skipped=table.skipped,
-        remarks=(told,) if has_images else (),
+        remarks=(message,) if has_images else (),
     )
 
 

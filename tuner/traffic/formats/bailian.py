@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the first line has the chat ids that only these traces have."""
+    """Return whether the first line has the chat ids that only these traces have."""
     line = head.lstrip().split(b"\n", 1)[0]
     return line.startswith(b"{") and b'"chat_id"' in line and b'"timestamp"' in line
 
@@ -32,9 +32,9 @@ def read(path: Path, options: ReadOptions) -> Columns:
 
 
 def _seconds(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
-    found = settle(options, row, header)
+    dialect = settle(options, row, header)
     return replace(
-        found,
+        dialect,
         clock="timestamp",
         ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
         block_size=options.hash_block_size or BLOCK_SIZE,

@@ -15,7 +15,7 @@ import numpy as np
 
 from tuner.arrays import Bools, Floats
 from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
-from tuner.traffic.formats.csv_table import Field, Kind, Table, header_names, read_table
+from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
 from tuner.traffic.traces import ClockOrigin, Turns, pauses_of
 
 TIME, PROMPT, OUTPUT = "Timestamp", "Request tokens", "Response tokens"
@@ -31,7 +31,7 @@ _FIELDS = {
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
+    """Return whether the header names the clock and at least one of the token columns."""
     names = header_names(head)
     return TIME in names and (PROMPT in names or OUTPUT in names)
 
@@ -70,7 +70,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
 def turns_of_sessions(
     sessions: Labels, is_turn: Bools, arrived_s: Floats, e2e_s: Floats
 ) -> Turns | None:
-    """Return who waits for whom: each turn for the one before it in its session.
+    """Return the turns: each request waits for the one before it in its session.
 
     Turns are in order of arrival, equal instants in order of the file. Rows that are no turn
     are passed over, so that the turn behind a failed one waits for the one before it.
@@ -88,7 +88,7 @@ def turns_of_sessions(
     return pauses_of(after, arrived_s, e2e_s)
 
 
-def _latencies(table: Table) -> tuple[Floats, int]:
+def _latencies(table: CsvTable) -> tuple[Floats, int]:
     """Return the recorded latencies, and how many are impossible and taken as not recorded."""
     e2e_s = table.numbers.get("e2e_s")
     if e2e_s is None:
@@ -104,18 +104,18 @@ def _on_negative(count: int) -> tuple[str, ...]:
 
 
 def _on_unknown_ends(turns: Turns | None, e2e_s: Floats) -> tuple[str, ...]:
-    """Say what pauses are worth where the end of the answer before them is not recorded."""
+    """Return what pauses are worth where the end of the answer before them is not recorded."""
     if turns is None:
         return ()
     awaited = turns.after[turns.after >= 0]
     unknown = int(np.isnan(e2e_s[awaited]).sum())
     if not unknown:
         return ()
-    told = (
+    message = (
         f"the answers that {unknown:,} turns wait for have no recorded end: the pauses before "
         "these turns count from the arrival, and so hold the answer too"
     )
-    return (told,)
+    return (message,)
 
 
 BURSTGPT = TraceFormat(name="burstgpt", matches=matches, read=read)

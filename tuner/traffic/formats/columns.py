@@ -1,4 +1,4 @@
-"""What a reader of one format hands over, and the limits that every reader keeps.
+"""What every reader makes of a file: raw columns, and the trace that follows from them.
 
 A reader turns one file into raw `Columns` in file order. Sorting, the zero of time and the
 treatment of empty requests are the same for all formats and live in `assemble`.
@@ -177,7 +177,7 @@ def no_time_unit(path: Path, options: ReadOptions) -> None:
 
 
 def tokens_fault(name: str, value: object, *, zero_is_fault: bool) -> str | None:
-    """Say what is wrong with a token count, or None.
+    """Return what is wrong with a token count, or None.
 
     >>> tokens_fault("input_length", 0, zero_is_fault=True)
     'input_length must be at least 1, got 0'
@@ -193,7 +193,7 @@ def tokens_fault(name: str, value: object, *, zero_is_fault: bool) -> str | None
 
 
 def tokens_are_plausible(column: Ints, *, zero_is_fault: bool) -> bool:
-    """Say whether a whole column would pass `tokens_fault`; the fast way through good data."""
+    """Return whether a whole column passes `tokens_fault`; the fast way through good data."""
     lowest = 1 if zero_is_fault else 0
     return not column.size or bool(column.min() >= lowest and column.max() <= MAX_TOKENS)
 
@@ -275,8 +275,8 @@ def _of_one_model(
         named = ", ".join(
             f"{shown(name)} {count:,}" for name, count in zip(models.names, counts, strict=True)
         )
-        told = f"the file mixes {len(models.names)} models ({named}): --only-model picks one"
-        return columns, notes.with_remark(told)
+        message = f"the file mixes {len(models.names)} models ({named}): --only-model picks one"
+        return columns, notes.with_remark(message)
     if models is None or wanted not in models.names:
         known = ", ".join(models.names) if models is not None else "no model names"
         raise UsageError(f"{source} holds no request of model {shown(wanted)}; it has {known}")
@@ -296,16 +296,20 @@ def _with_aborted(
     if options.aborted is Aborted.DROP:
         left = columns.take(np.flatnonzero(~columns.aborted))
         return left, notes.with_dropped(ABORTED, count)
-    told = f"{count:,} of {rows:,} answers ({count / rows:.1%}) were cut short: clients left; "
+    message = (
+        f"{count:,} of {rows:,} answers ({count / rows:.1%}) were cut short: clients left; "
+    )
     if options.aborted is Aborted.KEEP:
-        told += "they are replayed as short as they were cut (--aborted keep)"
+        message += "they are replayed as short as they were cut (--aborted keep)"
     else:
         output = drawn_lengths(
             columns.prompt_tokens, columns.output_tokens, columns.aborted, options.seed
         )
         columns = replace(columns, output_tokens=output)
-        told += "the rest of their length is drawn from answers that went on (--aborted draw)"
-    return columns, replace(notes.with_remark(told), aborted=notes.aborted + count)
+        message += (
+            "the rest of their length is drawn from answers that went on (--aborted draw)"
+        )
+    return columns, replace(notes.with_remark(message), aborted=notes.aborted + count)
 
 
 MIN_ALIKE = 30

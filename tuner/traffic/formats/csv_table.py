@@ -73,7 +73,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class CsvTable:
     """The wanted columns of a CSV file in file order, and what was left out as invalid.
 
     Shapes: every column is [n].
@@ -115,7 +115,7 @@ class ThreeColumns:
         names = header_names(head)
         return self.clock in names and (self.prompt in names or self.output in names)
 
-    def read(self, path: Path, options: ReadOptions) -> Table:
+    def read(self, path: Path, options: ReadOptions) -> CsvTable:
         """Return the columns `arrived`, `prompt` and `output`. Raises: TraceError."""
         fields = {
             "arrived": Field((self.clock,), self.kind),
@@ -125,7 +125,7 @@ class ThreeColumns:
         return read_table(path, fields, options)
 
 
-def read_table(path: Path, fields: Mapping[str, Field], options: ReadOptions) -> Table:
+def read_table(path: Path, fields: Mapping[str, Field], options: ReadOptions) -> CsvTable:
     """Return the fields' columns.
 
     Raises: TraceError that names the first wrong line, or the column that is missing.
@@ -160,7 +160,7 @@ class _Reader:
         self._fields = {key: fields[key] for key in self._where}
         self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
 
-    def read(self) -> Table:
+    def read(self) -> CsvTable:
         """Return the table."""
         # polars takes longer to import than `tune --help` may take, and only CSV needs it.
         import polars as pl
@@ -191,7 +191,7 @@ class _Reader:
             frame = frame.filter(~pl.Series(holes))
         return self._table(frame, skipped)
 
-    def _table(self, frame: pl.DataFrame, skipped: Skipped) -> Table:
+    def _table(self, frame: pl.DataFrame, skipped: Skipped) -> CsvTable:
         whole, numbers, labels = {}, {}, {}
         for key, field in self._fields.items():
             # Taken out, so that no column is held twice for longer than it is copied.
@@ -203,10 +203,10 @@ class _Reader:
             else:
                 labels[key] = Labels.of(column.to_list())
             del column
-        return Table(whole, numbers, labels, skipped.by_reason)
+        return CsvTable(whole, numbers, labels, skipped.by_reason)
 
     def _holes(self, frame: pl.DataFrame) -> np.ndarray:
-        """Say which rows lack a value that they must have."""
+        """Return which rows lack a value that they must have."""
         holes = np.zeros(frame.height, dtype=np.bool_)
         for key, field in self._fields.items():
             if field.kind is not Kind.LABEL and frame[key].null_count():
@@ -301,8 +301,8 @@ def _locate(path: Path, fields: Mapping[str, Field], header: Sequence[str]) -> d
         places = [i for i, name in enumerate(header) if name in field.names]
         if len(places) > 1 or (field.is_needed and not places):
             wanted = " or ".join(field.names)
-            found = shown(", ".join(header))
-            raise line_error(path, 1, f"must have one column {wanted}, got {found}")
+            columns = shown(", ".join(header))
+            raise line_error(path, 1, f"must have one column {wanted}, got {columns}")
         if places:
             where[key] = places[0]
     return where

@@ -38,7 +38,7 @@ _DIGITS = re.compile(r"\d*", re.ASCII)
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like an object with a list of flat spans."""
+    """Return whether the file starts like an object with a list of flat spans."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     is_flat = b'"spans"' in head and b'"start_time"' in head
     return is_object and is_flat and b'"resourceSpans"' not in head
@@ -65,10 +65,10 @@ def _add(table: SpanTable, span: object) -> Fault | None:
     """Add a span if it is a request; return what is wrong with it, if anything is."""
     if not isinstance(span, dict):
         return f"must be a JSON object, got {shown(span)}", JSON_HINT
-    found = span.get("attributes") or {}
-    if not isinstance(found, dict):
-        return f"attributes must be a JSON object, got {shown(found)}", JSON_HINT
-    attributes = {key: whole(value) for key, value in found.items() if key in WANTED}
+    given = span.get("attributes") or {}
+    if not isinstance(given, dict):
+        return f"attributes must be a JSON object, got {shown(given)}", JSON_HINT
+    attributes = {key: whole(value) for key, value in given.items() if key in WANTED}
     failed = _has_failed(span)
     if not table.takes(span.get("name"), attributes, is_error=failed):
         return None

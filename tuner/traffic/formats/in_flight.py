@@ -3,7 +3,7 @@
 A time column (`time_s` in seconds; `timestamp` or `time` in seconds or as a wall clock) and
 `in_flight`, or `running` and perhaps `waiting`. Each reading holds until the next; the last
 one ends the recording. `input_length` and `output_length` may give the typical lengths at each
-reading; without them lengths come from another trace, see `concurrency_trace`.
+reading; without them lengths are drawn from another trace.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tuner.traffic.formats.columns import (
     no_time_unit,
 )
 from tuner.traffic.formats.csv_table import (
+    CsvTable,
     Field,
     Kind,
-    Table,
     first_value,
     header_names,
     read_table,
@@ -72,7 +72,7 @@ class InFlightReadings:
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the header names a clock and requests in flight."""
+    """Return whether the header names a clock and requests in flight."""
     names = header_names(head)
     return (IN_FLIGHT in names or RUNNING in names) and any(name in names for name in TIMES)
 
@@ -106,7 +106,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
     lives_s = np.maximum(output, 1) * SECONDS_PER_OUTPUT_TOKEN
     check_count(path, found.flow, lives_s)
     due_s, readings = requests_in_flight(found.flow, lives_s)
-    told = "lengths are the typical ones at each reading, not those of single requests"
+    message = "lengths are the typical ones at each reading, not those of single requests"
     return Columns(
         arrived=found.zero_s + due_s,
         ticks_per_s=1.0,
@@ -115,12 +115,12 @@ def read(path: Path, options: ReadOptions) -> Columns:
         concurrency=as_changes(found.flow),
         origin=found.origin,
         skipped=found.skipped,
-        remarks=(*found.remarks, told, count_remark()),
+        remarks=(*found.remarks, message, count_remark()),
     )
 
 
 def count_remark() -> str:
-    """Say how many requests such a trace has, and why."""
+    """Return how many requests such a trace has, and why."""
     return (
         "there are as many requests as keep up the recorded number in flight at "
         f"{SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
@@ -192,7 +192,7 @@ def _fields(names: list[str], time: str, *, is_wall: bool) -> dict[str, Field]:
     return fields
 
 
-def _seconds(path: Path, table: Table, name: str, options: ReadOptions) -> Floats:
+def _seconds(path: Path, table: CsvTable, name: str, options: ReadOptions) -> Floats:
     """Return a plain clock in seconds. Raises: TraceError if its unit must be a smaller one."""
     unit = options.time_unit or TimeUnit.SECONDS
     times_s: Floats = table.numbers["time"] / unit.ticks_per_s
@@ -205,7 +205,7 @@ def _seconds(path: Path, table: Table, name: str, options: ReadOptions) -> Float
     return times_s
 
 
-def _levels(path: Path, table: Table, times_s: Floats) -> Ints:
+def _levels(path: Path, table: CsvTable, times_s: Floats) -> Ints:
     """Return how many were in flight at each reading; averages are rounded.
 
     Raises: TraceError if a number is out of range.
@@ -226,12 +226,14 @@ def _levels(path: Path, table: Table, times_s: Floats) -> Ints:
 
 
 def _remarks(moved: int, doubled: int) -> list[str]:
-    found = []
+    remarks = []
     if moved:
-        found.append(f"{moved:,} readings were out of order and have been sorted")
+        remarks.append(f"{moved:,} readings were out of order and have been sorted")
     if doubled:
-        found.append(f"{doubled:,} readings share their instant with a later one, which counts")
-    return found
+        remarks.append(
+            f"{doubled:,} readings share their instant with a later one, which counts"
+        )
+    return remarks
 
 
 def _is_number(text: str) -> bool:
@@ -258,28 +260,28 @@ def trace_from_concurrency(
     """
     options = options if options is not None else ReadOptions()
     with plain_file(Path(path)) as source:
-        found = read_in_flight(source.path, options)
+        readings = read_in_flight(source.path, options)
         name, sha256 = source.name, source.sha256
-    flow = found.flow
+    flow = readings.flow
     lives_s = np.full(
         len(flow.times_s), lengths.output_tokens.mean() * SECONDS_PER_OUTPUT_TOKEN
     )
     check_count(Path(name), flow, lives_s)
     due_s, _ = requests_in_flight(flow, lives_s)
     rows = shuffled_rounds(len(lengths), len(due_s), np.random.default_rng(seed))
-    told = (
+    notes = (
         f"lengths are those of {lengths.source} in random order, without its prefix reuse",
         count_remark(),
     )
     columns = Columns(
-        arrived=found.zero_s + due_s,
+        arrived=readings.zero_s + due_s,
         ticks_per_s=1.0,
         prompt_tokens=lengths.prompt_tokens[rows],
         output_tokens=lengths.output_tokens[rows],
         concurrency=as_changes(flow),
-        origin=found.origin,
-        skipped=found.skipped,
-        remarks=(*found.remarks, *told),
+        origin=readings.origin,
+        skipped=readings.skipped,
+        remarks=(*readings.remarks, *notes),
         sampled_from=f"{name} and the lengths of {lengths.source}",
     )
     both = hashlib.sha256(f"{sha256}{lengths.sha256}".encode()).hexdigest()

@@ -49,12 +49,12 @@ def read_object(path: Path) -> dict[str, object]:
     """
     data = read_bytes(path)
     try:
-        found = msgspec.json.decode(data)
+        document = msgspec.json.decode(data)
     except WRONG_JSON as cause:
         raise TraceError(f"{path} {why_wrong(data, cause)}", JSON_HINT) from cause
-    if not isinstance(found, dict):
-        raise TraceError(f"{path} must be a JSON object, got {shown(found)}", JSON_HINT)
-    return found
+    if not isinstance(document, dict):
+        raise TraceError(f"{path} must be a JSON object, got {shown(document)}", JSON_HINT)
+    return document
 
 
 def read_bytes(path: Path) -> bytes:
@@ -70,13 +70,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def why_wrong(data: bytes, cause: Exception) -> str:
-    """Say why bytes are not the JSON that was expected; `cause` is what the decoder said."""
-    found = parse_line(data)
-    return found[0] if isinstance(found, tuple) else f"is not as expected: {cause}"
+    """Return why bytes are not the JSON that was expected; `cause` is what the decoder said."""
+    parsed = parse_line(data)
+    return parsed[0] if isinstance(parsed, tuple) else f"is not as expected: {cause}"
 
 
 def seconds_fault(name: str, value: object) -> str | None:
-    """Say what is wrong with a stretch of time, or None.
+    """Return what is wrong with a stretch of time, or None.
 
     >>> seconds_fault("api_time", -1)
     'api_time must be a number of seconds, at least 0, got -1'

@@ -1,8 +1,7 @@
 """JSON Lines into columns, for the native format and its relatives.
 
 Good data takes the fast way: blocks of lines decoded to typed rows. When a block fails, its
-lines are read again one by one in `jsonl_faults` to say which one is wrong and why; so the
-message is exact and good data does not pay for it.
+lines are read again one by one, so that the message is exact and good data does not pay for it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tuner.traffic.formats.jsonl_rows import MAX_CLOCK, Dialect, Header, sift, t
 from tuner.traffic.prefixes import HashIds, counts_fit, offsets_of
 from tuner.traffic.traces import Turns, pauses_of
 
-# How long an answer took that nobody recorded: as `describe` estimates requests in flight.
+# How long an unrecorded answer took: as `describe` estimates requests in flight.
 _SECONDS_PER_OUTPUT_TOKEN = 0.020
 
 Texts = tuple[str, ...] | None
@@ -64,10 +63,10 @@ class Block:
 
 
 def misfits(counts: Ints, prompt: Ints, block_size: int) -> Bools:
-    """Say whose ids do not fit; absent ones (-1) do, an empty list only a short prompt."""
+    """Return which rows' ids do not fit; absent (-1) fit, an empty list only a short prompt."""
     fits = counts_fit(counts, prompt, block_size) & ~((counts == 0) & (prompt >= block_size))
-    found: Bools = ~fits & (counts >= 0)
-    return found
+    misfit: Bools = ~fits & (counts >= 0)
+    return misfit
 
 
 def join(
@@ -85,10 +84,12 @@ def join(
     aborted = np.concatenate([block.aborted for block in blocks])
     chats = _joined_texts(blocks, lambda block: block.chats) if dialect.has_chats else None
     if chats is None:
-        turns, told = _given_turns(path, blocks, skipped), ""
+        turns, remark = _given_turns(path, blocks, skipped), ""
     else:
         parents = _joined_texts(blocks, lambda block: block.parents)
-        turns, told = _chat_turns(chats, parents, arrived / dialect.ticks_per_s, e2e_s, output)
+        turns, remark = _chat_turns(
+            chats, parents, arrived / dialect.ticks_per_s, e2e_s, output
+        )
     return Columns(
         arrived=arrived,
         ticks_per_s=dialect.ticks_per_s,
@@ -106,7 +107,7 @@ def join(
         origin=header.origin,
         hash_scope=header.hash_scope,
         skipped=skipped.by_reason,
-        remarks=(*header.remarks, told) if told else header.remarks,
+        remarks=(*header.remarks, remark) if remark else header.remarks,
         sampled_from=header.sampled_from,
     )
 
@@ -126,7 +127,7 @@ def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Text
 
 
 def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
-    """Return who waits for whom as the lines say it by row numbers."""
+    """Return the turns that the lines give by row numbers."""
     after = np.concatenate([block.after for block in blocks])
     if not np.any(after >= 0):
         return None
@@ -164,11 +165,11 @@ def _chat_turns(
             place[chat] = row
     known_s = np.where(np.isnan(e2e_s), output * _SECONDS_PER_OUTPUT_TOKEN, e2e_s)
     turns = pauses_of(after, arrived_s, known_s)
-    told = (
+    message = (
         "answers have no recorded end: the pause before a next turn is counted from "
         f"{_SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per output token"
     )
-    return (turns, told) if turns.waiting else (None, "")
+    return (turns, message) if turns.waiting else (None, "")
 
 
 BLOCK_BYTES = 1 << 22

@@ -1,6 +1,7 @@
-"""What is wrong with one line of JSON Lines, in words.
+"""JSON Lines one line at a time: the header of a file, and what is wrong with a line.
 
-Only lines of blocks that failed the fast way in `jsonl` come here, so this may be slow.
+A header settles the dialect for the whole file. Wrong lines are refused, or counted where the
+user chose to skip them; only blocks that failed the fast way come here, so this may be slow.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ def sift(first_line: int, block: bytes, dialect: Dialect, skipped: Skipped) -> b
 
     Raises: TraceError for the first wrong line, unless wrong lines are skipped.
     """
-    kept = []
+    right = []
     for number, line in enumerate(block.split(b"\n"), start=first_line):
         if not line.strip():
             continue
         row = parse_line(line)
         fault = row if isinstance(row, tuple) else next(_faults(row, dialect), None)
         if fault is None:
-            kept.append(line)
+            right.append(line)
         else:
             skipped.add(number, *fault)
-    return b"\n".join(kept)
+    return b"\n".join(right)
 
 
 def parse_line(line: bytes) -> dict[str, object] | Fault:
@@ -198,25 +199,25 @@ class Header:
 
     def as_json(self) -> dict[str, object]:
         """Return the header's object, without what is as usual."""
-        found: dict[str, object] = {"version": VERSION}
+        content: dict[str, object] = {"version": VERSION}
         if self.block_size is not None:
-            found["block_size"] = self.block_size
+            content["block_size"] = self.block_size
         if self.origin is not ClockOrigin.OWN:
-            found["clock"] = str(self.origin)
+            content["clock"] = str(self.origin)
         if self.hash_scope:
-            found["hash_scope"] = self.hash_scope
+            content["hash_scope"] = self.hash_scope
         if self.sampled_from:
-            found["sampled_from"] = self.sampled_from
+            content["sampled_from"] = self.sampled_from
         if self.concurrency is not None:
             times_s, levels = self.concurrency.times_s, self.concurrency.in_flight
-            found["in_flight"] = [
+            content["in_flight"] = [
                 [t, n] for t, n in zip(times_s.tolist(), levels.tolist(), strict=True)
             ]
         if self.remarks:
-            found["remarks"] = list(self.remarks)
+            content["remarks"] = list(self.remarks)
         if self.aborted:
-            found["aborted"] = self.aborted
-        return found
+            content["aborted"] = self.aborted
+        return content
 
 
 def take_header(
@@ -281,13 +282,13 @@ def _header(value: Mapping[str, object]) -> Header:
 
 
 def _whole(value: Mapping[str, object], key: str, least: int) -> int | None:
-    found = value.get(key)
-    if found is None:
+    number = value.get(key)
+    if number is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int) or found < least:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
         above = "at least 0" if not least else "above 0"
-        raise ValueError(f"{key} must be a whole number {above}, got {shown(found)}")
-    return found
+        raise ValueError(f"{key} must be a whole number {above}, got {shown(number)}")
+    return number
 
 
 def _lack(word: str) -> str:
@@ -295,10 +296,10 @@ def _lack(word: str) -> str:
 
 
 def _words(value: Mapping[str, object], key: str) -> tuple[str, ...]:
-    found = value.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise ValueError(f"{key} must be a list of texts, got {shown(found)}")
-    return tuple(found)
+    words = value.get(key, [])
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{key} must be a list of texts, got {shown(words)}")
+    return tuple(words)
 
 
 def _concurrency(flow: object) -> Concurrency:

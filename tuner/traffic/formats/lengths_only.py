@@ -1,7 +1,7 @@
 """Published files that hold lengths but not when requests came: known, and refused by name.
 
 Without arrivals there is nothing to replay, and to invent them would tune for traffic that
-nobody had. So such a file is told what it lacks, in place of being an unknown format.
+nobody had. So the error names what the file lacks, in place of an unknown format.
 
 Source: microsoft/vidur, data/processed_traces/arxiv_*.csv; alibaba/ServeGen, data/offline and
 the chunk-N-dataset.json beside each of its rates.
@@ -25,7 +25,7 @@ _HISTOGRAM_KEYS = (b'"input_tokens": "{', b'"text_tokens": "{')
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like one of those that lack their arrivals."""
+    """Return whether the file starts like one of those that lack their arrivals."""
     return bool(_lack(head))
 
 

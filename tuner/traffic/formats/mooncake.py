@@ -21,7 +21,7 @@ _NATIVE_ONLY = (
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the first line has Mooncake's keys and none that only others have."""
+    """Return whether the first line has Mooncake's keys and none that only others have."""
     line = head.lstrip().split(b"\n", 1)[0]
     return (
         line.startswith(b"{")

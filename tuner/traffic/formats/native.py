@@ -28,7 +28,7 @@ MOONCAKE_BLOCK_SIZE = 512
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like a JSON object, good or bad.
+    """Return whether the file starts like a JSON object, good or bad.
 
     Bad ones too: the reader then names the line and what it lacks.
     """

@@ -51,7 +51,7 @@ _START, _END = "startTimeUnixNano", "endTimeUnixNano"
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like an export of spans."""
+    """Return whether the file starts like an export of spans."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     return is_object and b'"resourceSpans"' in head
 
@@ -88,7 +88,7 @@ class _Reader:
         return self._table.columns(self._path, self._skipped)
 
     def _is_one_document(self) -> bool:
-        """Say whether the first lines are the beginning of a document, and no exports."""
+        """Return whether the first lines are the beginning of a document, and no exports."""
         lines = _lines(self._path)
         _, first = next(lines, (0, b""))
         _, second = next(lines, (0, b""))

@@ -2,7 +2,7 @@
 
 A new format is a module with one `TraceFormat` and its line in `FORMATS`, before the formats
 that would also accept its first bytes. A package of a third party offers its own under the
-entry point group `tuner.trace_formats`; those are asked first.
+entry point group `tuner.trace_formats`; those are tried first.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def all_formats() -> tuple[TraceFormat, ...]:
     offered = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
-            found = point.load()
+            trace_format = point.load()
         except Exception as cause:  # any package's code may run here
             origin = f"trace format {point.name} of {_package(point.dist)}"
             raise UsageError(
                 f"{origin} cannot be loaded: {cause}",
                 "update or remove that package",
             ) from cause
-        if not isinstance(found, TraceFormat):
+        if not isinstance(trace_format, TraceFormat):
             raise UsageError(
                 f"trace format {point.name} of {_package(point.dist)} is not a TraceFormat",
                 "update or remove that package",
             )
-        offered.append(found)
+        offered.append(trace_format)
     return (*offered, *FORMATS)
 
 
@@ -99,8 +99,8 @@ def read_trace(
             columns = reader.read(source.path, options)
         except TraceError as wrong:
             # What was unpacked or piped is known to the user by another name.
-            told = wrong.message.replace(str(source.path), str(path))
-            raise TraceError(told, wrong.hint) from wrong
+            text = wrong.message.replace(str(source.path), str(path))
+            raise TraceError(text, wrong.hint) from wrong
         return assemble(
             columns,
             options,
@@ -140,13 +140,13 @@ def read_traces(
     else:
         trace = merge(traces)
         if len(traces) > 1 and not have_one_clock(traces):
-            told = f"{len(traces)} recordings with clocks of their own begin together"
-            trace = replace(trace, notes=trace.notes.with_remark(told))
+            message = f"{len(traces)} recordings with clocks of their own begin together"
+            trace = replace(trace, notes=trace.notes.with_remark(message))
     return trace if spread_seed is None else spread(trace, spread_seed)
 
 
 def _are_sessions(traces: Sequence[Trace]) -> bool:
-    """Say whether each trace is one session: after its first request each waits for another."""
+    """Return whether each trace is one session, in which each request waits for another."""
     return all(len(t) == 1 or t.turns is not None for t in traces)
 
 
@@ -154,11 +154,11 @@ def _overlapped(traces: Sequence[Trace], over_s: float | None, seed: int) -> Tra
     length_s = over_s if over_s is not None else median(trace.duration_s for trace in traces)
     starts_s = np.random.default_rng(seed).uniform(0.0, length_s, len(traces)).tolist()
     trace = merge(traces, starts_s)
-    told = (
+    message = (
         f"{len(traces)} sessions without a common clock start at random within "
         f"{length_s:,.0f} s, seed {seed}: how they overlap is chosen, not recorded"
     )
-    return replace(trace, notes=trace.notes.with_remark(told))
+    return replace(trace, notes=trace.notes.with_remark(message))
 
 
 def _named(name: str) -> TraceFormat:

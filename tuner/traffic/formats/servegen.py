@@ -40,9 +40,9 @@ from tuner.traffic.formats.csv_table import MAX_SECONDS
 from tuner.traffic.formats.servegen_draw import (
     Drawn,
     Gaps,
-    Histogram,
+    LengthHistogram,
     Lengths,
-    Window,
+    RateWindow,
     busiest_stretch,
     draw,
     generator,
@@ -108,10 +108,10 @@ def dataset_beside(path: Path) -> Path:
     """Return the data set of a client's rates. Raises: TraceError if there is none."""
     expected = f"chunk-N{DATASET_SUFFIX}"
     if path.name.endswith(TRACE_SUFFIX):
-        found = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + DATASET_SUFFIX)
-        if found.is_file():
-            return found
-        expected = found.name
+        dataset = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + DATASET_SUFFIX)
+        if dataset.is_file():
+            return dataset
+        expected = dataset.name
     raise TraceError(
         f"{path} holds rates without lengths, and no {expected} lies beside it",
         f"keep both files of a client in one folder, named chunk-N{TRACE_SUFFIX} and "
@@ -127,16 +127,16 @@ def read_dataset(path: Path) -> DataSet:
     if path.stat().st_size > MAX_BYTES:
         raise TraceError(f"{path.name} is larger than {MAX_BYTES >> 20} MiB")
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
         raise TraceError(
             f"{path.name} must map windows to named histograms: {shown(str(cause))}",
             "fetch it again, and check that it is no Git-LFS pointer",
         ) from cause
-    if not found:
+    if not content:
         raise TraceError(f"{path.name} holds no windows", "fetch it again")
-    is_multimodal = all(MULTIMODAL in fields for fields in found.values())
-    by_start = {_start_s(path.name, key): fields for key, fields in found.items()}
+    is_multimodal = all(MULTIMODAL in fields for fields in content.values())
+    by_start = {_start_s(path.name, key): fields for key, fields in content.items()}
     starts_s = tuple(sorted(by_start))
     lengths = tuple(
         _lengths(
@@ -159,16 +159,16 @@ def _start_s(name: str, key: str) -> float:
 
 def _lengths(where: str, fields: dict[str, str], *, is_multimodal: bool) -> Lengths | None:
     """Return both histograms, or None if one of them is empty."""
-    found = []
+    histograms = []
     for field in (MULTIMODAL if is_multimodal else TEXT, OUTPUT):
         if field not in fields:
             raise TraceError(f"{where} lacks {field}, got {shown(', '.join(fields))}")
-        found.append(_histogram(f"{where}: {field}", fields[field]))
-    prompt, output = found
+        histograms.append(_histogram(f"{where}: {field}", fields[field]))
+    prompt, output = histograms
     return Lengths(prompt, output) if prompt is not None and output is not None else None
 
 
-def _histogram(where: str, text: str) -> Histogram | None:
+def _histogram(where: str, text: str) -> LengthHistogram | None:
     """Return a histogram, or None for an empty one."""
     if len(text) > MAX_HISTOGRAM_CHARS:
         raise TraceError(f"{where} is longer than {MAX_HISTOGRAM_CHARS:,} characters")
@@ -187,7 +187,7 @@ def _histogram(where: str, text: str) -> Histogram | None:
     total = float(mass.sum())
     if not abs(total - 1) <= _SUM_TOLERANCE:
         raise TraceError(f"{where}: probabilities must add up to 1, got {total:.6g}")
-    return Histogram.of(np.array(list(pairs), dtype=np.int64), mass)
+    return LengthHistogram.of(np.array(list(pairs), dtype=np.int64), mass)
 
 
 def _not_a_histogram(where: str, text: str) -> TraceError:
@@ -214,7 +214,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the first line has six fields, the fourth of them a known distribution."""
+    """Return whether the first line has six fields, the fourth of them a known distribution."""
     return _form_fault(_fields(head.split(b"\n", 1)[0])) is None
 
 
@@ -243,11 +243,11 @@ def read(path: Path, options: ReadOptions) -> Columns:
         if options.zero_output is ZeroOutput.REFUSE:
             dataset.refuse_zero(window.start_s)
         stale += not is_newest
-        found = draw(window, lengths, generator(options.seed, path.name, place))
-        drawn.append(_between(found, start_s, end_s))
+        requests = draw(window, lengths, generator(options.seed, path.name, place))
+        drawn.append(_between(requests, start_s, end_s))
     skipped.check(len(windows) + len(skipped))
-    told = _remarks(windows, options, (start_s, end_s), dataset, stale)
-    return _columns(path, drawn, skipped.by_reason, told)
+    remarks = _remarks(windows, options, (start_s, end_s), dataset, stale)
+    return _columns(path, drawn, skipped.by_reason, remarks)
 
 
 def _columns(
@@ -275,7 +275,7 @@ def _between(drawn: Drawn, start_s: float, end_s: float) -> Drawn:
 
 
 def _stretch(
-    path: Path, windows: Sequence[Window], sample_s: float | None
+    path: Path, windows: Sequence[RateWindow], sample_s: float | None
 ) -> tuple[float, float]:
     """Return from when to when requests are drawn.
 
@@ -300,7 +300,7 @@ def _stretch(
 
 
 def _remarks(
-    windows: Sequence[Window],
+    windows: Sequence[RateWindow],
     options: ReadOptions,
     stretch: tuple[float, float],
     dataset: DataSet,
@@ -308,24 +308,24 @@ def _remarks(
 ) -> tuple[str, ...]:
     start_s, end_s = stretch
     total_s = windows[-1].end_s - windows[0].start_s
-    told = [f"arrivals and lengths were drawn with seed {options.seed}"]
+    notes = [f"arrivals and lengths were drawn with seed {options.seed}"]
     if end_s - start_s < total_s:
-        told = [
-            f"{told[0]} from the busiest {end_s - start_s:,.0f} s of {total_s:,.0f} s, which "
+        notes = [
+            f"{notes[0]} from the busiest {end_s - start_s:,.0f} s of {total_s:,.0f} s, which "
             f"begin at second {start_s:,.0f}"
         ]
     if stale:
-        told.append(
+        notes.append(
             f"{stale:,} windows have no lengths of their own and take those before them"
         )
     if dataset.is_multimodal:
-        told.append(
+        notes.append(
             "images, audio and video are left out: the prompts are text of the published length"
         )
-    return tuple(told)
+    return tuple(notes)
 
 
-def _read_windows(path: Path, skipped: Skipped) -> list[Window]:
+def _read_windows(path: Path, skipped: Skipped) -> list[RateWindow]:
     """Return all windows, idle ones included; a hole in the file is idle time."""
     rows: list[tuple[int, list[str]]] = []
     before_s = -math.inf
@@ -351,9 +351,9 @@ def _read_windows(path: Path, skipped: Skipped) -> list[Window]:
     ]
 
 
-def _window(line: int, fields: Sequence[str], length_s: float) -> Window:
+def _window(line: int, fields: Sequence[str], length_s: float) -> RateWindow:
     start, rate, _, name, shape, scale = fields
-    return Window(
+    return RateWindow(
         start_s=float(start),
         length_s=length_s,
         rate_per_s=float(rate),
@@ -382,7 +382,7 @@ def _fields(line: bytes) -> list[str]:
 
 
 def _form_fault(fields: Sequence[str]) -> str | None:
-    """Say how a row is not of this format, or None."""
+    """Return how a row is not of this format, or None."""
     if len(fields) != 6:
         return f"must have 6 fields, got {len(fields)}"
     names = ("the window's start", "the rate", "the CV", "", "the shape", "the scale")
@@ -395,7 +395,7 @@ def _form_fault(fields: Sequence[str]) -> str | None:
 
 
 def _value_fault(fields: Sequence[str], before_s: float) -> str | None:
-    """Say which value of a row of this format cannot be, or None."""
+    """Return which value of a row of this format cannot be, or None."""
     start, rate, _, name, shape, scale = fields
     if float(start) <= before_s:
         return f"the window's start must be above the one before it, got {start}"

@@ -1,7 +1,7 @@
 """Requests drawn from ServeGen's aggregates: how many a window holds, when, and how long.
 
 Answers what one window looked like, given its rate, the distribution of its gaps and two
-histograms of lengths. Reading the files is the business of `servegen`.
+histograms of lengths.
 
 A published rate is a count of requests divided by the window, so exactly that many are drawn:
 the rate holds. The gaps have the published shape. Their published mean is kept where the
@@ -34,7 +34,7 @@ class Gaps(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RateWindow:
     """A stretch of time with its rate and its gaps, and the line that said so.
 
     Units: scale_s in seconds, shape a pure number; both count for Gamma and Weibull alone.
@@ -69,7 +69,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Histogram:
+class LengthHistogram:
     """Token counts and how likely each is, summed up.
 
     Shapes: both [n], n >= 1; tokens ascend, cumulative ascends to 1.
@@ -79,10 +79,10 @@ class Histogram:
     cumulative: Floats
 
     @classmethod
-    def of(cls, tokens: Ints, mass: Floats) -> Histogram:
+    def of(cls, tokens: Ints, mass: Floats) -> LengthHistogram:
         """Return the histogram of token counts in any order; what has no mass is left out."""
-        kept = np.flatnonzero(mass > 0)
-        order = kept[np.argsort(tokens[kept])]
+        possible = np.flatnonzero(mass > 0)
+        order = possible[np.argsort(tokens[possible])]
         sums = np.cumsum(mass[order])
         return cls(tokens[order], sums / sums[-1])
 
@@ -95,8 +95,8 @@ class Histogram:
 class Lengths:
     """The two histograms in force in a window, independent: no joint one is published."""
 
-    prompt: Histogram
-    output: Histogram
+    prompt: LengthHistogram
+    output: LengthHistogram
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,14 +121,14 @@ def generator(seed: int, name: str, place: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=(place,)))
 
 
-def draw(window: Window, lengths: Lengths, rng: np.random.Generator) -> Drawn:
+def draw(window: RateWindow, lengths: Lengths, rng: np.random.Generator) -> Drawn:
     """Return the requests of one window."""
     arrived_s = _arrivals(window, rng)
     n = len(arrived_s)
     return Drawn(arrived_s, lengths.prompt.draw(rng, n), lengths.output.draw(rng, n))
 
 
-def _arrivals(window: Window, rng: np.random.Generator) -> Floats:
+def _arrivals(window: RateWindow, rng: np.random.Generator) -> Floats:
     """Return as many arrivals as the rate asks for; a fraction of one is drawn, too."""
     n = int(window.expected + rng.random())
     if not n:
@@ -143,7 +143,7 @@ def _arrivals(window: Window, rng: np.random.Generator) -> Floats:
     return before_end
 
 
-def _unit_gaps(window: Window, rng: np.random.Generator, n: int) -> Floats:
+def _unit_gaps(window: RateWindow, rng: np.random.Generator, n: int) -> Floats:
     """Return n gaps above 0 of the window's shape and of any scale."""
     if window.gaps is Gaps.GAMMA:
         gaps = rng.standard_gamma(window.shape, n)
@@ -155,7 +155,7 @@ def _unit_gaps(window: Window, rng: np.random.Generator, n: int) -> Floats:
     return gaps + _TINY
 
 
-def busiest_stretch(windows: Sequence[Window], length_s: float) -> tuple[float, float]:
+def busiest_stretch(windows: Sequence[RateWindow], length_s: float) -> tuple[float, float]:
     """Return from when to when the windows expect most requests within length_s.
 
     The earliest of equals. The expected count is linear between the windows' edges, so that

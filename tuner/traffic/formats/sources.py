@@ -1,4 +1,4 @@
-"""Where traces come from: files, folders, standard input, gzip and zstd; as plain local files.
+"""Where traces come from and go to: files, folders, standard streams, gzip and zstd.
 
 Readers get a path to plain data. What is packed or piped is spooled to a temporary file first,
 so that memory stays that of the columns.
@@ -55,10 +55,10 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
 
     Raises: TraceError if a folder holds no trace file.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
-            found.append(path)
+            files.append(path)
             continue
         inside = sorted(p for p in path.iterdir() if p.is_file() and _is_trace_name(p))
         if not inside:
@@ -66,8 +66,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
                 f"{path} holds no trace file",
                 f"expected files ending in {', '.join(_SUFFIXES)}, perhaps with .gz or .zst",
             )
-        found.extend(inside)
-    return found
+        files.extend(inside)
+    return files
 
 
 def _is_trace_name(path: Path) -> bool:

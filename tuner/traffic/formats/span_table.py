@@ -1,10 +1,11 @@
-"""Spans of any exporter as requests: which of them are requests, how long, how fast.
+"""Spans of any exporter as requests: their typed values, which of them are requests, how long.
 
 vLLM's own spans are named llm_request; those of clients and gateways are known by the
 attributes of the semantic conventions for generative AI. Everything else in a file is counted.
+Values of OTLP come as numbers or as text and are checked once, here.
 
 Source: vLLM vllm/tracing/utils.py, SpanAttributes, and output_processor.py, do_tracing;
-    OpenTelemetry semantic conventions for generative AI, spans.
+    OpenTelemetry semantic conventions for generative AI, spans; OTLP specification, JSON.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Export(msgspec.Struct, gc=False, rename="camel"):
 
 def attributes_of(span: OtlpSpan, wanted: frozenset[str]) -> dict[str, object]:
     """Return the wanted attributes of a span as plain values."""
-    found = span.attributes or ()
-    return {one.key: _plain(one.value) for one in found if one.key in wanted}
+    values = span.attributes or ()
+    return {one.key: _plain(one.value) for one in values if one.key in wanted}
 
 
 def _plain(value: _Value | None) -> object:
@@ -118,7 +119,7 @@ def whole(value: object) -> object:
 
 
 def instant_fault(name: str, value: object) -> str | None:
-    """Say what is wrong with an instant in nanoseconds since 1970, or None.
+    """Return what is wrong with an instant in nanoseconds since 1970, or None.
 
     >>> instant_fault("startTimeUnixNano", 1789000100000000000) is None
     True
@@ -147,7 +148,7 @@ def trace_key(text: object) -> bytes:
 
 
 def is_error(code: object) -> bool:
-    """Say whether a status code is ERROR, by number or by name.
+    """Return whether a status code is ERROR, by number or by name.
 
     >>> is_error("STATUS_CODE_ERROR"), is_error(2), is_error("STATUS_CODE_OK"), is_error(None)
     (True, True, False, False)
@@ -218,7 +219,7 @@ class SpanTable:
         return len(self._arrived)
 
     def takes(self, name: object, attributes: Mapping[str, object], *, is_error: bool) -> bool:
-        """Say whether a span is a request to keep; one that is not is counted by its kind."""
+        """Return whether a span is a request to keep; any other is counted by its kind."""
         operation = attributes.get(OPERATION)
         known = operation if isinstance(operation, str) else ""
         if name == REQUEST_SPAN:
@@ -309,7 +310,7 @@ class SpanTable:
         return f"holds no request: none of its {self._others:,} spans {named}"
 
     def _each_once(self, columns: Columns) -> Columns:
-        """Leave out gateway spans of requests that vLLM traced too; tell what was left out."""
+        """Return the columns without gateway spans of requests that vLLM traced too."""
         is_engines = np.frombuffer(self._is_engines, dtype=np.bool_)
         keys = np.frombuffer(self._keys, dtype=f"S{KEY_BYTES}")
         is_double: Bools = np.zeros(len(self), dtype=np.bool_)
@@ -323,7 +324,7 @@ class SpanTable:
         return replace(columns, remarks=remarks)
 
     def _remarks(self, doubles: int) -> tuple[str, ...]:
-        told = (
+        notes = (
             (self._others, "spans that are no requests: {:,}"),
             (
                 self._uncounted,
@@ -335,7 +336,7 @@ class SpanTable:
                 f"{REQUEST_SPAN} spans tell",
             ),
         )
-        return tuple(text.format(count) for count, text in told if count)
+        return tuple(text.format(count) for count, text in notes if count)
 
 
 def _first(attributes: Mapping[str, object], names: tuple[str, ...]) -> object:
@@ -364,5 +365,5 @@ def _number(value: object) -> float:
 
 
 def _text(attributes: Mapping[str, object], names: tuple[str, ...]) -> str:
-    found = _first(attributes, names)
-    return found if isinstance(found, str) else ""
+    value = _first(attributes, names)
+    return value if isinstance(value, str) else ""

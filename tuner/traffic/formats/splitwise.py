@@ -17,7 +17,7 @@ import numpy as np
 from tuner.arrays import Ints
 from tuner.errors import TraceError
 from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
-from tuner.traffic.formats.csv_table import Field, Kind, Table, header_names, read_table
+from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
 from tuner.traffic.traces import ClockOrigin
 
 TIME, PROMPT, OUTPUT = "arrival_timestamp", "prompt_size", "token_size"
@@ -36,7 +36,7 @@ _FIELDS = {
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the header names the clock and at least one of the token columns."""
+    """Return whether the header names the clock and at least one of the token columns."""
     names = header_names(head)
     return TIME in names and (PROMPT in names or OUTPUT in names)
 
@@ -65,7 +65,7 @@ def read(path: Path, options: ReadOptions) -> Columns:
 
 
 def _sequences(
-    path: Path, table: Table, options: ReadOptions
+    path: Path, table: CsvTable, options: ReadOptions
 ) -> tuple[Ints, Mapping[str, int]]:
     """Return how many sequences each row stands for; 0 where wrong rows are skipped."""
     sizes = table.numbers.get("batch")
@@ -86,7 +86,7 @@ def _sequences(
     return counts, {reason: int(is_wrong.sum())} if is_wrong.any() else {}
 
 
-def _request_ids(table: Table) -> tuple[str, ...] | None:
+def _request_ids(table: CsvTable) -> tuple[str, ...] | None:
     labels = table.labels.get("request_id")
     if labels is None:
         return None
@@ -97,11 +97,11 @@ def _on_batches(sequences: Ints) -> tuple[str, ...]:
     batches = sequences[sequences > 1]
     if not batches.size:
         return ()
-    told = (
+    message = (
         f"{batches.size:,} rows are batches: each of their {int(batches.sum()):,} sequences "
         "is replayed as a request of its own"
     )
-    return (told,)
+    return (message,)
 
 
 SPLITWISE = TraceFormat(name="splitwise", matches=matches, read=read)

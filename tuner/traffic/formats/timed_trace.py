@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 def matches(head: bytes) -> bool:  # noqa: ARG001 - every format is asked alike
-    """Never say that a file is one: nothing in it tells."""
+    """Return False: nothing in a file identifies the format."""
     return False
 
 
@@ -32,9 +32,9 @@ def read(path: Path, options: ReadOptions) -> Columns:
 
 
 def _seconds(options: ReadOptions, row: dict[str, object], header: Header) -> Dialect:
-    found = settle(options, row, header)
+    dialect = settle(options, row, header)
     return replace(
-        found,
+        dialect,
         ticks_per_s=(options.time_unit or TimeUnit.SECONDS).ticks_per_s,
         block_size=options.hash_block_size or BLOCK_SIZE,
     )

@@ -1,7 +1,6 @@
 """vidur's processed traces: seconds from 0 and two token counts, found by name.
 
-Source: microsoft/vidur, data/processed_traces/splitwise_*.csv; its arxiv files have lengths
-without arrivals, see `lengths_only`.
+Source: microsoft/vidur, data/processed_traces/splitwise_*.csv.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _PATTERN = re.compile(
 
 
 def wall_clock_fault(name: str, text: str) -> str | None:
-    """Say what is wrong with a wall clock, or None.
+    """Return what is wrong with a wall clock, or None.
 
     >>> wall_clock_fault("TIMESTAMP", "2024-05-10 00:00:00+00:00") is None
     True
@@ -50,16 +50,16 @@ def nanoseconds(column: pl.Expr, example: str | None = None) -> pl.Expr:
     in_range = text.is_between(pl.lit(_EARLIEST), pl.lit(_LATEST))
     plain = text.str.strip_suffix("Z").str.strip_suffix("+00:00")
     marks = (" ", "T") if example is None else ("T" if "T" in example else " ",)
-    found = [
+    parsed = [
         plain.str.to_datetime(f"%Y-%m-%d{mark}%H:%M:%S%.f", strict=False, time_unit="ns")
         for mark in marks
     ]
     if example is None:
         # With %z the result has a zone; both kinds are instants in UTC.
-        found += [
+        parsed += [
             text.str.to_datetime(f"%Y-%m-%d{mark}%H:%M:%S%.f%z", strict=False, time_unit="ns")
             .dt.convert_time_zone("UTC")
             .dt.replace_time_zone(None)
             for mark in marks
         ]
-    return pl.when(in_range).then(pl.coalesce(found)).dt.timestamp("ns")
+    return pl.when(in_range).then(pl.coalesce(parsed)).dt.timestamp("ns")

@@ -2,6 +2,8 @@
 
 Other tools call the format "weka". Its times are seconds from the start of the session, and
 its hash ids stand for blocks of the file's own block_size, in published files only within it.
+A session and its sub-agents are laid out on one clock: when each request was sent, and which
+answer it awaited.
 
 Source: callanjfox/kv-cache-tester, docs/trace_replay_tester.md and traces/.
 """
@@ -79,7 +81,7 @@ Item = Request | SubAgent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The requests of a session in file order, when they were sent, and whom they awaited.
+    """The requests of a session in file order, when they were sent, what they awaited.
 
     Shapes: requests, start_s and turns are [n].
     Units: seconds from the session's start.
@@ -96,7 +98,7 @@ def lay_out(items: Sequence[Item]) -> Layout:
 
     A request follows the answer before it in its list, or the last answer of a sub-agent
     started in between if that ended later. A sub-agent's first request follows its parent's
-    last request before it. Who awaits whom was always sent later, so there is no circle.
+    last request before it. A request is always sent later than what it awaits: no circle.
     """
     timeline = _Timeline()
     timeline.lay(items, 0.0, -1)
@@ -188,7 +190,7 @@ class _Timeline:
         return Layout(tuple(self.requests), start_s, Turns(after, pauses_s), remarks)
 
     def _remarks(self, unknown_ends: int) -> tuple[str, ...]:
-        told = (
+        notes = (
             (
                 unknown_ends,
                 "answers without a recorded end (api_time): {:,}; the pause after each counts "
@@ -205,11 +207,11 @@ class _Timeline:
                 "for their answers",
             ),
         )
-        return tuple(text.format(count) for count, text in told if count)
+        return tuple(text.format(count) for count, text in notes if count)
 
 
 def _is_absolute(agent: SubAgent, start_s: float) -> bool:
-    """Say whether a sub-agent's requests count from the session's start.
+    """Return whether a sub-agent's requests count from the session's start.
 
     Some captures write them so. Requests that count from the sub-agent begin before its t.
     """
@@ -218,7 +220,7 @@ def _is_absolute(agent: SubAgent, start_s: float) -> bool:
 
 
 def _t_is_the_end(items: Sequence[Item]) -> bool:
-    """Say whether the t of a list's sub-agents is when they ended.
+    """Return whether the t of a list's sub-agents is when they ended.
 
     Published sessions log a sub-agent when its result comes back: t less duration_ms is when
     the answer that started it had ended. Other captures log its start. It is taken for the
@@ -249,7 +251,7 @@ _LOCAL_SCOPES = {"local": True, "global": False}
 
 
 def matches(head: bytes) -> bool:
-    """Say whether the file starts like one object that holds a session's requests."""
+    """Return whether the file starts like one object that holds a session's requests."""
     is_object = head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"{")
     has_requests = _REQUESTS.search(head) is not None
     return is_object and has_requests and any(mark in head for mark in _MARKS)
@@ -330,7 +332,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             reason = f"sub-agents must be nested at most {MAX_DEPTH} deep"
             raise TraceError(f"{self._path}: {reason}", "give the session as it was published")
-        found: list[Item] = []
+        items: list[Item] = []
         reached_s = 0.0
         for row in rows:
             if isinstance(row, dict) and row.get("type") == "subagent":
@@ -339,8 +341,8 @@ class _Reader:
                 item = self._request(row, reached_s)
                 reached_s = reached_s if item is None else item.t_s
             if item is not None:
-                found.append(item)
-        return tuple(found)
+                items.append(item)
+        return tuple(items)
 
     def _agent(self, row: dict[str, object], depth: int) -> SubAgent | None:
         self._agents += 1

@@ -1,8 +1,8 @@
 """Traces from what a Prometheus kept of a vLLM server, when nobody recorded its requests.
 
-`server` asks, `engines` and `facts` know vLLM's metrics, `counters` tells what happened between
+`client` queries, `readings` knows vLLM's metrics, `counters` says what happened between
 scrapes, and `sampled` draws requests that agree with it, with `prefixes` that hit as often, and
-says how in `remarks`.
+says how in `remarks`; `live` is how a server does over a stretch of time.
 """
 
 from __future__ import annotations

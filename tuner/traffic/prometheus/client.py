@@ -1,7 +1,6 @@
 """Series of numbers from a Prometheus server, or a sentence that says why there are none.
 
-Answers what a query's series read over a span of time, and keeps to the server's limits. What
-the numbers of vLLM mean is left to `engines`.
+Answers what a query's series read over a span of time, and keeps to the server's limits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TIMEOUT_S = 60
 
 _STATUS = re.compile(r"HTTP Status Code (\d+) \((.*)\)", re.DOTALL)
 _MEANINGS: Mapping[int, tuple[str, str]] = {
-    401: ("wants to know who asks", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
+    401: ("refuses without a login", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
     403: ("forbids the query", "pass --header with credentials that may read it"),
     404: ("has no Prometheus API at this path", "give the URL without /graph or /api/v1"),
 }
@@ -96,7 +95,7 @@ class Prometheus:
     ) -> None:
         self.place = _place(url)
         self._digest = hashlib.sha256()
-        # A server that is there but busy is asked again; one that is not there is told soon.
+        # A query to a server that is there but busy is repeated; one to none fails soon.
         retry = Retry(
             total=2,
             backoff_factor=0.2,
@@ -132,24 +131,24 @@ class Prometheus:
 
         Raises: UsageError if the server cannot be reached, refuses, or is no Prometheus.
         """
-        found: dict[str, Series] = {}
+        series: dict[str, Series] = {}
         first, points = 0, FIRST_POINTS
         while first < span.points:
             last = min(first + points, span.points) - 1
             answer = self._ask(query, span, first, last)
             for labels, times_s, values in answer:
                 name = json.dumps(labels, sort_keys=True)
-                if name not in found:
-                    found[name] = Series(labels, np.full(span.points, np.nan))
+                if name not in series:
+                    series[name] = Series(labels, np.full(span.points, np.nan))
                 rows = np.rint((times_s - span.start_s) / span.step_s).astype(np.int64)
                 is_inside = (rows >= 0) & (rows < span.points)
-                found[name].values[rows[is_inside]] = values[is_inside]
+                series[name].values[rows[is_inside]] = values[is_inside]
             first = last + 1
             points = min(MAX_POINTS, max(1, MAX_VALUES // max(len(answer), 1)))
         self._digest.update(f"{query} {span}".encode())
-        for name in sorted(found):
-            self._digest.update(name.encode() + found[name].values.tobytes())
-        return tuple(found[name] for name in sorted(found))
+        for name in sorted(series):
+            self._digest.update(name.encode() + series[name].values.tobytes())
+        return tuple(series[name] for name in sorted(series))
 
     def _ask(
         self, query: str, span: Span, first: int, last: int
@@ -178,7 +177,7 @@ class Prometheus:
         )
 
     def _unreachable(self, error: requests.exceptions.RequestException) -> UsageError:
-        """Return what to say of a request that got no answer."""
+        """Return the error for a request that got no answer."""
         if isinstance(error, requests.exceptions.Timeout):
             return UsageError(
                 f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
@@ -199,7 +198,7 @@ class Prometheus:
         )
 
     def _refused(self, error: PrometheusApiClientException) -> NoReturn:
-        """Say what a status other than 200 means."""
+        """Return what a status other than 200 means."""
         match = _STATUS.fullmatch(str(error))
         status, body = (int(match[1]), match[2]) if match else (0, "b''")
         if status in _MEANINGS:
@@ -235,15 +234,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _place(url: str) -> str:
     """Return HOST:PORT of a URL, without its login. Raises: UsageError."""
     hint = "for example http://prometheus:9090"
-    told = shown(str(redacted({"url": url})["url"]))
+    shown_url = shown(str(redacted({"url": url})["url"]))
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as cause:
-        raise UsageError(f"--url is not a URL, got {told}", hint) from cause
+        raise UsageError(f"--url is not a URL, got {shown_url}", hint) from cause
     if parts.scheme not in ("http", "https") or not host:
-        raise UsageError(f"--url must start with http:// or https://, got {told}", hint)
+        raise UsageError(f"--url must start with http:// or https://, got {shown_url}", hint)
     if parts.query or parts.fragment:
-        raise UsageError(f"--url must end before any ? or #, got {told}", hint)
+        raise UsageError(f"--url must end before any ? or #, got {shown_url}", hint)
     name = f"[{host}]" if ":" in host else host
     return name if port is None else f"{name}:{port}"

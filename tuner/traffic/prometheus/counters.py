@@ -1,7 +1,6 @@
 """What engines did between scrapes: requests that came, that finished, and were in flight.
 
-Answers what follows from counters that restart, skip a beat or vanish for a while. Nothing is
-drawn here; which requests agree with these counts is the business of `sampling`.
+Answers what follows from counters that restart, skip a beat or vanish for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tuner.traffic.prometheus.readings import EngineReadings, LengthReadings
 from tuner.traffic.sampling import Histogram
 
 GAP_STEPS = 2.5
-"""Ours: one missed scrape is usual and two happen; past that nobody knows what went on."""
+"""Ours: one missed scrape is usual and two happen; past that the stretch is unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +35,8 @@ class LengthRises:
 class EngineWindows:
     """What one engine did between one scrape and the next.
 
-    `arrived` is 0 in gaps; `missed` is what came in gaps all told. `restarts` counts how often
-    the counters began anew. `has_gauges` says whether arrivals could be told from finishes.
+    `arrived` is 0 in gaps; `missed` is what came in all gaps. `restarts` counts how often
+    the counters began anew. `has_gauges`: arrivals could be separated from finishes.
 
     Shapes: all [w], w >= 1; rows are the places in the span where the windows end.
     Units: Unix seconds.
@@ -145,12 +144,12 @@ def stretches(counts: Floats, least: float) -> Ints:
     [0, 0, 1, 1]
     """
     numbers = np.zeros(len(counts), dtype=np.int64)
-    number, held = 0, 0.0
+    number, sum_so_far = 0, 0.0
     for row, count in enumerate(counts.tolist()):
         numbers[row] = number
-        held += count
-        if held >= least:
-            number, held = number + 1, 0.0
+        sum_so_far += count
+        if sum_so_far >= least:
+            number, sum_so_far = number + 1, 0.0
     # What is left over is too little to stand alone.
     numbers[numbers == number] = max(number - 1, 0)
     return numbers
@@ -199,9 +198,9 @@ def levels_in_flight(engines: Sequence[EngineReadings], span: Span) -> tuple[Flo
         if engine.in_flight is None:
             continue
         at = np.searchsorted(engine.rows, places, side="right") - 1
-        held = places - engine.rows[np.maximum(at, 0)]
+        age = places - engine.rows[np.maximum(at, 0)]
         reach = GAP_STEPS * max(1.0, usual(np.diff(engine.rows)))
-        is_held = (at >= 0) & (held <= reach)
+        is_held = (at >= 0) & (age <= reach)
         levels += np.where(is_held, engine.in_flight[np.maximum(at, 0)], 0.0)
         is_known |= is_held
     return levels, is_known

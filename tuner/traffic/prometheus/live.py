@@ -1,8 +1,4 @@
-"""How a server does, by what Prometheus keeps of it: finished requests and how long they took.
-
-Answers for a stretch of time. Whether that is good is left to `guard`; what traffic came is
-left to `prometheus.sampled`.
-"""
+"""How a server did over a stretch of time, from Prometheus: requests finished, and how fast."""
 
 from __future__ import annotations
 

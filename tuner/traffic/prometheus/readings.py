@@ -1,8 +1,7 @@
-"""What vLLM's engines told a Prometheus: counters, histograms and gauges, scrape by scrape.
+"""What Prometheus scraped from vLLM's engines: counters, histograms and gauges.
 
 Answers which models and engines there are, and what each of them read when it was scraped, by
-the names of vLLM's older and newer versions. What follows from the readings is the business of
-`counters`.
+the names of vLLM's older and newer versions.
 
 Source: vllm/v1/metrics/loggers.py, PrometheusStatLogger; before V1, vllm/engine/metrics.py.
 """
@@ -85,13 +84,13 @@ def choose(server: Prometheus, span: Span, model: str | None, engine: str | None
     Raises: UsageError if there is no data, no such model or engine, or several models and
         none is named.
     """
-    found = server.over(Selection(None, None).query(FINISHED), span)
-    if not found:
+    finished = server.over(Selection(None, None).query(FINISHED), span)
+    if not finished:
         raise UsageError(
             f"Prometheus at {server.place} has no {FINISHED} {when(span)}",
             "check that it scrapes /metrics of the vLLM servers, or widen --since",
         )
-    models = _labels(found, "model_name")
+    models = _labels(finished, "model_name")
     if model is None and len(models) > 1:
         raise UsageError(
             f"Prometheus at {server.place} knows {len(models)} models: {_list(models)}",
@@ -105,7 +104,7 @@ def choose(server: Prometheus, span: Span, model: str | None, engine: str | None
         )
     wanted = model if model is not None else (models[0] or None)
     engines = _labels(
-        [s for s in found if s.labels.get("model_name", "") == (wanted or "")], "engine"
+        [s for s in finished if s.labels.get("model_name", "") == (wanted or "")], "engine"
     )
     if engine is not None and engine not in engines:
         raise UsageError(
@@ -150,7 +149,7 @@ def read_engines(
 
 
 def when(span: Span) -> str:
-    """Say what a span is.
+    """Return what a span is.
 
     >>> when(Span(0, 7200, 60))
     'between 1970-01-01 00:00 and 1970-01-01 02:00 UTC'
@@ -208,10 +207,10 @@ def _lengths(
     }
 
 
-def _by_engine(found: Iterable[Series]) -> dict[Key, Floats]:
+def _by_engine(answers: Iterable[Series]) -> dict[Key, Floats]:
     """Add up the series of each engine."""
     sums: dict[Key, Floats] = {}
-    for series in found:
+    for series in answers:
         key = _key(series)
         sums[key] = sums[key] + series.values if key in sums else series.values
     return sums
@@ -224,8 +223,8 @@ def _key(series: Series) -> Key:
     )
 
 
-def _labels(found: Sequence[Series], name: str) -> list[str]:
-    return sorted({series.labels.get(name, "") for series in found})
+def _labels(answers: Sequence[Series], name: str) -> list[str]:
+    return sorted({series.labels.get(name, "") for series in answers})
 
 
 def _list(names: Sequence[str]) -> str:
@@ -251,23 +250,23 @@ class PrefixHits:
     Shapes: both [span.points], at the reading that counted them first; some were asked for.
     """
 
-    asked: Floats
+    queried: Floats
     found: Floats
 
     @property
     def ratio(self) -> float:
         """The share that was found."""
-        return float(self.found.sum() / self.asked.sum())
+        return float(self.found.sum() / self.queried.sum())
 
     def by_stretch(self, stretch_of: Ints) -> Floats:
         """Return the share that was found in each stretch, or in all where nothing was asked.
 
         Shapes: stretch_of is [span.points], ascending from 0; the result [stretches].
         """
-        asked = np.bincount(stretch_of, weights=self.asked)
+        queried = np.bincount(stretch_of, weights=self.queried)
         found = np.bincount(stretch_of, weights=self.found)
-        whole = np.full(len(asked), self.ratio)
-        ratios = np.divide(found, asked, out=whole, where=asked > 0)
+        whole = np.full(len(queried), self.ratio)
+        ratios = np.divide(found, queried, out=whole, where=queried > 0)
         # Scrapes of the two may be a moment apart.
         shares: Floats = np.clip(ratios, 0.0, 1.0)
         return shares
@@ -327,29 +326,29 @@ def rises_by_reading(values: Floats) -> Floats:
     """
     at = np.flatnonzero(np.isfinite(values))
     steps = np.diff(values[at])
-    found = np.zeros(len(values))
-    found[at[1:]] = np.where(steps < 0, values[at[1:]], steps)
-    return found
+    rises = np.zeros(len(values))
+    rises[at[1:]] = np.where(steps < 0, values[at[1:]], steps)
+    return rises
 
 
-def _rises(found: Iterable[Series]) -> dict[str, float]:
+def _rises(answers: Iterable[Series]) -> dict[str, float]:
     """Return the rise of all series of each name."""
     rises: dict[str, float] = {}
-    for series in found:
+    for series in answers:
         name = series.labels["__name__"]
         rises[name] = rises.get(name, 0.0) + rise(series.values)
     return rises
 
 
-def _prefix_hits(found: Iterable[Series], span: Span) -> PrefixHits | None:
+def _prefix_hits(answers: Iterable[Series], span: Span) -> PrefixHits | None:
     """Return what was asked for and found; versions that have both names count both alike."""
     rises: dict[str, Floats] = {}
-    for series in found:
+    for series in answers:
         of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
         of_name += rises_by_reading(series.values)
     for name in _PREFIX_CACHES:
-        asked = rises.get(f"{name}_queries_total")
-        if asked is not None and asked.any():
+        queried = rises.get(f"{name}_queries_total")
+        if queried is not None and queried.any():
             hits = rises.get(f"{name}_hits_total", np.zeros(span.points))
-            return PrefixHits(asked, hits)
+            return PrefixHits(queried, hits)
     return None

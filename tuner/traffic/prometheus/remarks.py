@@ -1,4 +1,4 @@
-"""What a reader of a trace from Prometheus is told: how it was made, what it cannot know."""
+"""The remarks on a trace from Prometheus: how it was made, and what it cannot know."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MISSED = "prefix hits cannot be imitated:"
 
 
 def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
-    """Say by what arrivals were told, and how far they may be off."""
+    """Return what arrivals were derived from, and how far they may be off."""
     apart_s = usual(np.concatenate([w.ends_s - w.starts_s for w in windows]))
     if all(engine.has_gauges for engine in windows):
         yield (
@@ -38,7 +38,7 @@ def on_arrivals(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterato
 
 
 def on_in_flight(span: Span) -> Iterator[str]:
-    """Say what a recording of requests in flight is made of."""
+    """Return what a recording of requests in flight is made of."""
     yield (
         f"in flight are the requests running and waiting, read every {span.step_s} s; there "
         f"are as many requests as keep this up at {SECONDS_PER_OUTPUT_TOKEN * 1000:g} ms per "
@@ -49,7 +49,7 @@ def on_in_flight(span: Span) -> Iterator[str]:
 def on_lengths(
     windows: Sequence[EngineWindows], columns: Columns, stretches: int, least: int
 ) -> Iterator[str]:
-    """Say how lengths were drawn, and which of them lay beyond the last bound."""
+    """Return how lengths were drawn, and which of them lay beyond the last bound."""
     over = f"{stretches} stretches of {least} or more" if stretches > 1 else "all"
     yield (
         f"lengths are drawn from histograms of {over} finished requests: each range "
@@ -65,7 +65,7 @@ def on_lengths(
 
 
 def _beyond(name: str, found: Sequence[LengthRises], tokens: Ints) -> str:
-    """Say how many lengths lay in the open range above the last bound, or nothing."""
+    """Return how many lengths lay in the open range above the last bound, or nothing."""
     above = sum(float(rises.counts[:, -1].sum()) for rises in found)
     if not above:
         return ""
@@ -78,7 +78,7 @@ def _beyond(name: str, found: Sequence[LengthRises], tokens: Ints) -> str:
 
 
 def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
-    """Say for how long there is no data, and what was counted in the meantime."""
+    """Return for how long there is no data, and what was counted in the meantime."""
     starts_s = np.concatenate([w.starts_s[~w.is_gap] for w in windows])
     ends_s = np.concatenate([w.ends_s[~w.is_gap] for w in windows])
     first_s = min(float(engine.starts_s[0]) for engine in windows)
@@ -95,17 +95,17 @@ def on_gaps(windows: Sequence[EngineWindows], span: Span) -> Iterator[str]:
     if gaps_s or missed:
         text = f"{_GAPS} {_lasting(gaps_s)} in all, and no request was invented there"
         yield f"{text}; {missed:,} counted across gaps are left out" if missed else text
-    asked_s = span.end_s - span.start_s
-    if last_s - first_s < 0.9 * asked_s:
-        have, asked = _lasting(last_s - first_s), _lasting(asked_s)
-        yield f"{_SHORT} {have} of the {asked} asked for"
+    requested_s = span.end_s - span.start_s
+    if last_s - first_s < 0.9 * requested_s:
+        have, requested = _lasting(last_s - first_s), _lasting(requested_s)
+        yield f"{_SHORT} {have} of the {requested} asked for"
     restarts = sum(engine.restarts for engine in windows)
     if restarts:
         yield f"the counters began anew {restarts} times, as after restarts"
 
 
 def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
-    """Say how much hit the server's prefix cache, and how the drawn prompts do as much."""
+    """Return how much hit the server's prefix cache, and how the drawn prompts do as much."""
     if facts.prefix_hits is None:
         return "no hits of a prefix cache were counted: no two prompts share a prefix"
     ratio = facts.prefix_hits.ratio
@@ -121,9 +121,9 @@ def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
 
 
 def known_in_part(remarks: Sequence[str]) -> str:
-    """Say that, and why, remarks tell of traffic that is not as it was served; else nothing."""
-    told = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
-    return f"the present traffic is known in part only: {'; '.join(told)}" if told else ""
+    """Return why the traffic is not as it was served, by its remarks; else empty."""
+    notes = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
+    return f"the present traffic is known in part only: {'; '.join(notes)}" if notes else ""
 
 
 def hits_missed(remarks: Sequence[str]) -> str:
@@ -132,7 +132,7 @@ def hits_missed(remarks: Sequence[str]) -> str:
 
 
 def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Iterator[str]:
-    """Say what else is known of the server."""
+    """Return what else is known of the server."""
     if facts.peak_kv_usage_ratio is not None:
         yield f"the server's KV cache was at most {facts.peak_kv_usage_ratio:.0%} full"
     if facts.unsuccessful:
@@ -148,7 +148,7 @@ def on_the_server(windows: Sequence[EngineWindows], facts: ServerFacts) -> Itera
 
 
 def _lasting(seconds: float) -> str:
-    """Say how long something lasts.
+    """Return how long something lasts.
 
     >>> _lasting(90.0), _lasting(36000.0)
     ('90 s', '10.0 h')

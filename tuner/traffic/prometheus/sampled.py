@@ -135,14 +135,14 @@ def trace_from_prometheus(
         drawn = _arrivals(windows, lengths, span, place, rng)
         first = on_arrivals(windows, facts)
     drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
-    told = (
+    notes = (
         *first,
         *on_lengths(windows, drawn.columns, len(lengths.prompt), MIN_LENGTHS),
         *on_gaps(windows, span),
         on_prefixes(facts, shared),
         *on_the_server(windows, facts),
     )
-    columns = replace(drawn.columns, remarks=told, sampled_from=place)
+    columns = replace(drawn.columns, remarks=notes, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
 
 
