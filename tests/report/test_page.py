@@ -238,7 +238,7 @@ def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
     ("damage", "told"),
     [
         ("{", "cannot be read"),
-        ('{"schema": 99}', "has schema 99, expected 1"),
+        ('{"schema": 99}', "schema must be 1, got 99"),
         ('{"schema": 1}', "missing required field"),
     ],
 )

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from support.run_parts import a_profile
 from support.traffic import a_trace
 from tuner.cli import run
@@ -116,7 +118,7 @@ def a_run_dir(
     """Return a run directory; its configuration stands in the result or in the profile."""
     folder = root / RUN_ID
     folder.mkdir(parents=True)
-    content = dict((outcome or an_outcome()).content)
+    content = msgspec.to_builtins(outcome or an_outcome())
     kept = redacted(QWEN if values is None else values)
     if in_result:
         content["serve_values"] = kept

@@ -19,9 +19,8 @@ from rich.table import Table
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
-from tuner.run.result import RunResult
+from tuner.run.result import Advice, RunResult
 from tuner.search.objective import Tier
-from tuner.search.race import RaceVerdict
 from tuner.search.trials import Observation, Phase, leader
 
 _TIER_STYLES = {
@@ -249,35 +248,37 @@ def _seconds(value: float | None) -> str:
 
 def show_outcome(outcome: RunResult, written_to: str) -> None:
     """Say the four things that end a run: config, gain, what limits it, caveats."""
-    decision = outcome.decision
     say("")
-    if decision.verdict is RaceVerdict.KEEP:
-        say(f"keep what you have: {_words(decision.winner)} ({decision.why})")
-    else:
-        say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
-    if decision.shown != outcome.present:
-        against = "the present configuration"
-        how = (
-            f"{decision.rounds} rounds in turns" if decision.rounds else "predicted, not raced"
-        )
-        say(f"{_words(decision.shown)} against {against}, {how}:")
-        for row in outcome.changes:
-            say(f"  {row.text}")
-    ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
-    if ties and not decision.is_thin:
-        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
+    if outcome.recommendation is not None:
+        _show_advice(outcome, outcome.recommendation)
     if outcome.load:
         say(outcome.load)
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
-    if outcome.content["capacity"] is not None:
-        say(f"capacity at the SLOs: {outcome.content['capacity']['text']}")
+    if outcome.capacity is not None:
+        say(f"capacity at the SLOs: {outcome.capacity.text}")
     for caveat in outcome.caveats:
         say(f"caveat: {caveat.text}")
-    stages = outcome.content["provenance"]["stages_s"]
+    stages = outcome.provenance.stages_s
     if stages:
         say("time: " + ", ".join(f"{name} {took_s:.0f} s" for name, took_s in stages.items()))
     say(written_to)
+
+
+def _show_advice(outcome: RunResult, advice: Advice) -> None:
+    """Say what to do, what comes of it and what is as good."""
+    if advice.is_change:
+        say(f"change to {_words(advice.limits)} (present: {_words(outcome.present)})")
+    else:
+        say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
+    if advice.shown != outcome.present:
+        how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
+        say(f"{_words(advice.shown)} against the present configuration, {how}:")
+        for row in outcome.evidence:
+            say(f"  {row.text}")
+    ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
+    if ties and not advice.is_thin:
+        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
 
 
 def _words(limits: EngineLimits) -> str:

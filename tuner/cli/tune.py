@@ -182,7 +182,7 @@ class Finish:
         outcome = make_outcome(
             decision, run.space.present, goal, records, doubts, around, state
         )
-        run.run_dir.write_json(RESULT_FILE, outcome.content)
+        run.run_dir.write_json(RESULT_FILE, outcome)
         write_sketch(run.run_dir.path / TRAFFIC_FILE, sketch_of(job.traffic.trace))
         self._report()
         return outcome
@@ -211,7 +211,7 @@ class Finish:
         output, path = options["output"], self._run.run_dir.path
         chosen = Format(options["emit_format"])
         kept = f"evidence in {path}, to look at: {path / REPORT_FILE}"
-        rec = recommendation_of(outcome.content, values, path)
+        rec = recommendation_of(outcome, values, path)
         text = emit(chosen, rec, Names(Path(output).name if output else ""))
         if output:
             write_atomic(Path(output), text, secret=holds_secrets(chosen, rec))

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.run_files import Result, Trial, live_trials, shadow_trials
+from tuner.report.run_files import live_trials, shadow_trials
+from tuner.run.result import RunResult
 from tuner.search.trials import Phase, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
@@ -68,23 +69,23 @@ def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
     return float(found) if isinstance(found, int | float) else None
 
 
-def live_points(result: Result) -> list[Point]:
+def live_points(result: RunResult) -> list[Point]:
     """Return what was measured live on the run's windows, by limits."""
     return _points(live_trials(result), is_live=True)
 
 
-def shadow_points(result: Result) -> list[Point]:
+def shadow_points(result: RunResult) -> list[Point]:
     """Return what was foretold, by limits."""
     return _points(shadow_trials(result), is_live=False)
 
 
-def ranked_points(result: Result) -> list[Point]:
+def ranked_points(result: RunResult) -> list[Point]:
     """Return the points of the one kind that ranked the whole space."""
     searched_live = any(Phase(t["phase"]).is_search for t in result.trials)
     return live_points(result) if searched_live else shadow_points(result)
 
 
-def _points(trials: Sequence[Trial], *, is_live: bool) -> list[Point]:
+def _points(trials: Sequence[Mapping[str, Any]], *, is_live: bool) -> list[Point]:
     by_limits: dict[EngineLimits, list[Mapping[str, Any]]] = {}
     for trial in trials:
         limits = EngineLimits(trial["max_num_seqs"], trial["max_num_batched_tokens"])

@@ -26,8 +26,9 @@ from tuner.report.points import (
     shadow_points,
     with_values,
 )
-from tuner.report.run_files import Result, RunFiles
+from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, quantity, seconds
+from tuner.run.result import RunResult
 from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
@@ -188,7 +189,7 @@ def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[s
 
 
 def _told(
-    result: Result,
+    result: RunResult,
     latency: str,
     best: Sequence[Point],
     slos: Sequence[Slo],

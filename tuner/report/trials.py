@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.report.parts import Cell, Section, Table, number
-from tuner.report.run_files import Result, RunFiles, Trial
+from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
+from tuner.run.result import RunResult
 from tuner.search.trials import read_metric
 
 
@@ -32,13 +33,13 @@ def trials(run: RunFiles) -> Section:
     return Section("trials", "Every trial", said, tables=(table,))
 
 
-def _latencies(result: Result) -> tuple[str, ...]:
+def _latencies(result: RunResult) -> tuple[str, ...]:
     tail = result.tail
     names = ("ttft_p50", f"ttft_{tail}", "tpot_p50", f"tpot_{tail}", "e2e_p50", f"e2e_{tail}")
     return (*dict.fromkeys(names), "decode_step_p50")
 
 
-def _row(result: Result, trial: Trial) -> tuple[Cell, ...]:
+def _row(result: RunResult, trial: Mapping[str, Any]) -> tuple[Cell, ...]:
     measured = trial["measurement"] or {}
     rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
     latencies = [read_metric(measured, name) for name in _latencies(result)]

@@ -132,7 +132,7 @@ class RunDir:
         path.rename(kept)
         return kept
 
-    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+    def write_json(self, name: str, content: object) -> None:
         """Replace a JSON file whole."""
         encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
         self._replace(name, encoded + b"\n")

@@ -8,7 +8,7 @@ import pytest
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
-from tuner.run.result import MetricChange, kv_text, limited_by, metric_changes
+from tuner.run.evidence import MetricChange, kv_text, limited_by, metric_changes
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, record_of
 
@@ -41,18 +41,17 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
     made = {row.metric: row for row in metric_changes(records, WINNER, PRESENT, "p99")}
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
-    assert row.change is not None
-    assert row.change.value == pytest.approx(-0.5)
+    assert row.change_ratio == pytest.approx(-0.5)
+    assert row.change_interval == pytest.approx((-0.5, -0.5))
     assert "4.00 s -> 2.00 s   (-50.0%, interval -50.0% … -50.0%)" in row.text
-    assert made["requests_per_s"].change is not None
-    assert made["requests_per_s"].change.value == pytest.approx(1.0)
-    assert row.as_json()["change_ratio"] == pytest.approx(-0.5)
+    assert made["requests_per_s"].change_ratio == pytest.approx(1.0)
+    assert made["requests_per_s"].text.split()[1:4] == ["0.250/s", "->", "0.500/s"]
 
 
 def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
     (row, *_) = metric_changes(records, WINNER, PRESENT, "p99")
-    assert row.change is None
+    assert row.change_ratio is None
     assert row.text.endswith("(-50.0%, too few rounds for an interval)")
     searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
     assert metric_changes(searched, WINNER, PRESENT, "p99") == []
@@ -68,7 +67,15 @@ def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     ],
 )
 def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text: str) -> None:
-    shown = MetricChange("e2e_p99", " s", value, value, None, 1).text
+    shown = MetricChange(
+        metric="e2e_p99",
+        unit="s",
+        before=value,
+        after=value,
+        change_ratio=None,
+        change_interval=None,
+        rounds=1,
+    ).text
     assert f"{text} s ->" in shown
 
 
