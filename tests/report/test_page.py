@@ -259,7 +259,7 @@ def test_a_trial_that_is_none_is_told(live: Path, tmp_path: Path) -> None:
     result = read(run_dir, RESULT_FILE)
     result["trials"][0]["phase"] = "guess"
     write(run_dir, RESULT_FILE, result)
-    with pytest.raises(UsageError, match="a trial is not one"):
+    with pytest.raises(UsageError, match="is damaged: Invalid enum value 'guess'"):
         report_of(run_dir)
 
 

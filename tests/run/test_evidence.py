@@ -10,7 +10,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
 from tuner.run.evidence import MetricChange, kv_text, limited_by, metric_changes
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
 
@@ -21,7 +21,7 @@ def a_record(
     phase: Phase = Phase.LADDER,
     round_: int = 0,
     **measured: Any,
-) -> dict[str, Any]:
+) -> Trial:
     content = {
         "e2e_s": {"p50": p99_s / 2, "p99": p99_s},
         "tpot_s": {"p50": 0.01, "p99": 0.02},
@@ -32,7 +32,7 @@ def a_record(
         "cut_reason": None,
         **measured,
     }
-    return record_of(0, limits, phase, round_, Score(Tier.GOOD, p99_s, "e2e_p99"), content)
+    return Trial.of(0, limits, phase, round_, Score(Tier.GOOD, p99_s, "e2e_p99"), content)
 
 
 def test_rows_pair_the_rounds_that_both_raced() -> None:
@@ -107,7 +107,7 @@ def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:
 
 
 def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
-    failed = record_of(
+    failed = Trial.of(
         1, PRESENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
     )
     cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")

@@ -17,7 +17,7 @@ from tuner.errors import Caveat, UsageError
 from tuner.run.result import RunProvenance, RunResult, comments, make_outcome, read_result
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.stats import Estimate
 
 DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
@@ -44,7 +44,7 @@ AROUND = RunProvenance(
 )
 
 
-def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> dict[str, Any]:
+def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> Trial:
     measured = {
         "e2e_s": {"p50": 1.0, "p99": 2.0},
         "tpot_s": {"p50": 0.01, "p99": 0.02},
@@ -55,7 +55,7 @@ def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> d
         "cut_reason": None,
     }
     phase = Phase.RACE if round_ else Phase.LADDER
-    return record_of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
+    return Trial.of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
 
 
 def made(
@@ -178,7 +178,7 @@ def test_a_run_from_before_the_later_keys_is_read(demo: dict[str, Any], tmp_path
         (("schema",), 2, "schema must be 1, got 2"),
         (("baseline", "max_num_seqs"), 0, "is damaged: max_num_seqs must be at least 1"),
         (("recommendation", "verdict"), "maybe", "is damaged: Invalid enum value 'maybe'"),
-        (("trials", 0, "tier"), "5 odd", "is damaged: a trial is not one"),
+        (("trials", 0, "tier"), "5 odd", "is damaged: Invalid enum value '5 odd'"),
     ],
 )
 def test_a_result_that_no_run_wrote_is_refused(

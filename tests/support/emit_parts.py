@@ -21,7 +21,7 @@ from tuner.redact import redacted
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
@@ -92,7 +92,7 @@ def an_outcome(
         "cut_reason": None,
     }
     records = [
-        record_of(
+        Trial.of(
             0,
             limits,
             Phase.RACE if round_ else Phase.LADDER,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.engine.limits import EngineLimits
 from tuner.report.parts import (
     BETTER,
     INK,
@@ -178,10 +177,9 @@ def _cold(run: RunFiles) -> list[str]:
     # A configuration that breaks an SLO is judged by how far it does.
     judged_by = next(
         (
-            t["metric"]
+            t.metric
             for t in run.result.trials
-            if t["phase"] == str(Phase.COLD)
-            and EngineLimits(t["max_num_seqs"], t["max_num_batched_tokens"]) == run.present
+            if t.phase is Phase.COLD and t.limits == run.present
         ),
         metric,
     )

@@ -16,7 +16,7 @@ from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
 from tuner.search.ladder import same_schedule
 from tuner.search.objective import Tier
-from tuner.search.trials import TIE_RATIO, Observation, leader, observation_of, ranked
+from tuner.search.trials import TIE_RATIO, Observation, leader, ranked
 
 SAME = "="
 
@@ -24,7 +24,7 @@ SAME = "="
 def knobs(run: RunFiles) -> Section:
     """Return the map."""
     title = "The two knobs as a map"
-    seen = [observation_of(trial) for trial in ranked(run.result.trials)]
+    seen = [trial.observation for trial in ranked(run.result.trials)]
     if not seen:
         return Section("knobs", title, ("Nothing was replayed that ranks the space.",))
     return Section("knobs", title, _says(run, seen), tables=(_map(run, seen),))
@@ -32,7 +32,7 @@ def knobs(run: RunFiles) -> Section:
 
 def _says(run: RunFiles, seen: list[Observation]) -> tuple[str, ...]:
     best = leader(seen)
-    is_live = all(r["engine"] == "live" for r in ranked(run.result.trials))
+    is_live = all(trial.is_live for trial in ranked(run.result.trials))
     how = "measured" if is_live else "predicted"
     said = [
         f"{counted(len({o.limits for o in seen}), 'pair')} of limits, {how}, one replay each"

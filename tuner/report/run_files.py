@@ -18,7 +18,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.result import RunResult, read_result
-from tuner.search.trials import Phase, predictions
+from tuner.search.trials import Trial, predictions
 
 T = TypeVar("T")
 
@@ -130,19 +130,14 @@ def _read(path: Path, kind: type[T]) -> T:
         ) from error
 
 
-def live_trials(result: RunResult) -> list[dict[str, Any]]:
+def live_trials(result: RunResult) -> list[Trial]:
     """Return the trials that replayed the run's windows live, to their end."""
-    return [t for t in result.trials if Phase(t["phase"]).is_on_windows and _is_whole(t)]
+    return [t for t in result.trials if t.phase.is_on_windows and t.is_whole]
 
 
-def shadow_trials(result: RunResult) -> list[Mapping[str, Any]]:
+def shadow_trials(result: RunResult) -> list[Trial]:
     """Return what the shadow foretold last."""
-    return [trial for trial in predictions(result.trials) if _is_whole(trial)]
-
-
-def _is_whole(trial: Mapping[str, Any]) -> bool:
-    measured = trial["measurement"]
-    return measured is not None and not measured.get("cut_reason")
+    return [trial for trial in predictions(result.trials) if trial.is_whole]
 
 
 def shadow_error(result: RunResult) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles
@@ -23,7 +22,7 @@ from tuner.report.words import (
 from tuner.run.evidence import Bounds
 from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, RunResult
 from tuner.search.objective import Objective, Scoring
-from tuner.search.trials import decisive, observation_of
+from tuner.search.trials import decisive
 
 CONFIDENCE = "95% interval, corrected for looking after every round"
 
@@ -106,12 +105,8 @@ def scored_by(result: RunResult, advice: Advice) -> str:
     """Return the metric that placed the one whose gain is told."""
     if advice.gain_metric:
         return advice.gain_metric
-    metrics = [r["metric"] for r in decisive(result.trials) if _limits_of(r) == advice.shown]
-    return str(metrics[-1]) if metrics else ""
-
-
-def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
-    return observation_of(record).limits
+    metrics = [t.metric for t in decisive(result.trials) if t.limits == advice.shown]
+    return metrics[-1] if metrics else ""
 
 
 def _broken(result: RunResult) -> list[str]:
@@ -119,13 +114,12 @@ def _broken(result: RunResult) -> list[str]:
     goal = Scoring(
         Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
     )
-    seen = [(observation_of(r), r) for r in decisive(result.trials)]
-    whole = [(o, r) for o, r in seen if o.is_whole and r["measurement"]]
+    whole = [t for t in decisive(result.trials) if t.observation.is_whole and t.measurement]
     if not whole:
         return ["no configuration survived its replay"]
-    nearest, record = min(whole, key=lambda pair: pair[0].score.order)
-    broken = "; ".join(goal.broken_in(record["measurement"]))
-    return [f"nearest is {limits_words(nearest.limits)}: {broken or record['tier'][2:]}"]
+    nearest = min(whole, key=lambda t: t.score.order)
+    broken = "; ".join(goal.broken_in(nearest.measurement or {}))
+    return [f"nearest is {limits_words(nearest.limits)}: {broken or nearest.tier[2:]}"]
 
 
 def _limits(result: RunResult) -> list[str]:

@@ -29,7 +29,6 @@ from tuner.report.points import (
 from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, quantity, seconds
 from tuner.run.result import RunResult
-from tuner.search.trials import Phase
 
 RATE = "requests_per_s"
 # A sentence that names more points than these is read by nobody: ours.
@@ -62,18 +61,13 @@ def _says(run: RunFiles) -> list[str]:
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."
         )
-    left_out = sum(Phase(t["phase"]).is_on_windows and _was_stopped(t) for t in result.trials)
+    left_out = sum(t.phase.is_on_windows and not t.is_whole for t in result.trials)
     if left_out:
         said.append(
             f"{counted(left_out, 'more replay')} failed or could no longer win and stopped "
             "early: see the table of trials."
         )
     return said
-
-
-def _was_stopped(trial: Any) -> bool:  # noqa: ANN401 - a Trial, of which mypy knows the keys only
-    measured = trial["measurement"]
-    return measured is None or bool(measured.get("cut_reason"))
 
 
 def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:

@@ -9,13 +9,13 @@ from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
 from tuner.run.result import RunResult
-from tuner.search.trials import read_metric
+from tuner.search.trials import Trial, read_metric
 
 
 def trials(run: RunFiles) -> Section:
     """Return the table of all trials."""
     result = run.result
-    measured = sum(t["engine"] == "live" for t in result.trials)
+    measured = sum(t.is_live for t in result.trials)
     predicted = len(result.trials) - measured
     said = (
         f"{counted(measured, 'trial')} measured, {predicted:,} predicted. A column's button "
@@ -39,26 +39,26 @@ def _latencies(result: RunResult) -> tuple[str, ...]:
     return (*dict.fromkeys(names), "decode_step_p50")
 
 
-def _row(result: RunResult, trial: Mapping[str, Any]) -> tuple[Cell, ...]:
-    measured = trial["measurement"] or {}
+def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
+    measured = trial.measurement or {}
     rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
     latencies = [read_metric(measured, name) for name in _latencies(result)]
     usage = _level(measured, "gpu_cache_usage_perc", "max")
-    why = trial["cause"] or measured.get("cut_reason") or ""
+    why = trial.cause or trial.cut_reason
     return (
-        number(trial["number"], str(trial["number"])),
-        Cell(trial["engine"], trial["engine"]),
-        Cell(trial["phase"], trial["phase"]),
-        number(trial["race_round"], str(trial["race_round"] or NOTHING)),
-        number(trial["max_num_seqs"], str(trial["max_num_seqs"])),
-        number(trial["max_num_batched_tokens"], f"{trial['max_num_batched_tokens']:,}"),
+        number(trial.number, str(trial.number)),
+        Cell(trial.engine, trial.engine),
+        Cell(trial.phase, trial.phase),
+        number(trial.race_round, str(trial.race_round or NOTHING)),
+        number(trial.max_num_seqs, str(trial.max_num_seqs)),
+        number(trial.max_num_batched_tokens, f"{trial.max_num_batched_tokens:,}"),
         *(number(rate, _plain(rate)) for rate in rates),
         *(number(latency, seconds(latency)) for latency in latencies),
         number(usage, percent(usage)),
         _count(measured, "preemptions"),
         *(_held(measured, *where) for where in (("running", "max"), ("queue_depth", "mean"))),
-        Cell(trial["tier"][2:], trial["tier"]),
-        Cell(str(why), str(why) or None),
+        Cell(trial.tier[2:], trial.tier),
+        Cell(why, why or None),
     )
 
 

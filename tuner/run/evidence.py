@@ -18,8 +18,8 @@ from tuner.replay import metrics
 from tuner.replay.slo import Slo
 from tuner.search.race import CONFIDENCE_PER_LOOK, MIN_ROUNDS
 from tuner.search.trials import (
+    Trial,
     decisive,
-    observation_of,
     paired_records,
     predictions,
     ranked,
@@ -94,7 +94,7 @@ def _number(value: float) -> str:
 
 
 def metric_changes(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Trial],
     winner: EngineLimits,
     present: EngineLimits,
     tail: str,
@@ -138,11 +138,9 @@ def _values(pairs: Sequence[_Pair], metric: str) -> list[tuple[float, float]]:
     return [(after, before) for after, before in found if after and before]
 
 
-def _predicted(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits
-) -> Mapping[str, Any] | None:
-    found = (r for r in predictions(records) if r["measurement"])
-    return next((r["measurement"] for r in found if observation_of(r).limits == limits), None)
+def _predicted(records: Sequence[Trial], limits: EngineLimits) -> Mapping[str, Any] | None:
+    found = (t.measurement for t in predictions(records) if t.limits == limits)
+    return next(filter(None, found), None)
 
 
 def _row(
@@ -178,7 +176,7 @@ def change_bounds(ratio: Estimate) -> Bounds:
     )
 
 
-def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
+def kv_text(records: Sequence[Trial], limits: EngineLimits) -> str:
     """Say how full the KV cache became, under both of its names."""
     mine = _of(records, limits)
     if not mine:
@@ -189,15 +187,15 @@ def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
     return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {told}"
 
 
-def _of(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> list[dict[str, Any]]:
+def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
     return [
-        r["measurement"]
-        for r in decisive(records)
-        if r["measurement"] is not None and observation_of(r).limits == limits
+        t.measurement
+        for t in decisive(records)
+        if t.measurement is not None and t.limits == limits
     ]
 
 
-def load_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
+def load_text(records: Sequence[Trial], limits: EngineLimits) -> str:
     """Say what was offered and whether it is more than the configuration can take."""
     mine = _of(records, limits)
     told = [m for m in mine if m.get("utilisation") is not None]
@@ -211,7 +209,7 @@ def load_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str
 
 
 def limited_by(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Trial],
     limits: EngineLimits,
     slos: Sequence[Slo],
     tail: str,
@@ -240,17 +238,15 @@ def limited_by(
     return "; ".join(said) or "nothing that was measured"
 
 
-def _neighbours(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits, tail: str
-) -> list[str]:
+def _neighbours(records: Sequence[Trial], limits: EngineLimits, tail: str) -> list[str]:
     """Say what the next lower and the next higher cap would do, and whether it was measured."""
     along = {
-        observation_of(r).limits.max_num_seqs: r
-        for r in ranked(records)
-        if int(r["max_num_batched_tokens"]) == limits.max_num_batched_tokens
+        t.max_num_seqs: t
+        for t in ranked(records)
+        if t.max_num_batched_tokens == limits.max_num_batched_tokens
     }
     own = along.get(limits.max_num_seqs)
-    if own is None or own["measurement"] is None:
+    if own is None or own.measurement is None:
         return []
     lower = max((n for n in along if n < limits.max_num_seqs), default=None)
     higher = min((n for n in along if n > limits.max_num_seqs), default=None)
@@ -258,24 +254,19 @@ def _neighbours(
     for cap in (lower, higher):
         text = None if cap is None else _effect(along[cap], own, cap, tail)
         if cap is not None and text:
-            said.append(f"{text} (predicted)" if along[cap]["engine"] == "shadow" else text)
+            said.append(f"{text} (predicted)" if not along[cap].is_live else text)
     return said
 
 
-def _effect(
-    other: Mapping[str, Any], own: Mapping[str, Any], cap: int, tail: str
-) -> str | None:
+def _effect(other: Trial, own: Trial, cap: int, tail: str) -> str | None:
     """Say how a neighbouring cap worsens what matters, or None if it does not tell."""
-    if other["measurement"] is None:
+    if other.measurement is None:
         return f"{cap} failed"
-    if other["measurement"]["cut_reason"]:
-        return f"{cap} was cut short: {other['measurement']['cut_reason']}"
+    if other.cut_reason:
+        return f"{cap} was cut short: {other.cut_reason}"
     worse = []
     for metric in (f"e2e_{tail}", f"tpot_{tail}"):
-        theirs, mine = (
-            read_metric(other["measurement"], metric),
-            read_metric(own["measurement"], metric),
-        )
+        theirs, mine = (read_metric(t.measurement or {}, metric) for t in (other, own))
         if theirs and mine and theirs / mine - 1 > TELLING_RATIO:
             worse.append(f"{metric} by {theirs / mine - 1:.0%}")
     return f"{cap} raises {' and '.join(worse)}" if worse else None

@@ -32,7 +32,7 @@ from tuner.run.evidence import (
 )
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import decisive, leader, observation_of, predictions, ranked
+from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 1
@@ -224,7 +224,7 @@ class RunResult:
     live_against_shadow: tuple[Compared, ...] | None = None
     ladder: tuple[int, ...] = ()
     caveats: tuple[CaveatRecord, ...]
-    trials: tuple[dict[str, Any], ...]
+    trials: tuple[Trial, ...]
 
     @property
     def feasible(self) -> bool:
@@ -290,14 +290,14 @@ def make_outcome(
     decision: RaceDecision,
     present: EngineLimits,
     goal: Scoring,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Trial],
     caveats: Sequence[Caveat],
     around: RunProvenance,
     state: str,
 ) -> RunResult:
     """Return everything there is to say about a run."""
     told = predictions(records) if decision.is_predicted else records
-    best = leader([observation_of(r) for r in decisive(told)])
+    best = leader([t.observation for t in decisive(told)])
     is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
     changes = metric_changes(told, decision.shown, present, goal.tail, around.predicted)
     return RunResult(
@@ -322,7 +322,7 @@ def make_outcome(
         ),
         ladder=tuple(around.ladder),
         caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
-        trials=tuple(map(dict, records)),
+        trials=tuple(records),
     )
 
 
@@ -431,7 +431,7 @@ def _how(result: RunResult, advice: Advice) -> str:
         profile = result.provenance.profile
         made_at = "" if profile is None else profile.made_at[:10]
         return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
-    made = [r for r in ranked(result.trials) if r["engine"] == "shadow"]
+    made = [t for t in ranked(result.trials) if not t.is_live]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
     if advice.is_predicted:
         return f"{first}PREDICTED, not raced"
@@ -454,9 +454,7 @@ def read_result(folder: Path) -> RunResult:
         content = path.read_bytes()
         found = msgspec.json.decode(content, type=_Version).schema
         if found == SCHEMA:
-            result = msgspec.json.decode(content, type=RunResult)
-            _check_trials(result)
-            return result
+            return msgspec.json.decode(content, type=RunResult)
     except FileNotFoundError:
         began = (folder / RUN_FILE).is_file()
         raise UsageError(
@@ -471,12 +469,3 @@ def read_result(folder: Path) -> RunResult:
         f"{path}: schema must be {SCHEMA}, got {found}",
         "read it with the version of tune that made the run",
     )
-
-
-def _check_trials(result: RunResult) -> None:
-    """Refuse trials that the search could not have made."""
-    try:
-        for trial in result.trials:
-            observation_of(trial)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"a trial is not one: {error}") from error
