@@ -12,19 +12,18 @@ from tuner.cli.console import ReplayDisplay, RunDisplay
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase
-from tuner.search.trials import observation_of, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.replay.loop import Progress
 
 limits = EngineLimits(8, 512)
 score = Score(Tier.FAILED, float("inf"), "failed")
 cause = "died at [core.py:12] of [/opt/x] :boom:"
-record = record_of(0, limits, Phase.LADDER, 0, score, None, cause)
+record = Trial.of(0, limits, Phase.LADDER, 0, score, None, cause)
 with RunDisplay("p95", 60.0) as display:
     display.note("no shadow: cannot open [/models/qwen] :warning: see [core.py:12] [bold]")
     display.trial_started(0, limits, Phase.LADDER)
     display._now = "trial of [/models/llama]"
-    display.trial_ended(observation_of(record), record, 10.0)
+    display.trial_ended(record, 10.0)
 with ReplayDisplay() as display:
     display.show("replaying [/traces/day.jsonl]")
 """

@@ -162,7 +162,7 @@ def test_a_live_run_is_checked_at_what_it_recommends(
     [
         ((), "--baseline is missing"),
         (("--baseline", "gone"), "gone does not exist"),
-        (("--baseline", "."), "result.json cannot be read"),
+        (("--baseline", "."), "result.json is missing"),
     ],
 )
 def test_what_cannot_be_checked_is_told(

@@ -238,7 +238,7 @@ def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
     ("damage", "told"),
     [
         ("{", "cannot be read"),
-        ('{"schema": 99}', "has schema 99, expected 1"),
+        ('{"schema": 99}', "schema must be 1, got 99"),
         ('{"schema": 1}', "missing required field"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_trial_that_is_none_is_told(live: Path, tmp_path: Path) -> None:
     result = read(run_dir, RESULT_FILE)
     result["trials"][0]["phase"] = "guess"
     write(run_dir, RESULT_FILE, result)
-    with pytest.raises(UsageError, match="a trial is not one"):
+    with pytest.raises(UsageError, match="is damaged: Invalid enum value 'guess'"):
         report_of(run_dir)
 
 

@@ -119,8 +119,8 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         assert confirm_capacity(run, forecast, LARGE, found).live is True
         beyond = replace(found, winner=1.5 * found.winner)
         assert confirm_capacity(run, forecast, LARGE, beyond).live is False
-        tried = [r for r in run.journal.records() if r["phase"] == str(Phase.CAPACITY)]
-    assert [r["measurement"]["load"] for r in tried] == [found.winner, beyond.winner]
+        tried = [r for r in run.journal.records() if r.phase is Phase.CAPACITY]
+    assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
 
 
 def never_idle_per_s(limits: EngineLimits, source: ToySource) -> float:

@@ -93,7 +93,7 @@ def test_it_finds_the_best_of_all_with_far_fewer_replays_than_there_are_settings
     assert len(shadows.asked) <= len(space.grid()) * 0.6
     assert len(set(shadows.asked)) == len(shadows.asked)
     assert PRESENT in shadows.asked
-    assert {record["engine"] for record in records} == {"shadow"}
+    assert {record.engine for record in records} == {"shadow"}
     assert len(records) == len(shadows.asked) == len(seen)
 
 
@@ -141,13 +141,13 @@ def test_the_ladder_is_whole_and_what_else_is_hopeless_is_cut_short(tmp_path: Pa
     whole = [o for o in seen if o.is_whole]
     assert all(same_schedule(whole, limits) for limits in space.rungs())
     assert {o.limits.max_num_seqs for o in whole} >= {1, 2, 4, 8}
-    cut = [r for r in records if r["tier"] == str(Tier.CUT)]
+    cut = [r for r in records if r.tier is Tier.CUT]
     assert cut
-    assert all(r["max_num_batched_tokens"] != 512 for r in cut)
+    assert all(r.max_num_batched_tokens != 512 for r in cut)
     best = leader(seen)
     assert best is not None
     for record in cut:
-        limits = EngineLimits(record["max_num_seqs"], record["max_num_batched_tokens"])
+        limits = record.limits
         # What it would have come to, had it gone on.
         assert value_at(limits, source, TRACE) > best.score.value
 
@@ -189,7 +189,7 @@ def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked(tmp_path: 
     failed = {o.limits.max_num_seqs for o in seen if o.score.tier is Tier.FAILED}
     assert failed
     assert min(failed) > 16
-    causes = [r["cause"] for r in records if r["tier"] == str(Tier.FAILED)]
+    causes = [r.cause for r in records if r.tier is Tier.FAILED]
     assert all("no memory for" in cause for cause in causes)
     best = leader(seen)
     assert best is not None
@@ -282,5 +282,5 @@ def test_a_window_that_was_asked_for_is_what_is_replayed(tmp_path: Path) -> None
         assert forecast.parts == (window,)
         assert shadows.asked == []
         Ranking(run, forecast).rank()
-        offered = {r["measurement"]["offered"] for r in run.journal.records()}
+        offered = {(r.measurement or {})["offered"] for r in run.journal.records()}
     assert offered == {int(((TRACE.due_s >= 2.0) & (TRACE.due_s < 9.0)).sum())}

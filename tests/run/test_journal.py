@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import optuna
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.journal import MAX_DEATHS, Journal
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, observation_of, race_records, record_of
+from tuner.search.trials import Phase, Trial, race_records
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 1.5, "e2e_p99")
@@ -38,7 +39,7 @@ def url(tmp_path: Path) -> str:
 def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: int = 0) -> int:
     number = journal.begin(LIMITS, phase, round_)
     measured = None if score.tier is Tier.FAILED else MEASURED
-    record = record_of(number, LIMITS, phase, round_, score, measured, "why")
+    record = Trial.of(number, LIMITS, phase, round_, score, measured, "why")
     journal.finish(number, score, {"ttft_p99": -0.25}, record)
     return number
 
@@ -64,7 +65,7 @@ def test_a_failure_is_a_failed_trial_with_its_cause_and_never_a_value(url: str) 
     journal = Journal(url)
     kept(journal, FAILED)
     (record,) = journal.records()
-    assert (record["value"], record["cause"], record["measurement"]) == (None, "why", None)
+    assert (record.value, record.cause, record.measurement) == (None, "why", None)
     (seen,) = journal.observations()
     assert seen.score == FAILED
     assert not seen.is_whole
@@ -111,7 +112,7 @@ def test_race_runs_are_those_of_the_race_alone(url: str) -> None:
 def queued(journal: Journal, number: int, score: Score, limits: EngineLimits = LIMITS) -> bool:
     """Finish a claimed trial of a shadow."""
     measured = None if score.tier is Tier.FAILED else MEASURED
-    record = record_of(number, limits, Phase.SHADOW, 0, score, measured)
+    record = Trial.of(number, limits, Phase.SHADOW, 0, score, measured)
     return journal.finish(number, score, {}, record)
 
 
@@ -162,7 +163,7 @@ def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> No
     resumed = Journal(url)
     resumed.enqueue(LIMITS, Phase.SHADOW)
     assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
-    assert [r["tier"] for r in resumed.records()] == [str(Tier.FAILED)]
+    assert [r.tier for r in resumed.records()] == [str(Tier.FAILED)]
 
 
 def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) -> None:
@@ -178,8 +179,8 @@ def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) 
     resumed.enqueue(LIMITS, Phase.SHADOW)
     assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
     (record,) = resumed.records()
-    assert record["tier"] == str(Tier.FAILED)
-    assert record["cause"].startswith(f"{MAX_DEATHS} processes ended while they replayed it")
+    assert record.tier is Tier.FAILED
+    assert record.cause.startswith(f"{MAX_DEATHS} processes ended while they replayed it")
     (seen,) = resumed.observations()
     assert (seen.limits, seen.phase) == (LIMITS, Phase.SHADOW)
 
@@ -205,8 +206,8 @@ def test_a_worker_killed_after_it_wrote_its_measurement_has_measured(url: str) -
     main, worker = Journal(url), Journal(url, join=True)
     main.enqueue(LIMITS, Phase.SHADOW)
     assert worker.claim(Phase.SHADOW) == (0, LIMITS)
-    record = record_of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED)
-    worker._held[0][0].set_user_attr("record", record)
+    record = Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED)
+    worker._held[0][0].set_user_attr("record", msgspec.to_builtins(record))
     assert main.records() == []
     die(worker, 0)
     assert (main.give_back_stale(), main.unfinished(Phase.SHADOW)) == (0, 0)
@@ -270,8 +271,8 @@ def test_whoever_dies_each_shadow_is_measured_exactly_once(
 
 
 def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
-    record = record_of(0, LIMITS, Phase.PRESENT, 0, GOOD, {"decode_step_s": None})
-    seen = observation_of(record)
+    record = Trial.of(0, LIMITS, Phase.PRESENT, 0, GOOD, {"decode_step_s": None})
+    seen = record.observation
     assert (seen.decode_step_s, seen.peak_running) == (None, 0)
     assert url
 
@@ -305,6 +306,6 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
             assert mine.values == theirs.values
     # What it holds is not added again, and the next trial has a number of its own.
     assert second.restore(trials) == 0
-    assert kept(second, GOOD) == kept(first, GOOD) == records[-1]["number"] + 1
+    assert kept(second, GOOD) == kept(first, GOOD) == records[-1].number + 1
     second.enqueue(EngineLimits(4, 512), Phase.SHADOW)
     assert second.waiting(Phase.SHADOW) == 0

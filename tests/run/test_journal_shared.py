@@ -21,7 +21,7 @@ from tuner.errors import UsageError
 from tuner.replay.plan import CutRule
 from tuner.run.journal import Journal
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 
 SHADOW = Phase.SHADOW
 GRACE_S = 2
@@ -48,7 +48,7 @@ def limits(i: int) -> EngineLimits:
 
 def measure(journal: Journal, number: int, of: EngineLimits, value: float = 1.0) -> bool:
     score = Score(Tier.GOOD, value, "e2e_p99")
-    record = record_of(number, of, SHADOW, 0, score, {})
+    record = Trial.of(number, of, SHADOW, 0, score, {})
     return journal.finish(number, score, {"ttft_p99": -0.5}, record)
 
 
@@ -150,7 +150,7 @@ def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: 
     assert alive.claim(SHADOW) == (2, limits(2))
     assert alive.cut_of(2) == HOPELESS
     assert measure(alive, 2, limits(2))
-    assert [(r["number"], r["max_num_seqs"]) for r in main.records()] == [(0, 1), (2, 2)]
+    assert [(r.number, r.max_num_seqs) for r in main.records()] == [(0, 1), (2, 2)]
     assert (main.give_back_stale(), main.unfinished(SHADOW)) == (0, 0)
 
 
@@ -165,7 +165,7 @@ def test_who_was_given_up_and_finishes_after_all_is_not_counted(url: str, study:
     assert measure(slow, 0, limits(1), value=7.0) is False
     assert main.records() == []
     assert measure(quick, 1, limits(1), value=3.0) is True
-    assert [r["value"] for r in main.records()] == [3.0]
+    assert [r.value for r in main.records()] == [3.0]
     assert main.unfinished(SHADOW) == 0
 
 

@@ -61,12 +61,12 @@ def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
     assert cold is not None
     assert cold.ratio == pytest.approx(gain, rel=1e-6)
     assert run.caveats == set()
-    assert [(r["phase"], r["engine"], r["max_num_seqs"]) for r in records] == [
+    assert [(r.phase, r.engine, r.max_num_seqs) for r in records] == [
         ("cold", "live", BETTER.max_num_seqs),
         ("cold", "live", PRESENT.max_num_seqs),
     ]
-    assert cold.as_json()["winner"] == records[0]["value"]
-    assert cold.as_json()["present"] == records[1]["value"]
+    assert cold.as_json()["winner"] == records[0].value
+    assert cold.as_json()["present"] == records[1].value
     assert run.walls_s["cold"] > 0
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import msgspec
+import pytest
 
 from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat
-from tuner.run.result import RunProvenance, RunResult, comments, make_outcome
+from tuner.errors import Caveat, UsageError
+from tuner.run.result import RunProvenance, RunResult, comments, make_outcome, read_result
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.stats import Estimate
 
+DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 4096)
 GOAL = Scoring(Objective.BALANCED, (), "p99")
 CHANGE = RaceDecision(
@@ -39,7 +44,7 @@ AROUND = RunProvenance(
 )
 
 
-def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> dict[str, Any]:
+def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> Trial:
     measured = {
         "e2e_s": {"p50": 1.0, "p99": 2.0},
         "tpot_s": {"p50": 0.01, "p99": 0.02},
@@ -50,7 +55,7 @@ def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> d
         "cut_reason": None,
     }
     phase = Phase.RACE if round_ else Phase.LADDER
-    return record_of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
+    return Trial.of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
 
 
 def made(
@@ -62,16 +67,18 @@ def made(
 
 
 def test_a_change_is_quoted_with_its_gain_and_interval() -> None:
-    found = made().content["recommendation"]
-    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (8, 2048)
-    assert found["verdict"] == "change"
-    assert round(found["gain_ratio"], 6) == -0.2
-    assert [round(x, 6) for x in found["gain_interval"]] == [-0.25, -0.15]
+    advice = made().recommendation
+    assert advice is not None
+    assert (advice.limits, advice.shown) == (WINNER, WINNER)
+    assert advice.is_change
+    assert advice.gain_ratio == pytest.approx(-0.2)
+    assert advice.gain_interval == pytest.approx((-0.25, -0.15))
 
 
-def test_everything_can_be_written_as_json() -> None:
-    content = made().content
-    assert json.loads(json.dumps(content)) == content
+def test_what_is_written_is_what_is_read() -> None:
+    result = made()
+    content = json.loads(msgspec.json.encode(result))
+    assert msgspec.convert(content, RunResult) == result
     assert content["baseline"] == {
         "max_num_seqs": 32,
         "max_num_batched_tokens": 4096,
@@ -84,15 +91,18 @@ def test_everything_can_be_written_as_json() -> None:
 def test_nothing_is_recommended_when_every_configuration_breaks_an_slo() -> None:
     outcome = made(tier=Tier.BREAKS_SLO)
     assert not outcome.feasible
-    assert outcome.content["recommendation"] is None
+    assert outcome.recommendation is None
+    assert outcome.shown == PRESENT
     assert made(tier=Tier.NOT_SUSTAINED).feasible
 
 
 def test_a_gain_without_an_interval_is_told_without_one() -> None:
     decision = replace(CHANGE, gain=Estimate(0.9, None, None, 1))
-    assert made(decision).content["recommendation"]["gain_interval"] is None
-    none = made(replace(CHANGE, gain=None)).content["recommendation"]
-    assert (none["gain_ratio"], none["gain_interval"]) == (None, None)
+    open_ended, none = made(decision).recommendation, made(replace(CHANGE, gain=None))
+    assert open_ended is not None
+    assert open_ended.gain_interval is None
+    assert none.recommendation is not None
+    assert none.recommendation.gain_ratio is None
 
 
 def test_comments_carry_what_a_reader_needs_years_later() -> None:
@@ -123,3 +133,61 @@ def test_keeping_what_one_has_is_said_first_of_all() -> None:
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
     text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
     assert "interrupted: best so far, not raced against the present values" in text
+
+
+def kept(folder: Path, content: dict[str, Any]) -> Path:
+    """Return a run directory that holds this result."""
+    (folder / "result.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def demo() -> dict[str, Any]:
+    """Return the result of a run that is kept with the examples."""
+    content: dict[str, Any] = json.loads((DEMO_RUN / "result.json").read_text())
+    return content
+
+
+def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
+    again = json.loads(msgspec.json.encode(read_result(DEMO_RUN)))
+    demo["recommendation"].setdefault("is_thin", False)
+    assert again == demo
+    assert list(again) == list(demo)
+
+
+def test_a_run_from_before_the_later_keys_is_read(demo: dict[str, Any], tmp_path: Path) -> None:
+    for key in ("load", "serve_values", "trace_description", "live_against_shadow", "ladder"):
+        del demo[key]
+    for key in ("gain_metric", "is_predicted"):
+        del demo["recommendation"][key]
+    for key in ("cold_engines", "stages_s", "profile"):
+        del demo["provenance"][key]
+    for row in demo["evidence"]:
+        del row["is_helped"]
+    for trial in demo["trials"]:
+        for key in ("attempt", "others", "slo_used", "load_used"):
+            del trial[key]
+    result = read_result(kept(tmp_path, demo))
+    assert (result.load, result.ladder, result.serve_values) == ("", (), None)
+    assert "\n".join(comments(result, "best.yaml", "runs/x")).count("->") == 7
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        (("schema",), 2, "schema must be 1, got 2"),
+        (("baseline", "max_num_seqs"), 0, "is damaged: max_num_seqs must be at least 1"),
+        (("recommendation", "verdict"), "maybe", "is damaged: Invalid enum value 'maybe'"),
+        (("trials", 0, "tier"), "5 odd", "is damaged: Invalid enum value '5 odd'"),
+    ],
+)
+def test_a_result_that_no_run_wrote_is_refused(
+    demo: dict[str, Any], tmp_path: Path, place: tuple[Any, ...], value: object, told: str
+) -> None:
+    where: Any = demo
+    for key in place[:-1]:
+        where = where[key]
+    where[place[-1]] = value
+    with pytest.raises(UsageError, match=told) as refused:
+        read_result(kept(tmp_path, demo))
+    assert refused.value.hint

@@ -65,7 +65,7 @@ def test_what_a_replay_took_counts_more_than_what_was_foretold(run: RunState) ->
     assert run.replay_s(BEST) == 7.0
     run.trial(BEST, Phase.RACE, CutRule(), 1)
     (record,) = run.journal.records()
-    assert run.replay_s(BEST) == record["measurement"]["wall_s"] < 7.0
+    assert run.replay_s(BEST) == (record.measurement or {})["wall_s"] < 7.0
     assert run.replay_s(SECOND) == 7.0
     # Nothing is known of this one but what others took.
     assert run.replay_s(EngineLimits(1, 512)) == run.usual_wall_s

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, decisive, observation_of, race_records, ranked, record_of
+from tuner.search.trials import Phase, Trial, decisive, race_records, ranked
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 2.0, "e2e_p99")
@@ -27,16 +29,26 @@ def a_record(
     limits: EngineLimits = LIMITS,
     score: Score = GOOD,
     measured: dict[str, Any] | None = MEASURED,
-) -> dict[str, Any]:
-    return record_of(number, limits, phase, race_round, score, measured)
+) -> Trial:
+    return Trial.of(number, limits, phase, race_round, score, measured)
 
 
-def numbers(records: list[Any]) -> list[int]:
-    return [record["number"] for record in records]
+def numbers(records: list[Trial]) -> list[int]:
+    return [record.number for record in records]
 
 
-def test_what_is_read_is_what_was_written() -> None:
-    seen = observation_of(a_record(3, Phase.RACE, 2))
+@pytest.mark.parametrize("slo_used", [None, 0.5, math.inf])
+def test_what_is_read_is_what_was_written(slo_used: float | None) -> None:
+    score = replace(GOOD, others=(("requests_per_s", 0.5),), slo_used=slo_used, load_used=0.9)
+    trial = a_record(3, Phase.RACE, 2, score=score)
+    again = msgspec.json.decode(msgspec.json.encode(trial), type=Trial)
+    assert again == trial
+    assert (again.score, again.score.others) == (score, score.others)
+    assert (again.score.slo_used, again.score.load_used) == (slo_used, 0.9)
+
+
+def test_a_trial_is_reduced_to_what_the_search_needs() -> None:
+    seen = a_record(3, Phase.RACE, 2).observation
     assert (seen.number, seen.limits, seen.phase, seen.race_round) == (3, LIMITS, Phase.RACE, 2)
     assert seen.score == GOOD
     assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (7, 321, 0.012)
@@ -45,8 +57,8 @@ def test_what_is_read_is_what_was_written() -> None:
 @pytest.mark.parametrize("tier", [Tier.CUT, Tier.FAILED])
 def test_what_has_no_value_is_written_without_one_and_read_as_the_worst(tier: Tier) -> None:
     record = a_record(0, Phase.LADDER, score=Score(tier, math.inf, "failed"), measured=None)
-    assert record["value"] is None
-    seen = observation_of(record)
+    assert record.value is None
+    seen = record.observation
     assert seen.score.value == math.inf
     assert not seen.is_whole
     assert (seen.peak_running, seen.peak_step_tokens, seen.decode_step_s) == (0, 0, None)
@@ -55,7 +67,7 @@ def test_what_has_no_value_is_written_without_one_and_read_as_the_worst(tier: Ti
 @pytest.mark.parametrize("phase", list(Phase))
 def test_only_what_was_foretold_is_of_the_shadow(phase: Phase) -> None:
     expected = "shadow" if phase is Phase.SHADOW else "live"
-    assert a_record(0, phase)["engine"] == expected
+    assert a_record(0, phase).engine == expected
 
 
 def test_a_decision_rests_on_the_live_windows_where_there_are_any() -> None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from support.run_parts import a_profile
 from support.traffic import a_trace
 from tuner.cli import run
@@ -19,7 +21,7 @@ from tuner.redact import redacted
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
@@ -90,7 +92,7 @@ def an_outcome(
         "cut_reason": None,
     }
     records = [
-        record_of(
+        Trial.of(
             0,
             limits,
             Phase.RACE if round_ else Phase.LADDER,
@@ -116,7 +118,7 @@ def a_run_dir(
     """Return a run directory; its configuration stands in the result or in the profile."""
     folder = root / RUN_ID
     folder.mkdir(parents=True)
-    content = dict((outcome or an_outcome()).content)
+    content = msgspec.to_builtins(outcome or an_outcome())
     kept = redacted(QWEN if values is None else values)
     if in_result:
         content["serve_values"] = kept

@@ -10,6 +10,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from support.job_parts import arguments_for
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
@@ -81,9 +83,11 @@ def foretold(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[st
     source = ToySource(SHADOW_COSTS, num_blocks=SOURCE.num_blocks)
     goal = Scoring(Objective.BALANCED, (), "p95")
     return [
-        judged(
-            number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal
-        )[0]
+        msgspec.to_builtins(
+            judged(
+                number, limits, Phase.SHADOW, measure([replay_toy(trace, limits, source)]), goal
+            )[0]
+        )
         for number, limits in enumerate(grid, start=first)
     ]
 

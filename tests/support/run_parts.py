@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from tuner.run.state import RunState
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Phase, Trial
 from tuner.shadow.pool import Done, ReplayTask, ShadowPool
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
@@ -52,7 +52,7 @@ class Heard:
     def progress(self, progress: Progress) -> None:
         """Ignore how far a replay is."""
 
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Ignore that a replay ended."""
 
 

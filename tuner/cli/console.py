@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -19,10 +18,9 @@ from rich.table import Table
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
-from tuner.run.result import RunResult
+from tuner.run.result import Advice, RunResult
 from tuner.search.objective import Tier
-from tuner.search.race import RaceVerdict
-from tuner.search.trials import Observation, Phase, leader
+from tuner.search.trials import Phase, Trial, leader
 
 _TIER_STYLES = {
     Tier.GOOD: "green",
@@ -75,7 +73,7 @@ class RunDisplay:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._tail = tail
-        self._seen: list[tuple[Observation, Mapping[str, Any]]] = []
+        self._seen: list[Trial] = []
         self._now = ""
         self._began_s = time.monotonic()
         self._budget_s = budget_s
@@ -95,9 +93,9 @@ class RunDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def recall(self, seen: Observation, record: Mapping[str, Any]) -> None:
+    def recall(self, trial: Trial) -> None:
         """Take in a trial of a run that is resumed, without announcing it."""
-        self._seen.append((seen, record))
+        self._seen.append(trial)
 
     def note(self, text: str) -> None:
         """Show a sentence."""
@@ -119,17 +117,17 @@ class RunDisplay:
         self._now = f"{head} · {share} · at most {left} left"
         self._refresh()
 
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Show what came out."""
-        self._seen.append((seen, record))
+        self._seen.append(trial)
         if self._live is None:
-            cells = " ".join(_cells(seen, record))
+            cells = " ".join(_cells(trial))
             say(f"trial {cells}  {self._so_far()}, at most {clock_text(left_s)} left")
         self._refresh()
 
     def _so_far(self) -> str:
         """Name the best so far and what a single replay says it gains."""
-        seen = [o for o, _ in self._seen]
+        seen = [trial.observation for trial in self._seen]
         seen = [o for o in seen if o.phase.is_on_windows] or [
             o for o in seen if o.phase is Phase.SHADOW
         ]
@@ -137,7 +135,7 @@ class RunDisplay:
         if best is None:
             return "nothing works so far" if seen else "nothing to compare yet"
         # Every run begins with the present configuration.
-        present = next((o for o in seen if o.limits == self._seen[0][0].limits), None)
+        present = next((o for o in seen if o.limits == self._seen[0].limits), None)
         gain = ""
         comparable = present is not None and present.score.metric == best.score.metric
         if present is not None and comparable and present.limits != best.limits:
@@ -159,11 +157,11 @@ class RunDisplay:
         for name, justify in _COLUMNS:
             table.add_column(name, justify="left" if justify == "l" else "right")
         rows = self._seen[-(self._console.height - 6) :] if self._console.height > 8 else []
-        best = leader([o for o, _ in self._seen])
-        for seen, record in rows:
-            style = _TIER_STYLES[seen.score.tier]
-            bold = " bold" if best is not None and seen.limits == best.limits else ""
-            table.add_row(*_cells(seen, record), style=style + bold)
+        best = leader([trial.observation for trial in self._seen])
+        for trial in rows:
+            style = _TIER_STYLES[trial.tier]
+            bold = " bold" if best is not None and trial.limits == best.limits else ""
+            table.add_row(*_cells(trial), style=style + bold)
         return table
 
 
@@ -219,18 +217,18 @@ _COLUMNS = (
 )
 
 
-def _cells(seen: Observation, record: Mapping[str, Any]) -> list[str]:
+def _cells(trial: Trial) -> list[str]:
     """Return a trial as words of fixed width."""
-    m = record["measurement"] or {}
+    m = trial.measurement or {}
     e2e, tpot = m.get("e2e_s") or {}, m.get("tpot_s") or {}
     usage = m.get("gpu_cache_usage_perc") or {}
     rate = m.get("requests_per_s")
-    state = str(seen.score.tier)[2:]
-    why = record["cause"] or m.get("cut_reason") or ""
+    state = trial.tier[2:]
+    why = trial.cause or trial.cut_reason
     return [
-        f"{seen.number:>3}",
-        f"{seen.phase:<7}",
-        f"{seen.limits!s:>10}",
+        f"{trial.number:>3}",
+        f"{trial.phase:<7}",
+        f"{trial.limits!s:>10}",
         f"{_seconds(e2e.get('p50')):>9}",
         f"{_seconds(e2e.get('p95')):>9}",
         f"{_seconds(tpot.get('p50')):>8}",
@@ -249,35 +247,37 @@ def _seconds(value: float | None) -> str:
 
 def show_outcome(outcome: RunResult, written_to: str) -> None:
     """Say the four things that end a run: config, gain, what limits it, caveats."""
-    decision = outcome.decision
     say("")
-    if decision.verdict is RaceVerdict.KEEP:
-        say(f"keep what you have: {_words(decision.winner)} ({decision.why})")
-    else:
-        say(f"change to {_words(decision.winner)} (present: {_words(outcome.present)})")
-    if decision.shown != outcome.present:
-        against = "the present configuration"
-        how = (
-            f"{decision.rounds} rounds in turns" if decision.rounds else "predicted, not raced"
-        )
-        say(f"{_words(decision.shown)} against {against}, {how}:")
-        for row in outcome.changes:
-            say(f"  {row.text}")
-    ties = [t for t in decision.tied if t not in (decision.winner, outcome.present)]
-    if ties and not decision.is_thin:
-        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
+    if outcome.recommendation is not None:
+        _show_advice(outcome, outcome.recommendation)
     if outcome.load:
         say(outcome.load)
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
-    if outcome.content["capacity"] is not None:
-        say(f"capacity at the SLOs: {outcome.content['capacity']['text']}")
+    if outcome.capacity is not None:
+        say(f"capacity at the SLOs: {outcome.capacity.text}")
     for caveat in outcome.caveats:
         say(f"caveat: {caveat.text}")
-    stages = outcome.content["provenance"]["stages_s"]
+    stages = outcome.provenance.stages_s
     if stages:
         say("time: " + ", ".join(f"{name} {took_s:.0f} s" for name, took_s in stages.items()))
     say(written_to)
+
+
+def _show_advice(outcome: RunResult, advice: Advice) -> None:
+    """Say what to do, what comes of it and what is as good."""
+    if advice.is_change:
+        say(f"change to {_words(advice.limits)} (present: {_words(outcome.present)})")
+    else:
+        say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
+    if advice.shown != outcome.present:
+        how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
+        say(f"{_words(advice.shown)} against the present configuration, {how}:")
+        for row in outcome.evidence:
+            say(f"  {row.text}")
+    ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
+    if ties and not advice.is_thin:
+        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
 
 
 def _words(limits: EngineLimits) -> str:

@@ -47,7 +47,7 @@ from tuner.search.budget import Aim, window_text
 from tuner.search.objective import Objective, Scoring
 from tuner.search.race import RaceDecision, RaceVerdict, ratio
 from tuner.search.space import SearchSpace, search_space
-from tuner.search.trials import decisive, leader, observation_of
+from tuner.search.trials import decisive, leader
 from tuner.shadow.pool import ShadowPool, SpareProcesses, spare_cores
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.source import ShadowSource
@@ -136,7 +136,7 @@ class Finish:
     def _best_so_far(self) -> RaceDecision:
         """Return the leader of an unfinished search, which nothing has confirmed."""
         run = self._run
-        best = leader([observation_of(r) for r in decisive(run.journal.records())])
+        best = leader([t.observation for t in decisive(run.journal.records())])
         limits = best.limits if best else run.space.present
         kind = RaceVerdict.KEEP if limits == run.space.present else RaceVerdict.CHANGE
         runs = run.journal.race_runs()
@@ -182,7 +182,7 @@ class Finish:
         outcome = make_outcome(
             decision, run.space.present, goal, records, doubts, around, state
         )
-        run.run_dir.write_json(RESULT_FILE, outcome.content)
+        run.run_dir.write_json(RESULT_FILE, outcome)
         write_sketch(run.run_dir.path / TRAFFIC_FILE, sketch_of(job.traffic.trace))
         self._report()
         return outcome
@@ -190,14 +190,14 @@ class Finish:
     def _nothing_feasible(self) -> NoFeasibleConfigError:
         run = self._run
         records = decisive(run.journal.records())
-        best = leader([observation_of(r) for r in records])
+        best = leader([t.observation for t in records])
         if best is None:
             return NoFeasibleConfigError(
                 "no configuration survived its replay",
                 f"see the causes in {run.run_dir.path / 'trials.jsonl'}",
             )
-        record = next(r for r in records if r["number"] == best.number)
-        broken = run.goal.broken_in(record["measurement"])
+        record = next(t for t in records if t.number == best.number)
+        broken = run.goal.broken_in(record.measurement or {})
         return NoFeasibleConfigError(
             f"no configuration meets the SLOs; nearest is {best.limits} "
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(broken)}",
@@ -211,7 +211,7 @@ class Finish:
         output, path = options["output"], self._run.run_dir.path
         chosen = Format(options["emit_format"])
         kept = f"evidence in {path}, to look at: {path / REPORT_FILE}"
-        rec = recommendation_of(outcome.content, values, path)
+        rec = recommendation_of(outcome, values, path)
         text = emit(chosen, rec, Names(Path(output).name if output else ""))
         if output:
             write_atomic(Path(output), text, secret=holds_secrets(chosen, rec))
@@ -357,7 +357,7 @@ def _run_state(
     for line in restored:
         say(line)
     for record in journal.records():
-        display.recall(observation_of(record), record)
+        display.recall(record)
     bench = EngineRunner(host, job.engine.values, space.ceiling, options["seed"])
     _say_plan(job, facts, space, run_dir)
     run = RunState(trace, space, aim, bench, journal, run_dir, display, windows=kept)

@@ -1,7 +1,6 @@
 """What a run or a profile keeps of what it was tuned for, as a later check needs it.
 
-Answers which configuration, objective, SLOs and traffic new traffic is held against. Comparing
-is left to `check`.
+Answers which configuration, objective, SLOs and traffic new traffic is held against.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo, parse_slo
-from tuner.run.directory import PROFILE_FILE, RESULT_FILE
+from tuner.run.directory import PROFILE_FILE
+from tuner.run.result import read_result
 from tuner.search.objective import Objective
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.traffic.sketch import TRAFFIC_FILE, TrafficSketch, read_sketch
@@ -49,33 +47,6 @@ class Baseline:
         )
 
 
-class _Limits(msgspec.Struct):
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def limits(self) -> EngineLimits:
-        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-class _Trace(msgspec.Struct):
-    source: str
-    sha256: str
-    requests: int
-
-
-class _Provenance(msgspec.Struct):
-    trace: _Trace
-
-
-class _Result(msgspec.Struct):
-    objective: Objective
-    slos: list[str]
-    recommendation: _Limits | None
-    baseline: _Limits
-    provenance: _Provenance
-
-
 def read_baseline(path: Path, profile_path: Path | None = None) -> Baseline:
     """Return what a run directory or a profile's file keeps.
 
@@ -95,7 +66,7 @@ def read_baseline(path: Path, profile_path: Path | None = None) -> Baseline:
 
 
 def _of_run(path: Path, profile_path: Path | None) -> Baseline:
-    result = _result(path / RESULT_FILE)
+    result = read_result(path)
     kept = profile_path or path / PROFILE_FILE
     if not kept.exists():
         raise UsageError(
@@ -113,18 +84,6 @@ def _of_run(path: Path, profile_path: Path | None) -> Baseline:
         told=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
         sha256=trace.sha256,
     )
-
-
-def _result(path: Path) -> _Result:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Result)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}",
-            "name the directory of a run that came to a result, or a profile.yaml",
-        ) from error
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{path} is damaged: {error}", "name another run") from error
 
 
 def _sketch_in(folder: Path) -> TrafficSketch | None:

@@ -1,7 +1,6 @@
 """What is deployed: the user's configuration with the tuned limits, and where they come from.
 
-Answers which settings a file may hold, which secrets it lacks, and the comments and facts that
-stand with it; and reads those comments back.
+Answers which settings a file may hold and how it is named and commented.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, twin
 from tuner.redact import REDACTED, has_secrets
-from tuner.run.result import RunResult
-from tuner.search.race import RaceVerdict
+from tuner.run.result import Advice, RunResult
 
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
 """Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
@@ -228,25 +226,27 @@ _IN_COMMENTS: Final = {
     "device": re.compile(r"^vLLM \d[\w.+]*, (.+?), (?=PREDICTED|measured live|\d+ settings)"),
     "run-id": re.compile(r"^evidence: (?:.*/)?([^/]+)/?$"),
 }
-"""Where the comments of an emitted file say what annotations say. Source: outcome.comments."""
+"""Where the comments of an emitted file say what annotations say.
+
+Source: `comments` of tuner.run.result.
+"""
 
 
-def facts_of_run(content: Mapping[str, Any], result: RunResult, folder: Path) -> dict[str, str]:
-    """Return the provenance of a run by name; what is unknown is left out."""
-    made = content["provenance"]
-    engine = made["engine"] or {}
+def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, str]:
+    """Return the provenance of a run by name; what nobody knows is left out."""
+    made, engine = result.provenance, result.provenance.engine
     facts = {
         "run-id": folder.resolve().name,
-        "tuned-at": made["made_at"],
-        "method": content["method"],
-        "trace": made["trace"]["source"],
-        "trace-sha256": made["trace"]["sha256"],
-        "vllm-version": engine.get("vllm_version"),
-        "device": engine.get("device"),
-        "limits": spelled(result.decision.winner),
+        "tuned-at": made.made_at,
+        "method": result.method,
+        "trace": made.trace.source,
+        "trace-sha256": made.trace.sha256,
+        "vllm-version": engine and engine.vllm_version,
+        "device": engine and engine.device,
+        "limits": spelled(advice.limits),
         "against": spelled(result.present),
-        "gain": _gain(result),
-        "tuner-version": made["tuner_version"],
+        "gain": _gain(result, advice),
+        "tuner-version": made.tuner_version,
     }
     return {name: str(fact) for name, fact in facts.items() if fact}
 
@@ -260,13 +260,13 @@ def spelled(limits: EngineLimits) -> str:
     return f"{limits} (max_num_seqs/max_num_batched_tokens)"
 
 
-def _gain(result: RunResult) -> str:
+def _gain(result: RunResult, advice: Advice) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
-    if result.decision.verdict is RaceVerdict.KEEP:
-        return f"none: keep what you have, {result.decision.why}"
-    if not result.changes:
+    if not advice.is_change:
+        return f"none: keep what you have, {advice.why}"
+    if not result.evidence:
         return "not compared with the present values"
-    return _gain_of(result.changes[0].text)
+    return _gain_of(result.evidence[0].text)
 
 
 def _gain_of(row: str) -> str:

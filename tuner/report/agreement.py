@@ -7,6 +7,7 @@ shadow predicted of its own stretches stands beside the race, with a note.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -25,8 +26,9 @@ from tuner.report.parts import (
     number,
 )
 from tuner.report.points import live_points, shadow_points
-from tuner.report.run_files import Compared, RunFiles, shadow_error
+from tuner.report.run_files import RunFiles, shadow_error
 from tuner.report.words import change, counted, listed, metric_name, percent, quantity
+from tuner.run.result import Compared
 from tuner.search.trials import COMPARED
 
 TITLE = "Live against shadow"
@@ -76,8 +78,9 @@ def _pairs(run: RunFiles) -> list[Compared]:
         for metric in COMPARED if other is not None else ():
             live, shadow = point.value(metric), other.value(metric) if other else None
             if live and shadow:
-                seqs, tokens = point.limits.max_num_seqs, point.limits.max_num_batched_tokens
-                made.append(Compared(seqs, tokens, metric, live, shadow))
+                made.append(
+                    Compared(**asdict(point.limits), metric=metric, live=live, shadow=shadow)
+                )
     return made
 
 

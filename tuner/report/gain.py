@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tuner.engine.limits import EngineLimits
 from tuner.report.parts import (
     BETTER,
     INK,
@@ -18,7 +17,7 @@ from tuner.report.parts import (
     layout,
     number,
 )
-from tuner.report.run_files import EvidenceRow, RunFiles, shadow_error
+from tuner.report.run_files import RunFiles, shadow_error
 from tuner.report.summary import CONFIDENCE
 from tuner.report.words import (
     NOTHING,
@@ -33,6 +32,7 @@ from tuner.report.words import (
     score,
     sentence,
 )
+from tuner.run.evidence import MetricChange
 from tuner.search.race import EQUIVALENCE_RATIO
 from tuner.search.trials import Phase
 
@@ -63,7 +63,7 @@ def _nothing(run: RunFiles) -> str:
     return "The two were not replayed on the same requests, so there is no gain to show."
 
 
-def _how(rows: Sequence[EvidenceRow]) -> str:
+def _how(rows: Sequence[MetricChange]) -> str:
     rounds = max(row.rounds for row in rows)
     if rounds == 0:
         return "Both were predicted by the shadow."
@@ -72,19 +72,12 @@ def _how(rows: Sequence[EvidenceRow]) -> str:
     return f"Both were replayed in turns on the same requests, {times}{text}."
 
 
-def _change(row: EvidenceRow) -> float:
-    """Return the paired change, or the plain one where there is none."""
-    if row.change_ratio is not None:
-        return row.change_ratio
-    return row.after / row.before - 1
-
-
-def _meaning(row: EvidenceRow, wrong: float) -> str:
+def _meaning(row: MetricChange, wrong: float) -> str:
     """Return whether a change is for the better, and whether it is one that matters.
 
     `wrong` is by how much a prediction may be off; measured changes have their intervals.
     """
-    moved = _change(row)
+    moved = row.moved_ratio
     if row.rounds == 0:
         if abs(moved) <= wrong:
             return "within the shadow's error"
@@ -101,7 +94,7 @@ def _meaning(row: EvidenceRow, wrong: float) -> str:
     return "better" if (moved > 0) == is_rate(row.metric) else "worse"
 
 
-def _table(rows: Sequence[EvidenceRow], meanings: Sequence[str], caption: str) -> Table:
+def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) -> Table:
     made = []
     for row, meaning in zip(rows, meanings, strict=True):
         bounds = row.change_interval
@@ -109,7 +102,7 @@ def _table(rows: Sequence[EvidenceRow], meanings: Sequence[str], caption: str) -
             Cell(metric_name(row.metric)),
             number(row.before, quantity(row.metric, row.before)),
             number(row.after, quantity(row.metric, row.after)),
-            number(_change(row), change(_change(row))),
+            number(row.moved_ratio, change(row.moved_ratio)),
             Cell(interval(bounds) if bounds else NOTHING, mark="number"),
             number(row.rounds, _rounds(row)),
             Cell(meaning),
@@ -119,16 +112,16 @@ def _table(rows: Sequence[EvidenceRow], meanings: Sequence[str], caption: str) -
     return Table("gain-table", caption, heads, tuple(made))
 
 
-def _rounds(row: EvidenceRow) -> str:
+def _rounds(row: MetricChange) -> str:
     if not row.rounds:
         return "predicted"
     return f"{row.rounds} and the prediction" if row.is_helped else f"{row.rounds}"
 
 
-def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
+def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:
     shown = rows[::-1]
     names = [metric_name(row.metric) for row in shown]
-    moved = [100 * _change(row) for row in shown]
+    moved = [100 * row.moved_ratio for row in shown]
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "markers",
@@ -157,15 +150,15 @@ def _plot(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> Plot:
     )
 
 
-def _text(rows: Sequence[EvidenceRow], meanings: Sequence[str]) -> str:
+def _text(rows: Sequence[MetricChange], meanings: Sequence[str]) -> str:
     """Return every change as text, with what they all mean once."""
-    changes = [f"{metric_name(row.metric)} {change(_change(row))}" for row in rows]
+    changes = [f"{metric_name(row.metric)} {change(row.moved_ratio)}" for row in rows]
     if len(set(meanings)) == 1:
         return f"{listed(changes)}; all of them {meanings[0]}"
     return listed([f"{c} ({m})" for c, m in zip(changes, meanings, strict=True)])
 
 
-def _bars(rows: Sequence[EvidenceRow], moved: Sequence[float]) -> dict[str, Any]:
+def _bars(rows: Sequence[MetricChange], moved: Sequence[float]) -> dict[str, Any]:
     """Return error bars; an interval without an end shows none."""
     up, down = [], []
     for row, centre in zip(rows, moved, strict=True):
@@ -182,18 +175,17 @@ def _cold(run: RunFiles) -> list[str]:
     cold = run.result.confirmed_cold
     if cold is None:
         return []
-    metric = str(cold.get("metric", ""))
+    metric = cold.metric
     # A configuration that breaks an SLO is judged by how far it does.
     judged_by = next(
         (
-            t["metric"]
+            t.metric
             for t in run.result.trials
-            if t["phase"] == str(Phase.COLD)
-            and EngineLimits(t["max_num_seqs"], t["max_num_batched_tokens"]) == run.present
+            if t.phase is Phase.COLD and t.limits == run.present
         ),
         metric,
     )
-    ours, theirs = _scored(metric, cold.get("winner")), _scored(judged_by, cold.get("present"))
+    ours, theirs = _scored(metric, cold.winner), _scored(judged_by, cold.present)
     other = "" if judged_by == metric else f"{metric_name(judged_by)} "
     return [
         f"On engines started cold with these values, as they would be deployed, "
@@ -201,5 +193,5 @@ def _cold(run: RunFiles) -> list[str]:
     ]
 
 
-def _scored(metric: str, value: object) -> str:
-    return score(metric, value) if isinstance(value, int | float) else NOTHING
+def _scored(metric: str, value: float | None) -> str:
+    return NOTHING if value is None else score(metric, value)

@@ -16,7 +16,7 @@ from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
 from tuner.search.ladder import same_schedule
 from tuner.search.objective import Tier
-from tuner.search.trials import TIE_RATIO, Observation, leader, observation_of, ranked
+from tuner.search.trials import TIE_RATIO, Observation, leader, ranked
 
 SAME = "="
 
@@ -24,7 +24,7 @@ SAME = "="
 def knobs(run: RunFiles) -> Section:
     """Return the map."""
     title = "The two knobs as a map"
-    observations = [observation_of(trial) for trial in ranked(run.result.trials)]
+    observations = [trial.observation for trial in ranked(run.result.trials)]
     if not observations:
         return Section("knobs", title, ("Nothing was replayed that ranks the space.",))
     return Section(
@@ -34,7 +34,7 @@ def knobs(run: RunFiles) -> Section:
 
 def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...]:
     best = leader(observations)
-    is_live = all(r["engine"] == "live" for r in ranked(run.result.trials))
+    is_live = all(trial.is_live for trial in ranked(run.result.trials))
     how = "measured" if is_live else "predicted"
     sentences = [
         f"{counted(len({o.limits for o in observations}), 'pair')} of limits, {how}, "

@@ -11,8 +11,9 @@ from statistics import median
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.run_files import Result, Trial, live_trials, shadow_trials
-from tuner.search.trials import Phase, read_metric
+from tuner.report.run_files import live_trials, shadow_trials
+from tuner.run.result import RunResult
+from tuner.search.trials import Trial, read_metric
 
 # Where a level stands in a recorded measurement, and by which of its statistics.
 _LEVELS = {
@@ -68,27 +69,26 @@ def value_of(measurement: Mapping[str, Any], metric: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def live_points(result: Result) -> list[Point]:
+def live_points(result: RunResult) -> list[Point]:
     """Return what was measured live on the run's windows, by limits."""
     return _points(live_trials(result), is_live=True)
 
 
-def shadow_points(result: Result) -> list[Point]:
+def shadow_points(result: RunResult) -> list[Point]:
     """Return what was predicted, by limits."""
     return _points(shadow_trials(result), is_live=False)
 
 
-def ranked_points(result: Result) -> list[Point]:
+def ranked_points(result: RunResult) -> list[Point]:
     """Return the points of the one kind that ranked the whole space."""
-    searched_live = any(Phase(t["phase"]).is_search for t in result.trials)
+    searched_live = any(t.phase.is_search for t in result.trials)
     return live_points(result) if searched_live else shadow_points(result)
 
 
 def _points(trials: Sequence[Trial], *, is_live: bool) -> list[Point]:
     by_limits: dict[EngineLimits, list[Mapping[str, Any]]] = {}
     for trial in trials:
-        limits = EngineLimits(trial["max_num_seqs"], trial["max_num_batched_tokens"])
-        by_limits.setdefault(limits, []).append(trial["measurement"] or {})
+        by_limits.setdefault(trial.limits, []).append(trial.measurement or {})
     return [
         Point(limits, is_live, tuple(measured))
         for limits, measured in sorted(by_limits.items())

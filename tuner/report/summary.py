@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
 from tuner.report.parts import Cell, Section, Table, number
-from tuner.report.run_files import Bounds, Provenance, Recommendation, Result, RunFiles
+from tuner.report.run_files import RunFiles
 from tuner.report.words import (
     NOTHING,
     change,
@@ -24,8 +23,10 @@ from tuner.report.words import (
     plain,
     sentence,
 )
+from tuner.run.evidence import Bounds
+from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, RunResult
 from tuner.search.objective import Objective, Scoring
-from tuner.search.trials import decisive, observation_of
+from tuner.search.trials import decisive
 
 CONFIDENCE = "95% interval, corrected for looking after every round"
 
@@ -36,7 +37,7 @@ def headline(run: RunFiles) -> str:
     advice = result.recommendation
     if advice is None:
         return "No configuration meets the SLOs"
-    if advice.verdict != "change":
+    if not advice.is_change:
         return f"Keep what you have: {limits_words(run.present)}"
     return f"Change to {limits_words(advice.limits)}"
 
@@ -48,7 +49,7 @@ def answer(run: RunFiles) -> Section:
     return Section("answer", "The answer", tuple(sentence(text) for text in sentences))
 
 
-def _state(result: Result) -> list[str]:
+def _state(result: RunResult) -> list[str]:
     """Return the sentences that weaken everything below them."""
     sentences = []
     if result.state != "complete":
@@ -66,7 +67,7 @@ def _gain(run: RunFiles) -> list[str]:
     result, advice = run.result, run.result.recommendation
     if advice is None:
         return _broken(result)
-    if advice.verdict == "change":
+    if advice.is_change:
         against = f"against the present {limits_words(run.present)}"
         gain = gain_words(result, advice)
         return [f"{gain} {against}" if gain else f"better {against}: {advice.why}"]
@@ -77,7 +78,7 @@ def _gain(run: RunFiles) -> list[str]:
     return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}"]
 
 
-def gain_words(result: Result, advice: Recommendation) -> str:
+def gain_words(result: RunResult, advice: Advice) -> str:
     """Return the gain in the objective's own metric as text, empty where there is none."""
     ratio, metric = advice.gain_ratio, scored_by(result, advice)
     if ratio is None or ratio <= -1:
@@ -106,43 +107,37 @@ def _inverted(bounds: Bounds | None) -> Bounds | None:
     )
 
 
-def scored_by(result: Result, advice: Recommendation) -> str:
+def scored_by(result: RunResult, advice: Advice) -> str:
     """Return the metric that placed the configuration whose gain is shown."""
     if advice.gain_metric:
         return advice.gain_metric
-    shown = advice.limits if advice.verdict == "change" else advice.best_measured.limits
-    metrics = [r["metric"] for r in decisive(result.trials) if _limits_of(r) == shown]
-    return str(metrics[-1]) if metrics else ""
+    metrics = [t.metric for t in decisive(result.trials) if t.limits == advice.shown]
+    return metrics[-1] if metrics else ""
 
 
-def _limits_of(record: Mapping[str, Any]) -> EngineLimits:
-    return observation_of(record).limits
-
-
-def _broken(result: Result) -> list[str]:
+def _broken(result: RunResult) -> list[str]:
     """Return by how much the nearest configuration breaks the SLOs."""
     goal = Scoring(
         Objective.BALANCED, tuple(parse_slo(slo) for slo in result.slos), result.tail
     )
-    pairs = [(observation_of(r), r) for r in decisive(result.trials)]
-    whole = [(o, r) for o, r in pairs if o.is_whole and r["measurement"]]
+    whole = [t for t in decisive(result.trials) if t.observation.is_whole and t.measurement]
     if not whole:
         return ["no configuration survived its replay"]
-    nearest, record = min(whole, key=lambda pair: pair[0].score.order)
-    broken = "; ".join(goal.broken_in(record["measurement"]))
-    return [f"nearest is {limits_words(nearest.limits)}: {broken or record['tier'][2:]}"]
+    nearest = min(whole, key=lambda t: t.score.order)
+    broken = "; ".join(goal.broken_in(nearest.measurement or {}))
+    return [f"nearest is {limits_words(nearest.limits)}: {broken or nearest.tier[2:]}"]
 
 
-def _limits(result: Result) -> list[str]:
+def _limits(result: RunResult) -> list[str]:
     sentences = []
     if result.limited_by:
         sentences.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
-        sentences.append(f"capacity at the SLOs: {result.capacity.get('text', 'unknown')}")
+        sentences.append(f"capacity at the SLOs: {result.capacity.text}")
     return sentences
 
 
-def _behind(result: Result) -> list[str]:
+def _behind(result: RunResult) -> list[str]:
     """Return what the answer rests on and what qualifies it."""
     made = result.provenance.trace
     wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
@@ -172,32 +167,31 @@ def provenance(run: RunFiles) -> Section:
         "made at": made.made_at,
         "method": run.result.method,
         "model": made.model,
-        **_engine(made.engine or {}),
+        **_engine(made.engine),
         "trace": made.trace.source,
         "trace SHA-256": made.trace.sha256,
         "arguments": _arguments(made),
         "tuner": f"{made.tuner_version}, Python {made.python}",
         "engine starts": str(made.engine_starts),
         "time": _time(made),
-        **_profile(made.profile or {}),
+        **_profile(made.profile),
     }
     rows = tuple((Cell(name), Cell(text)) for name, text in facts.items() if text)
     table = Table("provenance-table", "Where this comes from", ("what", "which"), rows)
     return Section("provenance", "Provenance", tables=(table,))
 
 
-def _engine(engine: Mapping[str, Any]) -> dict[str, str]:
-    if not engine:
+def _engine(engine: EngineRecord | None) -> dict[str, str]:
+    if engine is None:
         return {"engine": "none was started"}
-    limits = engine.get("started_at_limits") or {}
-    blocks = f"{engine.get('num_blocks')} blocks of {engine.get('block_size')} tokens"
-    started = "/".join(str(limits[name]) for name in limits)
+    blocks = f"{engine.num_blocks} blocks of {engine.block_size} tokens"
+    started = f"{engine.started_at_limits} (max_num_seqs/max_num_batched_tokens)"
     return {
-        "vLLM": str(engine.get("vllm_version", NOTHING)),
-        "device": str(engine.get("device", NOTHING)),
-        "dtype": str(engine.get("dtype", NOTHING)),
-        "longest model length": f"{engine.get('max_model_len')} tokens",
-        "KV cache": f"{blocks}, started at {started} (max_num_seqs/max_num_batched_tokens)",
+        "vLLM": engine.vllm_version,
+        "device": engine.device,
+        "dtype": engine.dtype,
+        "longest model length": f"{engine.max_model_len} tokens",
+        "KV cache": f"{blocks}, started at {started}",
     }
 
 
@@ -210,14 +204,13 @@ def _time(made: Provenance) -> str:
     return f"{plain(made.wall_s)} s{f' ({stages})' if stages else ''}"
 
 
-def _profile(profile: Mapping[str, Any]) -> dict[str, str]:
-    if not profile:
+def _profile(profile: ProfileRecord | None) -> dict[str, str]:
+    if profile is None:
         return {}
-    wrong = profile.get("error_ratio")
-    known = f", wrong by {percent(wrong)}" if isinstance(wrong, int | float) else ""
-    made = f"made {profile.get('made_at', NOTHING)} on {profile.get('device', NOTHING)}{known}"
-    settings = ", ".join(str(s) for s in profile.get("calibrated_on", ()))
-    return {"profile": made, "calibrated on": settings}
+    wrong = profile.error_ratio
+    known = "" if wrong is None else f", wrong by {percent(wrong)}"
+    made = f"made {profile.made_at or NOTHING} on {profile.device or NOTHING}{known}"
+    return {"profile": made, "calibrated on": ", ".join(profile.calibrated_on)}
 
 
 TITLE = "The trace"

@@ -25,7 +25,7 @@ from tuner.report.points import Point, ranked_points, shadow_points, with_values
 from tuner.report.run_files import RunFiles
 from tuner.report.words import listed, metric_name, percent, quantity, seconds
 from tuner.search.ladder import climb_is_over, same_schedule
-from tuner.search.trials import Observation, Phase, leader, observation_of, predictions, ranked
+from tuner.search.trials import Observation, Phase, Trial, leader, predictions, ranked
 
 DECODE, USAGE = "decode_step_p50", "gpu_cache_usage_perc"
 
@@ -64,7 +64,7 @@ def rungs_of(run: RunFiles) -> list[Observation]:
     stands for it: it made the same batches.
     """
     budget = run.present.max_num_batched_tokens
-    observations = [observation_of(trial) for trial in ranked(run.result.trials)]
+    observations = [trial.observation for trial in ranked(run.result.trials)]
     rungs: dict[int, Observation] = {}
     for o in sorted(observations, key=lambda o: o.limits):
         cap, own = o.limits.max_num_seqs, o.limits.max_num_batched_tokens
@@ -145,26 +145,25 @@ def rung_points(run: RunFiles) -> list[Point]:
 
 
 def _twin(
-    limits: EngineLimits, points: Sequence[Point], trials: Sequence[Mapping[str, Any]]
+    limits: EngineLimits, points: Sequence[Point], trials: Sequence[Trial]
 ) -> Point | None:
     """Return the point of the limits, or of others that are known to make the same batches."""
     by_limits = {p.limits: p for p in points}
     if limits in by_limits:
         return by_limits[limits]
     whole = sorted(
-        (o for o in map(observation_of, trials) if o.limits in by_limits),
+        (o for o in (t.observation for t in trials) if o.limits in by_limits),
         key=lambda o: o.limits,
     )
     like = next((o.limits for o in whole if same_schedule([o], limits)), None)
     return None if like is None else replace(by_limits[like], limits=limits, twin=like)
 
 
-def _cut(limits: EngineLimits, trials: Sequence[Mapping[str, Any]]) -> Point | None:
+def _cut(limits: EngineLimits, trials: Sequence[Trial]) -> Point | None:
     """Return what a replay that was cut short had shown until then."""
     for trial in trials:
-        if trial["measurement"] and observation_of(trial).limits == limits:
-            is_live = trial["engine"] != "shadow"
-            return Point(limits, is_live, (trial["measurement"],), is_cut=True)
+        if trial.measurement and trial.limits == limits:
+            return Point(limits, trial.is_live, (trial.measurement,), is_cut=True)
     return None
 
 

@@ -26,9 +26,9 @@ from tuner.report.points import (
     shadow_points,
     with_values,
 )
-from tuner.report.run_files import Result, RunFiles
+from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, listed, metric_name, quantity, seconds
-from tuner.search.trials import Phase
+from tuner.run.result import RunResult
 
 RATE = "requests_per_s"
 # A sentence that names more points than these is not read: ours.
@@ -61,18 +61,13 @@ def _sentences(run: RunFiles) -> list[str]:
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."
         )
-    left_out = sum(Phase(t["phase"]).is_on_windows and _was_stopped(t) for t in result.trials)
+    left_out = sum(t.phase.is_on_windows and not t.is_whole for t in result.trials)
     if left_out:
         sentences.append(
             f"{counted(left_out, 'more replay')} failed or could no longer win and stopped "
             "early: see the table of trials."
         )
     return sentences
-
-
-def _was_stopped(trial: Any) -> bool:  # noqa: ANN401 - a Trial, of which mypy knows the keys only
-    measured = trial["measurement"]
-    return measured is None or bool(measured.get("cut_reason"))
 
 
 def _plot(run: RunFiles, latency: str, slos: Sequence[Slo]) -> Plot | None:
@@ -188,7 +183,7 @@ def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[s
 
 
 def _text(
-    result: Result,
+    result: RunResult,
     latency: str,
     best: Sequence[Point],
     slos: Sequence[Slo],

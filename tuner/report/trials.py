@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.report.parts import Cell, Section, Table, number
-from tuner.report.run_files import Result, RunFiles, Trial
+from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
-from tuner.search.trials import read_metric
+from tuner.run.result import RunResult
+from tuner.search.trials import Trial, read_metric
 
 
 def trials(run: RunFiles) -> Section:
     """Return the table of all trials."""
     result = run.result
-    measured = sum(t["engine"] == "live" for t in result.trials)
+    measured = sum(t.is_live for t in result.trials)
     predicted = len(result.trials) - measured
     sentences = (
         f"{counted(measured, 'trial')} measured, {predicted:,} predicted. A column's button "
@@ -32,32 +33,32 @@ def trials(run: RunFiles) -> Section:
     return Section("trials", "Every trial", sentences, tables=(table,))
 
 
-def _latencies(result: Result) -> tuple[str, ...]:
+def _latencies(result: RunResult) -> tuple[str, ...]:
     tail = result.tail
     names = ("ttft_p50", f"ttft_{tail}", "tpot_p50", f"tpot_{tail}", "e2e_p50", f"e2e_{tail}")
     return (*dict.fromkeys(names), "decode_step_p50")
 
 
-def _row(result: Result, trial: Trial) -> tuple[Cell, ...]:
-    measured = trial["measurement"] or {}
+def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
+    measured = trial.measurement or {}
     rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
     latencies = [read_metric(measured, name) for name in _latencies(result)]
     usage = _level(measured, "gpu_cache_usage_perc", "max")
-    why = trial["cause"] or measured.get("cut_reason") or ""
+    why = trial.cause or trial.cut_reason
     return (
-        number(trial["number"], str(trial["number"])),
-        Cell(trial["engine"], trial["engine"]),
-        Cell(trial["phase"], trial["phase"]),
-        number(trial["race_round"], str(trial["race_round"] or NOTHING)),
-        number(trial["max_num_seqs"], str(trial["max_num_seqs"])),
-        number(trial["max_num_batched_tokens"], f"{trial['max_num_batched_tokens']:,}"),
+        number(trial.number, str(trial.number)),
+        Cell(trial.engine, trial.engine),
+        Cell(trial.phase, trial.phase),
+        number(trial.race_round, str(trial.race_round or NOTHING)),
+        number(trial.max_num_seqs, str(trial.max_num_seqs)),
+        number(trial.max_num_batched_tokens, f"{trial.max_num_batched_tokens:,}"),
         *(number(rate, _plain(rate)) for rate in rates),
         *(number(latency, seconds(latency)) for latency in latencies),
         number(usage, percent(usage)),
         _count(measured, "preemptions"),
         *(_held(measured, *where) for where in (("running", "max"), ("queue_depth", "mean"))),
-        Cell(trial["tier"][2:], trial["tier"]),
-        Cell(str(why), str(why) or None),
+        Cell(trial.tier[2:], trial.tier),
+        Cell(why, why or None),
     )
 
 

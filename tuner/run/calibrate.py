@@ -172,7 +172,7 @@ class Calibrator:
             names=[CALIBRATION],
             goal=Scoring(self.run.aim.objective, self.run.aim.slos, "p50"),
         )
-        measured = record["measurement"]
+        measured = record.measurement
         if measured and not measured["cut_reason"]:
             self.live.setdefault(limits, []).append(measured)
         return float(measured["running"]["max"]) if measured else 0.0

@@ -10,7 +10,7 @@ last state.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,12 @@ class RunDir:
         path.rename(kept)
         return kept
 
-    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+    def write_json(self, name: str, content: object) -> None:
         """Replace a JSON file whole."""
         encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
         self._replace(name, encoded + b"\n")
 
-    def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_lines(self, name: str, rows: Iterable[object]) -> None:
         """Replace a JSON Lines file whole."""
         self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 

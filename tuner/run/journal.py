@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import msgspec
 import optuna
 from optuna.distributions import IntDistribution
 from optuna.exceptions import (
@@ -34,7 +35,8 @@ from tuner.replay.plan import CutRule
 from tuner.run.storage import Heart, opened, undisturbed_methods
 from tuner.search.objective import Score, Tier
 from tuner.search.race import RaceRun
-from tuner.search.trials import Observation, Phase, observation_of, race_records, record_of
+from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Trial as Record
 
 # Processes that may end while they have the same trial before it counts as failed: ours; a
 # replay that takes the memory of all who touch it would go round for ever.
@@ -73,8 +75,6 @@ def lost(trials: Sequence[FrozenTrial]) -> tuple[dict[Key, Mapping[str, Any]], l
     again = {key: cut for key, cut in gone.items() if deaths[key] < MAX_DEATHS}
     return again, [key for key in gone if key not in again]
 
-
-__all__ = ["Journal", "observation_of", "race_records", "record_of"]
 
 STUDY_NAME = "tune"
 
@@ -245,7 +245,7 @@ class Journal:
         number: int,
         score: Score,
         slacks: Mapping[str, float],
-        record: Mapping[str, Any],
+        record: Record,
     ) -> bool:
         """Keep what a trial measured, or why it did not; tell whether it counts.
 
@@ -257,7 +257,7 @@ class Journal:
         try:
             for name, slack in slacks.items():
                 trial.set_constraint(name, slack)
-            trial.set_user_attr("record", dict(record))
+            trial.set_user_attr("record", msgspec.to_builtins(record))
             # From here on it counts: give_back_stale leaves a trial with a record alone.
             with suppress(UpdateFinishedTrialError):
                 self._study.tell(trial, values, state=state, skip_if_finished=True)
@@ -289,10 +289,10 @@ class Journal:
         number = self.begin(limits, phase, race_round)
         score = Score(Tier.FAILED, math.inf, "failed")
         cause = f"{MAX_DEATHS} processes ended while they replayed it, most likely of memory"
-        record = record_of(number, limits, phase, race_round, score, None, cause)
+        record = Record.of(number, limits, phase, race_round, score, None, cause)
         self.finish(number, score, {}, record)
 
-    def restore(self, trials: Iterable[tuple[Mapping[str, Any], Mapping[str, float]]]) -> int:
+    def restore(self, trials: Iterable[tuple[Record, Mapping[str, float]]]) -> int:
         """Add the records that come after all the study holds, and return how many those were.
 
         Each becomes the trial that it was, under its own number; a number that no record has
@@ -302,15 +302,14 @@ class Journal:
         held = len(self._study.get_trials(deepcopy=False))
         added = 0
         for record, slacks in trials:
-            if record["number"] < held:
+            if record.number < held:
                 continue
-            while held < record["number"]:
+            while held < record.number:
                 interrupted = optuna.create_trial(state=TrialState.FAIL)
                 self._storage.create_new_trial(self._study_id, interrupted)
                 held += 1
-            seen = observation_of(record)
-            number = self.begin(seen.limits, seen.phase, seen.race_round)
-            self.finish(number, seen.score, slacks, record)
+            number = self.begin(record.limits, record.phase, record.race_round)
+            self.finish(number, record.score, slacks, record)
             held, added = number + 1, added + 1
         return added
 
@@ -337,28 +336,28 @@ class Journal:
         self._storage.remove_session()
         self._storage.engine.dispose()
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Record]:
         """Return the records of every trial that ended, in order.
 
         A shadow's trial counts once, however often it was measured. Optuna keeps the trials
         that ended and reads only the others again, so this is cheap to ask often.
         """
-        kept: dict[object, dict[str, Any]] = {}
+        kept: dict[object, Record] = {}
         for trial in self._study.get_trials(deepcopy=False, states=_ENDED):
             if "record" in trial.user_attrs:
                 key = key_of(trial) if is_of(trial, Phase.SHADOW) else trial.number
-                kept.setdefault(key, dict(trial.user_attrs["record"]))
+                if key not in kept:
+                    kept[key] = msgspec.convert(trial.user_attrs["record"], Record)
         return list(kept.values())
 
     def observations(self) -> list[Observation]:
         """Return what the search needs to know of every trial that ended."""
-        return [observation_of(record) for record in self.records()]
+        return [record.observation for record in self.records()]
 
     def race_runs(self) -> list[RaceRun]:
         """Return the replays of the race."""
-        seen = ((observation_of(record), record) for record in self.records())
         return [
-            RaceRun(o.limits, o.race_round, o.score, str(record.get("attempt", "")))
-            for o, record in seen
-            if o.phase is Phase.RACE
+            RaceRun(r.limits, r.race_round, r.score, r.attempt)
+            for r in self.records()
+            if r.phase is Phase.RACE
         ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
-from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Phase, Trial
 
 
 class Listener(Protocol):
@@ -22,7 +21,7 @@ class Listener(Protocol):
     def progress(self, progress: Progress) -> None:
         """Hear how far a replay is."""
 
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Hear that a replay ended and is on disk."""
 
 
@@ -38,5 +37,5 @@ class NullListener:
     def progress(self, progress: Progress) -> None:
         """Hear how far a replay is."""
 
-    def trial_ended(self, seen: Observation, record: Mapping[str, Any], left_s: float) -> None:
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Hear that a replay ended."""

@@ -20,7 +20,7 @@ from tuner.run.state import RunState
 from tuner.run.time_plan import cold_cost_s
 from tuner.search.objective import Score, Tier
 from tuner.search.race import RaceDecision, RaceVerdict, decide, next_run
-from tuner.search.trials import TIE_RATIO, Phase, observation_of
+from tuner.search.trials import TIE_RATIO, Phase
 
 # A cold engine's gain that is this far from the race's is told: ours, as much as two single
 # replays may differ by.
@@ -157,9 +157,9 @@ def _cold_cause(run: RunState, limits: EngineLimits) -> str:
     mine = (
         record
         for record in reversed(run.journal.records())
-        if record["phase"] == str(Phase.COLD) and observation_of(record).limits == limits
+        if record.phase is Phase.COLD and record.limits == limits
     )
-    return next((str(record["cause"] or "its replay was cut short") for record in mine), "")
+    return next((record.cause or "its replay was cut short" for record in mine), "")
 
 
 def _known_cold(run: RunState, limits: EngineLimits) -> Score | None:
@@ -174,4 +174,4 @@ def _cold_score(run: RunState, limits: EngineLimits) -> Score:
     if known is not None:
         return known
     cut = CutRule(max_wall_s=max(30.0, run.left_s))
-    return observation_of(run.trial(limits, Phase.COLD, cut, is_cold=True)).score
+    return run.trial(limits, Phase.COLD, cut, is_cold=True).score

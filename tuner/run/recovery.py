@@ -8,16 +8,16 @@ from the file; the file is never overwritten with less than it holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
+from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.journal import Journal, NoStudyError
-from tuner.search.trials import observation_of
+from tuner.search.trials import Trial
 
-Kept = tuple[Mapping[str, Any], Mapping[str, float]]
+Kept = tuple[Trial, Mapping[str, float]]
 """A record, and the slacks of its SLOs."""
 
 
@@ -43,8 +43,8 @@ def open_journal(
     else:
         journal = Journal(storage, study)
     kept_there = journal.records()
-    known = {record["number"] for record in kept_there}
-    lacking = sum(record["number"] not in known for record in records)
+    known = {record.number for record in kept_there}
+    lacking = sum(record.number not in known for record in records)
     if lacking or damaged:
         kept = run_dir.set_aside(TRIALS_FILE)
         what = [(lacking, "trials that the study does not know"), (damaged, "damaged lines")]
@@ -77,17 +77,16 @@ def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Kept], int]
     damaged = 0
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            record = msgspec.json.decode(line, type=dict[str, Any])
-            observation_of(record)
+            record = msgspec.json.decode(line, type=Trial)
             kept.append((record, _slacks(record, slos)))
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        except (msgspec.MsgspecError, UsageError, KeyError, TypeError):
             damaged += 1
-    return sorted(kept, key=lambda one: int(one[0]["number"])), damaged
+    return sorted(kept, key=lambda one: one[0].number), damaged
 
 
-def _slacks(record: Mapping[str, Any], slos: Sequence[Slo]) -> dict[str, float]:
+def _slacks(record: Trial, slos: Sequence[Slo]) -> dict[str, float]:
     """Return the SLOs' slacks of a record, as they were kept with the measurement."""
-    measured = record["measurement"]
+    measured = record.measurement
     if measured is None:
         return {}
     values = {slo: measured[slo.metric][slo.statistic] for slo in slos}

@@ -1,288 +1,260 @@
-"""The result of a run as data: what `result.json` holds and the emitted file quotes.
+"""The result of a run: what `result.json` holds, and what everybody reads of it.
 
-Puts decision, evidence, trials, caveats and provenance together. Wording for a terminal is in
-`console`, writing YAML in `emit`.
+One schema, written and read here alone: decision, evidence, trials, caveats and provenance.
+What is said of the winner is worked out in `evidence`, wording for a terminal in `console`.
+Keys that came later have a default, so that the results of older runs stay readable.
 """
 
 from __future__ import annotations
 
-import math
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from tuner import stats
+import msgspec
+
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat
-from tuner.replay import metrics
-from tuner.replay.slo import Slo
-from tuner.search.objective import Scoring, Tier
-from tuner.search.race import CONFIDENCE_PER_LOOK, MIN_ROUNDS, RaceDecision, RaceVerdict
-from tuner.search.trials import (
-    decisive,
-    leader,
-    observation_of,
-    paired_records,
-    predictions,
-    ranked,
-    read_metric,
+from tuner.errors import Caveat, UsageError
+from tuner.run.directory import RESULT_FILE, RUN_FILE
+from tuner.run.evidence import (
+    Bounds,
+    MetricChange,
+    change_bounds,
+    kv_text,
+    limited_by,
+    load_text,
+    metric_changes,
 )
-from tuner.stats import Estimate
+from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.traffic.traces import Trace
 
-# A KV cache this full is what limits, a bound this close is what binds: ours.
-KV_FULL_RATIO = 0.95
-BINDING_RATIO = 0.10
-# Effects of a neighbouring cap below this are not worth a sentence: ours.
-TELLING_RATIO = 0.05
+SCHEMA: Final = 1
+NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
+RELAX: Final = "relax an SLO, or lower --load, and run again"
+_NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
+_RESTORE: Final = "restore it, or use the YAML file that the run wrote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsRecord:
+    """A pair of limits among other keys. Raises: UsageError if vLLM would refuse the pair."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuse what vLLM would refuse."""
+        _ = self.limits
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Both as the engine knows them."""
+        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice(LimitsRecord):
+    """What the run says to do; gains are those of the score, of which less is better.
+
+    As `RaceDecision`, whose ratio stands here minus one.
+    """
+
+    verdict: RaceVerdict
+    why: str
+    best_measured: EngineLimits
+    tied: tuple[EngineLimits, ...]
+    rounds: int
+    gain_ratio: float | None
+    gain_interval: Bounds | None
+    gain_metric: str = ""
+    is_predicted: bool = False
+    is_thin: bool = False
+
+    @property
+    def is_change(self) -> bool:
+        """Whether the present configuration should go."""
+        return self.verdict is RaceVerdict.CHANGE
+
+    @property
+    def shown(self) -> EngineLimits:
+        """Whose gain is told: the one to change to, or the best there was to keep from."""
+        return self.limits if self.is_change else self.best_measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentConfiguration(LimitsRecord):
+    """What the run began with, and who had set it."""
+
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdConfirmation:
+    """Scores on engines that were started as they would be deployed; less is better."""
+
+    metric: str
+    winner: float | None
+    present_metric: str = ""
+    present: float | None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityRecord:
+    """At which multiples of the recorded load the SLOs hold, and the sentence that says so."""
+
+    winner: float | None = None
+    present: float | None = None
+    confirmed_live: bool | None = None
+    is_shown: bool = True
+    text: str = "not told"
 
 
 @dataclass(frozen=True, slots=True)
-class MetricChange:
-    """One metric of the winner beside the present configuration's.
+class CaveatRecord:
+    """A caveat as it was told."""
 
-    `change` is the paired ratio minus one with its interval, None where rounds are missing.
-    With `is_helped` the prediction counted as one more round for it, beside `rounds` of them.
-    """
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord:
+    """Which trace was replayed, and how much of it."""
+
+    source: str
+    format: str
+    sha256: str
+    rows: int = 0
+    requests: int
+    replayed_requests: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    """The engine that was measured on."""
+
+    kind: str
+    vllm_version: str
+    device: str
+    dtype: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    started_at_limits: EngineLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdEngine(LimitsRecord):
+    """How many KV blocks an engine had that was started cold."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecord:
+    """Where a prediction comes from, and by how much it may be wrong."""
+
+    made_at: str = ""
+    device: str = ""
+    vllm_version: str = ""
+    calibrated_on: tuple[str, ...] = ()
+    error_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where, when and with what the run was made."""
+
+    made_at: str
+    tuner_version: str
+    python: str
+    trace: TraceRecord
+    engine: EngineRecord | None
+    cold_engines: tuple[ColdEngine, ...] = ()
+    model: str
+    options: dict[str, Any]
+    engine_starts: int
+    wall_s: float
+    stages_s: dict[str, float] = field(default_factory=dict)
+    profile: ProfileRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared(LimitsRecord):
+    """One metric of one configuration, live and predicted, on the same requests."""
 
     metric: str
-    unit: str
-    before: float
-    after: float
-    change: Estimate | None
-    rounds: int
-    is_helped: bool = False
+    live: float
+    shadow: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished or interrupted run came to: the content of `result.json`, in its order.
+
+    `recommendation` is None where no configuration meets the SLOs. `serve_values` is the
+    engine's configuration without secrets, which older runs kept in their profile alone.
+    """
+
+    schema: int = SCHEMA
+    state: str
+    method: str
+    objective: Objective
+    tail: str
+    slos: tuple[str, ...]
+    recommendation: Advice | None
+    baseline: PresentConfiguration
+    evidence: tuple[MetricChange, ...]
+    limited_by: str
+    load: str = ""
+    confirmed_cold: ColdConfirmation | None
+    capacity: CapacityRecord | None
+    provenance: Provenance
+    serve_values: dict[str, Any] | None = None
+    trace_description: dict[str, Any] | None = None
+    live_against_shadow: tuple[Compared, ...] | None = None
+    ladder: tuple[int, ...] = ()
+    caveats: tuple[CaveatRecord, ...]
+    trials: tuple[Trial, ...]
 
     @property
-    def text(self) -> str:
-        """Return the row as the emitted file and the terminal show it."""
-        if self.rounds == 0:
-            gain = f"{self.after / self.before - 1:+.1%}, predicted"
-        elif self.change is None:
-            gain = f"{self.after / self.before - 1:+.1%}, too few rounds for an interval"
-        else:
-            gain = f"{self.change.value:+.1%}"
-            if self.change.low is not None and self.change.high is not None:
-                gain += f", interval {self.change.low:+.1%} … {self.change.high:+.1%}"
-            if self.is_helped:
-                gain += f" of {self.rounds} rounds and the prediction"
-        return (
-            f"{self.metric:<16} {_number(self.before)}{self.unit} -> "
-            f"{_number(self.after)}{self.unit}   ({gain})"
-        )
+    def feasible(self) -> bool:
+        """Whether there is anything to recommend."""
+        return self.recommendation is not None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the row for result.json."""
-        change = self.change
-        return {
-            "metric": self.metric,
-            "unit": self.unit.strip(),
-            "before": self.before,
-            "after": self.after,
-            "change_ratio": None if change is None else change.value,
-            "change_interval": None if change is None else [change.low, change.high],
-            "rounds": self.rounds,
-            "is_helped": self.is_helped,
-        }
+    @property
+    def present(self) -> EngineLimits:
+        """The configuration that the run began with."""
+        return self.baseline.limits
 
+    @property
+    def shown(self) -> EngineLimits:
+        """Whose gain is told: the present configuration where nothing is recommended."""
+        advice = self.recommendation
+        return self.present if advice is None else advice.shown
 
-def _number(value: float) -> str:
-    """Write three significant digits without an exponent."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 6)}f}"
-
-
-def metric_changes(
-    records: Sequence[Mapping[str, Any]],
-    winner: EngineLimits,
-    present: EngineLimits,
-    tail: str,
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
-) -> list[MetricChange]:
-    """Return the comparison of two configurations over the rounds that both raced.
-
-    Where both raced too few for an interval, `predicted` of the same requests counts as one
-    more. Where nothing raced, what was predicted of them, in no round.
-    """
-    pairs: list[_Pair] = [*paired_records(records, winner, present)]
-    is_raced, extra = bool(pairs), list[_Pair]()
-    if not is_raced:
-        ours, theirs = _predicted(records, winner), _predicted(records, present)
-        pairs = [(ours, theirs)] if ours and theirs else []
-    elif len(pairs) < MIN_ROUNDS and predicted and {winner, present} <= set(predicted):
-        extra = [(predicted[winner], predicted[present])]
-    wanted = [
-        (f"e2e_{tail}", " s"),
-        ("e2e_p50", " s"),
-        (f"ttft_{tail}", " s"),
-        ("tpot_p50", " s"),
-        ("decode_step_p50", " s"),
-        ("requests_per_s", "/s"),
-        ("output_tokens_per_s", "/s"),
-    ]
-    made = []
-    for metric, unit in dict(wanted).items():
-        row = _row(metric, unit, _values(pairs, metric), _values(extra, metric))
-        if row is not None:
-            made.append(row if is_raced else replace(row, rounds=0))
-    return made
-
-
-_Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
-
-
-def _values(pairs: Sequence[_Pair], metric: str) -> list[tuple[float, float]]:
-    """Return a metric of both where both have it."""
-    found = ((read_metric(a, metric), read_metric(b, metric)) for a, b in pairs)
-    return [(after, before) for after, before in found if after and before]
-
-
-def _predicted(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits
-) -> Mapping[str, Any] | None:
-    found = (r for r in predictions(records) if r["measurement"])
-    return next((r["measurement"] for r in found if observation_of(r).limits == limits), None)
-
-
-def _row(
-    metric: str,
-    unit: str,
-    pairs: Sequence[tuple[float, float]],
-    extra: Sequence[tuple[float, float]],
-) -> MetricChange | None:
-    if not pairs:
-        return None
-    change, counted = None, [*pairs, *extra]
-    if len(counted) >= MIN_ROUNDS:
-        ours, theirs = zip(*counted, strict=True)
-        ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
-        change = Estimate(
-            ratio.value - 1,
-            None if ratio.low is None else ratio.low - 1,
-            None if ratio.high is None else ratio.high - 1,
-            ratio.n,
-        )
-    after, before = (statistics.median(values) for values in zip(*pairs, strict=True))
-    is_helped = change is not None and bool(extra)
-    return MetricChange(metric, unit, before, after, change, len(pairs), is_helped)
-
-
-def kv_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
-    """Say how full the KV cache became, under both of its names."""
-    mine = _of(records, limits)
-    if not mine:
-        return "KV cache not measured"
-    peak = max(m["gpu_cache_usage_perc"]["max"] for m in mine)
-    preempted = max(m["preemptions"] for m in mine)
-    told = f"{preempted} preemptions" if preempted else "no preemption"
-    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {told}"
-
-
-def _of(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> list[dict[str, Any]]:
-    return [
-        r["measurement"]
-        for r in decisive(records)
-        if r["measurement"] is not None and observation_of(r).limits == limits
-    ]
-
-
-def load_text(records: Sequence[Mapping[str, Any]], limits: EngineLimits) -> str:
-    """Say what was offered and whether it is more than the configuration can take."""
-    mine = _of(records, limits)
-    told = [m for m in mine if m.get("utilisation") is not None]
-    if not told:
-        return ""
-    used = statistics.median(m["utilisation"] for m in told)
-    rate = statistics.median(m["requests_per_s"] for m in told)
-    text = metrics.load_text(told[-1]["offered_per_s"], rate, used)
-    lost = max(m.get("lost_ratio", 0.0) for m in mine)
-    return f"{text}; {lost:.1%} of the requests timed out" if lost else text
-
-
-def limited_by(
-    records: Sequence[Mapping[str, Any]],
-    limits: EngineLimits,
-    slos: Sequence[Slo],
-    tail: str,
-) -> str:
-    """Say what keeps the configuration from doing better, from what was measured.
-
-    What was predicted says so.
-    """
-    mine = _of(records, limits)
-    if not mine:
-        return "nothing that was measured"
-    said = []
-    for slo in slos:
-        value = read_metric(mine[-1], slo.name)
-        if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
-            said.append(f"SLO {slo}")
-    used = [m["utilisation"] for m in mine if m.get("utilisation") is not None]
-    if used and statistics.median(used) > 1:
-        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain")
-    if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
-        said.append("the KV cache, which was full")
-    said.extend(_neighbours(records, limits, tail))
-    if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
-        peak = int(mine[-1]["running"]["max"])
-        said.append(f"the traffic: at most {peak} requests ran at once, the cap never bound")
-    return "; ".join(said) or "nothing that was measured"
-
-
-def _neighbours(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits, tail: str
-) -> list[str]:
-    """Say what the next lower and the next higher cap would do, and whether it was measured."""
-    along = {
-        observation_of(r).limits.max_num_seqs: r
-        for r in ranked(records)
-        if int(r["max_num_batched_tokens"]) == limits.max_num_batched_tokens
-    }
-    own = along.get(limits.max_num_seqs)
-    if own is None or own["measurement"] is None:
-        return []
-    lower = max((n for n in along if n < limits.max_num_seqs), default=None)
-    higher = min((n for n in along if n > limits.max_num_seqs), default=None)
-    said = []
-    for cap in (lower, higher):
-        text = None if cap is None else _effect(along[cap], own, cap, tail)
-        if cap is not None and text:
-            said.append(f"{text} (predicted)" if along[cap]["engine"] == "shadow" else text)
-    return said
-
-
-def _effect(
-    other: Mapping[str, Any], own: Mapping[str, Any], cap: int, tail: str
-) -> str | None:
-    """Say how a neighbouring cap worsens what matters, or None if it does not tell."""
-    if other["measurement"] is None:
-        return f"{cap} failed"
-    if other["measurement"]["cut_reason"]:
-        return f"{cap} was cut short: {other['measurement']['cut_reason']}"
-    worse = []
-    for metric in (f"e2e_{tail}", f"tpot_{tail}"):
-        theirs, mine = (
-            read_metric(other["measurement"], metric),
-            read_metric(own["measurement"], metric),
-        )
-        if theirs and mine and theirs / mine - 1 > TELLING_RATIO:
-            worse.append(f"{metric} by {theirs / mine - 1:.0%}")
-    return f"{cap} raises {' and '.join(worse)}" if worse else None
-
-
-SCHEMA = 1
+    @property
+    def kv(self) -> str:
+        """How full the KV cache became with what is recommended, in words."""
+        advice = self.recommendation
+        if advice is None:
+            return kv_text(self.trials, self.present)
+        told = predictions(self.trials) if advice.is_predicted else self.trials
+        return kv_text(told, advice.limits)
 
 
 @dataclass(frozen=True, slots=True)
 class RunProvenance:
-    """Where and on what a run was made; without secrets.
+    """What surrounds a decision when its result is made; without secrets.
 
     `compared` holds what was measured live and foretold of the same requests, `predicted` all
     that was foretold of them. `info` is of the engine that was measured on, `cold_blocks` how
@@ -314,182 +286,186 @@ class RunProvenance:
     ladder: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """A finished or interrupted run, ready to be shown and written."""
-
-    decision: RaceDecision
-    present: EngineLimits
-    changes: tuple[MetricChange, ...]
-    limited_by: str
-    load: str
-    kv: str
-    caveats: tuple[Caveat, ...]
-    state: str
-    feasible: bool
-    content: dict[str, Any]
-
-
 def make_outcome(
     decision: RaceDecision,
     present: EngineLimits,
     goal: Scoring,
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Trial],
     caveats: Sequence[Caveat],
     around: RunProvenance,
     state: str,
 ) -> RunResult:
     """Return everything there is to say about a run."""
     told = predictions(records) if decision.is_predicted else records
-    changes = tuple(metric_changes(told, decision.shown, present, goal.tail, around.predicted))
-    limited = limited_by(told, decision.winner, goal.slos, goal.tail)
-    best = leader([observation_of(r) for r in decisive(told)])
-    feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
-    content = {
-        "schema": SCHEMA,
-        "state": state,
-        "method": around.method,
-        "objective": str(goal.objective),
-        "tail": goal.tail,
-        "slos": [str(slo) for slo in goal.slos],
-        "recommendation": _recommendation(decision) if feasible else None,
-        "baseline": {**_limits(present), "source": around.present_source},
-        "evidence": [row.as_json() for row in changes],
-        "limited_by": limited,
-        "load": load_text(told, decision.shown),
-        **_surroundings(around),
-        "caveats": [{"id": str(c), "text": c.text} for c in caveats],
-        "trials": list(records),
-    }
-    kv = kv_text(told, decision.winner)
-    load = str(content["load"])
+    best = leader([t.observation for t in decisive(told)])
+    is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
+    changes = metric_changes(told, decision.shown, present, goal.tail, around.predicted)
     return RunResult(
-        decision, present, changes, limited, load, kv, tuple(caveats), state, feasible, content
+        state=state,
+        method=around.method,
+        objective=goal.objective,
+        tail=goal.tail,
+        slos=tuple(str(slo) for slo in goal.slos),
+        recommendation=_advice(decision) if is_feasible else None,
+        baseline=PresentConfiguration(**asdict(present), source=around.present_source),
+        evidence=tuple(changes),
+        limited_by=limited_by(told, decision.winner, goal.slos, goal.tail),
+        load=load_text(told, decision.shown),
+        confirmed_cold=msgspec.convert(around.cold, ColdConfirmation | None),
+        capacity=msgspec.convert(around.capacity, CapacityRecord | None),
+        provenance=_provenance(around),
+        serve_values=dict(around.serve_values),
+        trace_description=None if around.description is None else dict(around.description),
+        live_against_shadow=tuple(
+            Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
+            for (limits, metric), (live, shadow) in around.compared.items()
+        ),
+        ladder=tuple(around.ladder),
+        caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
+        trials=tuple(records),
     )
 
 
-def _surroundings(around: RunProvenance) -> dict[str, Any]:
-    compared = [
-        {**_limits(limits), "metric": metric, "live": live, "shadow": shadow}
-        for (limits, metric), (live, shadow) in around.compared.items()
-    ]
-    return {
-        "confirmed_cold": around.cold,
-        "capacity": around.capacity,
-        "provenance": _provenance(around),
-        "serve_values": dict(around.serve_values),
-        "trace_description": around.description,
-        "live_against_shadow": compared,
-        "ladder": list(around.ladder),
-    }
-
-
-def _limits(limits: EngineLimits) -> dict[str, int]:
-    return {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-    }
-
-
-def _recommendation(decision: RaceDecision) -> dict[str, Any]:
+def _advice(decision: RaceDecision) -> Advice:
     gain = decision.gain
-    return {
-        **_limits(decision.winner),
-        "verdict": str(decision.verdict),
-        "why": decision.why,
-        "best_measured": _limits(decision.best),
-        "tied": [_limits(limits) for limits in decision.tied],
-        "rounds": decision.rounds,
-        "gain_ratio": None if gain is None else gain.value - 1,
-        "gain_interval": None
-        if gain is None or gain.low is None or gain.high is None
-        else [gain.low - 1, gain.high - 1],
-        "gain_metric": decision.metric,
-        "is_predicted": decision.is_predicted,
-    }
+    is_open = gain is None or gain.low is None or gain.high is None
+    return Advice(
+        **asdict(decision.winner),
+        verdict=decision.verdict,
+        why=decision.why,
+        best_measured=decision.best,
+        tied=decision.tied,
+        rounds=decision.rounds,
+        gain_ratio=None if gain is None else gain.value - 1,
+        gain_interval=None if gain is None or is_open else change_bounds(gain),
+        gain_metric=decision.metric,
+        is_predicted=decision.is_predicted,
+        is_thin=decision.is_thin,
+    )
 
 
-def _provenance(around: RunProvenance) -> dict[str, Any]:
-    info, trace = around.info, around.trace
-    return {
-        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tuner_version": version("max-num-seqs-tuner"),
-        "python": platform.python_version(),
-        "trace": {
-            "source": trace.source,
-            "format": trace.format,
-            "sha256": trace.sha256,
-            "rows": trace.notes.rows,
-            "requests": len(trace),
-            "replayed_requests": around.replayed_requests,
-            "window": around.window,
-        },
-        "engine": None
-        if info is None
-        else {
-            "kind": info.kind,
-            "vllm_version": info.vllm_version,
-            "device": info.device,
-            "dtype": info.dtype,
-            "max_model_len": info.max_model_len,
-            "block_size": info.block_size,
-            "num_blocks": info.num_blocks,
-            "started_at_limits": _limits(info.ceiling),
-        },
-        "cold_engines": [
-            {**_limits(limits), "num_blocks": blocks}
+def _provenance(around: RunProvenance) -> Provenance:
+    trace = around.trace
+    return Provenance(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        tuner_version=version("max-num-seqs-tuner"),
+        python=platform.python_version(),
+        trace=TraceRecord(
+            source=trace.source,
+            format=trace.format,
+            sha256=trace.sha256,
+            rows=trace.notes.rows,
+            requests=len(trace),
+            replayed_requests=around.replayed_requests,
+            window=around.window,
+        ),
+        engine=None if around.info is None else _engine(around.info),
+        cold_engines=tuple(
+            ColdEngine(**asdict(limits), num_blocks=blocks)
             for limits, blocks in around.cold_blocks.items()
-        ],
-        "model": around.model,
-        "options": dict(around.options),
-        "engine_starts": around.engine_starts,
-        "wall_s": around.wall_s,
-        "stages_s": dict(around.walls_s),
-        "profile": around.profile,
-    }
+        ),
+        model=around.model,
+        options=dict(around.options),
+        engine_starts=around.engine_starts,
+        wall_s=around.wall_s,
+        stages_s=dict(around.walls_s),
+        profile=msgspec.convert(around.profile, ProfileRecord | None),
+    )
 
 
-def comments(outcome: RunResult, file_name: str, run_dir: str) -> list[str]:
-    """Return the comment lines that stand above the emitted values."""
-    content, decision = outcome.content, outcome.decision
-    made, engine = content["provenance"], content["provenance"]["engine"] or {}
-    trace = made["trace"]
-    date = made["made_at"][:10]
+def _engine(info: EngineInfo) -> EngineRecord:
+    return EngineRecord(
+        kind=info.kind,
+        vllm_version=info.vllm_version,
+        device=info.device,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        started_at_limits=info.ceiling,
+    )
+
+
+def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
+    """Return the comment lines that stand above the emitted values.
+
+    Raises: UsageError if the run recommends nothing.
+    """
+    advice, made = result.recommendation, result.provenance
+    if advice is None:
+        raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
+    trace, present = made.trace, result.present
+    vllm_version, device = (
+        (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)
+    )
     lines = [
         f"vllm serve --config {file_name}",
-        f"tuned {date} on {trace['replayed_requests']:,} requests of {trace['source']} "
-        f"(sha256 {trace['sha256'][:8]}…), {trace['window']}",
-        f"vLLM {engine.get('vllm_version')}, {engine.get('device')}, {_how(content, decision)}",
+        f"tuned {made.made_at[:10]} on {trace.replayed_requests:,} requests of {trace.source} "
+        f"(sha256 {trace.sha256[:8]}…), {trace.window}",
+        f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
     ]
-    if outcome.state != "complete":
-        lines.append(f"{outcome.state}: best so far, not raced against the present values")
-    present = f"max-num-seqs {outcome.present.max_num_seqs}, max-num-batched-tokens "
-    present += str(outcome.present.max_num_batched_tokens)
-    if decision.verdict is RaceVerdict.KEEP:
-        lines.append(f"KEEP WHAT YOU HAVE: {present}; {decision.why}")
-        if decision.best != outcome.present and outcome.changes:
-            lines.append(f"best that was found, {decision.best}, against the present values:")
-            lines.extend(f"  {row.text}" for row in outcome.changes)
+    if result.state != "complete":
+        lines.append(f"{result.state}: best so far, not raced against the present values")
+    before = f"max-num-seqs {present.max_num_seqs}, max-num-batched-tokens "
+    before += str(present.max_num_batched_tokens)
+    rows = [f"  {row.text}" for row in result.evidence]
+    if advice.is_change:
+        lines += [f"against the present {before}:", *rows]
     else:
-        lines.append(f"against the present {present}:")
-        lines.extend(f"  {row.text}" for row in outcome.changes)
-    lines.extend(filter(None, [outcome.load, outcome.kv]))
-    lines.append(f"limited by: {outcome.limited_by}")
-    if content["capacity"] is not None:
-        lines.append(f"capacity at the SLOs: {content['capacity']['text']}")
-    lines.extend(f"caveat: {caveat.text}" for caveat in outcome.caveats)
+        lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")
+        if advice.best_measured != present and rows:
+            best = advice.best_measured
+            lines += [f"best that was found, {best}, against the present values:", *rows]
+    lines.extend(filter(None, [result.load, result.kv]))
+    lines.append(f"limited by: {result.limited_by}")
+    if result.capacity is not None:
+        lines.append(f"capacity at the SLOs: {result.capacity.text}")
+    lines.extend(f"caveat: {caveat.text}" for caveat in result.caveats)
     lines.append(f"evidence: {run_dir}")
     return lines
 
 
-def _how(content: Mapping[str, Any], decision: RaceDecision) -> str:
+def _how(result: RunResult, advice: Advice) -> str:
     """Say how the answer was found: measured or predicted, and on what it rests."""
-    if content["method"] == "shadow":
-        made = (content["provenance"]["profile"] or {}).get("made_at", "")[:10]
-        return f"PREDICTED by the shadow of a profile of {made}, not measured"
-    made = [r for r in ranked(content["trials"]) if r["engine"] == "shadow"]
+    if result.method == "shadow":
+        profile = result.provenance.profile
+        made_at = "" if profile is None else profile.made_at[:10]
+        return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
+    made = [t for t in ranked(result.trials) if not t.is_live]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
-    if decision.is_predicted:
+    if advice.is_predicted:
         return f"{first}PREDICTED, not raced"
-    cold = ", confirmed on engines started cold" if content["confirmed_cold"] else ""
-    return f"{first}measured live, {decision.rounds} rounds in turns{cold}"
+    cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
+    return f"{first}measured live, {advice.rounds} rounds in turns{cold}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    schema: int | None = None
+
+
+def read_result(folder: Path) -> RunResult:
+    """Return the result in a run directory.
+
+    Raises: UsageError if there is none, or it is damaged or of another version.
+    """
+    path = folder / RESULT_FILE
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=_Version).schema
+        if found == SCHEMA:
+            return msgspec.json.decode(content, type=RunResult)
+    except FileNotFoundError:
+        began = (folder / RUN_FILE).is_file()
+        raise UsageError(
+            f"{folder} holds no result: {RESULT_FILE} is missing",
+            f"go on with tune --resume {folder}" if began else _NAME_A_RUN,
+        ) from None
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{path} is damaged: {error}", _RESTORE) from error
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", _RESTORE) from error
+    raise UsageError(
+        f"{path}: schema must be {SCHEMA}, got {found}",
+        "read it with the version of tune that made the run",
+    )

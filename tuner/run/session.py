@@ -7,7 +7,7 @@ hear of everything through a Listener.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -35,7 +35,7 @@ from tuner.search.race import (
     paired,
     whole_rounds,
 )
-from tuner.search.trials import Observation, Phase
+from tuner.search.trials import Observation, Trial
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.pool import ReplayTask, ShadowPool
 from tuner.traffic.windows import whole
@@ -285,8 +285,8 @@ class Session:
         """Return the caveats of the whole run, in a fixed order."""
         run = self.run_state
         found = set(run.caveats)
-        mine = self._records_of(decision.winner)
-        said = [Caveat(c) for record in mine for c in record["measurement"]["caveats"]]
+        mine = self._trials_of(decision.winner)
+        said = [Caveat(c) for t in mine for c in (t.measurement or {})["caveats"]]
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         is_kept = decision.verdict is RaceVerdict.KEEP
@@ -313,12 +313,9 @@ class Session:
             return []
         return Ranking(self.run_state, self.shadow.forecast).seen()
 
-    def _records_of(self, limits: EngineLimits) -> Sequence[Mapping[str, Any]]:
-        wanted = (limits.max_num_seqs, limits.max_num_batched_tokens)
+    def _trials_of(self, limits: EngineLimits) -> Sequence[Trial]:
         return [
-            r
-            for r in self.run_state.journal.records()
-            if r["measurement"]
-            and Phase(r["phase"]).is_on_windows
-            and (r["max_num_seqs"], r["max_num_batched_tokens"]) == wanted
+            t
+            for t in self.run_state.journal.records()
+            if t.measurement and t.phase.is_on_windows and t.limits == limits
         ]

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from uuid import uuid4
 
 from tuner.engine.limits import EngineLimits
@@ -27,7 +26,7 @@ from tuner.search.budget import Aim
 from tuner.search.objective import Score, Scoring, Tier, make_scoring
 from tuner.search.race import Forecasts
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Phase, observation_of, record_of
+from tuner.search.trials import Phase, Trial
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
@@ -129,10 +128,8 @@ class RunState:
     def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
         """Yield the limits of each whole replay of the windows, and how long it took."""
         for record in self.journal.records():
-            measured = record["measurement"]
-            is_whole = measured and not measured["cut_reason"]
-            if is_whole and Phase(record["phase"]).is_on_windows:
-                yield observation_of(record).limits, float(measured["wall_s"])
+            if record.is_whole and record.measurement and record.phase.is_on_windows:
+                yield record.limits, float(record.measurement["wall_s"])
 
     def trial(
         self,
@@ -145,7 +142,7 @@ class RunState:
         is_cold: bool = False,
         names: Sequence[str] | None = None,
         goal: Scoring | None = None,
-    ) -> dict[str, Any]:
+    ) -> Trial:
         """Measure once, live, and put it on disk, whatever came out; return the record.
 
         As `measure`.
@@ -166,7 +163,7 @@ class RunState:
         load: float | None = None,
         names: Sequence[str] | None = None,
         goal: Scoring | None = None,
-    ) -> tuple[Measurement | Failure, dict[str, Any]]:
+    ) -> tuple[Measurement | Failure, Trial]:
         """Measure once, live, and put it on disk, whatever came out; return it and its record.
 
         on_log hears of each window's log, with every step in it. A cold trial starts an engine
@@ -192,7 +189,7 @@ class RunState:
             self._deaths += self._should_live(limits)
             if self._deaths >= MAX_DEATHS:
                 raise EngineError(
-                    f"the engine died {MAX_DEATHS} times in a row: {record['cause']}",
+                    f"the engine died {MAX_DEATHS} times in a row: {record.cause}",
                     f"see {self.run_dir.engine_log}",
                 )
         else:
@@ -207,7 +204,7 @@ class RunState:
         outcome: Measurement | Failure,
         goal: Scoring,
         race_round: int = 0,
-    ) -> dict[str, Any]:
+    ) -> Trial:
         """Judge what came out of a trial, put it on disk, and return the record."""
         record, score, slacks = judged(
             number, limits, phase, outcome, goal, race_round, self.attempt
@@ -215,7 +212,7 @@ class RunState:
         self.run_dir.is_measured = True
         if self.journal.finish(number, score, slacks, record):
             self.write_trials()
-            self.listener.trial_ended(observation_of(record), record, self.left_s)
+            self.listener.trial_ended(record, self.left_s)
         return record
 
     def write_trials(self) -> None:
@@ -254,7 +251,7 @@ def judged(
     goal: Scoring,
     race_round: int = 0,
     attempt: str = "",
-) -> tuple[dict[str, Any], Score, dict[str, float]]:
+) -> tuple[Trial, Score, dict[str, float]]:
     """Return a trial's record, its score and the SLOs' slacks."""
     if isinstance(outcome, Measurement):
         score, slacks = goal.score(outcome), goal.slacks(outcome)
@@ -263,7 +260,7 @@ def judged(
         score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
         measured, cause = None, outcome.cause
     return (
-        record_of(number, limits, phase, race_round, score, measured, cause, attempt),
+        Trial.of(number, limits, phase, race_round, score, measured, cause, attempt),
         score,
         slacks,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Any, Literal, Self
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.objective import RATE_TIE_RATIO, Score, Tier
@@ -132,125 +132,158 @@ def leader(
     return min(tied, key=lambda o: o.limits)
 
 
-def record_of(
-    number: int,
-    limits: EngineLimits,
-    phase: Phase,
-    race_round: int,
-    score: Score,
-    measurement: Mapping[str, Any] | None,
-    cause: str = "",
-    attempt: str = "",
-) -> dict[str, Any]:
-    """Return a trial as JSON: what `trials.jsonl` and `result.json` hold.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One replay of one configuration: why, what came of it, and how that is judged.
 
-    `attempt` names the process that measured it, which a resumed run has several of.
+    A line of `trials.jsonl` and of `result.json`, in its order. `attempt` names the process
+    that measured it, which a resumed run has several of; `cause` says why nothing was measured.
+    `value` is None where it has no end, for which JSON has no number.
+
+    Raises: UsageError if vLLM would refuse the limits.
     """
-    return {
-        "number": number,
-        "engine": "shadow" if phase is Phase.SHADOW else "live",
-        "phase": str(phase),
-        "race_round": race_round,
-        "attempt": attempt,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "tier": str(score.tier),
-        "value": _finite(score.value),
-        "metric": score.metric,
-        "others": {name: value for name, value in score.others if math.isfinite(value)},
-        # Without end where a bound falls on a lost request, which JSON has no number for.
-        "slo_used": "inf" if score.slo_used == math.inf else score.slo_used,
-        "load_used": score.load_used,
-        "cause": cause,
-        "measurement": measurement,
-    }
+
+    number: int
+    engine: str
+    phase: Phase
+    race_round: int
+    attempt: str = ""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tier: Tier
+    value: float | None
+    metric: str
+    others: dict[str, float] = field(default_factory=dict)
+    slo_used: float | Literal["inf"] | None = None
+    load_used: float | None = None
+    cause: str
+    measurement: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        """Refuse what vLLM would refuse."""
+        _ = self.limits
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        limits: EngineLimits,
+        phase: Phase,
+        race_round: int,
+        score: Score,
+        measurement: Mapping[str, Any] | None,
+        cause: str = "",
+        attempt: str = "",
+    ) -> Self:
+        """Return the trial that a replay was."""
+        return cls(
+            number=number,
+            engine="shadow" if phase is Phase.SHADOW else "live",
+            phase=phase,
+            race_round=race_round,
+            attempt=attempt,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            tier=score.tier,
+            value=score.value if math.isfinite(score.value) else None,
+            metric=score.metric,
+            others={name: value for name, value in score.others if math.isfinite(value)},
+            # Without end where a bound falls on a lost request.
+            slo_used="inf" if score.slo_used == math.inf else score.slo_used,
+            load_used=score.load_used,
+            cause=cause,
+            measurement=None if measurement is None else dict(measurement),
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What was replayed."""
+        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it was measured, not predicted."""
+        return self.engine == "live"
+
+    @property
+    def cut_reason(self) -> str:
+        """Why the replay was cut short, empty where it was not."""
+        return str((self.measurement or {}).get("cut_reason") or "")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the replay ran to its end."""
+        return self.measurement is not None and not self.cut_reason
+
+    @property
+    def score(self) -> Score:
+        """Its place in the order of configurations."""
+        return Score(
+            self.tier,
+            math.inf if self.value is None else self.value,
+            self.metric,
+            tuple(self.others.items()),
+            None if self.slo_used is None else float(self.slo_used),
+            self.load_used,
+        )
+
+    @property
+    def observation(self) -> Observation:
+        """What the search needs to know of it."""
+        measured = self.measurement or {}
+        return Observation(
+            number=self.number,
+            limits=self.limits,
+            phase=self.phase,
+            score=self.score,
+            peak_running=int((measured.get("running") or {}).get("max") or 0),
+            peak_step_tokens=int(measured.get("max_step_tokens") or 0),
+            decode_step_s=(measured.get("decode_step_s") or {}).get("p50"),
+            race_round=self.race_round,
+        )
 
 
-def _finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: nothing for one without end."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _used(value: object) -> float | None:
-    return None if value is None else float(str(value))
-
-
-def observation_of(record: Mapping[str, Any]) -> Observation:
-    """Return a record reduced to what the search needs."""
-    measured = record["measurement"] or {}
-    value = record["value"]
-    step = measured.get("decode_step_s") or {}
-    return Observation(
-        number=int(record["number"]),
-        limits=EngineLimits(int(record["max_num_seqs"]), int(record["max_num_batched_tokens"])),
-        phase=Phase(record["phase"]),
-        score=Score(
-            Tier(record["tier"]),
-            float("inf") if value is None else float(value),
-            str(record["metric"]),
-            tuple(record.get("others", {}).items()),
-            _used(record.get("slo_used")),
-            _used(record.get("load_used")),
-        ),
-        peak_running=int((measured.get("running") or {}).get("max") or 0),
-        peak_step_tokens=int(measured.get("max_step_tokens") or 0),
-        decode_step_s=step.get("p50"),
-        race_round=int(record["race_round"]),
-    )
-
-
-def race_records(
-    records: Sequence[Mapping[str, Any]], limits: EngineLimits
-) -> dict[int, Mapping[str, Any]]:
+def race_records(trials: Sequence[Trial], limits: EngineLimits) -> dict[int, dict[str, Any]]:
     """Return the race's whole measurements of one configuration by round, the last of each."""
-    return {int(r["race_round"]): r["measurement"] for r in records if _raced(r, limits)}
+    return {t.race_round: t.measurement for t in _raced(trials, limits) if t.measurement}
 
 
 def paired_records(
-    records: Sequence[Mapping[str, Any]], a: EngineLimits, b: EngineLimits
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    trials: Sequence[Trial], a: EngineLimits, b: EngineLimits
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the race's whole measurements of two configurations, round by round.
 
     Of rounds that both ran in one process.
     """
-    ours = {(r["race_round"], r.get("attempt", "")): r for r in records if _raced(r, a)}
-    theirs = {(r["race_round"], r.get("attempt", "")): r for r in records if _raced(r, b)}
-    shared = sorted(set(ours) & set(theirs))
-    return [(ours[key]["measurement"], theirs[key]["measurement"]) for key in shared]
-
-
-def _raced(record: Mapping[str, Any], limits: EngineLimits) -> bool:
-    measured = record["measurement"]
-    return (
-        record["phase"] == str(Phase.RACE)
-        and measured is not None
-        and not measured.get("cut_reason")
-        and EngineLimits(record["max_num_seqs"], record["max_num_batched_tokens"]) == limits
+    ours, theirs = (
+        {(t.race_round, t.attempt): t.measurement or {} for t in _raced(trials, limits)}
+        for limits in (a, b)
     )
+    return [(ours[key], theirs[key]) for key in sorted(set(ours) & set(theirs))]
 
 
-def decisive(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records that a decision rests on: live ones, shadow ones only without them."""
-    live = [r for r in records if Phase(r["phase"]).is_on_windows]
-    return live or ranked(records)
+def _raced(trials: Sequence[Trial], limits: EngineLimits) -> list[Trial]:
+    return [t for t in trials if t.phase is Phase.RACE and t.is_whole and t.limits == limits]
 
 
-def ranked(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the records that can be ranked with each other over the whole space.
+def decisive(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that a decision rests on: live ones, shadow ones only without them."""
+    return [t for t in trials if t.phase.is_on_windows] or ranked(trials)
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that can be ranked with each other over the whole space.
 
     The live search's where there was one, else what the shadow predicted last.
     """
-    live = [r for r in records if Phase(r["phase"]).is_search]
-    if live:
-        return live
-    return predictions(records)
+    return [t for t in trials if t.phase.is_search] or predictions(trials)
 
 
-def predictions(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def predictions(trials: Sequence[Trial]) -> list[Trial]:
     """Return what the shadow predicted last, by the profile that was corrected last."""
-    made = [r for r in records if r["phase"] == str(Phase.SHADOW)]
-    last = max((int(r["race_round"]) for r in made), default=0)
-    return [r for r in made if int(r["race_round"]) == last]
+    made = [t for t in trials if t.phase is Phase.SHADOW]
+    last = max((t.race_round for t in made), default=0)
+    return [t for t in made if t.race_round == last]
 
 
 def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:

@@ -8,9 +8,9 @@ import pytest
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
-from tuner.run.result import MetricChange, kv_text, limited_by, metric_changes
+from tuner.run.evidence import MetricChange, kv_text, limited_by, metric_changes
 from tuner.search.objective import Score, Tier
-from tuner.search.trials import Phase, record_of
+from tuner.search.trials import Phase, Trial
 
 WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
 
@@ -21,7 +21,7 @@ def a_record(
     phase: Phase = Phase.LADDER,
     round_: int = 0,
     **measured: Any,
-) -> dict[str, Any]:
+) -> Trial:
     content = {
         "e2e_s": {"p50": p99_s / 2, "p99": p99_s},
         "tpot_s": {"p50": 0.01, "p99": 0.02},
@@ -32,7 +32,7 @@ def a_record(
         "cut_reason": None,
         **measured,
     }
-    return record_of(0, limits, phase, round_, Score(Tier.GOOD, p99_s, "e2e_p99"), content)
+    return Trial.of(0, limits, phase, round_, Score(Tier.GOOD, p99_s, "e2e_p99"), content)
 
 
 def test_rows_pair_the_rounds_that_both_raced() -> None:
@@ -41,18 +41,17 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
     made = {row.metric: row for row in metric_changes(records, WINNER, PRESENT, "p99")}
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
-    assert row.change is not None
-    assert row.change.value == pytest.approx(-0.5)
+    assert row.change_ratio == pytest.approx(-0.5)
+    assert row.change_interval == pytest.approx((-0.5, -0.5))
     assert "4.00 s -> 2.00 s   (-50.0%, interval -50.0% … -50.0%)" in row.text
-    assert made["requests_per_s"].change is not None
-    assert made["requests_per_s"].change.value == pytest.approx(1.0)
-    assert row.as_json()["change_ratio"] == pytest.approx(-0.5)
+    assert made["requests_per_s"].change_ratio == pytest.approx(1.0)
+    assert made["requests_per_s"].text.split()[1:4] == ["0.250/s", "->", "0.500/s"]
 
 
 def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
     (row, *_) = metric_changes(records, WINNER, PRESENT, "p99")
-    assert row.change is None
+    assert row.change_ratio is None
     assert row.text.endswith("(-50.0%, too few rounds for an interval)")
     searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
     assert metric_changes(searched, WINNER, PRESENT, "p99") == []
@@ -68,7 +67,15 @@ def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
     ],
 )
 def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text: str) -> None:
-    shown = MetricChange("e2e_p99", " s", value, value, None, 1).text
+    shown = MetricChange(
+        metric="e2e_p99",
+        unit="s",
+        before=value,
+        after=value,
+        change_ratio=None,
+        change_interval=None,
+        rounds=1,
+    ).text
     assert f"{text} s ->" in shown
 
 
@@ -100,7 +107,7 @@ def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:
 
 
 def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
-    failed = record_of(
+    failed = Trial.of(
         1, PRESENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
     )
     cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")

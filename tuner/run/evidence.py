@@ -1,0 +1,272 @@
+"""What the trials say about a winner: its gain metric by metric, its KV cache, what limits it.
+
+Every sentence follows from what was measured or predicted. Which configuration wins is decided
+in `search.race`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tuner import stats
+from tuner.engine.limits import EngineLimits
+from tuner.replay import metrics
+from tuner.replay.slo import Slo
+from tuner.search.race import CONFIDENCE_PER_LOOK, MIN_ROUNDS
+from tuner.search.trials import (
+    Trial,
+    decisive,
+    paired_records,
+    predictions,
+    ranked,
+    read_metric,
+)
+from tuner.stats import Estimate
+
+# A KV cache this full is what limits, a bound this close is what binds: ours.
+KV_FULL_RATIO = 0.95
+BINDING_RATIO = 0.10
+# Effects of a neighbouring cap below this are not worth a sentence: ours.
+TELLING_RATIO = 0.05
+
+Bounds = tuple[float | None, float | None]
+"""Both ends of an interval; None where it has no end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricChange:
+    """One metric of the winner beside the present configuration's.
+
+    `change_ratio` is the paired ratio minus one with its interval, None where rounds are
+    missing. With `is_helped` the prediction counted as one more round for it, beside `rounds`
+    of them.
+
+    Units: `unit` is s or /s.
+    """
+
+    metric: str
+    unit: str
+    before: float
+    after: float
+    change_ratio: float | None
+    change_interval: Bounds | None
+    rounds: int
+    is_helped: bool = False
+
+    @property
+    def moved_ratio(self) -> float:
+        """The paired change, or the plain one where there is none."""
+        if self.change_ratio is not None:
+            return self.change_ratio
+        return self.after / self.before - 1
+
+    @property
+    def text(self) -> str:
+        """Return the row as the emitted file and the terminal show it."""
+        gain = f"{self.moved_ratio:+.1%}"
+        if self.rounds == 0:
+            gain += ", predicted"
+        elif self.change_ratio is None:
+            gain += ", too few rounds for an interval"
+        else:
+            low, high = self.change_interval or (None, None)
+            if low is not None and high is not None:
+                gain += f", interval {low:+.1%} … {high:+.1%}"
+            if self.is_helped:
+                gain += f" of {self.rounds} rounds and the prediction"
+        unit = self.unit if self.unit.startswith("/") else f" {self.unit}"
+        return (
+            f"{self.metric:<16} {_number(self.before)}{unit} -> "
+            f"{_number(self.after)}{unit}   ({gain})"
+        )
+
+
+def _number(value: float) -> str:
+    """Write three significant digits without an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def metric_changes(
+    records: Sequence[Trial],
+    winner: EngineLimits,
+    present: EngineLimits,
+    tail: str,
+    predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
+) -> list[MetricChange]:
+    """Return the comparison of two configurations over the rounds that both raced.
+
+    Where both raced too few for an interval, `predicted` of the same requests counts as one
+    more. Where nothing raced, what was predicted of them, in no round.
+    """
+    pairs: list[_Pair] = [*paired_records(records, winner, present)]
+    is_raced, extra = bool(pairs), list[_Pair]()
+    if not is_raced:
+        ours, theirs = _predicted(records, winner), _predicted(records, present)
+        pairs = [(ours, theirs)] if ours and theirs else []
+    elif len(pairs) < MIN_ROUNDS and predicted and {winner, present} <= set(predicted):
+        extra = [(predicted[winner], predicted[present])]
+    wanted = [
+        (f"e2e_{tail}", "s"),
+        ("e2e_p50", "s"),
+        (f"ttft_{tail}", "s"),
+        ("tpot_p50", "s"),
+        ("decode_step_p50", "s"),
+        ("requests_per_s", "/s"),
+        ("output_tokens_per_s", "/s"),
+    ]
+    made = []
+    for metric, unit in dict(wanted).items():
+        row = _row(metric, unit, _values(pairs, metric), _values(extra, metric))
+        if row is not None:
+            made.append(row if is_raced else replace(row, rounds=0))
+    return made
+
+
+_Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _values(pairs: Sequence[_Pair], metric: str) -> list[tuple[float, float]]:
+    """Return a metric of both where both have it."""
+    found = ((read_metric(a, metric), read_metric(b, metric)) for a, b in pairs)
+    return [(after, before) for after, before in found if after and before]
+
+
+def _predicted(records: Sequence[Trial], limits: EngineLimits) -> Mapping[str, Any] | None:
+    found = (t.measurement for t in predictions(records) if t.limits == limits)
+    return next(filter(None, found), None)
+
+
+def _row(
+    metric: str,
+    unit: str,
+    pairs: Sequence[tuple[float, float]],
+    extra: Sequence[tuple[float, float]],
+) -> MetricChange | None:
+    if not pairs:
+        return None
+    ratio, counted = None, [*pairs, *extra]
+    if len(counted) >= MIN_ROUNDS:
+        ours, theirs = zip(*counted, strict=True)
+        ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
+    after, before = (statistics.median(values) for values in zip(*pairs, strict=True))
+    return MetricChange(
+        metric=metric,
+        unit=unit,
+        before=before,
+        after=after,
+        change_ratio=None if ratio is None else ratio.value - 1,
+        change_interval=None if ratio is None else change_bounds(ratio),
+        rounds=len(pairs),
+        is_helped=ratio is not None and bool(extra),
+    )
+
+
+def change_bounds(ratio: Estimate) -> Bounds:
+    """Return the interval of a ratio as that of a change."""
+    return (
+        None if ratio.low is None else ratio.low - 1,
+        None if ratio.high is None else ratio.high - 1,
+    )
+
+
+def kv_text(records: Sequence[Trial], limits: EngineLimits) -> str:
+    """Say how full the KV cache became, under both of its names."""
+    mine = _of(records, limits)
+    if not mine:
+        return "KV cache not measured"
+    peak = max(m["gpu_cache_usage_perc"]["max"] for m in mine)
+    preempted = max(m["preemptions"] for m in mine)
+    told = f"{preempted} preemptions" if preempted else "no preemption"
+    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {told}"
+
+
+def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
+    return [
+        t.measurement
+        for t in decisive(records)
+        if t.measurement is not None and t.limits == limits
+    ]
+
+
+def load_text(records: Sequence[Trial], limits: EngineLimits) -> str:
+    """Say what was offered and whether it is more than the configuration can take."""
+    mine = _of(records, limits)
+    told = [m for m in mine if m.get("utilisation") is not None]
+    if not told:
+        return ""
+    used = statistics.median(m["utilisation"] for m in told)
+    rate = statistics.median(m["requests_per_s"] for m in told)
+    text = metrics.load_text(told[-1]["offered_per_s"], rate, used)
+    lost = max(m.get("lost_ratio", 0.0) for m in mine)
+    return f"{text}; {lost:.1%} of the requests timed out" if lost else text
+
+
+def limited_by(
+    records: Sequence[Trial],
+    limits: EngineLimits,
+    slos: Sequence[Slo],
+    tail: str,
+) -> str:
+    """Say what keeps the configuration from doing better, from what was measured.
+
+    What was predicted says so.
+    """
+    mine = _of(records, limits)
+    if not mine:
+        return "nothing that was measured"
+    said = []
+    for slo in slos:
+        value = read_metric(mine[-1], slo.name)
+        if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
+            said.append(f"SLO {slo}")
+    used = [m["utilisation"] for m in mine if m.get("utilisation") is not None]
+    if used and statistics.median(used) > 1:
+        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain")
+    if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
+        said.append("the KV cache, which was full")
+    said.extend(_neighbours(records, limits, tail))
+    if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
+        peak = int(mine[-1]["running"]["max"])
+        said.append(f"the traffic: at most {peak} requests ran at once, the cap never bound")
+    return "; ".join(said) or "nothing that was measured"
+
+
+def _neighbours(records: Sequence[Trial], limits: EngineLimits, tail: str) -> list[str]:
+    """Say what the next lower and the next higher cap would do, and whether it was measured."""
+    along = {
+        t.max_num_seqs: t
+        for t in ranked(records)
+        if t.max_num_batched_tokens == limits.max_num_batched_tokens
+    }
+    own = along.get(limits.max_num_seqs)
+    if own is None or own.measurement is None:
+        return []
+    lower = max((n for n in along if n < limits.max_num_seqs), default=None)
+    higher = min((n for n in along if n > limits.max_num_seqs), default=None)
+    said = []
+    for cap in (lower, higher):
+        text = None if cap is None else _effect(along[cap], own, cap, tail)
+        if cap is not None and text:
+            said.append(f"{text} (predicted)" if not along[cap].is_live else text)
+    return said
+
+
+def _effect(other: Trial, own: Trial, cap: int, tail: str) -> str | None:
+    """Say how a neighbouring cap worsens what matters, or None if it does not tell."""
+    if other.measurement is None:
+        return f"{cap} failed"
+    if other.cut_reason:
+        return f"{cap} was cut short: {other.cut_reason}"
+    worse = []
+    for metric in (f"e2e_{tail}", f"tpot_{tail}"):
+        theirs, mine = (read_metric(t.measurement or {}, metric) for t in (other, own))
+        if theirs and mine and theirs / mine - 1 > TELLING_RATIO:
+            worse.append(f"{metric} by {theirs / mine - 1:.0%}")
+    return f"{cap} raises {' and '.join(worse)}" if worse else None
