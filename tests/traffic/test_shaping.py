@@ -151,7 +151,7 @@ def test_shares_of_time_agree_with_the_step_function(lives: list[tuple[float, fl
     times_s, counts = in_flight_steps(due_s, e2e_s)
     ends_s = np.minimum(times_s, due_s[-1])
     expected = np.bincount(counts[:-1], weights=np.diff(ends_s), minlength=counts.max() + 1)
-    import tuner.concurrency as module
+    import tuner.traffic.concurrency as module
 
     whole, small = module.CHUNK, 7
     try:
