@@ -20,6 +20,7 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.slo import Slo
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
+from tuner.run.listener import NullListener
 from tuner.run.state import RunState
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
@@ -35,7 +36,7 @@ CEILING = EngineLimits(128, 8192)
 
 
 @dataclass(slots=True)
-class Heard:
+class Heard(NullListener):
     """A listener that remembers what was noted and which trials began."""
 
     notes: list[str] = field(default_factory=list)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
+from tuner.run.listener import clock_text
 from tuner.run.result import Advice, RunResult
 from tuner.search.objective import Tier
 from tuner.search.trials import Phase, Trial, leader
@@ -55,18 +57,11 @@ def say_error(error: TunerError) -> None:
         say(f"hint:  {error.hint}")
 
 
-def clock_text(seconds: float) -> str:
-    """Write a duration as people say it.
-
-    >>> clock_text(75), clock_text(-3)
-    ('1:15', '0:00')
-    """
-    whole = max(0, round(seconds))
-    return f"{whole // 60}:{whole % 60:02d}"
-
-
 class RunDisplay:
-    """Shows a run while it goes on; a Listener of the session."""
+    """Shows a run while it goes on, from its first trial as a table; a Listener of the run.
+
+    `result` is the last that was put on disk.
+    """
 
     def __init__(self, tail: str, budget_s: float) -> None:
         self._console = talk()
@@ -77,11 +72,9 @@ class RunDisplay:
         self._now = ""
         self._began_s = time.monotonic()
         self._budget_s = budget_s
+        self.result: RunResult | None = None
 
     def __enter__(self) -> Self:
-        if self._is_live:
-            self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
         return self
 
     def __exit__(
@@ -92,8 +85,9 @@ class RunDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None
 
-    def recall(self, trial: Trial) -> None:
+    def trial_recalled(self, trial: Trial) -> None:
         """Take in a trial of a run that is resumed, without announcing it."""
         self._seen.append(trial)
 
@@ -106,6 +100,9 @@ class RunDisplay:
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
         """Show what begins."""
+        if self._is_live and self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
         self._now = f"trial {number} {phase} {limits}"
         self._refresh()
 
@@ -124,6 +121,10 @@ class RunDisplay:
             cells = " ".join(_cells(trial))
             say(f"trial {cells}  {self._so_far()}, at most {clock_text(left_s)} left")
         self._refresh()
+
+    def result_written(self, result: RunResult, run_dir: Path) -> None:  # noqa: ARG002
+        """Keep the result, to be shown when the run has ended."""
+        self.result = result
 
     def _so_far(self) -> str:
         """Name the best so far and what a single replay says it gains."""

@@ -37,6 +37,7 @@ def with_stored(
         stored = [str(a) for a in run_dir.read_json(RUN_FILE)["arguments"]]
     finally:
         run_dir.close()
+    check_begun_here(stored, run_dir.path)
     missing = [a for a in stored if a.endswith(f"={REDACTED}")]
     given = {a.partition("=")[0] for a in arguments}
     again = [a for a in missing if a.partition("=")[0] not in given]
@@ -51,6 +52,18 @@ def with_stored(
     merged = [*kept, *arguments]
     context = command.make_context("tune", list(merged))
     return _without_secrets(merged), dict(context.params)
+
+
+def check_begun_here(arguments: Sequence[str], folder: Path) -> None:
+    """Refuse a run that no command line has begun: its options are in a program.
+
+    Raises: UsageError.
+    """
+    if not arguments:
+        raise UsageError(
+            f"{folder} was begun by a Python program, which alone knows its options",
+            "go on there, with the same TuningOptions and is_resumed=True",
+        )
 
 
 def _refuse_changes(arguments: Sequence[str], secrets: set[str]) -> None:

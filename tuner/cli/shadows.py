@@ -8,38 +8,27 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tuner.cli.console import say
-from tuner.cli.inputs import fit_lengths, profiled_engine, replay_plan
 from tuner.cli.options import credentials
 from tuner.drift.baseline import Baseline
 from tuner.drift.check import Checked, DriftVerdict, check, unlike_server, without_replay
 from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import Retune, retuning, shadow_process
+from tuner.drift.retune import Ready, RetuneOptions, shadow_process, shadows_for
 from tuner.drift.watch.guard import GuardSample
 from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
+from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import Failure
 from tuner.run.directory import RunDir
-from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
-from tuner.search.space import DEFAULT_LADDER, search_space
-from tuner.shadow.pool import default_jobs
+from tuner.search.space import DEFAULT_LADDER
 from tuner.traffic.prometheus import hits_missed, known_in_part, trace_from_prometheus
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import whole
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Shadows that can replay, what is aimed at, and the traffic as they can take it."""
-
-    retune: Retune
-    aim: Aim
-    trace: Trace
 
 
 @contextmanager
@@ -58,30 +47,29 @@ def shadows_on(
 
     Raises: TunerError.
     """
-    given = {**options, "engine_args": (), "model": None}
-    facts = host.facts(profiled_engine(given, baseline.profile).values)
-    trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
-    if told:
-        say(told)
-    ladder = options["max_num_seqs"] or DEFAULT_LADDER
-    space = search_space(facts, trace, ladder, present or facts.present_limits)
-    aim = Aim(
-        Objective(options["objective"]) if options["objective"] else baseline.objective,
-        tuple(options["slo"]) or baseline.slos,
-        replay_plan(options, trace),
-        Budget(options["budget"]),
-        options["window"].resolve(trace) if options["window"] else None,
-    )
-    with retuning(
-        host,
-        run_dir,
-        baseline.profile,
-        space,
-        jobs=options["jobs"] or default_jobs(),
+    config, wanted = options["config"] or None, _retune_options(options)
+    with shadows_for(read, baseline, present, config, wanted, host, run_dir, say) as ready:
+        yield ready
+
+
+def _retune_options(options: Mapping[str, Any]) -> RetuneOptions:
+    load_model = options["load_model"]
+    return RetuneOptions(
+        objective=Objective(options["objective"]) if options["objective"] else None,
+        slos=tuple(options["slo"]),
+        ladder=options["max_num_seqs"] or DEFAULT_LADDER,
+        budget_s=options["budget"],
+        window=options["window"],
+        load_model=LoadModel(load_model) if load_model else None,
+        concurrency=options["concurrency"],
+        clock=ClockKind(options["clock"]),
+        request_timeout_s=options["request_timeout"],
+        sessions=Sessions(options["sessions"]),
+        too_long=TooLong(options["too_long"]),
+        jobs=options["jobs"],
         seed=options["seed"],
         is_forced=options["force_profile"],
-    ) as retune:
-        yield Ready(retune, aim, trace)
+    )
 
 
 MAX_REPLAYED: Final = 20_000

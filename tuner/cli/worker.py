@@ -15,8 +15,7 @@ import msgspec
 from tuner.cli.console import say
 from tuner.cli.inputs import fit_lengths, read_traffic
 from tuner.cli.inputs import replay_plan as plan_of
-from tuner.cli.job import DEFAULT_BUDGET_S
-from tuner.cli.resume import with_tuning
+from tuner.cli.resume import check_begun_here, with_tuning
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TraceError, UsageError
 from tuner.replay.metrics import Measurement
@@ -24,6 +23,7 @@ from tuner.replay.runner import Failure
 from tuner.run.directory import PROFILE_FILE, RUN_FILE
 from tuner.run.forecast import Forecast
 from tuner.run.journal import Journal
+from tuner.run.options import DEFAULT_BUDGET_S
 from tuner.run.state import judged
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
@@ -44,6 +44,7 @@ def run_worker(command: click.Command, options: Mapping[str, Any]) -> int:
     """Work for the run until it is over. Raises: TunerError, KeyboardInterrupt."""
     folder = Path(options["run_dir"])
     stored = _stored(folder)
+    check_begun_here(stored["arguments"], folder)
     context = command.make_context("tune", [str(a) for a in stored["arguments"]])
     asked = with_tuning(context.params)
     if options["trace"]:

@@ -6,32 +6,36 @@ One set of shadow processes serves many pieces of traffic; each ranking has a st
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
+from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner, Failure
+from tuner.replay.slo import Slo
 from tuner.run.directory import RunDir
 from tuner.run.forecast import Forecast
+from tuner.run.inputs import Config, engine_of_profile, fit_lengths, plan_for
 from tuner.run.journal import Journal
 from tuner.run.listener import NullListener
 from tuner.run.shadow_search import Ranking
 from tuner.run.state import RunState
-from tuner.search.budget import Aim
-from tuner.search.objective import Scoring
-from tuner.search.space import SearchSpace
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Objective, Scoring
+from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
 from tuner.search.trials import Observation
 from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import ReplayTask, ShadowPool
+from tuner.shadow.pool import ReplayTask, ShadowPool, default_jobs
 from tuner.shadow.profiles import Profile
 from tuner.shadow.source import ShadowSource
-from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window
+from tuner.traffic.traces import LoadModel, TooLong, Trace
+from tuner.traffic.windows import Window, WindowChoice
 
 ReplayOutcome = Measurement | Failure
 
@@ -143,3 +147,88 @@ def retuning(
         shadows.adopt(runner)
         shadows.start_all()
         yield Retune(space, runner, shadows, run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class RetuneOptions:
+    """What a re-tune in the shadow aims at and may take; what is None is the baseline's.
+
+    Units: seconds; `ladder` caps of max_num_seqs.
+    """
+
+    objective: Objective | None = None
+    slos: tuple[Slo, ...] = ()
+    ladder: tuple[int, ...] = DEFAULT_LADDER
+    budget_s: float = 120.0
+    window: WindowChoice | None = None
+    load_model: LoadModel | None = None
+    concurrency: int | None = None
+    clock: ClockKind = ClockKind.VIRTUAL
+    request_timeout_s: float | None = None
+    sessions: Sessions = Sessions.CAUSAL
+    too_long: TooLong = TooLong.REFUSE
+    jobs: int | None = None
+    seed: int = 0
+    is_forced: bool = False
+
+    def aim(self, baseline: Baseline, trace: Trace) -> Aim:
+        """Return what is aimed at on this trace. Raises: UsageError, TraceError."""
+        plan = plan_for(
+            trace,
+            load_model=self.load_model,
+            concurrency=self.concurrency,
+            clock=self.clock,
+            timeout_s=self.request_timeout_s,
+            sessions=self.sessions,
+        )
+        return Aim(
+            self.objective or baseline.objective,
+            self.slos or baseline.slos,
+            plan,
+            Budget(self.budget_s),
+            None if self.window is None else self.window.resolve(trace),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Shadows that can replay, what is aimed at, and the traffic as they can take it."""
+
+    retune: Retune
+    aim: Aim
+    trace: Trace
+
+
+@contextmanager
+def shadows_for(
+    read: Trace,
+    baseline: Baseline,
+    present: EngineLimits | None,
+    config: Config,
+    options: RetuneOptions,
+    host: EngineProcess,
+    run_dir: RunDir,
+    note: Callable[[str], None] = lambda _: None,
+) -> Iterator[Ready]:
+    """Yield shadows of the baseline's profile for this traffic; they end with the block.
+
+    `present` is None where the configuration that is named says it.
+
+    Raises: TunerError.
+    """
+    facts = host.facts(engine_of_profile(baseline.profile, config, None, {}).values)
+    trace, told = fit_lengths(read, facts.max_model_len, options.too_long)
+    if told:
+        note(told)
+    space = search_space(facts, trace, options.ladder, present or facts.present_limits)
+    aim = options.aim(baseline, trace)
+    with retuning(
+        host,
+        run_dir,
+        baseline.profile,
+        space,
+        jobs=options.jobs or default_jobs(),
+        seed=options.seed,
+        is_forced=options.is_forced,
+    ) as retune:
+        yield Ready(retune, aim, trace)

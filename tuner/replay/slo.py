@@ -36,13 +36,21 @@ class Slo:
 
     Units: bound_s in seconds.
 
-    >>> str(parse_slo("ttft_p99=500ms"))
+    >>> str(Slo.parse("ttft_p99=500ms"))
     'ttft_p99=0.5s'
     """
 
     metric: str
     statistic: str
     bound_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Return the SLO that a text such as ttft_p99=500ms stands for, as `--slo` takes it.
+
+        Raises: UsageError if it stands for none.
+        """
+        return parse_slo(text)
 
     @property
     def name(self) -> str:

@@ -43,7 +43,7 @@ class CapacityResult:
     def text(self) -> str:
         """Say it in a sentence.
 
-        >>> Carried(1.7, 1.2, None).text
+        >>> CapacityResult(1.7, 1.2, None).text
         "holds up to 1.7 x today's load (the present one 1.2 x), foretold by the shadow"
         """
         if self.winner is None:

@@ -1,12 +1,24 @@
-"""Whoever hears of a run while it goes on."""
+"""Who is told what a run is doing while it goes on."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
+from tuner.run.result import RunResult
 from tuner.search.trials import Phase, Trial
+
+
+def clock_text(seconds: float) -> str:
+    """Write a duration as people say it.
+
+    >>> clock_text(75), clock_text(-3)
+    ('1:15', '0:00')
+    """
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
 
 
 class Listener(Protocol):
@@ -14,6 +26,9 @@ class Listener(Protocol):
 
     def note(self, text: str) -> None:
         """Hear a sentence worth reading."""
+
+    def trial_recalled(self, trial: Trial) -> None:
+        """Hear of a trial that an earlier process of a resumed run has made."""
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
         """Hear that a replay begins."""
@@ -24,12 +39,18 @@ class Listener(Protocol):
     def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Hear that a replay ended and is on disk."""
 
+    def result_written(self, result: RunResult, run_dir: Path) -> None:
+        """Hear that the result is on disk: complete, interrupted or failed, as it says."""
+
 
 class NullListener:
     """A listener who does nothing."""
 
     def note(self, text: str) -> None:
         """Hear a sentence."""
+
+    def trial_recalled(self, trial: Trial) -> None:
+        """Hear of a trial that an earlier process of a resumed run has made."""
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
         """Hear that a replay begins."""
@@ -39,3 +60,6 @@ class NullListener:
 
     def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Hear that a replay ended."""
+
+    def result_written(self, result: RunResult, run_dir: Path) -> None:
+        """Hear that the result is on disk."""

@@ -33,6 +33,7 @@ from tuner.run.evidence import (
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Trial, decisive, leader, predictions, ranked
+from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 1
@@ -76,6 +77,10 @@ class Advice(LimitsRecord):
     gain_metric: str = ""
     is_predicted: bool = False
     is_thin: bool = False
+
+    def __str__(self) -> str:
+        """Return what to run with, in a line."""
+        return f"{self.verdict} {self.limits} (max_num_seqs/max_num_batched_tokens)"
 
     @property
     def is_change(self) -> bool:
@@ -241,6 +246,20 @@ class RunResult:
         """Whose gain is told: the present configuration where nothing is recommended."""
         advice = self.recommendation
         return self.present if advice is None else advice.shown
+
+    @property
+    def gain(self) -> Estimate | None:
+        """By how much the recommendation changes the metric that decided, with its interval.
+
+        None where it is the current configuration, or nothing was there to compare.
+
+        Units: a share of the current value, -0.28 for 28 % less.
+        """
+        advice = self.recommendation
+        if advice is None or not advice.is_change or advice.gain_ratio is None:
+            return None
+        low, high = advice.gain_interval or (None, None)
+        return Estimate(advice.gain_ratio, low, high, advice.rounds)
 
     @property
     def kv(self) -> str:

@@ -1,0 +1,212 @@
+"""A Python program tunes with a few names, and gets and leaves what the command does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tuner
+from support.paths import ROOT
+from support.toy import ToySource
+from support.toy_tune import CROWDED, job_on, write_trace
+from tuner.errors import NoFeasibleConfigError, UsageError
+from tuner.run.listener import NullListener
+from tuner.run.result import RunResult
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Return a trace on disk."""
+    return write_trace(tmp_path / "prod.jsonl", n=160)
+
+
+def asked(trace: Path, **more: Any) -> tuner.TuningOptions:
+    """Return the options of a short live run."""
+    config = trace.parent / "current.yaml"
+    config.write_text("model: m\nport: 8000\n")
+    return replace(
+        tuner.TuningOptions(
+            trace=tuner.read_trace(trace),
+            config=config,
+            ladder=(4, 8, 16),
+            budget_s=40.0,
+            method="live",  # type: ignore[arg-type]  # as people type it
+            run_dir=trace.parent / "run",
+        ),
+        **more,
+    )
+
+
+@dataclass(slots=True)
+class Told(NullListener):
+    """A listener that remembers, and stops the run after some trials."""
+
+    stop: BaseException | None = None
+    after: int = 3
+    trials: int = 0
+    notes: list[str] = field(default_factory=list)
+    results: list[RunResult] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Keep a sentence."""
+        self.notes.append(text)
+
+    def trial_ended(self, trial: Trial, left_s: float) -> None:  # noqa: ARG002
+        """Count, and stop the run where it is to be stopped."""
+        self.trials += 1
+        if self.stop is not None and self.trials >= self.after:
+            raise self.stop
+
+    def result_written(self, result: RunResult, run_dir: Path) -> None:
+        """Keep a result that is on disk."""
+        assert (run_dir / "result.json").exists()
+        self.results.append(result)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, tuner; print(*dir(tuner)); "
+        "print([m for m in ('numpy', 'click', 'vllm', 'optuna') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    names, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert set(tuner.__all__) <= set(names.split())
+
+
+def test_every_name_is_there_and_none_is_hidden_by_a_package() -> None:
+    packages = {p.parent.name for p in (ROOT / "tuner").glob("*/__init__.py")}
+    modules = {p.stem for p in (ROOT / "tuner").glob("*.py")}
+    assert not set(tuner.__all__) & (packages | modules)
+    for name in tuner.__all__:
+        assert getattr(tuner, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = tuner.nonsense  # type: ignore[attr-defined]
+
+
+def test_a_program_tunes_and_sees_what_to_run_with(trace: Path) -> None:
+    listener = Told()
+    result = tuner.tune(asked(trace), listener, source=ToySource(CROWDED))
+    assert result.recommendation is not None
+    # A step pays dearly for sequences beyond ten.
+    assert result.recommendation.max_num_seqs in range(7, 12)
+    assert result.gain is not None
+    assert -1 < result.gain.value < 0
+    assert "windowed" not in [caveat.id for caveat in result.caveats]
+    assert listener.results == [result]
+    assert listener.trials > 3
+    assert any(note.startswith("present configuration 16/2048") for note in listener.notes)
+    written = yaml.safe_load(tuner.render_config(result))
+    assert written == {
+        "model": "m",
+        "port": 8000,
+        "max-num-seqs": result.recommendation.max_num_seqs,
+        "max-num-batched-tokens": result.recommendation.max_num_batched_tokens,
+    }
+    assert f"--max-num-seqs={written['max-num-seqs']}" in tuner.render_config(result, "args")
+    with pytest.raises(UsageError, match="format must be one of vllm"):
+        tuner.render_config(result, "yaml")
+
+
+def test_a_program_leaves_the_directory_that_the_command_leaves(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuner.tune(asked(trace), source=ToySource(CROWDED))
+    mine = trace.parent / "run"
+    typed = ["--trace", str(trace), "--config", str(trace.parent / "current.yaml")]
+    typed += ["--max-num-seqs", "4,8,16", "--budget", "40s", "--method", "live"]
+    typed += ["--run-dir", str(trace.parent / "typed")]
+    assert job_on(ToySource(CROWDED), typed) == 0
+    capsys.readouterr()
+    names = {path.name for path in (trace.parent / "typed").iterdir()}
+    assert {path.name for path in mine.iterdir()} == names
+    assert {"report.html", "result.json", "profile.yaml", "traffic.json"} <= names
+    theirs = json.loads((trace.parent / "typed" / "result.json").read_text())
+    assert (
+        theirs["recommendation"]
+        == json.loads((mine / "result.json").read_text())["recommendation"]
+    )
+    assert theirs.keys() == json.loads((mine / "result.json").read_text()).keys()
+
+
+@pytest.mark.parametrize(
+    ("stop", "state"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("x"), "failed")]
+)
+def test_a_run_that_is_stopped_keeps_the_best_so_far_and_can_go_on(
+    trace: Path, stop: BaseException, state: str
+) -> None:
+    listener = Told(stop)
+    with pytest.raises(type(stop)):
+        tuner.tune(asked(trace), listener, source=ToySource(CROWDED))
+    folder = trace.parent / "run"
+    assert json.loads((folder / "result.json").read_text())["state"] == state
+    assert [result.state for result in listener.results] == [state]
+    assert (folder / "report.html").exists()
+    assert len((folder / "trials.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(UsageError, match="begun by a Python program"):
+        job_on(ToySource(CROWDED), ["--resume", str(folder), "--trace", str(trace)])
+    again = Told()
+    done = tuner.tune(asked(trace, is_resumed=True), again, source=ToySource(CROWDED))
+    assert done.state == "complete"
+    assert again.trials == len((folder / "trials.jsonl").read_text().splitlines()) - 3
+
+
+def test_a_run_that_measured_nothing_leaves_nothing(trace: Path) -> None:
+    refused = asked(trace, engine_args={"toy-refuses": True})
+    with pytest.raises(UsageError, match="toy-refuses"):
+        tuner.tune(refused, source=ToySource())
+    assert not (trace.parent / "run").exists()
+
+
+def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None:
+    slos = [tuner.Slo.parse("ttft_p50=1ms")]
+    with pytest.raises(NoFeasibleConfigError, match="nearest is"):
+        tuner.tune(asked(trace, slos=slos), source=ToySource())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"objective": "fastest"}, "objective must be one of balanced"),
+        ({"ladder": ()}, "at least 1"),
+        ({"budget_s": 1.0}, "too short for one trial"),
+        ({"load": 0.0}, "multiple above 0"),
+        ({"window": "noon"}, "window must be all"),
+        ({"objective": "goodput"}, "needs at least one"),
+        ({"method": "shadow"}, "needs --profile"),
+        ({"run_dir": None, "is_resumed": True}, "needs its run_dir"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_at_once(
+    trace: Path, wrong: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        asked(trace, **wrong)
+
+
+def test_one_replay_gives_a_measurement(trace: Path) -> None:
+    read = tuner.read_trace([trace])
+    log = tuner.replay_trace(read, ToySource(), tuner.EngineLimits(8, 2048))
+    slo = tuner.Slo.parse("ttft_p99=500ms")
+    measured = tuner.measure([log], [slo])
+    assert measured.offered == len(read) == 160
+    assert slo.slack_ratio(measured) is not None
+    twice = tuner.replay_trace(read, ToySource(), plan=tuner.ReplayPlan(load=2.0))
+    assert tuner.measure([twice]).requests_per_s > 1.2 * measured.requests_per_s
+
+
+def test_the_traffic_of_a_run_has_not_drifted_from_itself() -> None:
+    found = tuner.check_drift(
+        ROOT / "examples" / "demo" / "run",
+        tuner.read_trace(ROOT / "traces" / "translation.jsonl"),
+    )
+    assert found.verdict is tuner.DriftVerdict.UNCHANGED

@@ -1,0 +1,163 @@
+"""What a tuning run is asked for, checked as far as it can be without a file or an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from tuner.errors import UsageError
+from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.slo import Slo
+from tuner.run.session import Method
+from tuner.search.budget import Budget
+from tuner.search.objective import Objective, Scoring
+from tuner.search.space import DEFAULT_LADDER
+from tuner.shadow.profiles import Profile
+from tuner.traffic.formats import ReadOptions
+from tuner.traffic.traces import LoadModel, TooLong, Trace
+from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
+
+DEFAULT_BUDGET_S = 1800.0
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReading:
+    """How files of recorded traffic are read; None for what the files themselves say.
+
+    With `is_spread` the arrivals of a coarse clock are spread evenly within its ticks, drawn
+    with the seed of `rows`. Sessions without a common clock start within `sessions_over_s`.
+
+    Units: seconds.
+    """
+
+    format: str | None = None
+    rows: ReadOptions = field(default_factory=ReadOptions)
+    is_spread: bool = False
+    sessions_over_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TuningOptions:
+    """Everything that a run can be asked for; the defaults are those of the command `tune`.
+
+    `trace` is a trace or the files of one, which are read as `reading` says. `config` is the
+    current configuration: the path of a `vllm serve --config` file, or its keys and values;
+    `model` and `engine_args` go before it. Without any of the three the bundled demo model is
+    measured. `window` is the part to replay, as `peak:300s`, `5m:10m` or `all`; None for what
+    fits into the time. `load` is a multiple of the recorded arrival rate, `ladder` the caps of
+    max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
+    of the engine, and with Method.SHADOW no engine is started. `jobs` is how many shadows run
+    beside each other, None for one per core. `run_dir` keeps the evidence, None for
+    `runs/<time>`; with `is_resumed` the run that it holds goes on. `arguments` is the command
+    line that this stands for, without secrets, for the record.
+
+    Units: seconds.
+    Raises: UsageError if a value cannot be used, or two contradict each other.
+    """
+
+    trace: Trace | str | Path | Sequence[str | Path]
+    config: str | Path | Mapping[str, object] | None = None
+    model: str | None = None
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    slos: Sequence[Slo] = ()
+    objective: Objective = Objective.BALANCED
+    budget_s: float = DEFAULT_BUDGET_S
+    window: WindowChoice | Window | str | None = None
+    load: float = 1.0
+    load_model: LoadModel | None = None
+    concurrency: int | None = None
+    sessions: Sessions = Sessions.CAUSAL
+    clock: ClockKind = ClockKind.VIRTUAL
+    request_timeout_s: float | None = None
+    too_long: TooLong = TooLong.REFUSE
+    ladder: Sequence[int] = DEFAULT_LADDER
+    method: Method = Method.AUTO
+    profile: Profile | str | Path | None = None
+    is_forced: bool = False
+    jobs: int | None = None
+    storage: str | None = None
+    run_dir: str | Path | None = None
+    is_resumed: bool = False
+    seed: int = 0
+    reading: TraceReading = field(default_factory=TraceReading)
+    arguments: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Bring values into one form and refuse what cannot be used."""
+        chosen: dict[str, object] = {
+            "objective": _member(Objective, self.objective, "objective"),
+            "sessions": _member(Sessions, self.sessions, "sessions"),
+            "clock": _member(ClockKind, self.clock, "clock"),
+            "too_long": _member(TooLong, self.too_long, "too_long"),
+            "method": _member(Method, self.method, "method"),
+            "slos": tuple(self.slos),
+            "ladder": tuple(self.ladder),
+            "window": _window_choice(self.window),
+        }
+        if self.load_model is not None:
+            chosen["load_model"] = _member(LoadModel, self.load_model, "load_model")
+        for name, value in chosen.items():
+            object.__setattr__(self, name, value)
+        Budget(self.budget_s)
+        self._check_numbers()
+        Scoring(self.objective, tuple(self.slos), "p99")
+        self._check_method()
+
+    def _check_numbers(self) -> None:
+        if not self.ladder or min(self.ladder) < 1:
+            raise UsageError(
+                f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
+                "for example 1,2,4,8,16,32",
+            )
+        if not 0 < self.load < 1e6:
+            raise UsageError(
+                f"--load must be a multiple above 0, got {self.load:g}", "for example 1.5"
+            )
+        if self.jobs is not None and self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, got {self.jobs}")
+        if self.is_resumed and self.run_dir is None:
+            raise UsageError("a run that is resumed needs its run_dir", "name its directory")
+
+    def _check_method(self) -> None:
+        """Refuse a method that lacks what it needs, or is given what it has no use for."""
+        if self.objective is Objective.CAPACITY and self.method is Method.LIVE:
+            raise UsageError(
+                "--objective capacity asks many loads of each setting and needs the shadow",
+                "leave --method live out",
+            )
+        if self.method is Method.SHADOW and not self.profile:
+            raise UsageError(
+                "--method shadow needs --profile FILE",
+                "every live run writes profile.yaml into its run directory",
+            )
+        if self.method is Method.LIVE and self.profile:
+            raise UsageError(
+                "--profile is for --method auto and shadow, got --method live",
+                "a live run makes a profile of its own",
+            )
+
+    @property
+    def window_choice(self) -> WindowChoice | None:
+        """Return which part was chosen, None where none was."""
+        return _window_choice(self.window)
+
+
+def _member(kind: type[Choice], value: str, name: str) -> Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(kind)
+        raise UsageError(f"{name} must be one of {known}, got {value!r}") from None
+
+
+def _window_choice(window: WindowChoice | Window | str | None) -> WindowChoice | None:
+    if isinstance(window, str):
+        return parse_window(window)
+    if isinstance(window, Window):
+        return WindowChoice(WindowKind.SPAN, span=window)
+    return window
