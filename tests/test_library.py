@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ import tuner
 from support.paths import ROOT
 from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
+from tuner import library
 from tuner.errors import NoFeasibleConfigError, UsageError
 from tuner.run.listener import NullListener
 from tuner.run.result import RunResult
+from tuner.search.trials import Trial
 
 
 @pytest.fixture
@@ -210,3 +213,24 @@ def test_the_traffic_of_a_run_has_not_drifted_from_itself() -> None:
         tuner.read_trace(ROOT / "traces" / "translation.jsonl"),
     )
     assert found.verdict is tuner.DriftVerdict.UNCHANGED
+
+
+def test_what_the_readme_shows_runs(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a toy in vLLM's place and in less time; the text is the README's."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (trace.parent / "current.yaml").write_text("model: m\n")
+    monkeypatch.chdir(trace.parent)
+    monkeypatch.setattr(
+        tuner, "tune", lambda options: tune_on(ToySource(CROWDED), options, 20.0)
+    )
+    printed: list[object] = []
+    exec(block, {"tuner": tuner, "print": lambda *values: printed.extend(values)})  # noqa: S102
+    advice, _, caveats = printed
+    assert "max_num_seqs" in str(advice)
+    assert isinstance(caveats, tuple)
+
+
+def tune_on(source: ToySource, options: tuner.TuningOptions, budget_s: float) -> RunResult:
+    """Run with another engine, for so long."""
+    shorter = replace(options, budget_s=budget_s, method="live")  # type: ignore[arg-type]
+    return library.tune(shorter, source=source)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tuner.run.result import RunResult
     from tuner.search.objective import Objective
     from tuner.search.space import SearchSpace
+    from tuner.search.trials import Trial
     from tuner.shadow.engine import ShadowEngine
     from tuner.shadow.profiles import Profile, read_profile
     from tuner.traffic.describe import describe
@@ -47,6 +48,7 @@ _HOMES = {
     "ShadowEngine": "shadow.engine",
     "Slo": "replay.slo",
     "Trace": "traffic.traces",
+    "Trial": "search.trials",
     "TunerError": "errors",
     "TuningOptions": "run.options",
     "Window": "traffic.windows",
@@ -75,6 +77,7 @@ __all__ = [
     "ShadowEngine",
     "Slo",
     "Trace",
+    "Trial",
     "TunerError",
     "TuningOptions",
     "Window",
