@@ -29,7 +29,7 @@ PACKAGES = {
     *("cli", "drift", "emit", "engine", "recorder", "replay"),
     *("report", "run", "search", "shadow", "traffic"),
 }
-FILES = {"__init__", "arrays", "demo", "errors", "files", "redact", "stats"}
+FILES = {"__init__", "arrays", "errors", "files", "library", "redact", "stats"}
 MAX_MODULES_IN_FOLDER = 25
 """Ours: what one look at a folder takes in."""
 MIN_LINES_OF_ITS_OWN = 100
@@ -195,7 +195,9 @@ def test_the_wheel_carries_the_model_the_traces_and_the_profiles(tmp_path: Path)
 
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(wheel).extractall(unpacked)
-    code = "from tuner.demo import bundled; print(bundled('traces'), bundled('profiles'))"
+    code = (
+        "from tuner.engine.demo import bundled; print(bundled('traces'), bundled('profiles'))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=unpacked, check=True, capture_output=True, text=True
     )

@@ -61,7 +61,7 @@ def tune(
 
 def every_setting(window_s: float) -> dict[str, Any]:
     """Replay the window live at every setting, on one engine."""
-    from tuner.demo import demo_engine_args
+    from tuner.engine.demo import demo_engine_args
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
     from tuner.replay.plan import ReplayPlan

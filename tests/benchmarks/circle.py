@@ -35,7 +35,7 @@ import aiohttp
 import numpy as np
 import yaml
 
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -47,7 +47,7 @@ def a_trace(requests: int) -> Any:
 
 def values() -> dict[str, object]:
     """Return the configuration of both sides; a prefix cache would remember the warm-up."""
-    from tuner.demo import demo_engine_args
+    from tuner.engine.demo import demo_engine_args
 
     return demo_engine_args() | {"enable-prefix-caching": False, "skip-tokenizer-init": True}
 

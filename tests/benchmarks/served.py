@@ -34,8 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from tuner.demo import bundled, demo_engine_args
 from tuner.drift.retune import shadow_process
+from tuner.engine.demo import bundled, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.steps import StepLog

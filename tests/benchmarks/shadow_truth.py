@@ -39,7 +39,7 @@ from typing import Any
 
 from truth_figures import limits_of, show, summary
 
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.replay.metrics import Measurement, measure

@@ -37,7 +37,7 @@ SEED = 0
 
 def window(length_s: float) -> Any:
     """Return the busiest stretch of the sample trace."""
-    from tuner.demo import bundled
+    from tuner.engine.demo import bundled
     from tuner.traffic.formats import read_trace
     from tuner.traffic.windows import busiest
 
@@ -47,7 +47,7 @@ def window(length_s: float) -> Any:
 
 def ours(length_s: float, configurations: list[tuple[int, int]]) -> dict[str, float]:
     """Sweep the configurations on one engine."""
-    from tuner.demo import demo_engine_args
+    from tuner.engine.demo import demo_engine_args
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
     from tuner.replay.plan import ReplayPlan
@@ -84,7 +84,7 @@ def free_port() -> int:
 
 def serve_command(port: int) -> list[str]:
     """Return the server's command line, but for the limits."""
-    from tuner.demo import demo_engine_args
+    from tuner.engine.demo import demo_engine_args
     from tuner.engine.serve_config import to_argv
 
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -93,7 +93,7 @@ def serve_command(port: int) -> list[str]:
 
 def bench_command(port: int, length_s: float) -> list[str]:
     """Return `vllm bench serve` on requests like those of the window."""
-    from tuner.demo import DEMO_MODEL_DIR
+    from tuner.engine.demo import DEMO_MODEL_DIR
 
     trace = window(length_s)
     options = {

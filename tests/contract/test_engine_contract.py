@@ -19,7 +19,7 @@ from support.engine_contract import (
 from support.leaping import LeapingSource
 from support.shadow_parts import a_shadow, a_shape
 from support.toy import ToySource
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import Engine, EngineSource
 from tuner.errors import EngineError

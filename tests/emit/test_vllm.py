@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.emit_parts import vllm_serve_parser
-from tuner.demo import demo_engine_args
 from tuner.emit.vllm import render
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.serve_config import FLAGS_WITHOUT_NO, hyphenated, limits, read_config
 from tuner.errors import UsageError
 from tuner.files import write_atomic

@@ -25,7 +25,7 @@ from support.recorder_server import (
     serving,
     wanted,
 )
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE, MAX_BYTES
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.traces import Aborted

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.shadow_parts import MaybeShared, Workload, a_shadow
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine, LiveSource
 from tuner.engine.protocol import Batch, Engine

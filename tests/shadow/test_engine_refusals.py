@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from support.shadow_parts import a_shadow, a_shape
-from tuner.demo import demo_engine_args
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
 from tuner.engine.compat.shape import _refuse_unsupported, read_shape
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError

@@ -11,7 +11,7 @@ import pytest
 
 from support.toy import ToySource
 from support.traffic import a_trace
-from tuner.demo import bundled
+from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
 from tuner.replay.metrics import Measurement

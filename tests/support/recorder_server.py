@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES
 
 PATIENCE_S = 180.0

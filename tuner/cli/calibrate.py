@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tuner.cli.console import say
-from tuner.cli.inputs import fit_lengths, profiled_engine, read_traffic, replay_plan
+from tuner.cli.inputs import profiled_engine, read_traffic, replay_plan
 from tuner.drift.retune import shadow_process
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, UsageError
@@ -19,6 +19,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.timeline import Timelines
+from tuner.run.inputs import fit_lengths
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.served import ServingOverhead, fit_serving_overhead
 from tuner.shadow.source import ShadowSource

@@ -12,14 +12,7 @@ from typing import Any
 import msgspec
 
 from tuner.cli.console import ReplayDisplay, say
-from tuner.cli.inputs import (
-    DEMO_NOTE,
-    EngineChoice,
-    choose_engine,
-    fit_lengths,
-    read_traffic,
-    replay_plan,
-)
+from tuner.cli.inputs import choose_engine, read_traffic, replay_plan
 from tuner.cli.report import write_report
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -34,6 +27,7 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
+from tuner.run.inputs import DEMO_NOTE, EngineChoice, fit_lengths
 from tuner.run.strategies import Strategy, StrategyRow, strategies, table, uniform
 from tuner.traffic.traces import LoadModel, Trace
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tuner.cli.console import say
-from tuner.cli.inputs import fit_lengths, profiled_engine, read_named, read_traffic, replay_plan
+from tuner.cli.inputs import profiled_engine, read_named, read_traffic, replay_plan
 from tuner.drift.by_hour import (
     MIN_REQUESTS,
     Calendar,
@@ -30,6 +30,7 @@ from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.directory import RunDir
 from tuner.run.forecast import Forecast
+from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
 from tuner.run.listener import NullListener
 from tuner.run.shadow_search import Ranking

@@ -12,16 +12,7 @@ from typing import Any
 import msgspec
 
 from tuner.cli.console import ReplayDisplay, say
-from tuner.cli.inputs import (
-    DEMO_NOTE,
-    EngineChoice,
-    Traffic,
-    choose_engine,
-    fit_lengths,
-    profiled_engine,
-    read_traffic,
-    replay_plan,
-)
+from tuner.cli.inputs import choose_engine, profiled_engine, read_traffic, replay_plan
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
@@ -30,6 +21,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
+from tuner.run.inputs import DEMO_NOTE, EngineChoice, Traffic, fit_lengths
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.source import ShadowSource
 from tuner.traffic.traces import LoadModel

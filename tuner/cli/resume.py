@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tuner.demo import bundled
+from tuner.engine.demo import bundled
 from tuner.engine.serve_config import read_tuning, shown_argument
 from tuner.errors import UsageError
 from tuner.redact import REDACTED

@@ -14,13 +14,7 @@ from typing import Any
 import msgspec
 
 from tuner.cli.console import ProgressLine, say
-from tuner.cli.inputs import (
-    EngineChoice,
-    choose_engine,
-    fit_lengths,
-    read_traffic,
-    replay_plan,
-)
+from tuner.cli.inputs import choose_engine, read_traffic, replay_plan
 from tuner.emit.vllm import render
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -34,6 +28,7 @@ from tuner.replay.server.client import find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import ServerProcess
 from tuner.replay.server.scrape import Scraper
+from tuner.run.inputs import EngineChoice, fit_lengths
 from tuner.shadow.profiles import read_profile
 from tuner.shadow.source import ShadowSource
 from tuner.traffic.prompts import PromptSource

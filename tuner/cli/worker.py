@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from tuner.cli.console import say
-from tuner.cli.inputs import fit_lengths, read_traffic
+from tuner.cli.inputs import read_traffic
 from tuner.cli.inputs import replay_plan as plan_of
 from tuner.cli.resume import check_begun_here, with_tuning
 from tuner.engine.limits import EngineLimits
@@ -22,6 +22,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.run.directory import PROFILE_FILE, RUN_FILE
 from tuner.run.forecast import Forecast
+from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
 from tuner.run.options import DEFAULT_BUDGET_S
 from tuner.run.state import judged

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.serve_config import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,

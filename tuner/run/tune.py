@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tuner.demo import DEMO_MODEL_DIR, is_demo_model
+from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource

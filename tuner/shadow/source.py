@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuner.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.compat import serve
 from tuner.engine.compat.scheduler import import_scheduler
+from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated

@@ -32,7 +32,7 @@ from support.shadow_files import home
 from support.watch_parts import JumpingClock
 from tuner.cli.watch import run_watch
 from tuner.cli.watch_command import watch
-from tuner.demo import demo_engine_args
+from tuner.engine.demo import demo_engine_args
 from tuner.traffic.prometheus import trace_from_prometheus
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import Trace

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tuner.demo import demo_engine_args
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
 from tuner.engine.shape import SUPPORTED_KV, EngineShape

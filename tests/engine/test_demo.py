@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.make_demo_tokenizer import VOCAB_SIZE, tokenizer_json, write_tokenizer
-from tuner.demo import DEMO_MODEL_DIR, bundled
+from tuner.engine.demo import DEMO_MODEL_DIR, bundled
 from tuner.errors import UsageError
 
 

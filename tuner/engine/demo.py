@@ -11,7 +11,7 @@ from typing import Final
 
 from tuner.errors import UsageError
 
-_PACKAGE_DIR: Final = Path(__file__).resolve().parent
+_PACKAGE_DIR: Final = Path(__file__).resolve().parents[1]
 
 DEMO_MODEL_DIR: Final = _PACKAGE_DIR / "demo_model"
 """A Qwen2-shaped model of 6 layers without weights, and a tokenizer made by us."""
