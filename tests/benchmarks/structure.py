@@ -8,6 +8,7 @@ graph, so older commits can be set beside the present one.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import subprocess
@@ -89,7 +90,9 @@ def figures(root: Path) -> dict[str, str]:
 
 def main() -> None:
     """Print a table, a column for each checkout."""
-    roots = [Path(name) for name in sys.argv[1:]] or [ROOT]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[ROOT], metavar="CHECKOUT")
+    roots = parser.parse_args().checkouts
     columns = [figures(root) for root in roots]
     for name in columns[0]:
         row = " | ".join(column[name] for column in columns)
