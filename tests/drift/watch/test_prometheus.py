@@ -135,7 +135,10 @@ def url(
 
 def once(home: Path, url: str, clock: JumpingClock, *more: str) -> int:
     """Run `tune watch --once` at the clock's time. Raises: TunerError."""
-    copy = "import os, shutil; shutil.copy(os.environ['TUNE_FILE'], 'handed.yaml')"
+    copy = (
+        "import os, pathlib, shutil; file = pathlib.Path(os.environ['TUNE_FILE']); "
+        "shutil.copy(file, file.with_name('handed.yaml'))"
+    )
     arguments = [
         *("--once", "--prometheus", url, "--profile", str(home / "profile.yaml")),
         *("--emit", str(home / "best.yaml"), "--state", str(home / "state")),
