@@ -1,5 +1,5 @@
 # make tune     install, then tune the demo model on a sample trace: best.yaml
-# make test     install, then run the tests within five minutes (PYTEST_ARGS="-k config")
+# make test     install, then run the tests that need no model (PYTEST_ARGS="-k config")
 # make test-all what make test runs, then the slow tests and those on real models
 # make check    format, lint, types and import layers
 # make setup    install into .venv; on a GPU: make setup EXTRA=gpu
