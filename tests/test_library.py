@@ -107,7 +107,7 @@ def test_a_program_tunes_and_sees_what_to_run_with(trace: Path) -> None:
     assert "windowed" not in [caveat.id for caveat in result.caveats]
     assert listener.results == [result]
     assert listener.trials > 3
-    assert any(note.startswith("present configuration 16/2048") for note in listener.notes)
+    assert any(note.startswith("current configuration 16/2048") for note in listener.notes)
     written = yaml.safe_load(tuner.render_config(result))
     assert written == {
         "model": "m",
@@ -228,6 +228,10 @@ def test_what_the_readme_shows_runs(trace: Path, monkeypatch: pytest.MonkeyPatch
     advice, _, caveats = printed
     assert "max_num_seqs" in str(advice)
     assert isinstance(caveats, tuple)
+    assert caveats
+    for caveat in caveats:
+        assert f"{caveat.id}: {caveat.text}" in str(caveats)
+    assert "CaveatRecord" not in str(caveats)
 
 
 def tune_on(source: ToySource, options: tuner.TuningOptions, budget_s: float) -> RunResult:

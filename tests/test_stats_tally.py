@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tuner import stats
 from tuner.errors import TooFewSamplesError
-from tuner.stats import BIN_RATIO, EMPTY, LogHistogram, WeightedSamples, pooled
+from tuner.stats import BIN_RATIO, LogHistogram, WeightedSamples, pooled
 
 # Rounding may put a sample that lies on an edge into the next bin.
 ROUNDING = 1e-9
@@ -146,7 +146,7 @@ def test_what_lies_above_a_bound_is_told_but_for_the_bin_of_the_bound(
 
 def test_nothing_is_above_itself() -> None:
     assert counted([0.0, 0.0, 1.0]).above(0.0) == 1.0
-    assert EMPTY.above(0.0) == 0.0
+    assert pooled([]).above(0.0) == 0.0
 
 
 @given(samples_of)
@@ -170,7 +170,7 @@ def test_without_samples_there_is_no_number() -> None:
     nothing = LogHistogram()
     nothing.add(np.empty(0))
     nothing.add(np.array([3.0]), np.array([0.0]))
-    for empty in (nothing.finish(), EMPTY, pooled([]), pooled([EMPTY, EMPTY])):
+    for empty in (nothing.finish(), pooled([]), pooled([nothing.finish()] * 2)):
         assert empty.total_weight == 0.0
         assert empty.values.size == 0
         with pytest.raises(TooFewSamplesError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tuner.search.objective import Objective
     from tuner.search.space import SearchSpace
     from tuner.search.trials import Trial
-    from tuner.shadow.engine import ShadowEngine
+    from tuner.shadow.predictor import Predictor
     from tuner.shadow.profiles import Profile, read_profile
     from tuner.traffic.describe import describe
     from tuner.traffic.traces import Trace
@@ -45,7 +45,7 @@ _HOMES = {
     "ReplayPlan": "replay.plan",
     "RunResult": "run.result",
     "SearchSpace": "search.space",
-    "ShadowEngine": "shadow.engine",
+    "Predictor": "shadow.predictor",
     "Slo": "replay.slo",
     "Trace": "traffic.traces",
     "Trial": "search.trials",
@@ -70,11 +70,11 @@ __all__ = [
     "LiveEngine",
     "Measurement",
     "Objective",
+    "Predictor",
     "Profile",
     "ReplayPlan",
     "RunResult",
     "SearchSpace",
-    "ShadowEngine",
     "Slo",
     "Trace",
     "Trial",

@@ -7,13 +7,13 @@ are exported by the package itself: `tuner.tune`, `tuner.read_trace` and so on.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tuner.drift.baseline import read_baseline
 from tuner.drift.check import Checked, check, without_replay
 from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import RetuneOptions, shadow_process, shadows_for
+from tuner.drift.retune import RetuneOptions, retune_on
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
@@ -32,9 +32,9 @@ from tuner.run.inputs import configured_engine, engine_of_profile, fit_lengths
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult
-from tuner.shadow.pool import SpareProcesses
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
-from tuner.shadow.source import ShadowSource
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats import read_traces as read_files
 from tuner.traffic.prometheus import known_in_part
@@ -83,8 +83,10 @@ def replay_trace(
         does not fit here; EngineError when the engine fails; ReplayError when the replay itself
         is void.
     """
-    source, values = _source_of(engine)
     wanted = plan or ReplayPlan()
+    if isinstance(engine, Profile):
+        return _predicted(engine, trace, limits, wanted, seed)
+    source, values = _source_of(engine)
     with (
         tempfile.TemporaryDirectory(prefix="tune-replay-") as folder,
         EngineProcess(source, Path(folder) / "engine.log") as host,
@@ -97,11 +99,18 @@ def replay_trace(
         return host.replay("trace", at, wanted)
 
 
+def _predicted(
+    profile: Profile, trace: Trace, limits: EngineLimits | None, plan: ReplayPlan, seed: int
+) -> ReplayLog:
+    values = engine_of_profile(profile, None, None, {}).values
+    facts = ProfiledEngine(profile).facts(values)
+    fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
+    return Predictor(profile, seed=seed).replay(fitted, limits or facts.present_limits, plan)
+
+
 def _source_of(
-    engine: EngineSource | Profile | str | Path | Mapping[str, object],
+    engine: EngineSource | str | Path | Mapping[str, object],
 ) -> tuple[EngineSource, dict[str, object]]:
-    if isinstance(engine, Profile):
-        return ShadowSource(engine), engine_of_profile(engine, None, None, {}).values
     if isinstance(engine, (str, Path, Mapping)):
         return LiveSource(), configured_engine(engine, None, {}).values
     return engine, {}
@@ -112,14 +121,14 @@ def tune(
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
-    spares: SpareProcesses | None = None,
+    predictor_of: Callable[[Profile], Predictor] | None = None,
 ) -> RunResult:
     """Find the limits that suit a trace best, as the command `tune` does, and return them.
 
     Everything that leads to the result is kept in the run directory (`result.run_dir`) as it is
     made: trials, profile, result and page; a run that Ctrl-C or an error has ended can be
     resumed there. `listener` is told of each step. `source` starts engines of another kind than
-    the installed vLLM, `spares` are processes that may become shadows.
+    the installed vLLM, `predictor_of` makes predictions otherwise than by its scheduler.
 
     The engine runs in a process of its own, which imports the calling script anew: guard the
     call with `if __name__ == "__main__":`.
@@ -129,7 +138,7 @@ def tune(
         KeyboardInterrupt.
     """
     return run_tune.tune(
-        options, listener, source=source, spares=spares, write_page=_write_page
+        options, listener, source=source, predictor_of=predictor_of, write_page=_write_page
     )
 
 
@@ -176,7 +185,7 @@ def check_drift(
 
     `baseline` is a run directory or a profile's file. Its configuration is taken for the
     current one unless `config` names another, its profile for the engine's unless `profile`
-    does. If something shifted that can be felt, shadows replay the traffic; no engine is
+    does. If something shifted that can be felt, its effect is predicted; no engine is
     started. `verdict` of what is returned is a DriftVerdict.
 
     Raises: UsageError if the baseline lacks what is needed; ShadowError if its profile does not
@@ -193,8 +202,5 @@ def check_drift(
     found = without_replay(drift, present)
     if found is not None:
         return found
-    with (
-        shadow_process(kept.profile, is_forced=wanted.is_forced) as (host, run_dir),
-        shadows_for(trace, kept, present, config, wanted, host, run_dir) as ready,
-    ):
-        return check(drift, ready.trace, ready.retune, ready.aim)
+    ready = retune_on(trace, kept, present, config, wanted)
+    return check(drift, ready.trace, ready.retune, ready.aim)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -89,6 +90,8 @@ def quantile(samples: Floats | Sequence[float], q: float) -> Estimate:
     return Estimate(float(values[rank - 1]), float(values[low - 1]), float(values[high - 1]), n)
 
 
+# The settings of a search answer the same requests, so that n is the same again and again.
+@lru_cache(maxsize=4096)
 def order_interval(n: int, q: float) -> tuple[int, int]:
     """Return the ranks (from 1) of the two order statistics that enclose the quantile."""
     tail = (1.0 - CONFIDENCE) / 2
@@ -287,9 +290,6 @@ class WeightedSamples:
     def above(self, bound: float) -> float:
         """Return the weight of the samples above a bound."""
         return float(self.weights[self.values > bound].sum())
-
-
-EMPTY = WeightedSamples(np.empty(0), np.empty(0))
 
 
 class LogHistogram:

@@ -228,7 +228,7 @@ def watch_words(url: str, *more: str) -> Sequence[str]:
     """Return the command line of the watch."""
     return (
         *("watch", "--prometheus", url, "--profile", "run", "--emit", "best.yaml"),
-        *("--since", f"{SINCE_S}s", "--step", "5s", "--guard", f"{GUARD_S}s", "--jobs", "1"),
+        *("--since", f"{SINCE_S}s", "--step", "5s", "--guard", f"{GUARD_S}s"),
         *("--min-interval", "1s", "--hook", "touch", "--hook", "handed", *more),
     )
 

@@ -44,13 +44,14 @@ from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without
 from tuner.arrays import Ints
 from tuner.drift.check import DriftVerdict, check
 from tuner.drift.compare import drift_between
-from tuner.drift.retune import Retune, retuning, shadow_process
+from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.search.budget import Aim, Budget
+from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Score
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
@@ -66,7 +67,7 @@ FILES = {
 }
 """The recordings, with the length of the blocks that they are dealt in."""
 PAYS_RATIO = 0.05
-AIM = Aim(Objective.BALANCED, (), ReplayPlan(), Budget(3600.0), None)
+AIM = Aim(Objective.BALANCED, (), ReplayPlan(), None)
 SPACE = SearchSpace(EngineLimits(64, 2048), (8, 16, 32, 64), (2048,), EngineLimits(64, 2048))
 # Beyond 32 sequences a step grows fast, so that too high a cap hurts as well.
 STEPS = replace(
@@ -176,7 +177,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
     if tuned is None:
         raise SystemExit(f"{source}: no setting survived the baseline")
     drift = drift_between(sketch_of(before), sketch_of(now), seed)
-    retune.space = replace(retune.space, present=tuned.limits)
+    retune = replace(retune, space=replace(retune.space, present=tuned.limits))
     found = check(drift, now, retune, AIM)
     seen = retune.rank(now, AIM).observations
     best = leader(seen)
@@ -300,17 +301,11 @@ def main() -> None:
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     profile, began_s, found = a_profile(), time.monotonic(), []
-    with (
-        suppress(KeyboardInterrupt),  # what was tried is told all the same
-        shadow_process(profile, is_forced=True) as (host, run_dir),
-        retuning(
-            host, run_dir, profile, SPACE, jobs=given.jobs, seed=given.seed, is_forced=True
-        ) as retune,
-    ):
+    retune = Retune(SPACE, Predictor(profile, SPACE.ceiling, given.seed))
+    with suppress(KeyboardInterrupt):  # what was tried is told all the same
         for number, pair in enumerate(pairs(given.traces, given.pairs, given.seed)):
             one = tried(retune, pair, given.seed + number)
             found.append(one)

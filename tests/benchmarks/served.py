@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 
-from tuner.drift.retune import shadow_process
 from tuner.engine.demo import bundled, demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -44,11 +43,10 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner
 from tuner.replay.server.client import Endpoint, replay_http
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import read_profile
 from tuner.shadow.served import fit_serving_overhead
-from tuner.shadow.source import ShadowSource
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
@@ -152,25 +150,18 @@ def recorded(trace: Trace) -> Figures:
 def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
     """Replay a recording by the shadow of the bundled profile, and as `before` corrects it."""
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
-    with shadow_process(profile, is_forced=True) as (host, _):
-        bench = EngineRunner(host, {}, LIMITS, 0)
 
-        def replay(model: StepModel, name: str) -> ReplayLog:
-            tried = replace(profile, step_model=model)
-            bench.restart_from(ShadowSource(tried, is_forced=True))
-            logs: list[ReplayLog] = []
-            bench.measure([name], LIMITS, ReplayPlan(), (), on_log=logs.append)
-            return logs[0]
+    def replay(model: StepModel, recording: Trace) -> ReplayLog:
+        predictor = Predictor(replace(profile, step_model=model))
+        return predictor.replay(recording, LIMITS, ReplayPlan())
 
-        bench.use("this", trace)
-        found = {"shadow": figures_of(replay(profile.step_model, "this"))}
-        if before is not None:
-            bench.use("before", before)
-            corrected, learnt = fit_serving_overhead(
-                profile, before, LIMITS, lambda model: replay(model, "before").timelines
-            )
-            sys.stderr.write("\n".join(learnt.lines()) + "\n")
-            found["shadow, corrected"] = figures_of(replay(corrected.step_model, "this"))
+    found = {"shadow": figures_of(replay(profile.step_model, trace))}
+    if before is not None:
+        corrected, learnt = fit_serving_overhead(
+            profile, before, LIMITS, lambda model: replay(model, before).timelines
+        )
+        sys.stderr.write("\n".join(learnt.lines()) + "\n")
+        found["shadow, corrected"] = figures_of(replay(corrected.step_model, trace))
     return found
 
 

@@ -47,7 +47,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.search.trials import metric_error, relative_errors
 from tuner.shadow.calibration import Calibration, error_ratio
-from tuner.shadow.pool import ReplayTask, ShadowPool
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.reshape import at_load
@@ -176,7 +176,7 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     began_s = time.monotonic()
     profile = learnt.profile()
     walls["fit"] = time.monotonic() - began_s
-    shadow = foretell(profile, ceiling, window, list(live), folder, walls)
+    shadow = predicted(profile, ceiling, window, list(live), walls)
     profile = checked(profile, known, live, shadow)
     result = {
         "scenario": {**asdict(scenario), "trace": Path(scenario.trace).name},
@@ -195,26 +195,20 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-def foretell(
+def predicted(
     profile: Profile,
     ceiling: EngineLimits,
     window: Trace,
     settings: list[EngineLimits],
-    folder: Path,
     walls: dict[str, float],
 ) -> dict[EngineLimits, dict[str, Any]]:
-    """Return what the shadow says of the settings."""
-    with ShadowPool(profile, ceiling, 2, folder / "shadow.log", 0) as shadows:
-        shadows.use("window", window)
-        shadows.run([ReplayTask(("window",), settings[0], ReplayPlan())] * 2)
-        began_s = time.monotonic()
-        found = shadows.run([ReplayTask(("window",), s, ReplayPlan()) for s in settings])
-        walls["shadow, each"] = (time.monotonic() - began_s) / len(settings)
-    return {
-        limits: outcome.as_json()
-        for limits, outcome in zip(settings, found, strict=True)
-        if isinstance(outcome, Measurement)
-    }
+    """Return what the profile predicts of the settings."""
+    predictor = Predictor(profile, ceiling)
+    predictor.measure([window], settings[0], ReplayPlan())
+    began_s = time.monotonic()
+    found = {limits: predictor.measure([window], limits, ReplayPlan()) for limits in settings}
+    walls["shadow, each"] = (time.monotonic() - began_s) / len(settings)
+    return {s: m.as_json() for s, m in found.items() if isinstance(m, Measurement)}
 
 
 def checked(

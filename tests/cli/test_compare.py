@@ -11,7 +11,7 @@ from support.emit_parts import a_run_dir
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import write_trace
 from tuner.cli.commands import compare
-from tuner.cli.compare import run_compare
+from tuner.cli.compare import CompareOptions, run_compare
 from tuner.errors import UsageError
 from tuner.report.page import sections_of
 from tuner.report.run_files import read_run
@@ -22,7 +22,8 @@ SOURCE = ToySource(ToyCosts(base_s=0.01, knee=64, crowd_s=0.0))
 
 def compared(trace: Path, *more: str) -> int:
     arguments = ["--trace", str(trace), "--max-num-seqs", "16", "--batch-size", "4", *more]
-    return run_compare(compare.make_context("compare", arguments).params, SOURCE)
+    params = compare.make_context("compare", arguments).params
+    return run_compare(CompareOptions.parse(params), SOURCE)
 
 
 def test_strategies_stand_in_the_order_of_the_field(

@@ -10,6 +10,7 @@ import pytest
 
 from tuner.cli import doctor
 from tuner.cli.doctor import Check, TorchBuild
+from tuner.engine.compat import serve
 
 CPU = TorchBuild("2.13.0+cpu", "", "")
 CUDA = TorchBuild("2.13.0", "13.0", "NVIDIA H200")
@@ -24,7 +25,6 @@ CUDA = TorchBuild("2.13.0", "13.0", "NVIDIA H200")
         ("vllm", "0.19.9", False),
         ("vllm", "0.34.0rc1", False),
         ("vllm", "1.0", False),
-        ("", "", False),
     ],
 )
 def test_vllm_must_be_there_in_a_release_we_know(
@@ -93,17 +93,77 @@ def test_a_full_disk_is_told_apart_from_a_roomy_one(tmp_path: Path) -> None:
 
 
 def test_every_failed_check_says_how_to_mend_it() -> None:
-    found = doctor.checks()
-    assert [check for check in found if not check.ok and not check.fix] == []
-    assert {"Python", "vLLM", "import vllm", "torch", "torchvision", "disk space"} <= {
-        check.name for check in found
-    }
-    assert Check("Python", ok=True, found=".".join(map(str, sys.version_info[:3]))) in found
+    found = doctor.diagnosis()
+    checks = [*found.abilities, *found.parts]
+    assert [check for check in checks if not check.ok and not check.fix] == []
+    assert {"Python", "compiled code", "disk space"} <= {check.name for check in found.parts}
+    assert Check("Python", ok=True, found=".".join(map(str, sys.version_info[:3]))) in checks
+
+
+@pytest.mark.engine
+def test_an_installed_vllm_is_examined() -> None:
+    parts = {check.name for check in doctor.diagnosis().parts}
+    assert {"vLLM", "import vllm", "torch", "torchvision"} <= parts
+
+
+def test_without_vllm_all_is_well_and_live_replays_are_told_how_to_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "installed_vllm", lambda: ("", ""))
+    found = doctor.diagnosis()
+    assert found.is_sound
+    assert {"vLLM", "import vllm", "torch"}.isdisjoint(check.name for check in found.parts)
+    predictions, live, *_ = found.abilities
+    assert (predictions.ok, live.ok) == (True, False)
+    assert "pip install 'max-num-seqs-tuner[gpu]'" in live.fix
+
+
+def test_a_broken_vllm_is_no_live_replay() -> None:
+    broken = Check("import vllm", ok=False, found="ImportError", fix="make setup")
+    live = doctor.live_check([broken], "vllm", "0.32.0", CUDA)
+    assert (live.ok, live.is_required) == (False, True)
+    assert "import vllm" in live.found
+    assert "on NVIDIA H200" in doctor.live_check([], "vllm", "0.32.0", CUDA).found
+
+
+@pytest.mark.parametrize(
+    ("hidden", "name", "fix", "is_required"),
+    [
+        ("polars", "traces in CSV", "max-num-seqs-tuner[csv]", False),
+        ("psycopg", "studies in PostgreSQL", "max-num-seqs-tuner[postgres]", False),
+        ("plotly", "reports", "max-num-seqs-tuner", True),
+    ],
+)
+def test_what_a_library_is_for_is_told_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, hidden: str, name: str, fix: str, *, is_required: bool
+) -> None:
+    there = serve.installed_version
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda one: "" if one == hidden else there(one)
+    )
+    ability = doctor._ability_check(name)
+    assert (ability.ok, ability.is_required) == (False, is_required)
+    assert hidden in ability.found
+    assert fix in ability.fix
+
+
+def test_where_compiled_code_cannot_be_kept_it_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "a-file" / "below"))
+    monkeypatch.setenv("NUMBA_CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    monkeypatch.setattr(doctor, "installed_vllm", lambda: ("", ""))
+    found = doctor.diagnosis()
+    kept = next(check for check in found.parts if check.name == "compiled code")
+    assert not kept.ok
+    assert "NUMBA_CACHE_DIR" in kept.fix
+    assert found.is_sound
 
 
 def test_the_doctor_itself_never_imports_what_it_examines() -> None:
     code = (
-        "import sys, tuner.cli.doctor as d; d.checks(); "
+        "import sys, tuner.cli.doctor as d; d.diagnosis(); "
         "print({'vllm', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`tune plan`: what is best at which load, foretold from a profile alone."""
+"""`tune plan`: what is best at which load, predicted from a profile alone."""
 
 from __future__ import annotations
 

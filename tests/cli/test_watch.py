@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.prometheus_parts import free_port, wait_for
 from support.shadow_files import home
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
-from tuner.cli.watch import run_watch
+from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.drift.watch.health import serving
 from tuner.errors import UsageError
@@ -163,11 +163,10 @@ class NoWait:
         """Return at once."""
 
 
-def options_of(home: Path, *more: str) -> dict[str, object]:
-    """Return the options of a round at the home folder."""
+def options_of(home: Path, *more: str) -> WatchOptions:
+    """Return the options of a round at the home folder. Raises: UsageError."""
     files = ("--profile", str(home / "profile.yaml"), "--emit", str(home / "best.yaml"))
-    given = [*files, "--force-profile", *more]
-    return watch.make_context("watch", given).params
+    return WatchOptions.parse(watch.make_context("watch", [*files, *more]).params)
 
 
 def test_a_token_is_sent_and_never_shown(
@@ -178,8 +177,9 @@ def test_a_token_is_sent_and_never_shown(
     monkeypatch.setenv("PROMETHEUS_TOKEN", "tok-env")
     with asking_for_a_login(seen) as url:
         for more in ((), ("--token-file", str(home / "token"))):
+            given = ("--prometheus", url, "--once", "--force-profile", *more)
             with pytest.raises(UsageError, match=r"refuses without a login \(HTTP 401\)"):
-                run_watch(options_of(home, "--prometheus", url, "--once", *more), NoWait())
+                run_watch(options_of(home, *given), NoWait())
     assert set(seen) == {"Bearer tok-env", "Bearer tok-file"}
     told = "".join(capsys.readouterr())
     kept = (home / "best.yaml.watch" / "state.json").read_text()
@@ -209,14 +209,21 @@ def test_what_cannot_be_watched_is_told_at_once(
     home: Path, more: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(UsageError) as told:
-        run_watch(options_of(home, "--once", *more), NoWait())
+        run_watch(options_of(home, "--once", "--force-profile", *more), NoWait())
     assert words in told.value.message
+
+
+def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
+    given = ("--prometheus", "http://p:9", "--guard", "10m", "--step", "6m")
+    with pytest.raises(UsageError, match="--guard must be at least two steps"):
+        options_of(home, *given)
+    assert options_of(home, *given, "--no-guard").guard_s is None
 
 
 def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:
     options = options_of(home, "--once", "--prometheus", "http://p:9")
     with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as told:
-        run_watch({**options, "force_profile": False}, NoWait())
+        run_watch(options, NoWait())
     assert "--force-profile" in told.value.hint
 
 

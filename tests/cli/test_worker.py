@@ -1,112 +1,114 @@
-"""`tune worker`: others take part in a run's forecast, join late, leave and die."""
+"""`tune worker`: others take rounds of a run's race, join late, leave and die."""
 
 from __future__ import annotations
 
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
-from support.shadow_files import a_profile, a_trace_file
-from tuner.shadow.profiles import write_profile
+from support.toy import ToySource
+from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
+from tuner.errors import TraceError, UsageError
+from tuner.run.journal import Journal
 
-TUNE = [sys.executable, "-m", "tuner.cli"]
-
-
-def run_command(folder: Path, run_dir: Path, url: str, jobs: int = 1) -> list[str]:
-    """Return the run that asks for shadows, with so many of its own."""
-    return [
-        *(*TUNE, "--method", "shadow", "--force-profile", "--storage", url),
-        *("--jobs", str(jobs)),
-        *("--max-num-seqs", "2,8,24"),
-        # Time for the whole trace on any machine: a slow one replays stretches of it in less.
-        *("--budget", "1h"),
-        *("--profile", str(folder / "profile.yaml"), "--trace", str(folder / "prod.jsonl")),
-        *("--run-dir", str(run_dir), "-o", str(folder / f"{run_dir.name}.yaml")),
-    ]
+TOY = {"noise_ratio": 0.3, "present": [16, 2048], "pause_s": 4.0}
+"""Replays that differ by noise, and each takes a while, so that workers have time to join."""
 
 
-def worker(run_dir: Path, url: str) -> subprocess.Popen[str]:
-    command = [*TUNE, "worker", "--storage", url, "--run", str(run_dir), "--jobs", "1"]
+def begun(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        command(arguments, **TOY), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
 
 
-def wait_for(path: Path, main: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert main.poll() is None, main.stderr.read() if main.stderr else ""
-        time.sleep(0.05)
+def wait_for_rounds(url: str, run_dir: Path, count: int, main: subprocess.Popen[str]) -> None:
+    """Wait until so many rounds are being replayed at once."""
+    study = json.loads((run_dir / "run.json").read_text())["study"]
+    journal, deadline_s = Journal(url, study, join=True), time.monotonic() + 120.0
+    try:
+        while len(journal._rounds(TrialState.RUNNING)) < count:
+            assert main.poll() is None, "the race is over"
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+    finally:
+        journal.close()
 
 
-@pytest.mark.engine
 @pytest.mark.slow
-def test_workers_that_join_and_die_neither_lose_nor_double_a_setting(
-    tmp_path: Path, server: str
-) -> None:
-    write_profile(tmp_path / "profile.yaml", a_profile())
-    a_trace_file(tmp_path / "prod.jsonl", 4_000)
-    url = f"postgresql+psycopg://{server}/postgres"
-    run_dir = tmp_path / "shared"
-    main = subprocess.Popen(
-        run_command(tmp_path, run_dir, url), stderr=subprocess.PIPE, text=True
+def test_workers_that_join_and_die_neither_lose_nor_double_a_round(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", n=400, per_s=20.0)
+    url, run_dir = f"sqlite:///{tmp_path / 'shared.db'}", tmp_path / "run"
+    shared = ["--storage", url]
+    main = begun(
+        [
+            *("--trace", str(trace), "--run-dir", str(run_dir), "--method", "live", *shared),
+            *("-o", str(tmp_path / "best.yaml"), "--max-num-seqs", "15,16"),
+            *("--window", "all", "--budget", "10m"),
+        ]
     )
-    wait_for(run_dir / "run.json", main)
-    doomed, steadfast = worker(run_dir, url), worker(run_dir, url)
-    # It dies with a claim in its hands as soon as it has shown its log, thus begun to work.
-    while not list(run_dir.glob(f"worker-*-{doomed.pid}.log")) and main.poll() is None:
-        time.sleep(0.05)
-    doomed.send_signal(signal.SIGKILL)
-    _, said = main.communicate(timeout=240)
-    _, heard = steadfast.communicate(timeout=60)
-    doomed.communicate()
+    wait_for((run_dir / "run.json").exists, main)
+    doomed, steadfast = (begun(["worker", *shared, "--run", str(run_dir)]) for _ in range(2))
+    try:
+        wait_for_rounds(url, run_dir, 2, main)
+        doomed.send_signal(signal.SIGKILL)
+        _, said = main.communicate(timeout=240)
+        _, heard = steadfast.communicate(timeout=60)
+    finally:
+        for process in (main, doomed, steadfast):
+            process.kill()
+            process.wait()
     assert main.returncode == 0, said
     assert steadfast.returncode == 0, heard
     assert "the run is over" in heard
-    trials = [json.loads(x) for x in (run_dir / "trials.jsonl").read_text().splitlines()]
-    settings = Counter((t["max_num_seqs"], t["max_num_batched_tokens"]) for t in trials)
-    assert set(settings.values()) == {1}
-    alone = tmp_path / "alone"
-    done = subprocess.run(
-        run_command(tmp_path, alone, f"sqlite:///{tmp_path / 'alone.db'}", jobs=2),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
+    raced = [t for t in lines_of(run_dir / "trials.jsonl") if t["phase"] == "race"]
+    counted = Counter((t["race_round"], t["max_num_seqs"]) for t in raced)
+    assert set(counted.values()) == {1}
+    # Each round was made whole, by one process on one engine.
+    makers = {(t["race_round"], t["attempt"]) for t in raced}
+    assert len(makers) == len({number for number, _ in makers})
+    assert len({attempt for _, attempt in makers}) >= 2
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["state"] == "complete"
+    assert [t["number"] for t in result["trials"]] == sorted(
+        t["number"] for t in result["trials"]
     )
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads((d / "result.json").read_text()) for d in (run_dir, alone)]
-    assert answers[0]["recommendation"] == answers[1]["recommendation"]
-    lone = [json.loads(x) for x in (alone / "trials.jsonl").read_text().splitlines()]
-    assert set(settings) == {(t["max_num_seqs"], t["max_num_batched_tokens"]) for t in lone}
-    judged = {(t["max_num_seqs"], t["max_num_batched_tokens"]): t for t in lone}
-    for trial in trials:
-        # What was cut short was so at the same place, whichever process had it.
-        one = judged[trial["max_num_seqs"], trial["max_num_batched_tokens"]]
-        assert (trial["tier"], trial["value"]) == (one["tier"], one["value"])
-        assert trial["measurement"]["completed"] == one["measurement"]["completed"]
 
 
-@pytest.mark.engine
-def test_a_worker_refuses_another_trace_and_a_folder_without_a_run(tmp_path: Path) -> None:
-    def said(*more: str) -> str:
-        done = subprocess.run(
-            [*TUNE, "worker", "--storage", f"sqlite:///{tmp_path / 's.db'}", *more],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode == 2
-        return done.stderr
+def a_stored_run(folder: Path, trace: Path, **changed: Any) -> None:
+    """Leave what a run of the toy has begun with."""
+    options = ["--trace", str(trace), "--method", "live", "--storage", f"sqlite:///{folder}/s"]
+    stored = {"arguments": options, "trace_sha256": "0" * 64, "study": "x", **changed}
+    (folder / "run.json").write_text(json.dumps(stored))
 
-    assert "run.json cannot be read" in said("--run", str(tmp_path))
-    trace = a_trace_file(tmp_path / "prod.jsonl", 60)
-    stored = {"arguments": ["--trace", str(trace)], "trace_sha256": "0" * 64, "study": "x"}
-    (tmp_path / "run.json").write_text(json.dumps(stored))
-    assert "not the trace that the run was begun with" in said("--run", str(tmp_path))
+
+def test_a_worker_refuses_a_folder_without_a_run_and_another_trace(tmp_path: Path) -> None:
+    arguments = ["--storage", f"sqlite:///{tmp_path / 's.db'}", "--run", str(tmp_path)]
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        worker_on(ToySource(), arguments)
+    a_stored_run(tmp_path, write_trace(tmp_path / "t.jsonl", n=60))
+    with pytest.raises(TraceError, match="not the trace that the run was begun with"):
+        worker_on(ToySource(), arguments)
+
+
+def test_a_worker_refuses_to_measure_on_another_kind_of_machine(tmp_path: Path) -> None:
+    from tuner.traffic.formats import read_trace
+
+    trace = write_trace(tmp_path / "t.jsonl", n=60)
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    Journal(url, "x").close()
+    a_stored_run(
+        tmp_path,
+        trace,
+        trace_sha256=read_trace(trace).sha256,
+        vllm_version="0.0",
+        device="another toy",
+    )
+    with pytest.raises(UsageError, match="begun with device another toy, here is toy"):
+        worker_on(ToySource(), ["--storage", url, "--run", str(tmp_path)])

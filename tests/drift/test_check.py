@@ -37,7 +37,6 @@ BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed 
 
 
 def checked(
-    folder: Path,
     now: Trace,
     present: int,
     costs: ToyCosts = CROWDED,
@@ -45,17 +44,17 @@ def checked(
 ) -> tuple[Checked, int]:
     """Check new traffic on a toy; return the verdict and how many replays it took."""
     drift = drift_between(sketch_of(BEFORE), sketch_of(now))
-    with a_retune(folder, EngineLimits(present, 2048), costs, wrong_ratio) as (retune, toys):
-        return check(drift, now, retune, an_aim()), len(toys.asked)
+    retune, predictor = a_retune(EngineLimits(present, 2048), costs, wrong_ratio)
+    return check(drift, now, retune, an_aim()), len(predictor.asked)
 
 
-def test_unchanged_traffic_takes_no_replay(tmp_path: Path) -> None:
-    found, replays = checked(tmp_path, TODAY, present=2)
+def test_unchanged_traffic_takes_no_replay() -> None:
+    found, replays = checked(TODAY, present=2)
     assert (found.verdict, found.exit_code, replays) == (DriftVerdict.UNCHANGED, 0, 0)
 
 
-def test_a_shift_that_the_present_cap_does_not_bear_pays(tmp_path: Path) -> None:
-    found, _ = checked(tmp_path, longer_outputs(TODAY), present=2)
+def test_a_shift_that_the_present_cap_does_not_bear_pays() -> None:
+    found, _ = checked(longer_outputs(TODAY), present=2)
     assert (found.verdict, found.exit_code) == (DriftVerdict.PAYS, 10)
     assert found.best is not None
     assert found.best.max_num_seqs > 2
@@ -63,20 +62,19 @@ def test_a_shift_that_the_present_cap_does_not_bear_pays(tmp_path: Path) -> None
     assert 0 < found.gain.interval[0] < found.gain.value < found.gain.interval[1]
     assert list(found.lines())[-1].startswith("shifted, re-tune pays ")
 
-    (tmp_path / "again").mkdir()
-    again, _ = checked(tmp_path / "again", longer_outputs(TODAY), present=2)
+    again, _ = checked(longer_outputs(TODAY), present=2)
     assert again == found
 
 
-def test_a_shift_that_no_other_cap_serves_better_is_told_as_such(tmp_path: Path) -> None:
-    found, replays = checked(tmp_path, longer_outputs(TODAY), present=16)
+def test_a_shift_that_no_other_cap_serves_better_is_told_as_such() -> None:
+    found, replays = checked(longer_outputs(TODAY), present=16)
     assert (found.verdict, found.exit_code) == (DriftVerdict.STILL_BEST, 0)
     assert replays > 0
     assert "output_tokens" in found.why
 
 
-def test_a_gain_within_the_shadows_error_does_not_pay(tmp_path: Path) -> None:
-    found, _ = checked(tmp_path, longer_outputs(TODAY), present=2, wrong_ratio=50.0)
+def test_a_gain_within_the_shadows_error_does_not_pay() -> None:
+    found, _ = checked(longer_outputs(TODAY), present=2, wrong_ratio=50.0)
     assert found.verdict is DriftVerdict.STILL_BEST
     assert found.gain is not None
     assert found.gain.interval[0] < 0 < found.gain.value
@@ -252,7 +250,7 @@ def chat_served(folder: Path, profile: Profile, hit_ratio: float) -> Iterator[li
     )
     with with_history(folder, engine) as url:
         asked = ("--prometheus", url, "--since", f"{CHAT_S:.0f}s", "--step", "15s", "--json")
-        shadow = ("--force-profile", "--max-num-seqs", "4,8,16", "--jobs", "1")
+        shadow = ("--force-profile", "--max-num-seqs", "4,8,16")
         yield ["--baseline", str(folder / "profile.yaml"), *asked, *shadow]
 
 

@@ -256,12 +256,12 @@ def test_an_engine_that_loses_requests_makes_the_replay_void() -> None:
 class Lagging(ToyEngine):
     """An engine whose first turn completes no batch, as with asynchronous scheduling."""
 
-    def step(self, horizon_s: float = 0.0) -> Step:
+    def step(self) -> Step:
         """Return an empty turn before the first real one."""
         if not self.__dict__.setdefault("turned", False):
             self.__dict__["turned"] = True
             return Step(0.5, [], None, 0, 1, 0.0)
-        return super().step(horizon_s)
+        return super().step()
 
 
 def test_a_turn_without_a_batch_takes_its_time() -> None:

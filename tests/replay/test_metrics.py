@@ -18,7 +18,7 @@ from tuner.replay.metrics import counted_distribution, distribution, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import LATENCIES, parse_slo
 from tuner.replay.timeline import Outcome
-from tuner.stats import EMPTY, QUANTILES, quantile
+from tuner.stats import QUANTILES, pooled, quantile
 from tuner.traffic.traces import LoadModel
 
 LIMITS = EngineLimits(8, 256)
@@ -84,7 +84,7 @@ def test_without_answers_there_are_no_latencies_and_they_are_not_zero() -> None:
     assert m.as_json()["e2e_s"]["p99"] is None
     assert m.as_json()["e2e_s"]["n"] == 0
     assert distribution(np.empty(0)) is None
-    assert counted_distribution(EMPTY) is None
+    assert counted_distribution(pooled([])) is None
 
 
 @given(st.lists(st.lists(st.floats(0.001, 3), min_size=1, max_size=40), min_size=1, max_size=4))

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner import stats
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
-from tuner.stats import BIN_RATIO
 
 gaps_s = st.floats(0, 1e3, allow_nan=False)
 
@@ -120,92 +118,13 @@ def test_the_recorder_keeps_its_hands_off_the_traces_column() -> None:
     assert due_s.tolist() == [5.0]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Rows that were last heard of at some instants, and runs that they then take part in."""
-
-    last_s: list[float]
-    runs: list[tuple[list[int], float, list[float]]]
-
-    def recorder(self) -> TimelineRecorder:
-        """Return a recorder that has heard each row's first token."""
-        record = TimelineRecorder(np.zeros(len(self.last_s)))
-        for row, at_s in enumerate(self.last_s):
-            record.sent(row, 0.0)
-            record.tokens(row, 1, at_s)
-        return record
-
-    def at_once(self) -> Timelines:
-        """Return what is noted of whole runs."""
-        record = self.recorder()
-        for rows, began_s, took_s in self.runs:
-            record.run(np.array(rows), began_s, took_s)
-        return record.finish()
-
-    def one_by_one(self) -> tuple[Timelines, list[float]]:
-        """Return what is noted of the same tokens step by step, and each gap."""
-        record, last_s, gaps = self.recorder(), list(self.last_s), []
-        for rows, began_s, took_s in self.runs:
-            now_s = began_s
-            for each_s in took_s:
-                now_s += each_s
-                for row in rows:
-                    record.tokens(row, 1, now_s)
-                    gaps.append(now_s - last_s[row])
-                    last_s[row] = now_s
-        return record.finish(), gaps
-
-
-@st.composite
-def runs_of_rows(draw: st.DrawFn) -> Runs:
-    n = draw(st.integers(1, 6))
-    heard = draw(
-        st.lists(st.floats(0, 5), min_size=n, max_size=n) | st.just([1.0] * n),
-    )
-    now_s, runs = max(heard), []
-    for _ in range(draw(st.integers(1, 5))):
-        rows = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
-        # Idle time before a run, or none as between steps that follow each other.
-        began_s = now_s + draw(st.sampled_from([0.0, 0.25]))
-        took_s = draw(st.lists(st.floats(1e-3, 2), min_size=1, max_size=12))
-        now_s = began_s + sum(took_s)
-        runs.append((rows, began_s, took_s))
-    return Runs(heard, runs)
-
-
-@given(runs_of_rows(), st.integers(1, 99))
-@settings(deadline=None)
-def test_a_run_is_the_same_tokens_one_step_at_a_time(lived: Runs, percent: int) -> None:
-    (single, gaps), run = lived.one_by_one(), lived.at_once()
-    assert run.first_s.tolist() == single.first_s.tolist()
-    assert run.last_s.tolist() == pytest.approx(single.last_s.tolist())
-    assert run.output_tokens.tolist() == single.output_tokens.tolist()
-    assert run.gap_s.total_weight == single.gap_s.total_weight == len(gaps)
-    assert run.gap_s.mean().value == pytest.approx(float(np.mean(gaps)))
-    exact = stats.quantile(gaps, percent / 100).value
-    assert run.gap_s.value_at(percent / 100) == pytest.approx(exact, rel=BIN_RATIO + 1e-9)
-
-
-def test_a_run_waits_once_and_then_its_steps_are_the_gaps() -> None:
-    record = TimelineRecorder(np.zeros(2))
-    record.tokens(0, 1, 1.0)
-    record.tokens(1, 1, 2.0)
-    record.run(np.array([0, 1]), 3.0, [0.5, 0.25, 0.25])
-    line = record.finish()
-    assert line.last_s.tolist() == [4.0, 4.0]
-    assert line.output_tokens.tolist() == [4, 4]
-    assert line.gap_s.values.tolist() == pytest.approx([0.25, 1.5, 2.5])
-    assert line.gap_s.weights.tolist() == [4.0, 1.0, 1.0]
-
-
 def test_gaps_are_counted_all_however_many_come() -> None:
     record = TimelineRecorder(np.zeros(2))
     n = 150_000
     for at in range(n):
         record.tokens(0, 1, float(at))
     record.tokens(1, 1, 0.0)
-    record.run(np.array([1]), 0.0, [0.5] * n)
-    record.tokens(1, 1, 0.5 * n + 3.0)
+    record.tokens(1, 1, 3.0)
     gap_s = record.finish().gap_s
-    assert gap_s.values.tolist() == pytest.approx([0.5, 1.0, 3.0])
-    assert gap_s.weights.tolist() == [n, n - 1, 1]
+    assert gap_s.values.tolist() == pytest.approx([1.0, 3.0])
+    assert gap_s.weights.tolist() == [n - 1, 1]

@@ -250,7 +250,7 @@ def test_a_damaged_result_is_told_and_the_last_page_stays(
     target = tmp_path / "report.html"
     target.write_text("the last page")
     with pytest.raises(UsageError, match=told):
-        run_report({"run_dir": str(run_dir), "output": str(target)})
+        run_report(run_dir, target)
     assert target.read_text() == "the last page"
 
 
@@ -267,8 +267,8 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
     live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = changed(live, tmp_path)
-    assert run_report({"run_dir": str(run_dir), "output": None}) == 0
-    assert run_report({"run_dir": str(run_dir), "output": str(tmp_path / "r.html")}) == 0
+    assert run_report(run_dir, None) == 0
+    assert run_report(run_dir, tmp_path / "r.html") == 0
     assert (run_dir / "report.html").read_bytes() == (tmp_path / "r.html").read_bytes()
     out, err = capsys.readouterr()
     assert out == ""

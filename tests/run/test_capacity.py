@@ -8,22 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.run_parts import ToyShadows, a_profile, a_run, a_space
+from support.run_parts import ToyPredictor, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
 from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner, holds
-from tuner.replay.slo import parse_slo
+from tuner.replay.runner import holds
+from tuner.replay.slo import Slo, parse_slo
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
-from tuner.run.forecast import Forecast
-from tuner.run.shadow_search import Ranking
+from tuner.run.predict import predict
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
-from tuner.shadow.pool import ReplayTask
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 
@@ -38,31 +35,23 @@ def bears(limits: EngineLimits, load: float) -> bool:
     return holds(measure([log]), SLOS)
 
 
-class CapableShadows(ToyShadows):
-    """Toy shadows that look for capacities too, as the real ones do: through a bench."""
-
-    def _replayed(self, task: ReplayTask) -> Measurement:
-        with EngineProcess(self._toy, self._log_path) as host:
-            bench = EngineRunner(host, {}, self._ceiling, seed=0)
-            for name in task.names:
-                bench.use(name, self._traces[name])
-            found = bench.measure_capacity(task.names, task.limits, task.plan, task.slos)
-        assert isinstance(found, Measurement)
-        return found
+def capacity_of(
+    limits: EngineLimits, trace: Trace = TRACE, slos: tuple[Slo, ...] = SLOS
+) -> Measurement:
+    """Return what toys find."""
+    found = ToyPredictor(a_profile()).measure_capacity([trace], limits, ReplayPlan(), slos)
+    assert isinstance(found, Measurement)
+    return found
 
 
 @pytest.fixture(scope="module")
-def capacities(tmp_path_factory: pytest.TempPathFactory) -> dict[EngineLimits, float]:
-    """Return what a bench finds for a small and a large cap."""
+def capacities() -> dict[EngineLimits, float]:
+    """Return what is found for a small and a large cap."""
     found = {}
-    with EngineProcess(ToySource(), tmp_path_factory.mktemp("toy") / "engine.log") as host:
-        bench = EngineRunner(host, {}, LARGE, seed=0)
-        bench.use("all", TRACE)
-        for limits in (SMALL, LARGE):
-            measured = bench.measure_capacity(["all"], limits, ReplayPlan(), SLOS)
-            assert isinstance(measured, Measurement)
-            assert measured.capacity == measured.load
-            found[limits] = measured.capacity or 0.0
+    for limits in (SMALL, LARGE):
+        measured = capacity_of(limits)
+        assert measured.capacity == measured.load
+        found[limits] = measured.capacity or 0.0
     return found
 
 
@@ -79,13 +68,9 @@ def test_more_room_bears_more_load(capacities: dict[EngineLimits, float]) -> Non
     assert capacities[LARGE] > 2 * capacities[SMALL]
 
 
-def test_slos_that_hold_at_no_load_have_no_capacity(tmp_path: Path) -> None:
-    with EngineProcess(ToySource(), tmp_path / "engine.log") as host:
-        bench = EngineRunner(host, {}, LARGE, seed=0)
-        bench.use("all", TRACE)
-        hopeless = (parse_slo("e2e_p90=1ms"),)
-        measured = bench.measure_capacity(["all"], LARGE, ReplayPlan(), hopeless)
-    assert isinstance(measured, Measurement)
+def test_slos_that_hold_at_no_load_have_no_capacity() -> None:
+    hopeless = (parse_slo("e2e_p90=1ms"),)
+    measured = capacity_of(LARGE, slos=hopeless)
     assert measured.capacity == 0.0
     assert Scoring(Objective.CAPACITY, hopeless, "p90").score(measured).tier is Tier.BREAKS_SLO
 
@@ -95,31 +80,33 @@ def test_the_objective_capacity_ranks_by_it(
     tmp_path: Path, capacities: dict[EngineLimits, float]
 ) -> None:
     space = a_space(SMALL, (2, 8))
-    shadows = CapableShadows(ToySource(), a_profile(), tmp_path / "shadow.log")
-    with a_run(tmp_path, TRACE, space, slos=SLOS) as run:
-        run.aim = replace(run.aim, objective=Objective.CAPACITY)
-        forecast = Forecast(TRACE, run.aim, shadows, 0)
-        forecast.choose_parts(space, time_s=600.0)
-        seen = {o.limits: o.score for o in Ranking(run, forecast).rank()}
+    with a_run(tmp_path, TRACE, space, slos=SLOS, objective=Objective.CAPACITY) as run:
+        predicted = predict(ToyPredictor(a_profile()), space, run.workload)
+    seen = {o.limits: o.score for o in predicted.observations}
     assert set(seen) == set(space.grid())
     assert seen[SMALL] == Score(Tier.GOOD, 1 / capacities[SMALL], "capacity")
     assert min(seen.values(), key=lambda s: s.order).value < seen[SMALL].value
 
 
 def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Path) -> None:
-    shadows = CapableShadows(ToySource(), a_profile(), tmp_path / "shadow.log")
+    predictor = ToyPredictor(a_profile())
     decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS) as run:
-        forecast = Forecast(TRACE, run.aim, shadows, 0)
-        forecast.choose_parts(run.space, time_s=600.0)
-        found = predict_capacity(run, forecast, decision)
+        found = predict_capacity(predictor, run.workload, decision, SMALL)
         assert found.winner is not None
         assert found.present is not None
         assert found.winner > found.present
-        assert confirm_capacity(run, forecast, LARGE, found).live is True
+
+        def confirmed(claim: CapacityResult) -> bool | None:
+            on = [run.workload]
+            return confirm_capacity(run.runner, predictor, on, LARGE, claim).live
+
+        assert confirmed(found) is True
         beyond = replace(found, winner=1.5 * found.winner)
-        assert confirm_capacity(run, forecast, LARGE, beyond).live is False
-        tried = [r for r in run.journal.records() if r.phase is Phase.CAPACITY]
+        assert confirmed(beyond) is False
+        # Without the time for it nobody looks.
+        assert confirmed(replace(found, replay_s=1e6)) is None
+        tried = [r for r in run.context.journal.records() if r.phase is Phase.CAPACITY]
     assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
 
 
@@ -142,16 +129,14 @@ def even(per_s: float, length_s: float, seed: int) -> Trace:
 @pytest.mark.parametrize("length_s", [4.0, 20.0, 60.0])
 @pytest.mark.parametrize("cap", [16, 128])
 def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(
-    tmp_path: Path, length_s: float, cap: int
+    length_s: float, cap: int
 ) -> None:
     """Squeezed into less time, 4 s of 18/s held up to 60/s where 17/s can be finished."""
     source = ToySource(ToyCosts(0.010, 0.0005, 0.00005), max_model_len=100_000)
     limits, trace = EngineLimits(cap, 8192), even(18.0, length_s, seed=1)
     slos = (parse_slo("ttft_p90=2s"),)
-    with EngineProcess(source, tmp_path / "engine.log") as host:
-        bench = EngineRunner(host, {}, EngineLimits(128, 8192), seed=0)
-        bench.use("all", trace)
-        found = bench.measure_capacity(["all"], limits, ReplayPlan(), slos)
+    predictor = ToyPredictor(a_profile(), toy=source)
+    found = predictor.measure_capacity([trace], limits, ReplayPlan(), slos)
     assert isinstance(found, Measurement)
     assert found.capacity is not None
     most = never_idle_per_s(limits, source) / 18.0
@@ -166,15 +151,8 @@ def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:
     assert "holds up to" not in text
 
 
-def test_today_s_load_is_the_recorded_one_also_under_another_load(tmp_path: Path) -> None:
-    found = {}
-    with EngineProcess(ToySource(), tmp_path / "engine.log") as host:
-        for load in (1.0, 2.0):
-            bench = EngineRunner(host, {}, LARGE, seed=0)
-            bench.use("all", at_load(TRACE, load))
-            measured = bench.measure_capacity(["all"], LARGE, ReplayPlan(), SLOS)
-            assert isinstance(measured, Measurement)
-            found[load] = measured.capacity
+def test_today_s_load_is_the_recorded_one_also_under_another_load() -> None:
+    found = {load: capacity_of(LARGE, at_load(TRACE, load)).capacity for load in (1.0, 2.0)}
     assert found[2.0] == pytest.approx(found[1.0], rel=0.1)
 
 
@@ -183,7 +161,7 @@ def test_today_s_load_is_the_recorded_one_also_under_another_load(tmp_path: Path
     [
         (
             CapacityResult(1.7, 1.2, True),
-            "holds up to 1.7 x today's load (the present one 1.2 x)",
+            "holds up to 1.7 x today's load (the current one 1.2 x)",
         ),
         (CapacityResult(1.7, None, False), "but live it did not hold at that load"),
         (CapacityResult(None, None, None), "the SLOs hold at no load"),

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from uuid import uuid4
 
-import msgspec
 import optuna
 import pytest
 from hypothesis import given, settings
@@ -16,9 +15,10 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.run.journal import MAX_DEATHS, Journal
+from tuner.run.journal import Journal, Kept, Round
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial, race_records
+from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 1024)
 GOOD = Score(Tier.GOOD, 1.5, "e2e_p99")
@@ -37,7 +37,7 @@ def url(tmp_path: Path) -> str:
 
 
 def kept(journal: Journal, score: Score, phase: Phase = Phase.LADDER, round_: int = 0) -> int:
-    number = journal.begin(LIMITS, phase, round_)
+    number = journal.begin(LIMITS)
     measured = None if score.tier is Tier.FAILED else MEASURED
     record = Trial.of(number, LIMITS, phase, round_, score, measured, "why")
     journal.finish(number, score, {"ttft_p99": -0.25}, record)
@@ -54,7 +54,7 @@ def test_another_process_reads_what_was_measured(url: str) -> None:
 def test_a_trial_that_never_ended_does_not_count_and_keeps_its_number(url: str) -> None:
     first = Journal(url)
     kept(first, GOOD)
-    first.begin(LIMITS, Phase.REFINE)
+    first.begin(LIMITS)
     second = Journal(url)
     assert [o.number for o in second.observations()] == [0]
     assert kept(second, GOOD) == 2
@@ -109,11 +109,19 @@ def test_race_runs_are_those_of_the_race_alone(url: str) -> None:
     assert race_records(journal.records(), EngineLimits(9, 1024)) == {}
 
 
-def queued(journal: Journal, number: int, score: Score, limits: EngineLimits = LIMITS) -> bool:
-    """Finish a claimed trial of a shadow."""
-    measured = None if score.tier is Tier.FAILED else MEASURED
-    record = Trial.of(number, limits, Phase.SHADOW, 0, score, measured)
-    return journal.finish(number, score, {}, record)
+def a_round(number: int, *settings: EngineLimits, phase: Phase = Phase.RACE) -> Round:
+    """Return a round of settings on ten seconds."""
+    chosen = settings or (LIMITS, EngineLimits(4, 512))
+    return Round(phase, number, chosen, (30.0,) * len(chosen), (Window(0.0, 10.0),), 1.0)
+
+
+def replays_of(one: Round, value: float = 1.5) -> list[Kept]:
+    """Return what a worker measured."""
+    score = Score(Tier.GOOD, value, "e2e_p99")
+    return [
+        (Trial.of(0, s, one.phase, one.number, score, MEASURED, attempt="w"), {})
+        for s in one.settings
+    ]
 
 
 def die(journal: Journal, number: int) -> None:
@@ -131,94 +139,95 @@ def die(journal: Journal, number: int) -> None:
         )
 
 
-def test_a_shadow_measured_twice_counts_once_and_a_live_trial_as_often(url: str) -> None:
-    main, unaware = Journal(url), Journal(url)
-    main.enqueue(EngineLimits(1, 1), Phase.SHADOW)
-    unaware.enqueue(EngineLimits(1, 1), Phase.SHADOW)
-    for journal in (main, unaware):  # two main processes, which must not be, do double it
-        journal.enqueue(LIMITS, Phase.SHADOW)
-    assert main.waiting(Phase.SHADOW) == 3
-    for value in (1.5, 2.5, 3.5):
-        claimed = main.claim(Phase.SHADOW)
-        assert claimed is not None
-        assert queued(main, claimed[0], Score(Tier.GOOD, value, "e2e_p99"), claimed[1])
-    kept(main, GOOD)
-    kept(main, GOOD)
-    seen = [(o.number, o.score.value) for o in main.observations()]
-    assert seen == [(0, 1.5), (1, 2.5), (3, 1.5), (4, 1.5)]
-
-
-def test_a_shadow_begun_outside_the_queue_has_no_heart_and_does_not_outlive_its_run(
-    url: str,
-) -> None:
-    Journal(url).begin(LIMITS, Phase.SHADOW)
-    assert Journal(url).unfinished(Phase.SHADOW) == 0
-
-
-def test_a_shadow_that_failed_was_measured_and_is_not_given_back(url: str) -> None:
-    journal = Journal(url)
-    journal.enqueue(LIMITS, Phase.SHADOW)
-    assert journal.claim(Phase.SHADOW) == (0, LIMITS)
-    assert queued(journal, 0, FAILED)
-    resumed = Journal(url)
-    resumed.enqueue(LIMITS, Phase.SHADOW)
-    assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
-    assert [r.tier for r in resumed.records()] == [str(Tier.FAILED)]
-
-
-def test_what_ends_all_who_replay_it_is_given_up_and_counts_as_failed(url: str) -> None:
+def test_a_round_is_queued_once_and_comes_back_as_it_went_in(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
-    main.enqueue(LIMITS, Phase.SHADOW)
-    for _ in range(MAX_DEATHS):
-        assert main.unfinished(Phase.SHADOW) == 1
-        claimed = worker.claim(Phase.SHADOW)
-        assert claimed is not None
-        die(worker, claimed[0])
-        assert main.give_back_stale() == 1
-    resumed = Journal(url)
-    resumed.enqueue(LIMITS, Phase.SHADOW)
-    assert (resumed.give_back_stale(), resumed.unfinished(Phase.SHADOW)) == (0, 0)
-    (record,) = resumed.records()
-    assert record.tier is Tier.FAILED
-    assert record.cause.startswith(f"{MAX_DEATHS} processes ended while they replayed it")
-    (seen,) = resumed.observations()
-    assert (seen.limits, seen.phase) == (LIMITS, Phase.SHADOW)
-
-
-def test_who_ends_in_order_is_no_death(url: str) -> None:
-    main = Journal(url)
-    main.enqueue(LIMITS, Phase.SHADOW)
-    for _ in range(MAX_DEATHS + 1):
-        worker = Journal(url, join=True)
-        claimed = worker.claim(Phase.SHADOW)
-        assert claimed is not None
-        held = dict(worker._held)
-        worker.close()
-        worker = Journal(url, join=True)
-        worker._held.update(held)
-        die(worker, claimed[0])
-        assert main.give_back_stale() == 1
+    for _ in range(2):
+        main.offer([a_round(2), a_round(2, phase=Phase.CALIBRATE), a_round(3)])
+    assert worker.claim(Phase.RACE) == (0, a_round(2))
+    assert worker.claim(Phase.RACE) == (2, a_round(3))
+    assert worker.claim(Phase.RACE) is None
+    assert worker.claim(Phase.RACE, Phase.CALIBRATE) == (1, a_round(2, phase=Phase.CALIBRATE))
+    # A round that waits, or runs, is no trial.
     assert main.records() == []
-    assert main.waiting(Phase.SHADOW) == 1
 
 
-def test_a_worker_killed_after_it_wrote_its_measurement_has_measured(url: str) -> None:
+def test_the_replays_of_a_round_count_together_and_have_numbers_of_their_own(url: str) -> None:
     main, worker = Journal(url), Journal(url, join=True)
-    main.enqueue(LIMITS, Phase.SHADOW)
-    assert worker.claim(Phase.SHADOW) == (0, LIMITS)
-    record = Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED)
-    worker._held[0][0].set_user_attr("record", msgspec.to_builtins(record))
+    kept(main, GOOD)
+    main.offer([a_round(2)])
+    claimed = worker.claim(Phase.RACE)
+    assert claimed is not None
+    number, one = claimed
+    # As a worker that was killed while it wrote them.
+    worker.add(replays_of(one), part_of=number)
+    assert len(main.records()) == 1
+    assert worker.finish_round(number, [], {"steps": [1, 2]})
+    assert [r.number for r in main.records()] == [0, 2, 3]
+    assert [r.round for r in main.race_runs()] == [2, 2]
+    assert main.rounds(Phase.RACE)[2]["steps"] == [1, 2]
+    main.offer([one])
+    assert worker.claim(Phase.RACE) is None
+
+
+def test_a_round_whose_process_died_is_given_to_another_and_counts_once(url: str) -> None:
+    main, doomed, other = Journal(url), Journal(url, join=True), Journal(url, join=True)
+    main.offer([a_round(2)])
+    claimed = doomed.claim(Phase.RACE)
+    assert claimed is not None
+    doomed.add(replays_of(claimed[1], value=9.0)[:1], part_of=claimed[0])
+    die(doomed, claimed[0])
+    assert (main.give_back_stale(), main.give_back_stale()) == (1, 0)
+    again = other.claim(Phase.RACE)
+    assert again is not None
+    assert again[1] == claimed[1]
+    assert other.finish_round(again[0], replays_of(again[1], value=2.0))
+    assert [r.value for r in main.records()] == [2.0, 2.0]
+    assert main.give_back_stale() == 0
+
+
+def test_who_was_given_up_and_ends_the_round_after_all_is_not_counted(url: str) -> None:
+    main, slow = Journal(url), Journal(url, join=True)
+    main.offer([a_round(2)])
+    claimed = slow.claim(Phase.RACE)
+    assert claimed is not None
+    held = dict(slow._held)
+    die(slow, claimed[0])
+    slow._held.update(held)
+    assert main.give_back_stale() == 1
+    assert not slow.finish_round(claimed[0], replays_of(claimed[1]))
     assert main.records() == []
-    die(worker, 0)
-    assert (main.give_back_stale(), main.unfinished(Phase.SHADOW)) == (0, 0)
-    assert main.records() == [record]
+
+
+def test_what_nobody_wants_any_more_is_neither_claimed_nor_given_back(url: str) -> None:
+    main, worker = Journal(url), Journal(url, join=True)
+    main.offer([a_round(2), a_round(3), a_round(2, phase=Phase.CALIBRATE)])
+    assert worker.claim(Phase.RACE) is not None
+    main.withdraw(Phase.RACE)
+    assert worker.claim(Phase.RACE) is None
+    assert main.give_back_stale() == 0
+    assert worker.claim(Phase.CALIBRATE) is not None
+    # It may be wanted again.
+    main.offer([a_round(3)])
+    assert worker.claim(Phase.RACE) == (3, a_round(3))
+
+
+def test_a_round_that_ran_when_the_main_process_died_is_left_to_its_worker(url: str) -> None:
+    main, worker = Journal(url), Journal(url, join=True)
+    main.offer([a_round(2)])
+    claimed = worker.claim(Phase.RACE)
+    assert claimed is not None
+    resumed = Journal(url)
+    resumed.offer([a_round(2)])
+    assert resumed.give_back_stale() == 0
+    assert worker.finish_round(claimed[0], replays_of(claimed[1]))
+    assert len(resumed.records()) == 2
 
 
 def test_a_closed_journals_claims_go_silent(url: str) -> None:
     main = Journal(url, heartbeat_s=1, grace_s=1)
     worker = Journal(url, join=True, heartbeat_s=1, grace_s=1)
-    main.enqueue(LIMITS, Phase.SHADOW)
-    assert worker.claim(Phase.SHADOW) == (0, LIMITS)
+    main.offer([a_round(2)])
+    assert worker.claim(Phase.RACE) is not None
     (_, heart) = worker._held[0]
     assert heart is not None
     worker.close()
@@ -231,43 +240,43 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('property') / 'study.db'}"
 
 
-DEEDS = ["enqueue", "claim", "finish", "die", "give back", "resume"]
+DEEDS = ["offer", "claim", "finish", "die", "give back", "resume"]
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(1, 3)), max_size=14))
-def test_whoever_dies_each_shadow_is_measured_exactly_once(
+@given(deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(2, 4)), max_size=14))
+def test_whoever_dies_each_round_is_measured_exactly_once(
     shared_url: str, deeds: list[tuple[str, int]]
 ) -> None:
-    study, asked, silent = uuid4().hex, set(), []
+    study, wanted, silent = uuid4().hex, set[int](), 0
     main, worker = Journal(shared_url, study), Journal(shared_url, study, join=True)
-    held: list[tuple[int, EngineLimits]] = []
-    for deed, i in deeds:
-        limits = EngineLimits(i, 8)
-        if deed == "enqueue":
-            main.enqueue(limits, Phase.SHADOW)
-            asked.add(limits)
-        elif deed == "claim" and (claimed := worker.claim(Phase.SHADOW)):
+    held: list[tuple[int, Round]] = []
+    for deed, number in deeds:
+        if deed == "offer":
+            main.offer([a_round(number)])
+            wanted.add(number)
+        elif deed == "claim" and (claimed := worker.claim(Phase.RACE)):
             held.append(claimed)
         elif deed == "finish" and held:
-            number, of = held.pop(0)
-            assert queued(worker, number, GOOD, of)
+            trial, one = held.pop(0)
+            assert worker.finish_round(trial, replays_of(one))
         elif deed == "die" and held:
-            silent.append(held.pop(0))
-            die(worker, silent[-1][0])
+            trial, one = held.pop(0)
+            worker.add(replays_of(one)[:1], part_of=trial)
+            die(worker, trial)
+            silent += 1
         elif deed == "give back":
-            assert main.give_back_stale() == len(silent)
-            silent.clear()
+            assert main.give_back_stale() == silent
+            silent = 0
         elif deed == "resume":
             main = Journal(shared_url, study)
-        ended = {o.limits for o in main.observations()}
-        assert main.unfinished(Phase.SHADOW) == len(asked - ended)
-    assert main.give_back_stale() == len(silent)
-    while claimed := worker.claim(Phase.SHADOW):
+    main.give_back_stale()
+    while claimed := worker.claim(Phase.RACE):
         held.append(claimed)
-    assert all(queued(worker, number, GOOD, of) for number, of in held)
-    assert sorted(o.limits for o in main.observations()) == sorted(asked)
-    assert main.unfinished(Phase.SHADOW) == 0
+    assert all(worker.finish_round(number, replays_of(one)) for number, one in held)
+    rounds = [r.race_round for r in main.records()]
+    assert sorted(rounds) == sorted(2 * [*wanted])
+    assert set(main.rounds(Phase.RACE)) == wanted
 
 
 def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
@@ -280,14 +289,11 @@ def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
 def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) -> None:
     first, second = (Journal(f"sqlite:///{tmp_path / name}.db") for name in ("a", "b"))
     kept(first, GOOD, Phase.PRESENT)
-    first.begin(LIMITS, Phase.LADDER)  # and interrupted
+    first.begin(LIMITS)  # and interrupted
     kept(first, Score(Tier.CUT, math.inf, "cut short"))
     kept(first, FAILED)
     kept(first, Score(Tier.NOT_SUSTAINED, 0.1 + 0.2, "requests_per_s", (("e2e_p99", 2.5),)))
-    first.enqueue(EngineLimits(4, 512), Phase.SHADOW)
-    claimed = first.claim(Phase.SHADOW)
-    assert claimed is not None
-    assert queued(first, claimed[0], GOOD, claimed[1])
+    first.add([(Trial.of(0, LIMITS, Phase.SHADOW, 0, GOOD, MEASURED, prediction=1), {})])
     for round_ in (1, 2):
         kept(first, GOOD, Phase.RACE, round_)
     records = first.records()
@@ -307,5 +313,3 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
     # What it holds is not added again, and the next trial has a number of its own.
     assert second.restore(trials) == 0
     assert kept(second, GOOD) == kept(first, GOOD) == records[-1].number + 1
-    second.enqueue(EngineLimits(4, 512), Phase.SHADOW)
-    assert second.waiting(Phase.SHADOW) == 0

@@ -1,4 +1,4 @@
-"""Processes that share a study measure each trial once, whoever dies; on both databases."""
+"""Processes that share a study measure each round once, whoever dies; on both databases."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.plan import CutRule
-from tuner.run.journal import Journal
+from tuner.run.journal import Journal, Round
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial
+from tuner.traffic.windows import Window
 
-SHADOW = Phase.SHADOW
+RACE = Phase.RACE
 GRACE_S = 2
-HOPELESS = CutRule(late_s=3.0, allowed_late=4)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -42,14 +41,16 @@ def study() -> str:
     return f"study {uuid4().hex}"
 
 
-def limits(i: int) -> EngineLimits:
-    return EngineLimits(i, 1024)
+def a_round(number: int) -> Round:
+    """Return a round of two settings that its number tells from others'."""
+    settings = (EngineLimits(number, 1024), EngineLimits(number, 512))
+    return Round(RACE, number, settings, (30.0, 30.0), (Window(0.0, 10.0),), 1.0)
 
 
-def measure(journal: Journal, number: int, of: EngineLimits, value: float = 1.0) -> bool:
+def finish(journal: Journal, number: int, one: Round, value: float = 1.0) -> bool:
     score = Score(Tier.GOOD, value, "e2e_p99")
-    record = Trial.of(number, of, SHADOW, 0, score, {})
-    return journal.finish(number, score, {"ttft_p99": -0.5}, record)
+    records = [Trial.of(0, s, RACE, one.number, score, {}, attempt="w") for s in one.settings]
+    return journal.finish_round(number, [(record, {"ttft_p99": -0.5}) for record in records])
 
 
 def go_silent(journal: Journal, number: int) -> None:
@@ -70,12 +71,12 @@ def go_silent(journal: Journal, number: int) -> None:
 
 def claim_three(journal: Journal, start: Barrier) -> list[int]:
     """Claim in a race with the others, measure, and see that nothing is left."""
-    start.wait(20)
-    held = [claimed for _ in range(3) if (claimed := journal.claim(SHADOW)) is not None]
-    start.wait(20)
-    assert journal.claim(SHADOW) is None
-    assert all(measure(journal, number, of) for number, of in held)
-    return [of.max_num_seqs for _, of in held]
+    start.wait(60)
+    held = [claimed for _ in range(3) if (claimed := journal.claim(RACE)) is not None]
+    start.wait(60)
+    assert journal.claim(RACE) is None
+    assert all(finish(journal, number, one) for number, one in held)
+    return [one.number for _, one in held]
 
 
 def claim_in_two_threads(url: str, study: str, start: Barrier, answer: Connection) -> None:
@@ -89,15 +90,14 @@ def claim_in_two_threads(url: str, study: str, start: Barrier, answer: Connectio
 
 def claim_and_hang(url: str, study: str, answer: Connection) -> None:
     journal = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)
-    answer.send(journal.claim(SHADOW))
+    answer.send(journal.claim(RACE))
     time.sleep(600)
 
 
-def test_eight_claimers_in_four_processes_get_each_trial_once(url: str, study: str) -> None:
+def test_eight_claimers_in_four_processes_get_each_round_once(url: str, study: str) -> None:
     main = Journal(url, study)
     wanted = range(1, 25)
-    for i in wanted:
-        main.enqueue(limits(i), SHADOW)
+    main.offer(a_round(i) for i in wanted)
     start = SPAWN.Barrier(8)
     ends = [SPAWN.Pipe(duplex=False) for _ in range(4)]
     workers = [
@@ -116,99 +116,51 @@ def test_eight_claimers_in_four_processes_get_each_trial_once(url: str, study: s
             worker.kill()
             worker.join()
     assert Counter(i for each in taken for i in each) == Counter(wanted)
-    assert [o.limits for o in main.observations()] == [limits(i) for i in wanted]
-    assert main.unfinished(SHADOW) == 0
+    assert Counter(r.race_round for r in main.records()) == Counter(2 * [*wanted])
+    assert main.claim(RACE) is None
 
 
 def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: str) -> None:
     main = Journal(url, study, heartbeat_s=1, grace_s=GRACE_S)
     alive = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)
-    main.enqueue(limits(1), SHADOW)
-    main.enqueue(limits(2), SHADOW, cut=HOPELESS)
-    assert alive.claim(SHADOW) == (0, limits(1))
-    assert alive.cut_of(0) == CutRule()
+    main.offer([a_round(1), a_round(2)])
+    assert alive.claim(RACE) == (0, a_round(1))
     ours, answer = SPAWN.Pipe(duplex=False)
     worker = SPAWN.Process(target=claim_and_hang, args=(url, study, answer))
     worker.start()
     try:
         assert ours.poll(60)
-        assert ours.recv() == (1, limits(2))
-        assert (main.waiting(SHADOW), main.unfinished(SHADOW)) == (0, 2)
+        assert ours.recv() == (1, a_round(2))
     finally:
         worker.kill()
         worker.join()
     died_s = time.monotonic()
     while not (given_back := main.give_back_stale()):
         assert time.monotonic() - died_s < 30
-        assert alive.claim(SHADOW) is None
+        assert alive.claim(RACE) is None
         time.sleep(0.2)
     # The other claim is older and its process lives: it was not given up.
-    assert (given_back, main.waiting(SHADOW), main.unfinished(SHADOW)) == (1, 1, 2)
+    assert given_back == 1
     assert time.monotonic() - died_s > GRACE_S - 1, "given up while its heart could beat"
     assert main.give_back_stale() == 0
-    assert measure(alive, 0, limits(1))
-    assert alive.claim(SHADOW) == (2, limits(2))
-    assert alive.cut_of(2) == HOPELESS
-    assert measure(alive, 2, limits(2))
-    assert [(r.number, r.max_num_seqs) for r in main.records()] == [(0, 1), (2, 2)]
-    assert (main.give_back_stale(), main.unfinished(SHADOW)) == (0, 0)
-
-
-def test_who_was_given_up_and_finishes_after_all_is_not_counted(url: str, study: str) -> None:
-    main = Journal(url, study)
-    slow, quick = (Journal(url, study, join=True) for _ in range(2))
-    main.enqueue(limits(1), SHADOW)
-    assert slow.claim(SHADOW) == (0, limits(1))
-    go_silent(slow, 0)
-    assert main.give_back_stale() == 1
-    assert quick.claim(SHADOW) == (1, limits(1))
-    assert measure(slow, 0, limits(1), value=7.0) is False
-    assert main.records() == []
-    assert measure(quick, 1, limits(1), value=3.0) is True
-    assert [r.value for r in main.records()] == [3.0]
-    assert main.unfinished(SHADOW) == 0
+    assert finish(alive, 0, a_round(1))
+    assert alive.claim(RACE) == (2, a_round(2))
+    assert finish(alive, 2, a_round(2))
+    assert [r.race_round for r in main.records()] == [1, 1, 2, 2]
+    assert main.give_back_stale() == 0
 
 
 def test_a_main_process_that_dies_while_giving_back_loses_nothing(url: str, study: str) -> None:
     main, worker = Journal(url, study), Journal(url, study, join=True)
-    main.enqueue(limits(1), SHADOW)
-    assert worker.claim(SHADOW) == (0, limits(1))
+    main.offer([a_round(1)])
+    assert worker.claim(RACE) == (0, a_round(1))
     go_silent(worker, 0)
     with pytest.warns(ExperimentalWarning):
         optuna.storages.fail_stale_trials(main._study)
-    assert main.unfinished(SHADOW) == 0
+    assert main.claim(RACE) is None
     resumed = Journal(url, study)
     assert (resumed.give_back_stale(), resumed.give_back_stale()) == (1, 0)
-    assert resumed.waiting(SHADOW) == 1
-
-
-def test_a_resumed_run_neither_doubles_the_queue_nor_disturbs_a_worker(
-    url: str, study: str
-) -> None:
-    main, worker = Journal(url, study), Journal(url, study, join=True)
-    for i in (1, 2, 3):
-        main.enqueue(limits(i), SHADOW)
-    for _ in range(2):
-        claimed = worker.claim(SHADOW)
-        assert claimed is not None
-    assert measure(worker, 0, limits(1))
-    resumed = Journal(url, study)
-    for i in (1, 2, 3, 4):
-        resumed.enqueue(limits(i), SHADOW)
-    assert (resumed.waiting(SHADOW), resumed.unfinished(SHADOW)) == (2, 3)
-    assert measure(worker, 1, limits(2))
-    assert [o.limits for o in resumed.observations()] == [limits(1), limits(2)]
-
-
-def test_a_worker_takes_only_what_waits_in_its_phase(url: str, study: str) -> None:
-    main, worker = Journal(url, study), Journal(url, study, join=True)
-    main.begin(limits(1), Phase.LADDER)
-    main.begin(limits(1), SHADOW)
-    main.enqueue(limits(1), Phase.COLD)
-    assert worker.claim(SHADOW) is None
-    assert worker.claim(Phase.COLD) == (2, limits(1))
-    assert worker.claim(Phase.COLD) is None
-    assert main.unfinished(Phase.COLD) == 1
+    assert resumed.claim(RACE) == (1, a_round(1))
 
 
 def test_workers_hear_how_the_run_stands(url: str, study: str) -> None:
@@ -248,9 +200,8 @@ def test_heartbeats_do_not_depend_on_the_time_zones_of_processes(
     for i, zone in enumerate(("Asia/Tokyo", "America/Los_Angeles"), start=1):
         monkeypatch.setenv("PGTZ", zone)
         worker = Journal(url, study, join=True)
-        main.enqueue(limits(i), SHADOW)
-        assert worker.claim(SHADOW) == (i - 1, limits(i))
+        main.offer([a_round(i)])
+        assert worker.claim(RACE) == (i - 1, a_round(i))
         worker._beat(worker._held[i - 1][0]._trial_id)
     monkeypatch.delenv("PGTZ")
     assert main.give_back_stale() == 0
-    assert main.unfinished(SHADOW) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.run_parts import a_run, a_space
+from support.run_parts import ToyRun, a_run, a_space
 from support.toy import ToyEngine, ToySource
 from support.toy_tune import CROWDED, FragileSource
 from support.traffic import replay_toy, steady
@@ -18,8 +18,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import measure
-from tuner.replay.plan import CutRule
-from tuner.run.race import confirm_cold, race
+from tuner.run.race import Cold, confirm_cold, race
+from tuner.run.time_plan import reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
@@ -47,41 +47,46 @@ def a_change(winner: EngineLimits, gain: float | None) -> RaceDecision:
     return RaceDecision(RaceVerdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
 
 
+def cold_of(run: ToyRun, decision: RaceDecision) -> tuple[RaceDecision, Cold | None]:
+    """Start both cold, as at the end of a race of the winner."""
+    return confirm_cold(run.runner, run.plan(decision.winner, PRESENT), decision)
+
+
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
     gain = known_ratio(BETTER)
     assert gain < 0.95
     decision = a_change(BETTER, gain)
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        run.bench.ensure_started()
-        found, cold = confirm_cold(run, decision)
-        records = run.journal.records()
-        assert run.bench.starts == 3
-        assert set(run.bench.cold_blocks) == {BETTER, PRESENT}
+        run.engine.ensure_started()
+        found, cold = cold_of(run, decision)
+        records = run.context.journal.records()
+        assert run.engine.starts == 3
+        assert set(run.engine.cold_blocks) == {BETTER, PRESENT}
     assert found == decision
     assert cold is not None
     assert cold.ratio == pytest.approx(gain, rel=1e-6)
-    assert run.caveats == set()
+    assert run.context.caveats == set()
     assert [(r.phase, r.engine, r.max_num_seqs) for r in records] == [
         ("cold", "live", BETTER.max_num_seqs),
         ("cold", "live", PRESENT.max_num_seqs),
     ]
     assert cold.as_json()["winner"] == records[0].value
     assert cold.as_json()["present"] == records[1].value
-    assert run.walls_s["cold"] > 0
+    assert run.context.stopwatch.stages_s["cold"] > 0
 
 
 def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
     tmp_path: Path,
 ) -> None:
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        run.bench.ensure_started()
-        confirm_cold(run, a_change(BETTER, 0.9))
+        run.engine.ensure_started()
+        cold_of(run, a_change(BETTER, 0.9))
         # What raced is another engine than those two, and stays the one that is told of.
-        assert run.bench.info is not None
-        assert run.bench.info.ceiling == run.space.ceiling
-        assert set(run.bench.cold_blocks) == {BETTER, PRESENT}
+        assert run.engine.info is not None
+        assert run.engine.info.ceiling == run.context.space.ceiling
+        assert set(run.engine.cold_blocks) == {BETTER, PRESENT}
         # The next replay needs an engine that takes any limits again.
-        assert run.bench.ensure_started().info.ceiling == run.space.ceiling
+        assert run.engine.ensure_started().info.ceiling == run.context.space.ceiling
 
 
 @pytest.mark.parametrize("winner", [WORSE, PRESENT])
@@ -90,7 +95,7 @@ def test_a_winner_that_is_not_better_cold_is_not_recommended(
 ) -> None:
     assert known_ratio(winner) > 0.99
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        found, cold = confirm_cold(run, a_change(winner, 0.8))
+        found, cold = cold_of(run, a_change(winner, 0.8))
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, winner)
     assert found.why == "the gain did not show on engines started cold"
     assert cold is not None
@@ -101,45 +106,45 @@ def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) ->
     for folder, claimed, told in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
         (tmp_path / folder).mkdir()
         with a_run(tmp_path / folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-            found, _ = confirm_cold(run, a_change(BETTER, claimed))
+            found, _ = cold_of(run, a_change(BETTER, claimed))
         assert found.verdict is RaceVerdict.CHANGE
-        assert (Caveat.COLD_DIFFERS in run.caveats) is told
+        assert (Caveat.COLD_DIFFERS in run.context.caveats) is told
 
 
 def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> None:
     decision = a_change(BETTER, 0.8)
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        run.bench.started = replace(run.bench.ensure_started(), start_s=1e6)
-        assert confirm_cold(run, decision) == (decision, None)
-        assert run.bench.starts == 1
-        assert run.journal.observations() == []
-    assert run.caveats == {Caveat.NOT_CONFIRMED_COLD}
+        run.engine.started = replace(run.engine.ensure_started(), start_s=1e6)
+        assert cold_of(run, decision) == (decision, None)
+        assert run.engine.starts == 1
+        assert run.context.journal.observations() == []
+    assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 
 def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
     kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=PRESENT)
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        assert confirm_cold(run, kept) == (kept, None)
-        assert run.bench.starts == 0
-    assert run.caveats == set()
+        assert cold_of(run, kept) == (kept, None)
+        assert run.engine.starts == 0
+    assert run.context.caveats == set()
 
 
 def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Path) -> None:
     decision = a_change(BETTER, 0.8)
     source = replace(CROWDED_TOY, hides_limits=True)
     with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
-        run.bench.ensure_started(PRESENT)
-        starts = run.bench.starts
-        assert confirm_cold(run, decision) == (decision, None)
-        assert run.bench.starts == starts
+        run.engine.ensure_started(PRESENT)
+        starts = run.engine.starts
+        assert cold_of(run, decision) == (decision, None)
+        assert run.engine.starts == starts
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bool) -> None:
     source = FragileSource(CROWDED, fails_above=16, dies=dies)
     with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
-        run.trial(PRESENT, Phase.RACE, CutRule(), 1)
-        found, cold = confirm_cold(run, a_change(WORSE, 0.8))
+        run.trial(PRESENT, Phase.RACE, 1)
+        found, cold = cold_of(run, a_change(WORSE, 0.8))
     assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
     assert cold is not None
     assert cold.winner.tier is Tier.FAILED
@@ -174,8 +179,8 @@ def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
     tmp_path: Path, refuses: int
 ) -> None:
     with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses)) as run:
-        run.bench.ensure_started()
-        found, _ = confirm_cold(run, a_change(BETTER, known_ratio(BETTER)))
+        run.engine.ensure_started()
+        found, _ = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
     assert found.verdict is RaceVerdict.CHANGE
     starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
     assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
@@ -186,8 +191,8 @@ def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
 
 def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
     with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses=2)) as run:
-        run.bench.ensure_started()
-        found, cold = confirm_cold(run, a_change(BETTER, 0.8))
+        run.engine.ensure_started()
+        found, cold = cold_of(run, a_change(BETTER, 0.8))
     assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
     assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
     assert cold is not None
@@ -198,12 +203,12 @@ def test_a_present_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
 ) -> None:
     source = FragileSource(CROWDED, fails_above=15)
     with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
-        found, cold = confirm_cold(run, a_change(BETTER, None))
+        found, cold = cold_of(run, a_change(BETTER, None))
         assert found.verdict is RaceVerdict.CHANGE
         assert cold is not None
         assert cold.ratio is None
-        run.run_dir.write_json("cold.json", cold.as_json())
-        written = (run.run_dir.path / "cold.json").read_text()
+        run.context.run_dir.write_json("cold.json", cold.as_json())
+        written = (run.context.run_dir.path / "cold.json").read_text()
     json.loads(written, parse_constant=_refuse)
 
 
@@ -221,22 +226,32 @@ def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None
 
     field = [BETTER, PRESENT]
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        race(run, field, 0.0, on_log, until_round=1)
+        race(run.runner, run.plan(*field), on_log, until_round=1)
         assert sorted(heard) == field
-        assert {r.round for r in run.journal.race_runs()} == {1}
-        found = race(run, field, 0.0, on_log)
+        assert {r.round for r in run.context.journal.race_runs()} == {1}
+        found = race(run.runner, run.plan(*field), on_log)
         # Steps are kept of the first round alone, and no round is run twice.
         assert sorted(heard) == field
-        keys = [(r.round, r.limits) for r in run.journal.race_runs()]
+        keys = [(r.round, r.limits) for r in run.context.journal.race_runs()]
     assert len(set(keys)) == len(keys)
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, BETTER)
     assert found.gain is not None
     assert found.gain.value == pytest.approx(known_ratio(BETTER), rel=1e-6)
 
 
-def test_a_race_leaves_the_time_that_is_reserved(tmp_path: Path) -> None:
+def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> None:
+    """Of 300 s two starts of 55 s are for them, and a replay takes two thirds of the rest."""
     with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
-        found = race(run, [BETTER, PRESENT], reserved_s=1e6)
-        assert run.journal.observations() == []
+        run.engine.started = replace(run.engine.ensure_started(), start_s=55.0)
+        (slow,) = (
+            replace(m, busy_s=0.01) for m in [measure([replay_toy(TRACE, BETTER, CROWDED_TOY)])]
+        )
+        plan = run.plan(BETTER, PRESENT, predicted={BETTER: slow, PRESENT: slow})
+        assert 110 < reserve_s(run.runner, plan) < 120
+        run.context.stopwatch.total_s = 112.0
+        assert reserve_s(run.runner, plan) == 0.0
+        run.context.stopwatch.total_s = 0.0
+        found = race(run.runner, plan)
+        assert run.context.journal.observations() == []
     assert found.verdict is RaceVerdict.KEEP
-    assert run.caveats == {Caveat.BUDGET_SPENT}
+    assert run.context.caveats == {Caveat.BUDGET_SPENT}

@@ -243,7 +243,7 @@ def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(
     before = talk[: talk.index("trial   0")]
     for word in ("requests", "in flight", "plan: caps 4, 8, 16", "at most 0:40", "demo model"):
         assert word in before
-    assert "present configuration 16/2048" in before
+    assert "current configuration 16/2048" in before
     assert "\x1b[" not in talk
 
 

@@ -13,7 +13,6 @@ from sqlalchemy import Engine, event
 from tuner.engine.limits import EngineLimits
 from tuner.run.journal import Journal
 from tuner.run.storage import undisturbed, undisturbed_methods
-from tuner.search.trials import Phase
 
 LIMITS = EngineLimits(8, 1024)
 
@@ -135,7 +134,7 @@ def test_a_journal_that_was_interrupted_in_a_transaction_can_be_read(tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         journal.set_state("done")
     with pytest.raises(KeyboardInterrupt):
-        journal.begin(LIMITS, Phase.LADDER)
+        journal.begin(LIMITS)
     event.remove(engine, "begin", interrupt)
     assert journal.state == "done"
     assert journal.records() == []

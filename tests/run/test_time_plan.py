@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.run_parts import a_run, a_space
+from support.run_parts import ToyPredictor, ToyRun, a_profile, a_run, a_space
 from support.toy import ToySource
-from support.traffic import steady
+from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
-from tuner.replay.plan import CutRule
-from tuner.run.state import RunState
-from tuner.run.time_plan import cold_cost_s, fitting, reserve_s
+from tuner.replay.metrics import measure
+from tuner.run.time_plan import RacePlan, cold_cost_s, fitting, plan_race, reserve_s
 from tuner.search.race import MIN_ROUNDS
 from tuner.search.trials import Phase
 
@@ -24,14 +24,19 @@ FIELD = [BEST, SECOND, THIRD, PRESENT]
 TRACE = steady(60, per_s=14.0, prompt=110, output=35)
 
 
-def foreseen(run: RunState, left_s: float, *replays_s: float) -> None:
-    """Let the shadow have foretold each of the field, with so much time left."""
-    run.foreseen_s = dict(zip(FIELD, replays_s, strict=True))
-    run._deadline_s += left_s - run.left_s
+def planned(run: ToyRun, left_s: float, *replays_s: float) -> RacePlan:
+    """Return a race whose replays are predicted to take so long, with so much time left."""
+    run.context.stopwatch.total_s += left_s - run.context.left_s
+    replayed = measure([replay_toy(TRACE, PRESENT)])
+    predicted = {
+        limits: replace(replayed, busy_s=took_s)
+        for limits, took_s in zip(FIELD, replays_s, strict=True)
+    }
+    return run.plan(*FIELD, predicted=predicted)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunState]:
+def run(tmp_path: Path) -> Iterator[ToyRun]:
     with a_run(tmp_path, TRACE, a_space(PRESENT), ToySource()) as run:
         yield run
 
@@ -41,34 +46,32 @@ def run(tmp_path: Path) -> Iterator[RunState]:
     [
         # Three rounds of 10 + 10 + 10 + 30 s, and 10 + 30 s on cold engines that start at once.
         *((221.0, FIELD), (219.0, [BEST, SECOND, PRESENT]), (189.0, [BEST, PRESENT])),
-        # Somebody races against the present one, however little time there is.
+        # Somebody races against the current one, however little time there is.
         (5.0, [BEST, PRESENT]),
     ],
 )
 def test_as_many_race_as_three_rounds_fit_into_the_time(
-    run: RunState, left_s: float, field: list[EngineLimits]
+    run: ToyRun, left_s: float, field: list[EngineLimits]
 ) -> None:
-    foreseen(run, left_s, 10.0, 10.0, 10.0, 30.0)
-    assert fitting(run, FIELD) == field
+    plan = planned(run, left_s, 10.0, 10.0, 10.0, 30.0)
+    assert list(fitting(run.runner, plan).settings) == field
 
 
-def test_three_rounds_come_before_the_cold_engines(run: RunState) -> None:
-    field = [BEST, PRESENT]
-    foreseen(run, 200.0, 10.0, 10.0, 10.0, 30.0)
-    assert reserve_s(run, field) == cold_cost_s(run, BEST) == 40.0
-    foreseen(run, 150.0, 10.0, 10.0, 10.0, 30.0)
-    assert reserve_s(run, field) == 0.0
+def test_three_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
+    plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, PRESENT))
+    assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, BEST) == 40.0
+    planned(run, 150.0, 10.0, 10.0, 10.0, 30.0)
+    assert reserve_s(run.runner, plan) == 0.0
 
 
-def test_what_a_replay_took_counts_more_than_what_was_foretold(run: RunState) -> None:
-    foreseen(run, 100.0, 7.0, 7.0, 7.0, 7.0)
-    assert run.replay_s(BEST) == 7.0
-    run.trial(BEST, Phase.RACE, CutRule(), 1)
-    (record,) = run.journal.records()
-    assert run.replay_s(BEST) == (record.measurement or {})["wall_s"] < 7.0
-    assert run.replay_s(SECOND) == 7.0
+def test_what_a_replay_took_counts_more_than_what_was_predicted(run: ToyRun) -> None:
+    plan = planned(run, 100.0, 7.0, 7.0, 7.0, 7.0)
+    assert plan.replay_s(BEST) == 7.0
+    record = run.trial(BEST, Phase.RACE, 1)
+    assert plan.replay_s(BEST) == (record.measurement or {})["wall_s"] < 7.0
+    assert plan.replay_s(SECOND) == 7.0
     # Nothing is known of this one but what others took.
-    assert run.replay_s(EngineLimits(1, 512)) == run.usual_wall_s
+    assert plan.replay_s(EngineLimits(1, 512)) == plan.usual_s
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=4, max_size=4), st.floats(0, 2000), st.data())
@@ -80,11 +83,27 @@ def test_more_time_never_means_fewer_who_race(
 ) -> None:
     more_s = data.draw(st.floats(left_s, 4000))
     with a_run(tmp_path_factory.mktemp("r"), TRACE, a_space(PRESENT), ToySource()) as run:
-        foreseen(run, left_s, *replays_s)
-        few = fitting(run, FIELD)
-        foreseen(run, more_s, *replays_s)
-        many = fitting(run, FIELD)
+        few = fitting(run.runner, planned(run, left_s, *replays_s)).settings
+        many = fitting(run.runner, planned(run, more_s, *replays_s)).settings
     assert many[: len(few) - 1] == few[:-1]
     assert few[-1] == many[-1] == PRESENT
     if len(few) > 2:
         assert MIN_ROUNDS * sum(replays_s[FIELD.index(s)] for s in few) <= left_s
+
+
+def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> None:
+    """Two rounds of the whole trace take some seconds on the toy's clock."""
+    predictor = ToyPredictor(a_profile())
+    context = run.context
+    wanted = run.workload.windows
+    whole_plan = plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted)
+    assert whole_plan is not None
+    assert whole_plan.workload.windows == wanted
+    took_s = sum(m.busy_s for m in whole_plan.predicted.values())
+    context.stopwatch.total_s += 2.0 * took_s - context.left_s
+    shorter = plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted)
+    assert shorter is not None
+    assert shorter.workload.requests < run.workload.requests
+    assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
+    context.stopwatch.total_s = 0.0
+    assert plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted) is None

@@ -16,8 +16,8 @@ from tuner.search.objective import Score, Tier
 from tuner.search.race import (
     MAX_ROUNDS,
     MIN_ROUNDS,
-    Forecasts,
     RaceDecision,
+    RacePredictions,
     RaceRun,
     RaceVerdict,
     compare_pair,
@@ -349,7 +349,7 @@ def overloaded(rate_per_s: float, tail_s: float) -> Score:
     return at_the_edge(rate_per_s, is_sustained=False, tail_s=tail_s)
 
 
-THRICE = Forecasts({LARGE: overloaded(44.0, 2.9), PRESENT: overloaded(15.0, 9.5)}, 0.1)
+THRICE = RacePredictions({LARGE: overloaded(44.0, 2.9), PRESENT: overloaded(15.0, 9.5)}, 0.1)
 
 
 def test_two_rounds_and_the_prediction_tell_a_factor_of_three() -> None:
@@ -371,34 +371,34 @@ def test_two_rounds_and_the_prediction_tell_a_factor_of_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "forecasts"),
+    ("second", "predictions"),
     [
         # One round says the contrary.
         (overloaded(15.0, 10.3), THRICE),
         # The prediction sees no difference, or says that it may be wrong by as much.
         (
             overloaded(44.0, 2.7),
-            Forecasts({LARGE: overloaded(15, 9), PRESENT: overloaded(15, 9)}, 0.1),
+            RacePredictions({LARGE: overloaded(15, 9), PRESENT: overloaded(15, 9)}, 0.1),
         ),
-        (overloaded(44.0, 2.7), Forecasts(THRICE.scores, 2.0)),
+        (overloaded(44.0, 2.7), RacePredictions(THRICE.scores, 2.0)),
         (FAILED, THRICE),
     ],
 )
 def test_what_does_not_agree_is_not_told_from_two_rounds(
-    second: Score, forecasts: Forecasts
+    second: Score, predictions: RacePredictions
 ) -> None:
     rounds = {
         LARGE: [overloaded(45.0, 2.6), second],
         PRESENT: [overloaded(15.3, 10.1), overloaded(15.1, 10.2)],
     }
-    found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, forecasts)
+    found = decide(runs_of(rounds), [LARGE, PRESENT], PRESENT, predictions)
     assert found.verdict is RaceVerdict.KEEP
     assert found.is_thin
 
 
 def test_a_right_prediction_of_equals_makes_no_change_from_two_rounds() -> None:
     """Seeds 0 to 399 with 10 % noise: two rounds of equals are never called a change."""
-    equal = Forecasts({SMALL: good(1.0), PRESENT: good(1.0)}, 0.05)
+    equal = RacePredictions({SMALL: good(1.0), PRESENT: good(1.0)}, 0.05)
     rng, changed = np.random.default_rng(0), 0
     for _ in range(RACES):
         first, second = np.exp(0.1 * rng.standard_normal((2, 2))).tolist()

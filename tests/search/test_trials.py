@@ -65,7 +65,7 @@ def test_what_has_no_value_is_written_without_one_and_read_as_the_worst(tier: Ti
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_only_what_was_foretold_is_of_the_shadow(phase: Phase) -> None:
+def test_only_what_was_predicted_is_of_the_shadow(phase: Phase) -> None:
     expected = "shadow" if phase is Phase.SHADOW else "live"
     assert a_record(0, phase).engine == expected
 
@@ -83,12 +83,12 @@ def test_a_decision_rests_on_the_live_windows_where_there_are_any() -> None:
     assert numbers(ranked(records)) == [5]
 
 
-def test_without_live_windows_it_rests_on_what_was_foretold_last() -> None:
+def test_without_live_windows_it_rests_on_what_was_predicted_last() -> None:
     records = [
         a_record(0, Phase.CALIBRATE),
         a_record(1, Phase.SHADOW, 0),
-        a_record(2, Phase.SHADOW, 1),
-        a_record(3, Phase.SHADOW, 1, EngineLimits(4, 1024)),
+        replace(a_record(2, Phase.SHADOW), prediction=1),
+        replace(a_record(3, Phase.SHADOW, 0, EngineLimits(4, 1024)), prediction=1),
         a_record(4, Phase.COLD),
     ]
     assert numbers(decisive(records)) == numbers(ranked(records)) == [2, 3]

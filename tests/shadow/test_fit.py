@@ -189,7 +189,7 @@ def test_a_small_configuration_that_is_slow_throughout_is_not_set_aside_as_stall
     assert found.error.heldout_config_ratio == pytest.approx(2 / 3, abs=0.03)
 
 
-def test_one_configuration_cannot_be_foretold_from_others() -> None:
+def test_one_configuration_cannot_be_predicted_from_others() -> None:
     found = fit(replays(LINEAR, lognormal(0.1))[:1])
     assert found.error.heldout_config_ratio is None
 

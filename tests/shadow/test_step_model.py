@@ -61,14 +61,19 @@ def test_a_row_predicts_what_its_batch_predicts(
     assert model.predict_s(steps) == pytest.approx(one_by_one, rel=1e-12, abs=1e-12)
 
 
-@given(models(), st.integers(1, 300), st.integers(0, 10**5), st.integers(1, 30))
-def test_a_run_of_decodes_is_the_same_step_again_with_growing_context(
-    model: StepModel, seqs: int, context: int, steps: int
+@given(models(), st.integers(1, 300), st.integers(1, 5000))
+def test_tables_and_curve_are_what_steps_take_without_base_and_contexts(
+    model: StepModel, seqs: int, tokens: int
 ) -> None:
-    first_s, growth_s = model.decode_run_s(seqs, context)
-    for i in range(steps):
-        stepped_s = model.step_s(batch(seqs, 0, context + i * seqs, 0))
-        assert first_s + i * growth_s == pytest.approx(stepped_s, rel=1e-9)
+    alone_s, mixed_s = model.decode_tables(300)
+    assert alone_s.size == mixed_s.size == 301
+    assert alone_s[0] == mixed_s[0] == 0
+    assert model.base_s + alone_s[seqs] == pytest.approx(model.step_s(batch(seqs, 0, 0, 0)))
+    knots, heights_s, slopes_s = model.prefill_curve()
+    at = int(np.searchsorted(knots, tokens, "right")) - 1
+    prefill_s = model.prefill_base_s + heights_s[at] + slopes_s[at] * (tokens - knots[at])
+    mixed_s = max(alone_s[seqs], mixed_s[seqs] + prefill_s)
+    assert model.base_s + mixed_s == pytest.approx(model.step_s(batch(seqs, tokens, 0, 0)))
 
 
 @given(models())

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from support.toy import ToySource
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Emitted, Engine, Step
+from tuner.engine.protocol import Engine, Step
 from tuner.errors import EngineError
 from tuner.traffic.prompts import TokenPrompt
 
@@ -24,64 +23,14 @@ def prompt(row: int, tokens: int = 20) -> TokenPrompt:
     return TokenPrompt([11 + row] * tokens)
 
 
-def turns(engine: Engine, horizon_s: float = math.inf) -> list[Step]:
-    """Step until there is no work, for a bounded number of turns."""
+def drain(engine: Engine) -> list[Step]:
+    """Return all steps until there is no work, of a bounded number."""
     taken: list[Step] = []
     for _ in range(2000):
         if not engine.has_work():
             return taken
-        taken.append(engine.step(horizon_s))
+        taken.append(engine.step())
     pytest.fail("the engine still has work after 2,000 turns")
-
-
-def drain(engine: Engine) -> list[Step]:
-    """Return all steps until there is no work, those taken at once one by one.
-
-    Nothing is added meanwhile, so an engine may take as many like steps at once as it can.
-    """
-    return [step for turn in turns(engine) for step in singly(turn)]
-
-
-def singly(turn: Step) -> list[Step]:
-    """Return the like steps that a turn stands for, as if each had been taken for itself."""
-    if turn.run is None:
-        return [turn]
-    run, batch, rows = turn.run, turn.batch, turn.run.rows.tolist()
-    assert batch is not None
-    ended = [out for out in turn.emitted if out.row in rows]
-    others = [out for out in turn.emitted if out.row not in rows]
-    assert all(out.is_last and out.tokens == 0 for out in ended)
-    assert len(set(rows)) == len(rows) <= batch.decode_seqs
-    if turn.like_steps > 1:
-        assert (batch.decode_seqs, batch.prefill_tokens) == (len(rows), 0)
-        assert (batch.preempted, batch.cached_tokens, others) == (0, 0, [])
-    last = {out.row for out in ended}
-    durations_s = [run.first_s + i * run.growth_s for i in range(turn.like_steps)]
-    assert turn.duration_s == pytest.approx(sum(durations_s))
-    return [
-        replace(
-            turn,
-            duration_s=duration_s,
-            emitted=[
-                *(Emitted(row, 1, i == turn.like_steps - 1 and row in last) for row in rows),
-                *others,
-            ],
-            batch=replace(
-                batch, decode_context_tokens=batch.decode_context_tokens + i * len(rows)
-            ),
-            run=None,
-        )
-        for i, duration_s in enumerate(durations_s)
-    ]
-
-
-def schedule(steps: list[Step]) -> list[object]:
-    """Return what was computed and came out in each step, without how long it took."""
-    return [
-        (s.batch, s.running, s.waiting, sorted((o.row, o.tokens, o.is_last) for o in s.emitted))
-        for s in steps
-        if s.batch
-    ]
 
 
 def mixed(engine: Engine) -> None:
@@ -303,27 +252,6 @@ class EngineContract:
         drain(engine)
         engine.add(0, prompt(0), 3)
         assert answered(drain(engine)) == {0: 3}
-
-    @pytest.mark.parametrize("horizon_s", [1e-9, 0.05, math.inf])
-    def test_a_horizon_changes_how_many_turns_it_takes_and_nothing_else(
-        self, engine: Engine, horizon_s: float
-    ) -> None:
-        schedules = []
-        for one_s in (0.0, horizon_s):
-            engine.reset()
-            mixed(engine)
-            taken = turns(engine, one_s)
-            assert one_s > 0 or all(turn.like_steps == 1 for turn in taken)
-            schedules.append(schedule([step for turn in taken for step in singly(turn)]))
-        assert schedules[0] == schedules[1]
-
-    def test_the_last_of_like_steps_begins_before_the_horizon(self, engine: Engine) -> None:
-        for horizon_s in (1e-9, 0.025, 0.1):
-            engine.add(0, prompt(0), 60)
-            for turn in turns(engine, horizon_s):
-                assert turn.like_steps == 1 or (
-                    turn.duration_s - singly(turn)[-1].duration_s < horizon_s
-                )
 
     def test_a_step_without_work_is_refused(self, engine: Engine) -> None:
         assert not engine.has_work()

@@ -21,7 +21,7 @@ from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.series import timeline_record, with_replay
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
-from tuner.run.state import judged
+from tuner.run.trial_runner import judged
 from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import Phase
 from tuner.traffic.describe import describe
@@ -68,17 +68,17 @@ def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Pat
     result = read(run_dir, RESULT_FILE)
     raced = [t for t in result["trials"] if t["phase"] == str(Phase.RACE)]
     trace = read_trace(live.parent / "a&b <b>.jsonl")
-    result["trials"] = [*foretold(trace, GRID, 1 + max(t["number"] for t in raced)), *raced]
+    result["trials"] = [*predicted(trace, GRID, 1 + max(t["number"] for t in raced)), *raced]
     result["method"] = "auto"
     result["provenance"]["profile"] = {"error_ratio": 0.05, "made_at": "2026-01-31T12:00:00Z"}
     write(run_dir, RESULT_FILE, result)
     run = read(run_dir, RUN_FILE)
-    run["forecast_parts"] = run["windows"] if same_requests else []
+    run["predicted_windows"] = run["windows"] if same_requests else []
     write(run_dir, RUN_FILE, run)
     return run_dir
 
 
-def foretold(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[str, Any]]:
+def predicted(trace: Trace, grid: list[EngineLimits], first: int) -> list[dict[str, Any]]:
     """Return the trials of a shadow whose steps are some percent off."""
     source = ToySource(SHADOW_COSTS, num_blocks=SOURCE.num_blocks)
     goal = Scoring(Objective.BALANCED, (), "p95")

@@ -1,8 +1,8 @@
-"""Runs for tests: a RunState over the toy, and shadows that answer from the toy in process."""
+"""Runs for tests: a run in progress on a toy, and predictions that toys make in process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +11,24 @@ from typing import Any
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError
-from tuner.replay.loop import Progress
-from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
+from tuner.engine.protocol import EngineInfo
+from tuner.replay.loop import Progress, ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner, Failure
+from tuner.replay.runner import EngineRunner
 from tuner.replay.slo import Slo
+from tuner.run.context import WINDOW, RunContext, Stopwatch, Workload
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
 from tuner.run.listener import NullListener
-from tuner.run.state import RunState
+from tuner.run.time_plan import RacePlan
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase, Trial
-from tuner.shadow.pool import Done, ReplayTask, ShadowPool
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.traces import Trace
@@ -57,38 +59,51 @@ class Heard(NullListener):
         """Ignore that a replay ended."""
 
 
-class ToyShadows(ShadowPool):
-    """Shadows without processes: every task is replayed on a fresh toy, here and at once."""
+@dataclass(frozen=True, slots=True)
+class ToyPredictor(Predictor):
+    """Predictions by fresh toys; `asked` lists the settings that were predicted, in order."""
 
-    def __init__(self, source: ToySource, profile: Profile, log_path: Path) -> None:
-        super().__init__(profile, CEILING, 1, log_path, seed=0)
-        self._toy = source
-        self.asked: list[EngineLimits] = []
+    toy: ToySource = field(default_factory=ToySource)
+    asked: list[EngineLimits] = field(default_factory=list, compare=False)
 
-    def start_all(self) -> None:
-        """Start nothing: there are no processes."""
+    def info(self, limits: EngineLimits) -> EngineInfo:
+        """Return what is known of the toy."""
+        return EngineInfo.of_shadow(self.profile.shape, limits, self.toy.num_blocks)
 
-    def drain(
-        self, next_task: Callable[[], ReplayTask | None], is_over: Callable[[], bool]
-    ) -> Iterator[Done]:
-        """Replay what there is to do, and see that nothing is left."""
-        while (task := next_task()) is not None:
-            self.asked.append(task.limits)
-            yield task, self._replayed(task)
-        assert is_over()
+    def replay(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
+        """Replay on a fresh toy. Raises: EngineError if it fails."""
+        self.asked.append(limits)
+        return replay_toy(trace, limits, self.toy, plan)
 
-    def _replayed(self, task: ReplayTask) -> Measurement | Failure:
-        try:
-            logs = [
-                replay_toy(self._traces[name], task.limits, self._toy, task.plan)
-                for name in task.names
-            ]
-        except EngineError as error:
-            return Failure(error.message)
-        for log in logs:
-            if task.on_log is not None:
-                task.on_log(log)
-        return measure(logs, task.slos)
+
+@dataclass(slots=True)
+class ToyRun:
+    """A run in progress on a toy, and what it replays."""
+
+    runner: TrialRunner
+    workload: Workload
+
+    @property
+    def context(self) -> RunContext:
+        """What the run's stages are given."""
+        return self.runner.context
+
+    @property
+    def engine(self) -> EngineRunner:
+        """The toy's process."""
+        return self.runner.engine
+
+    def plan(
+        self,
+        *settings: EngineLimits,
+        predicted: Mapping[EngineLimits, Measurement] | None = None,
+    ) -> RacePlan:
+        """Return a race of the settings."""
+        return RacePlan(self.context, settings, self.workload, predicted or {})
+
+    def trial(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> Trial:
+        """Replay the workload whole."""
+        return self.runner.trial(limits, phase, self.workload, CutRule(), race_round)
 
 
 def a_space(
@@ -125,19 +140,27 @@ def a_run(
     source: ToySource | None = None,
     slos: tuple[Slo, ...] = (),
     budget_s: float = 300.0,
-) -> Iterator[RunState]:
-    """Yield a run in progress on a toy: the whole trace is its window, nothing is measured."""
+    objective: Objective = Objective.BALANCED,
+) -> Iterator[ToyRun]:
+    """Yield a run in progress on a toy that replays the whole trace; nothing is measured."""
     run_dir = RunDir(folder / "run", resume=False)
     journal = Journal(run_dir.storage_url, "study")
-    aim = Aim(Objective.BALANCED, slos, ReplayPlan(), Budget(budget_s), None)
+    aim = Aim(objective, slos, ReplayPlan(), None)
     try:
         with EngineProcess(source or ToySource(), folder / "engine.log") as host:
-            bench = EngineRunner(host, {}, space.ceiling, seed=0)
-            run = RunState(trace, space, aim, bench, journal, run_dir, Heard())
-            run.begin()
-            run.windows = (whole(trace),)
-            run.use_windows()
-            yield run
+            engine = EngineRunner(host, {}, space.ceiling, seed=0)
+            context = RunContext(
+                trace,
+                space,
+                aim,
+                Budget(budget_s),
+                Stopwatch(budget_s),
+                journal,
+                run_dir,
+                Heard(),
+            )
+            workload = Workload.of(WINDOW, trace, (whole(trace),), aim)
+            yield ToyRun(TrialRunner(context, engine), workload)
     finally:
         journal.close()
         run_dir.close()

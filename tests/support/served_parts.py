@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from support.run_parts import a_profile
-from support.shadow_parts import Workload, a_shadow, a_shape
+from support.shadow_parts import RandomTraffic, simulated
 from tuner.engine.limits import EngineLimits
-from tuner.replay.loop import replay
-from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.shadow.step_model import StepModel
-from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 512)
@@ -24,16 +21,14 @@ STEPS = StepModel.linear(0.006, 0.0002, 0.0001, prefill_base_s=0.001, decode_con
 PROFILE = a_profile(step_model=STEPS)
 
 
-CALM = Workload(seed=1, n=240, per_s=3.0, longest_prompt=400, longest_output=60)
+CALM = RandomTraffic(seed=1, n=240, per_s=3.0, longest_prompt=400, longest_output=60)
 
 
 def replaying(trace: Trace) -> Callable[[StepModel], Timelines]:
-    """Return what replays the trace on a shadow of any step model."""
+    """Return what replays the trace on a simulated engine of any step model."""
 
     def run(model: StepModel) -> Timelines:
-        engine = a_shadow(a_shape(), LIMITS, timer=model)
-        engine.set_limits(LIMITS)
-        return replay(engine, trace, PromptSource(trace, 1000, 0), ReplayPlan()).timelines
+        return simulated(trace, LIMITS, model).timelines
 
     return run
 

@@ -15,17 +15,13 @@ from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.shape import EngineShape
-from tuner.shadow.engine import ShadowEngine
-from tuner.shadow.pipeline import StepTimer
+from tuner.replay.loop import ReplayLog
+from tuner.replay.plan import ReplayPlan
+from tuner.shadow.reference import ReferenceEngine, StepTimer
+from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
-
-
-class MaybeShared(PromptSource):
-    """Prompts that do not say that they share nothing."""
-
-    may_share = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +36,10 @@ class LinearTimer:
 
     def step_s(self, batch: Batch) -> float:
         """Return the seconds of one batch."""
-        decode_s, _ = self.decode_run_s(batch.decode_seqs, batch.decode_context_tokens)
-        return decode_s + self.per_prefill_token_s * batch.prefill_tokens
-
-    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
-        """Return the seconds of a decode batch, and how much longer each like one after is."""
-        first_s = self.base_s + self.per_seq_s * seqs
-        return first_s + self.per_context_token_s * context_tokens, (
-            self.per_context_token_s * seqs
+        seqs_s = self.per_seq_s * batch.decode_seqs
+        context_s = self.per_context_token_s * batch.decode_context_tokens
+        return (
+            self.base_s + seqs_s + context_s + self.per_prefill_token_s * batch.prefill_tokens
         )
 
 
@@ -78,22 +70,35 @@ def a_shape(
     )
 
 
-def a_shadow(
+def a_reference(
     shape: EngineShape,
     ceiling: EngineLimits,
     num_blocks: int = 1000,
     timer: StepTimer | None = None,
-    *,
-    fast: bool = True,
-) -> ShadowEngine:
-    """Return a shadow of the shape; needs vLLM, but neither model nor device."""
+) -> ReferenceEngine:
+    """Return vLLM's scheduler for the shape; needs vLLM, but neither model nor device."""
     serve.prepare_environment()
-    return ShadowEngine(shape, ceiling, num_blocks, timer or LinearTimer(), fast=fast)
+    return ReferenceEngine(shape, ceiling, num_blocks, timer or LinearTimer())
+
+
+def simulated(
+    trace: Trace,
+    limits: EngineLimits,
+    model: StepModel,
+    plan: ReplayPlan | None = None,
+    *,
+    shape: EngineShape | None = None,
+    num_blocks: int = 1000,
+) -> ReplayLog:
+    """Replay a trace on a simulated engine that was started at the limits."""
+    plan = plan or ReplayPlan()
+    engine = SimulatedEngine(shape or a_shape(), num_blocks, model, limits)
+    return simulate(engine, Workload(trace, plan), limits, plan)
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Random traffic: n requests at a rate, with lengths uniform from 1 up to the longest.
+class RandomTraffic:
+    """n requests at a rate, with lengths uniform from 1 up to the longest.
 
     With `families` each prompt begins with some blocks of one of so many recorded prompts.
     """

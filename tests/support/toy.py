@@ -204,7 +204,7 @@ class ToyEngine:
             raise EngineError("this toy hides its limits")
         self._limits = limits
 
-    def reset(self, *, sharing: bool = True) -> None:  # noqa: ARG002 - nothing to save
+    def reset(self) -> None:
         """Forget the prefix cache. Raises: EngineError while busy."""
         if self.has_work():
             raise EngineError("the cache is cleared only while the toy is idle")
@@ -234,7 +234,7 @@ class ToyEngine:
         """Be gone."""
         self._is_closed = True
 
-    def step(self, horizon_s: float = 0.0) -> Step:  # noqa: ARG002 - it takes single steps
+    def step(self) -> Step:
         """Schedule one batch and say what it took by the formula."""
         if not self.has_work():
             raise EngineError("a step was asked of a toy without work")

@@ -3,7 +3,7 @@
     python tests/toy_tune.py '{"noise_ratio": 0.1}' --trace t.jsonl --budget 60s --run-dir r
 
 The first argument holds ToySource's fields as JSON, ToyCosts under `costs`; the others are
-those of `tune`.
+those of `tune`, or `worker` and those of `tune worker`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import numpy as np
 from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
-from tuner.cli.job import read_job
 from tuner.cli.resume import with_stored, with_tuning
-from tuner.cli.tune import run_job
+from tuner.cli.tune import read_job, run_job
+from tuner.cli.worker import WorkerOptions, run_worker
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
 from tuner.errors import EngineError, TunerError
-from tuner.shadow.pool import SpareProcesses
 
 PATIENCE_S = 60.0
 # Beyond ten sequences a step pays dearly, so a cap near ten is best whatever the ladder says.
@@ -62,27 +61,46 @@ class FragileEngine(ToyEngine):
         super().set_limits(limits)
         self._cap = limits.max_num_seqs
 
-    def step(self, horizon_s: float = 0.0) -> Step:
+    def step(self) -> Step:
         """Fail, or schedule one batch."""
         if self._cap <= self._fragile.fails_above:
-            return super().step(horizon_s)
+            return super().step()
         if self._fragile.dies:
             os.write(2, f"INFO toy: all is well\n{LAST_WORDS}\n".encode())
             os._exit(EXIT_CODE)
         raise EngineError(f"the toy has no memory for {self._cap} sequences")
 
 
-def job_on(
-    source: ToySource | None, arguments: Sequence[str], *, prepares: bool = False
-) -> int:
-    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError.
+@dataclass(frozen=True, slots=True)
+class SlowSource(ToySource):
+    """A toy whose replays each take a while in real time, so that others can join meanwhile."""
 
-    It prepares shadows while the engine starts only where a run is known to want them.
-    """
+    pause_s: float = 0.0
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> SlowEngine:
+        """Start a toy at the ceiling."""
+        self.facts(values)
+        return SlowEngine(self, ceiling)
+
+
+class SlowEngine(ToyEngine):
+    """The toy of a SlowSource."""
+
+    def __init__(self, source: SlowSource, ceiling: EngineLimits) -> None:
+        super().__init__(source, ceiling)
+        self._pause_s = source.pause_s
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits, as every replay begins."""
+        super().set_limits(limits)
+        time.sleep(self._pause_s)
+
+
+def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:
+    """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError."""
     context = tune.make_context("tune", list(arguments))
     kept, options = with_stored(tune, arguments, context.params)
-    spares = None if prepares else SpareProcesses(0, Path(os.devnull))
-    return run_job(read_job(with_tuning(options), kept), source, spares)
+    return run_job(read_job(with_tuning(options), kept), source)
 
 
 def write_trace(
@@ -131,12 +149,20 @@ def _source(text: str) -> ToySource:
         fields["costs"] = ToyCosts(**fields["costs"])
     if "present" in fields:
         fields["present"] = EngineLimits(*fields["present"])
-    return ToySource(**fields)
+    return SlowSource(**fields) if "pause_s" in fields else ToySource(**fields)
+
+
+def worker_on(source: ToySource, arguments: Sequence[str]) -> int:
+    """Work for a run as `tune worker` does, but with a toy. Raises: TunerError."""
+    context = tune.commands["worker"].make_context("worker", list(arguments))
+    return run_worker(tune, WorkerOptions.parse(context.params), source)
 
 
 def main(fields: str, arguments: Sequence[str]) -> int:
     """Run and return the exit code, as `tuner.cli.run` does."""
     try:
+        if arguments[0] == "worker":
+            return worker_on(_source(fields), arguments[1:])
         return job_on(_source(fields), arguments)
     except TunerError as error:
         say_error(error)

@@ -46,7 +46,6 @@ class ToyPrompts:
     """Prompts that share nothing: each repeats its own row number."""
 
     trace: Trace
-    may_share: bool = False
 
     def prompt(self, index: int) -> TokenPrompt:
         """Return the prompt of a row."""

@@ -151,16 +151,6 @@ def test_unhashed_prompts_share_no_key(prompt: list[int], block_size: int) -> No
     keys_say_where_tokens_agree(prompts, block_size)
     keys = [key for one in prompts for key in one.block_keys(block_size)]
     assert len(set(keys)) == len(keys)
-    assert not source.may_share
-
-
-@given(hashed(), st.sampled_from([4, 16, 32]))
-@settings(deadline=None)
-def test_prompts_that_may_not_share_have_no_key_in_common(trace: Trace, size: int) -> None:
-    source = PromptSource(trace, vocab_size=1000)
-    keys = [source.prompt(i).block_keys(size) for i in range(len(trace))]
-    firsts = [row[0] for row in keys if row]
-    assert source.may_share or len(set(firsts)) == len(firsts)
 
 
 def test_a_row_without_ids_among_hashed_ones_shares_no_key() -> None:

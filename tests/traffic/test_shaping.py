@@ -122,8 +122,8 @@ def test_replicas_share_every_request_once(router: Router, replicas: int) -> Non
 
 def test_the_least_loaded_replica_gets_what_the_long_requests_leave() -> None:
     trace = a_trace([0, 1, 2, 3], output=[10_000, 1, 1, 1])
-    assert len(thin(trace, 2, Router.MIN_LOADED, 0, PACE_S)) == 1
-    assert len(thin(trace, 2, Router.MIN_LOADED, 1, PACE_S)) == 3
+    assert len(thin(trace, 2, Router.LEAST_LOADED, 0, PACE_S)) == 1
+    assert len(thin(trace, 2, Router.LEAST_LOADED, 1, PACE_S)) == 3
 
 
 def test_the_prefix_router_keeps_a_conversation_on_one_replica() -> None:

@@ -29,9 +29,9 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as complaint:
-        return _told(as_usage_error(complaint))
+        return _reported(as_usage_error(complaint))
     except TunerError as error:
-        return _told(error)
+        return _reported(error)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     return int(code or 0)
 
 
-def _told(error: TunerError) -> int:
+def _reported(error: TunerError) -> int:
     """Write an error and return its exit code."""
     from tuner.cli.console import say_error
 

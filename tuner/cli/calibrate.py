@@ -1,92 +1,100 @@
-"""What `tune calibrate` does, once its options are read."""
+"""`tune calibrate`: correct a profile by a recording of the engine as it is served."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import msgspec
-
-from tuner.cli.console import say
-from tuner.cli.inputs import profiled_engine, read_traffic, replay_plan
-from tuner.drift.retune import shadow_process
+from tuner.cli.console import say, show_result
+from tuner.cli.inputs import LimitOptions, ShadowOptions, TrafficOptions, announce
+from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
-from tuner.errors import ShadowError, UsageError
-from tuner.replay.loop import ReplayLog
-from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner, Failure
+from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
-from tuner.run.inputs import fit_lengths
-from tuner.shadow.profiles import Profile, read_profile, write_profile
+from tuner.run.inputs import engine_of_profile
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
+from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.served import ServingOverhead, fit_serving_overhead
-from tuner.shadow.source import ShadowSource
 from tuner.shadow.step_model import StepModel
+from tuner.traffic.traces import Aborted
 
 
-def run_calibrate(options: Mapping[str, Any]) -> int:
-    """Learn, write the profile and say what changed. Raises: TunerError."""
-    for name, what in (("profile", "the profile to correct"), ("output", "where it goes")):
-        if not options[name]:
-            raise UsageError(f"--{name} is missing", f"name {what}: --{name} FILE")
-    if options["load"] != 1:
-        raise UsageError("--load would change when requests came, which is what is compared")
-    profile = read_profile(Path(options["profile"]))
-    with shadow_process(profile, is_forced=options["force_profile"]) as (host, _):
-        corrected, limits, found = _learnt(host, profile, options)
-    write_profile(Path(options["output"]), corrected)
-    if options["as_json"]:
-        content = {
-            "engine": "shadow",
-            "limits": {
-                "max_num_seqs": limits.max_num_seqs,
-                "max_num_batched_tokens": limits.max_num_batched_tokens,
-            },
-            **found.as_json(),
-        }
-        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        sys.stdout.write("\n".join([f"served at {limits}", *found.lines()]) + "\n")
-    say(f"written: {options['output']}")
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """Which profile is corrected by which recording, and where the new one goes.
+
+    `config` is the configuration that was served, the profile's where it is None; `served` are
+    its limits where they are named.
+
+    Raises: UsageError for a recording that was not served as it is replayed.
+    """
+
+    shadow: ShadowOptions
+    output: Path
+    config: Path | None
+    served: LimitOptions
+    traffic: TrafficOptions
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what would not be compared like with like."""
+        if self.traffic.load != 1:
+            raise UsageError(
+                "--load would change when requests came, which is what is compared"
+            )
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        hint = "name the profile to correct: --profile FILE"
+        shadow = ShadowOptions.parse(params, UsageError("--profile is missing", hint))
+        if not params["output"]:
+            raise UsageError("--output is missing", "name where it goes: --output FILE")
+        return cls(
+            shadow=shadow,
+            output=Path(params["output"]),
+            config=path_of(params["config"]),
+            served=LimitOptions.parse(params),
+            # What was served is compared: of an answer that was cut short no more was served.
+            traffic=TrafficOptions.parse(params, aborted=Aborted.KEEP),
+            as_json=params["as_json"],
+        )
+
+
+def run_calibrate(options: CalibrateOptions) -> int:
+    """Correct the profile, write it and say what changed. Raises: TunerError."""
+    profile, source = options.shadow.load()
+    corrected, limits, overhead = _corrected(profile, source, options)
+    write_profile(options.output, corrected)
+    content = {"engine": "shadow", "limits": limits, **overhead.as_json()}
+    show_result(content, [f"served at {limits}", *overhead.lines()], as_json=options.as_json)
+    say(f"written: {options.output}")
     return 0
 
 
-def _learnt(
-    host: EngineProcess, profile: Profile, options: Mapping[str, Any]
+def _corrected(
+    profile: Profile, source: ProfiledEngine, options: CalibrateOptions
 ) -> tuple[Profile, EngineLimits, ServingOverhead]:
     """Replay the recording with one step model after the other until they agree."""
-    engine = profiled_engine({**options, "engine_args": (), "model": None}, profile)
-    # What was served is compared, and of an answer that was cut short no more was served.
-    traffic = read_traffic(
-        {**options, "aborted": options["aborted"] or "keep"}, largest_cap=256
-    )
-    for line in traffic.lines:
-        say(line)
-    facts = host.facts(engine.values)
-    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
-    if told:
-        say(told)
-    if options["window"]:
-        trace = options["window"].resolve(trace).of(trace)
-    plan = replay_plan(options, trace)
-    limits = EngineLimits(
-        options["max_num_seqs"] or facts.present_limits.max_num_seqs,
-        options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
-    )
-    bench = EngineRunner(host, engine.values, limits, options["seed"])
-    bench.use("recording", trace)
+    engine = engine_of_profile(profile, options.config, None, {})
+    traffic = options.traffic.read()
+    announce(traffic)
+    facts = source.facts(engine.values)
+    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
+    trace = options.traffic.part_of(trace)
+    plan = options.traffic.plan(trace)
+    limits = options.served.over(facts.present_limits)
 
     def replay(model: StepModel) -> Timelines:
-        tried = replace(profile, step_model=model)
-        bench.restart_from(ShadowSource(tried, is_forced=options["force_profile"]))
-        logs: list[ReplayLog] = []
-        outcome = bench.measure(["recording"], limits, plan, (), on_log=logs.append)
-        if isinstance(outcome, Failure):
-            raise ShadowError(f"the recording could not be replayed: {outcome.cause}")
-        return logs[0].timelines
+        predictor = Predictor(replace(profile, step_model=model), seed=options.traffic.seed)
+        try:
+            return predictor.replay(trace, limits, plan).timelines
+        except EngineError as error:
+            raise ShadowError(
+                f"the recording could not be replayed: {error.message}"
+            ) from error
 
-    corrected, found = fit_serving_overhead(profile, trace, limits, replay)
-    return corrected, limits, found
+    corrected, overhead = fit_serving_overhead(profile, trace, limits, replay)
+    return corrected, limits, overhead

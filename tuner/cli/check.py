@@ -1,117 +1,145 @@
-"""What `tune check` does, once its options are read."""
+"""`tune check`: whether traffic has shifted since a run, and whether a re-tune would pay."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import msgspec
-
-from tuner.cli.console import say
-from tuner.cli.inputs import read_named
-from tuner.cli.options import credentials
-from tuner.cli.shadows import shadows_on
+from tuner.cli.console import say, show_result
+from tuner.cli.inputs import TrafficOptions
+from tuner.cli.options import Params, path_of
+from tuner.cli.prometheus import PrometheusOptions
+from tuner.cli.shadows import retune_of
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.check import Checked, check, without_replay
 from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import shadow_process
+from tuner.drift.retune import RetuneOptions, retune_on
 from tuner.errors import UsageError
+from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """Which traffic is compared with which baseline, and how a re-tune is tried.
+
+    `baseline` is a run directory or a profile's file. The current traffic is in the files of
+    `traffic` or else sampled from `prometheus`. `profile` goes before the run's own, `config`
+    before the configuration that the run recommends, and `baseline_files`, the traffic that was
+    tuned for, before what the run keeps of it.
+
+    Raises: UsageError unless the current traffic is named once.
+    """
+
+    baseline: Path
+    profile: Path | None
+    config: Path | None
+    baseline_files: tuple[str, ...]
+    traffic: TrafficOptions
+    prometheus: PrometheusOptions | None
+    retune: RetuneOptions
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        """Refuse two sources of traffic, or none."""
+        if bool(self.traffic.files) == bool(self.prometheus):
+            raise UsageError(
+                "name the current traffic with either --trace or --prometheus",
+                "for example --trace today.jsonl, or --prometheus http://prometheus:9090",
+            )
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        if not params["baseline"]:
+            raise UsageError(
+                "--baseline is missing", "name a run directory, or the profile.yaml of one"
+            )
+        traffic, url = TrafficOptions.parse(params), params["prometheus"]
+        retune = replace(
+            retune_of(params),
+            window=traffic.window,
+            load_model=traffic.load_model,
+            concurrency=traffic.concurrency,
+            clock=traffic.clock,
+            request_timeout_s=traffic.request_timeout_s,
+            sessions=traffic.sessions,
+        )
+        return cls(
+            baseline=Path(params["baseline"]),
+            profile=path_of(params["profile"]),
+            config=path_of(params["config"]),
+            baseline_files=tuple(params["baseline_trace"]),
+            traffic=traffic,
+            prometheus=PrometheusOptions.parse(params, url, params["only_model"])
+            if url
+            else None,
+            retune=retune,
+            as_json=params["as_json"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Traffic:
-    """The present traffic, and within which time its arrivals were drawn at random."""
+    """The current traffic, and why it is known in part only, if it is."""
 
     trace: Trace
     sketch: TrafficSketch
     partial: str
 
 
-def run_check(options: Mapping[str, Any]) -> int:
+def run_check(options: CheckOptions) -> int:
     """Check, print, and return the exit code. Raises: TunerError."""
-    if not options["baseline"]:
-        raise UsageError(
-            "--baseline is missing", "name a run directory, or the profile.yaml of one"
-        )
-    path = Path(options["baseline"])
-    own = Path(options["profile"]) if options["profile"] else None
-    baseline = read_baseline(path, own)
-    before = _sketch_before(baseline, path, options)
-    traffic = _present(options, is_closed=before.is_closed)
+    baseline = read_baseline(options.baseline, options.profile)
+    before = _sketch_before(baseline, options)
+    traffic = _current(options, is_closed=before.is_closed)
     drift = Drift((), (), traffic.partial)
     if not traffic.partial:
-        drift = drift_between(before, traffic.sketch, options["seed"])
-    found = without_replay(drift, None if options["config"] else baseline.present)
-    if found is None:
-        found = _replayed(traffic.trace, baseline, drift, options)
-    if options["as_json"]:
-        encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        sys.stdout.write("\n".join(found.lines()) + "\n")
-    return found.exit_code
+        drift = drift_between(before, traffic.sketch, options.retune.seed)
+    checked = without_replay(drift, None if options.config else baseline.present)
+    if checked is None:
+        checked = _replayed(traffic.trace, baseline, drift, options)
+    show_result(checked.as_json(), checked.lines(), as_json=options.as_json)
+    return checked.exit_code
 
 
-def _sketch_before(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
+def _sketch_before(baseline: Baseline, options: CheckOptions) -> TrafficSketch:
     """Return the sketch of what was tuned for: the named trace's, or the one that was kept."""
-    if not options["baseline_trace"]:
-        return baseline.check_has_traffic(path)
-    trace = read_named(options["baseline_trace"], options)
+    if not options.baseline_files:
+        return baseline.check_has_traffic(options.baseline)
+    trace = options.traffic.reading.read(options.baseline_files)
     if baseline.sha256 and trace.sha256 != baseline.sha256:
         say(f"--baseline-trace is another file than the run's: it had {baseline.told}")
     return sketch_of(trace)
 
 
-def _present(options: Mapping[str, Any], *, is_closed: bool) -> _Traffic:
-    """Return the present traffic. Raises: TraceError, UsageError."""
-    if bool(options["trace"]) == bool(options["prometheus"]):
-        raise UsageError(
-            "name the present traffic with either --trace or --prometheus",
-            "for example --trace today.jsonl, or --prometheus http://prometheus:9090",
-        )
-    from tuner.traffic.prometheus import known_in_part, trace_from_prometheus
-
-    if options["trace"]:
-        trace, drawn_s = read_named(options["trace"], options), None
+def _current(options: CheckOptions, *, is_closed: bool) -> _Traffic:
+    """Return the current traffic. Raises: TraceError, UsageError."""
+    traffic, server = options.traffic, options.prometheus
+    if server is None:
+        trace, drawn_s = traffic.reading.read(traffic.files), None
     else:
-        trace = trace_from_prometheus(
-            options["prometheus"],
-            options["since"],
-            options["step"],
-            model=options["only_model"],
-            seed=options["seed"],
-            concurrency=is_closed,
-            headers=credentials(options),
-            verify=not options["no_verify"],
-        )
-        drawn_s = options["step"]
+        trace = server.sampled(traffic.seed, is_closed=is_closed)
+        drawn_s = server.step_s
         for remark in trace.notes.remarks:
             say(remark)
-    if options["load"] != 1:
-        trace = at_load(trace, options["load"])
+    if traffic.load != 1:
+        trace = at_load(trace, traffic.load)
     return _Traffic(trace, sketch_of(trace, drawn_s), known_in_part(trace.notes.remarks))
 
 
-def _replayed(
-    read: Trace, baseline: Baseline, drift: Drift, options: Mapping[str, Any]
-) -> Checked:
-    """Replay the present traffic and decide. Raises: TunerError."""
-    present = None if options["config"] else baseline.present
-    profile, is_forced = baseline.profile, options["force_profile"]
-    with (
-        shadow_process(profile, is_forced=is_forced) as (host, run_dir),
-        shadows_on(read, baseline, present, options, host, run_dir) as ready,
-    ):
-        space = ready.retune.space
-        others = len(space.grid())
-        say(f"traffic has shifted: replaying it at {space.present} and {others} others")
-        found = check(drift, ready.trace, ready.retune, ready.aim)
-        for remark in ready.retune.shadows.remarks:
-            say(remark)
-        return found
+def _replayed(trace: Trace, baseline: Baseline, drift: Drift, options: CheckOptions) -> Checked:
+    """Replay the current traffic and decide. Raises: TunerError."""
+    present = None if options.config else baseline.present
+    ready = retune_on(trace, baseline, present, options.config, options.retune, say)
+    space = ready.retune.space
+    others = len(space.grid())
+    say(f"traffic has shifted: predicting it at {space.present} and {others} others")
+    checked = check(drift, ready.trace, ready.retune, ready.aim)
+    remark = ready.retune.predictor.info(space.ceiling).remark
+    if remark:
+        say(remark)
+    return checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,10 +13,8 @@ from tuner.cli.options import (
     CAPS,
     CONFIG,
     CONTEXT,
-    DURATION,
     ENGINE_FAILED,
     FILE,
-    JOBS,
     JSON,
     LOAD_MEANS,
     LOADS,
@@ -23,12 +22,18 @@ from tuner.cli.options import (
     SHADOW_FAILED,
     SLOS,
     TRACE,
+    choice_option,
     command,
+    count_option,
     ending,
     engine_options,
+    file_option,
+    format_option,
     one_setting,
+    path_of,
     prometheus_options,
     retune_options,
+    time_option,
     traffic_options,
 )
 from tuner.cli.trace_commands import trace
@@ -38,21 +43,19 @@ from tuner.emit.names import Format, PatchKind
 
 @command("report", "tune report runs/2026-11-20T14-03-00 -o report.html", exits=BAD_INPUT)
 @click.argument("run_dir", metavar="RUN", type=FILE)
-@click.option(
+@file_option(
     "-o",
     "--output",
-    type=FILE,
-    metavar="FILE",
     help="Where the page goes; default: into the run.",
 )
-def report(**options: Any) -> int:
+def report(run_dir: str, output: str | None) -> int:
     """Write a run as one page that needs nothing else.
 
     Every run writes its own when it ends; a run that still goes on can be looked at too.
     """
     from tuner.cli.report import run_report
 
-    return run_report(options)
+    return run_report(Path(run_dir), path_of(output))
 
 
 @command(
@@ -71,41 +74,36 @@ def report(**options: Any) -> int:
 )
 @cloup.option_group(
     "Serving and predicting",
-    click.option(
+    count_option(
         "--port",
-        type=click.IntRange(1, 65535),
-        metavar="N",
+        most=65535,
         help="Port to start it on; default: free.",
     ),
-    click.option(
+    choice_option(
         "--predict",
-        type=click.Choice(["live", "shadow", "none"]),
+        among=["live", "shadow", "none"],
         default="live",
-        show_default=True,
         help="What the server is compared with: a replay inside an engine's process, the "
         "shadow of --profile, or nothing.",
     ),
     *SHADOW,
-    click.option(
+    time_option(
         "--max-send-lag",
-        type=DURATION,
         default="50ms",
-        show_default=True,
-        metavar="TIME",
         help="How far sending may fall behind at its p99 before the run is void.",
     ),
 )
 @traffic_options
 @engine_options
-def verify(**options: Any) -> int:
+def verify(**params: Any) -> int:
     """Try a configuration on the real API server, over HTTP and in real time.
 
     Starts `vllm serve --config`, replays the trace with streaming, and prints what was measured
     beside what was predicted. The server is stopped again.
     """
-    from tuner.cli.verify import run_verify
+    from tuner.cli.verify import VerifyOptions, run_verify
 
-    return run_verify(options)
+    return run_verify(VerifyOptions.parse(params))
 
 
 @command(
@@ -117,34 +115,24 @@ def verify(**options: Any) -> int:
     "Main options",
     TRACE,
     CONFIG,
-    click.option(
+    file_option(
         "--tuned",
-        type=FILE,
-        metavar="FILE",
         help="YAML with the tuned limits; default: --config.",
     ),
-    click.option(
-        "--run", type=FILE, metavar="DIR", help="Keep the result in this run's directory."
-    ),
+    file_option("--run", metavar="DIR", help="Keep the result in this run's directory."),
     JSON,
 )
 @cloup.option_group(
     "Strategies",
     *one_setting("tuned", "that of --tuned"),
-    click.option(
+    count_option(
         "--batch-size",
-        type=click.IntRange(1),
         default=8,
-        show_default=True,
-        metavar="N",
         help="Size of the static batches.",
     ),
-    click.option(
+    time_option(
         "--batch-wait",
-        type=DURATION,
         default="100ms",
-        show_default=True,
-        metavar="TIME",
         help="How long the first request of a static batch waits for others.",
     ),
     click.option(
@@ -153,15 +141,15 @@ def verify(**options: Any) -> int:
 )
 @traffic_options
 @engine_options
-def compare(**options: Any) -> int:
+def compare(**params: Any) -> int:
     """Measure the strategies of the field side by side on your own trace.
 
     One request at a time; static batches that wait for their slowest answer; continuous
     batching with vLLM's defaults; and with the tuned limits. All on one live engine.
     """
-    from tuner.cli.compare import run_compare
+    from tuner.cli.compare import CompareOptions, run_compare
 
-    return run_compare(options)
+    return run_compare(CompareOptions.parse(params))
 
 
 @command(
@@ -173,27 +161,23 @@ def compare(**options: Any) -> int:
     "Main options",
     TRACE,
     *SHADOW,
-    click.option(
+    file_option(
         "-o",
         "--output",
-        type=FILE,
-        metavar="FILE",
         help="Where the corrected profile goes; has no default.",
     ),
     JSON,
 )
 @cloup.option_group(
     "What was served",
-    click.option(
+    file_option(
         "--config",
-        type=FILE,
-        metavar="FILE",
         help="Configuration that was served (YAML); default: the profile's.",
     ),
     *one_setting("served", "that of --config"),
 )
 @traffic_options
-def calibrate(**options: Any) -> int:
+def calibrate(**params: Any) -> int:
     """Correct a profile by a recording of the engine as it is served.
 
     Steps take longer behind an API server than in process. The profile's shadow replays the
@@ -201,9 +185,9 @@ def calibrate(**options: Any) -> int:
     off on requests that it was not fitted to. Needs a recording with first-token and end times,
     as this tool's recorder writes, of one server at known limits.
     """
-    from tuner.cli.calibrate import run_calibrate
+    from tuner.cli.calibrate import CalibrateOptions, run_calibrate
 
-    return run_calibrate(options)
+    return run_calibrate(CalibrateOptions.parse(params))
 
 
 @command(
@@ -215,9 +199,8 @@ def calibrate(**options: Any) -> int:
 )
 @cloup.option_group(
     "Main options",
-    click.option(
+    file_option(
         "--baseline",
-        type=FILE,
         metavar="RUN_OR_PROFILE",
         help="What the current configuration was tuned for: a run directory, live or shadow, "
         "or a profile.yaml.",
@@ -228,10 +211,8 @@ def calibrate(**options: Any) -> int:
         metavar="URL",
         help="Sample the current traffic from this server's metrics instead of --trace.",
     ),
-    click.option(
+    file_option(
         "--config",
-        type=FILE,
-        metavar="FILE",
         help="Configuration that is served now (YAML); default: what the run recommends.",
     ),
     JSON,
@@ -239,41 +220,41 @@ def calibrate(**options: Any) -> int:
 @retune_options
 @cloup.option_group(
     "Baseline",
-    click.option(
+    file_option(
         "--baseline-trace",
-        type=FILE,
         multiple=True,
-        metavar="FILE",
         help="The traffic that was tuned for; default: what the run keeps of it. Repeatable.",
     ),
     *SHADOW,
 )
 @prometheus_options("6h")
 @traffic_options
-def check(**options: Any) -> int:
+def check(**params: Any) -> int:
     """Say whether traffic has shifted, and whether a re-tune would pay.
 
     Compares rate, bursts, lengths, requests in flight and prefix reuse with what the
     configuration was tuned for. If the shift is large enough to matter, the run's profile
     replays the new traffic; no engine is started, and nothing is changed.
     """
-    from tuner.cli.check import run_check
+    from tuner.cli.check import CheckOptions, run_check
 
-    return run_check(options)
+    return run_check(CheckOptions.parse(params))
 
 
 @command("doctor", "tune doctor", exits="0 all that is required is there; 2 something is not")
 def doctor() -> int:
-    """Show what is installed, what is missing, and the command that fixes it."""
-    from tuner.cli.doctor import checks
+    """Show what this installation can do, and what to install for more."""
+    from tuner.cli.doctor import diagnosis
 
-    found = checks()
-    for one in found:
-        state = "ok" if one.ok else "MISSING" if one.is_required else "absent"
-        click.echo(f"{state:<8} {one.name:<24} {one.found}")
-        if not one.ok and one.fix:
-            click.echo(f"{'':8} {'':24} {one.fix}")
-    return 0 if all(one.ok for one in found if one.is_required) else 2
+    found = diagnosis()
+    for heading, checks in (("can do", found.abilities), ("rests on", found.parts)):
+        click.echo(f"{heading}:")
+        for one in checks:
+            state = "ok" if one.ok else "MISSING" if one.is_required else "absent"
+            click.echo(f"{state:<8} {one.name:<27} {one.found}")
+            if not one.ok and one.fix:
+                click.echo(f"{'':8} {'':27} {one.fix}")
+    return 0 if found.is_sound else 2
 
 
 @cloup.group(
@@ -292,17 +273,13 @@ def doctor() -> int:
     TRACE,
     CONFIG,
     SLOS,
-    click.option(
+    time_option(
         "--budget",
-        type=DURATION,
-        metavar="TIME",
         help="Real time the whole run may take, for example 45m  [default: 30m]",
     ),
-    click.option(
+    file_option(
         "-o",
         "--output",
-        type=FILE,
-        metavar="FILE",
         help="Where the YAML goes; default: stdout.",
     ),
 )
@@ -310,11 +287,10 @@ def doctor() -> int:
 @engine_options
 @cloup.option_group(
     "Search",
-    click.option(
+    choice_option(
         "--method",
-        type=click.Choice(["auto", "live", "shadow"]),
+        among=["auto", "live", "shadow"],
         default="auto",
-        show_default=True,
         help="auto: measure a few settings live, predict all of them in the shadow, which is "
         "vLLM's own scheduler with predicted step times, and compare the best live (with "
         "--profile the first part is skipped); live: measure all of them; shadow: only "
@@ -322,13 +298,12 @@ def doctor() -> int:
     ),
     CAPS,
     *SHADOW,
-    JOBS,
 )
 @cloup.option_group(
     "Goals",
-    click.option(
+    choice_option(
         "--objective",
-        type=click.Choice(["balanced", "throughput", "latency", "goodput", "capacity"]),
+        among=["balanced", "throughput", "latency", "goodput", "capacity"],
         help="balanced: smallest tail latency that sustains the load [default]; throughput: "
         "most requests per second; latency: smallest median; goodput: most requests within "
         "the SLOs; capacity: largest multiple of the load at which the SLOs hold.",
@@ -342,30 +317,23 @@ def doctor() -> int:
 )
 @cloup.option_group(
     "Output",
-    click.option(
-        "--format",
-        "emit_format",
-        type=click.Choice([str(name) for name in Format if name is not Format.VLLM_RUNTIME]),
-        default=str(Format.VLLM),
-        show_default=True,
+    format_option(
+        Format.VLLM_RUNTIME,
         help="What is written; tune emit writes the others later, or into your file.",
     ),
-    click.option(
+    file_option(
         "--run-dir",
-        type=FILE,
         metavar="DIR",
         help="Where trials, report and profile are kept; default: runs/<time>.",
     ),
-    click.option(
-        "--resume", type=FILE, metavar="DIR", help="Continue the run in this directory."
-    ),
+    file_option("--resume", metavar="DIR", help="Continue the run in this directory."),
     click.option(
         "--storage", metavar="URL", help="Optuna storage; default: SQLite in the run directory."
     ),
 )
 @click.version_option(package_name="max-num-seqs-tuner", prog_name="tune")
 @click.pass_context
-def tune(ctx: click.Context, /, **options: Any) -> int | None:
+def tune(ctx: click.Context, /, **params: Any) -> int | None:
     """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
 
     Replays a recorded trace against vLLM in this machine's own process, sweeps both limits on
@@ -376,12 +344,11 @@ def tune(ctx: click.Context, /, **options: Any) -> int | None:
     if not ctx.args and not sys_arguments(ctx):
         click.echo(ctx.get_help())
         return 0
-    from tuner.cli.job import read_job
     from tuner.cli.resume import with_stored, with_tuning
-    from tuner.cli.tune import run_job
+    from tuner.cli.tune import read_job, run_job
 
-    arguments, options = with_stored(tune, sys_arguments(ctx), options)
-    return run_job(read_job(with_tuning(options), arguments))
+    arguments, stored = with_stored(tune, sys_arguments(ctx), params)
+    return run_job(read_job(with_tuning(stored), arguments))
 
 
 def sys_arguments(ctx: click.Context) -> list[str]:
@@ -402,23 +369,22 @@ def sys_arguments(ctx: click.Context) -> list[str]:
 )
 @cloup.option_group(
     "Live or shadow",
-    click.option(
+    choice_option(
         "--engine",
         "engine_kind",
-        type=click.Choice(["live", "shadow"]),
+        among=["live", "shadow"],
         default="live",
-        show_default=True,
         help="live: measure on vLLM; shadow: predict with --profile.",
     ),
     *SHADOW,
 )
 @traffic_options
 @engine_options
-def replay(**options: Any) -> int:
+def replay(**params: Any) -> int:
     """Measure one configuration and print it."""
-    from tuner.cli.replay import run_replay
+    from tuner.cli.replay import ReplayOptions, run_replay
 
-    return run_replay(options)
+    return run_replay(ReplayOptions.parse(params))
 
 
 @command(
@@ -444,21 +410,19 @@ def replay(**options: Any) -> int:
 )
 @cloup.option_group(
     "Search",
-    click.option(
+    choice_option(
         "--objective",
-        type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+        among=["balanced", "throughput", "latency", "goodput"],
         default="balanced",
-        show_default=True,
         help="What is best.",
     ),
     CAPS,
-    JOBS,
 )
 @cloup.option_group(
     "Hours of the day",
-    click.option(
+    choice_option(
         "--by",
-        type=click.Choice(["hour"]),
+        among=["hour"],
         help="Instead of loads: the best configuration by hour of day, from a week of traffic.",
     ),
     click.option(
@@ -470,18 +434,14 @@ def replay(**options: Any) -> int:
     ),
 )
 @traffic_options
-def plan(**options: Any) -> int:
+def plan(**params: Any) -> int:
     """Say which configuration is best at which load, and when a re-tune will pay.
 
     Predicted from a profile; no engine is started.
     """
-    if options["by"] == "hour":
-        from tuner.cli.plan import run_calendar
+    from tuner.cli.plan import PlanOptions, run_plan
 
-        return run_calendar(options)
-    from tuner.cli.plan import run_plan
-
-    return run_plan(options)
+    return run_plan(PlanOptions.parse(params))
 
 
 @command(
@@ -490,25 +450,21 @@ def plan(**options: Any) -> int:
     exits=SHADOW_FAILED,
 )
 @click.option("--storage", metavar="URL", help="Optuna storage of the run.", required=True)
-@click.option(
-    "--run", "run_dir", type=FILE, metavar="DIR", help="Run directory.", required=True
-)
-@click.option(
+@file_option("--run", "run_dir", metavar="DIR", help="Run directory.", required=True)
+@file_option(
     "--trace",
-    type=FILE,
     multiple=True,
-    metavar="FILE",
     help="Where the run's trace is on this machine; repeatable.",
 )
-@JOBS
-def worker(**options: Any) -> int:
-    """Help a run on another machine with its shadow replays.
+def worker(**params: Any) -> int:
+    """Help a run from another machine of the same kind, with an engine of its own.
 
-    Takes settings from the run's queue until the run is over. It may start late and stop early.
+    Takes whole rounds of calibration and race until the run, begun with the same --storage, is
+    over. It may start late and stop early.
     """
-    from tuner.cli.worker import run_worker
+    from tuner.cli.worker import WorkerOptions, run_worker
 
-    return run_worker(tune, options)
+    return run_worker(tune, WorkerOptions.parse(params))
 
 
 @command(
@@ -519,25 +475,16 @@ def worker(**options: Any) -> int:
 @click.argument("source", metavar="RUN_OR_YAML", type=FILE)
 @cloup.option_group(
     "Main options",
-    click.option(
-        "--format",
-        "chosen",
-        type=click.Choice([str(name) for name in Format]),
-        default=str(Format.VLLM),
-        show_default=True,
+    format_option(
         help="What to write. vllm-exact: four limits that repeat the measured point; args: a "
-        "command line.",
+        "command line."
     ),
-    click.option(
-        "-o", "--output", type=FILE, metavar="FILE", help="Where it goes; default: stdout."
-    ),
+    file_option("-o", "--output", help="Where it goes; default: stdout."),
 )
 @cloup.option_group(
     "A file of yours",
-    click.option(
+    file_option(
         "--merge",
-        type=FILE,
-        metavar="FILE",
         help="Set both limits in this file and show the difference; with -o, leave it and "
         "write the result there; default: a new file.",
     ),
@@ -572,14 +519,14 @@ def worker(**options: Any) -> int:
         "it reads the key when it starts, or is not written.",
     ),
 )
-def emit(**options: Any) -> int:
+def emit(**params: Any) -> int:
     """Write a recommendation as the file that a deployment takes.
 
     Takes a run directory, or a YAML file that tune wrote, whose comments are the evidence then.
     """
-    from tuner.cli.emit import run_emit
+    from tuner.cli.emit import EmitOptions, run_emit
 
-    return run_emit(options)
+    return run_emit(EmitOptions.parse(params))
 
 
 tune.section("Measure", replay, compare, verify)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import msgspec
-
-from tuner.cli.console import ReplayDisplay, say
-from tuner.cli.inputs import choose_engine, read_traffic, replay_plan
+from tuner.cli.console import ReplayDisplay, json_text, say, show_result
+from tuner.cli.inputs import EngineOptions, LimitOptions, TrafficOptions, announce
+from tuner.cli.options import Params, path_of
 from tuner.cli.report import write_report
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
@@ -22,72 +20,114 @@ from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import UsageError
 from tuner.files import write_atomic
 from tuner.replay.arrivals import StaticBatches
+from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner, Failure
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
-from tuner.run.inputs import DEMO_NOTE, EngineChoice, fit_lengths
+from tuner.run.inputs import EngineChoice
 from tuner.run.strategies import Strategy, StrategyRow, strategies, table, uniform
 from tuner.traffic.traces import LoadModel, Trace
 
 RECORDED, UNIFORM = "recorded", "uniform"
 
 
-def run_compare(options: Mapping[str, Any], source: EngineSource | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """Which strategies are measured on which traffic, and where the result is kept.
+
+    The tuned limits are those of `limits`, else of the file `tuned`, else of the configuration.
+    With `is_uniform` every length is replaced by the mean in a second comparison. `run_dir` is
+    the run that keeps the result, if any.
+    """
+
+    traffic: TrafficOptions
+    engine: EngineOptions
+    tuned: Path | None
+    limits: LimitOptions
+    batches: StaticBatches
+    is_uniform: bool
+    run_dir: Path | None
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        return cls(
+            traffic=TrafficOptions.parse(params),
+            engine=EngineOptions.parse(params),
+            tuned=path_of(params["tuned"]),
+            limits=LimitOptions.parse(params),
+            batches=StaticBatches(params["batch_size"], params["batch_wait"]),
+            is_uniform=params["uniform"],
+            run_dir=path_of(params["run"]),
+            as_json=params["as_json"],
+        )
+
+
+def run_compare(options: CompareOptions, source: EngineSource | None = None) -> int:
     """Measure every strategy and print the table. Raises: TunerError."""
-    if options["run"]:
+    if options.run_dir is not None:
         # What could not be kept in the end is refused now.
-        read_run(Path(options["run"]))
-    engine = choose_engine(options)
-    traffic = read_traffic(options, largest_cap=256)
-    plan = replay_plan(options, traffic.trace)
+        read_run(options.run_dir)
+    engine = options.engine.choose()
+    traffic = options.traffic.read()
+    plan = options.traffic.plan(traffic.trace)
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
-    for line in traffic.lines:
-        say(line)
-    if engine.is_demo:
-        say(DEMO_NOTE)
+    announce(traffic, is_demo=engine.is_demo)
     log_path = Path(tempfile.mkdtemp(prefix="tune-compare-")) / "engine.log"
     with EngineProcess(source or LiveSource(), log_path) as host:
-        # What vLLM does by itself: the configuration without its limits.
-        facts = host.facts(_without_limits(engine))
-        tuned = _tuned(options, facts.present_limits)
-        batches = StaticBatches(options["batch_size"], options["batch_wait"])
-        asked = strategies(facts.present_limits, tuned, batches)
-        trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
-        if told:
-            say(told)
-        if options["window"]:
-            trace = options["window"].resolve(trace).of(trace)
-        ceiling = asked[0].limits
-        for strategy in asked:
-            ceiling = ceiling.covering(strategy.limits)
-        bench = EngineRunner(host, engine.values, ceiling, options["seed"])
-        traces = {RECORDED: trace}
-        if options["uniform"]:
-            traces[UNIFORM] = uniform(trace)
-        found = {name: _rows(bench, name, one, asked, plan) for name, one in traces.items()}
-    _print(options, found)
+        rows = _compared(host, options, engine, traffic.trace, plan)
+    _show(options, rows)
     return 0
 
 
+def _compared(
+    host: EngineProcess,
+    options: CompareOptions,
+    engine: EngineChoice,
+    recorded: Trace,
+    plan: ReplayPlan,
+) -> dict[str, list[StrategyRow]]:
+    """Measure every strategy on one engine, on the lengths as recorded and if asked uniform."""
+    # What vLLM does by itself: the configuration without its limits.
+    facts = host.facts(_without_limits(engine))
+    tuned = _tuned(options, facts.present_limits)
+    compared = strategies(facts.present_limits, tuned, options.batches)
+    trace = options.traffic.fitted(recorded, facts.max_model_len)
+    trace = options.traffic.part_of(trace)
+    ceiling = compared[0].limits
+    for strategy in compared:
+        ceiling = ceiling.covering(strategy.limits)
+    runner = EngineRunner(host, engine.values, ceiling, options.traffic.seed)
+    traces = {RECORDED: trace}
+    if options.is_uniform:
+        traces[UNIFORM] = uniform(trace)
+    return {name: _rows(runner, name, one, compared, plan) for name, one in traces.items()}
+
+
 def _rows(
-    bench: EngineRunner, name: str, trace: Trace, asked: Sequence[Strategy], plan: Any
+    runner: EngineRunner,
+    name: str,
+    trace: Trace,
+    compared: Sequence[Strategy],
+    plan: ReplayPlan,
 ) -> list[StrategyRow]:
     """Measure every strategy on one trace."""
-    bench.use(name, trace)
+    runner.use(name, trace)
     rows = []
-    for strategy in asked:
+    for strategy in compared:
         say(f"{name} lengths: {strategy.name}, {strategy.limits}")
         with ReplayDisplay() as display:
-            outcome = bench.measure(
+            outcome = runner.measure(
                 [name], strategy.limits, strategy.plan(plan), (), display.progress
             )
-        failed = outcome.cause if isinstance(outcome, Failure) else ""
-        rows.append(
-            StrategyRow(strategy, None if isinstance(outcome, Failure) else outcome, failed)
-        )
+        if isinstance(outcome, Failure):
+            rows.append(StrategyRow(strategy, None, outcome.cause))
+        else:
+            rows.append(StrategyRow(strategy, outcome))
     return rows
 
 
@@ -99,15 +139,15 @@ def _without_limits(engine: EngineChoice) -> dict[str, object]:
     }
 
 
-def _tuned(options: Mapping[str, Any], default: EngineLimits) -> EngineLimits:
-    """Return the tuned limits: those of --tuned, else of the configuration.
+def _tuned(options: CompareOptions, default: EngineLimits) -> EngineLimits:
+    """Return the tuned limits: those that are named, else of the files.
 
     Raises: UsageError if neither names any.
     """
-    path = options["tuned"] or options["config"]
-    seqs, tokens = limits_of(read_config(Path(path)).values) if path else (None, None)
-    seqs = options["max_num_seqs"] or seqs
-    tokens = options["max_num_batched_tokens"] or tokens
+    path = options.tuned or options.engine.config
+    seqs, tokens = limits_of(read_config(path).values) if path else (None, None)
+    seqs = options.limits.max_num_seqs or seqs
+    tokens = options.limits.max_num_batched_tokens or tokens
     if seqs is None and tokens is None:
         raise UsageError(
             "no tuned limits are named to compare with vLLM's defaults",
@@ -120,17 +160,15 @@ def _tuned(options: Mapping[str, Any], default: EngineLimits) -> EngineLimits:
     return replace(tuned, max_num_batched_tokens=tokens or tuned.max_num_batched_tokens)
 
 
-def _print(options: Mapping[str, Any], found: Mapping[str, Sequence[StrategyRow]]) -> None:
-    content = {name: [row.as_json() for row in rows] for name, rows in found.items()}
-    encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
-    if options["run"]:
-        folder = Path(options["run"])
-        write_atomic(folder / COMPARE_FILE, encoded.decode() + "\n", secret=False)
-        write_report(folder, folder / REPORT_FILE)
-        say(f"kept in {folder / COMPARE_FILE}, and shown in {folder / REPORT_FILE}")
-    if options["as_json"]:
-        sys.stdout.write(encoded.decode() + "\n")
-        return
-    for name, rows in found.items():
-        lines = [f"{name} lengths, latencies in ms", *table(rows), ""]
-        sys.stdout.write("\n".join(lines) + "\n")
+def _show(options: CompareOptions, rows_of: Mapping[str, Sequence[StrategyRow]]) -> None:
+    """Keep the comparison in its run, if it has one, and print it."""
+    content = {name: [row.as_json() for row in rows] for name, rows in rows_of.items()}
+    if options.run_dir is not None:
+        kept, page = options.run_dir / COMPARE_FILE, options.run_dir / REPORT_FILE
+        write_atomic(kept, json_text(content), secret=False)
+        write_report(options.run_dir, page)
+        say(f"kept in {kept}, and shown in {page}")
+    lines = []
+    for name, rows in rows_of.items():
+        lines += [f"{name} lengths, latencies in ms", *table(rows), ""]
+    show_result(content, lines, as_json=options.as_json)

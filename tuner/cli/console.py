@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere.
 
-Everything goes to standard error; standard output belongs to the result. Owns rich.
+It goes to standard error; standard output belongs to the result, which is lines for people or
+one JSON object for programs. Owns rich.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
@@ -57,6 +60,16 @@ def say_error(error: TunerError) -> None:
         say(f"hint:  {error.hint}")
 
 
+def json_text(content: object) -> str:
+    """Return the content as JSON, indented, with a line's end."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
+
+
+def show_result(content: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Write the result to standard output: the content as JSON, or else the lines."""
+    sys.stdout.write(json_text(content) if as_json else "\n".join(lines) + "\n")
+
+
 class RunDisplay:
     """Shows a run while it goes on, from its first trial as a table; a Listener of the run.
 
@@ -68,7 +81,7 @@ class RunDisplay:
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._tail = tail
-        self._seen: list[Trial] = []
+        self._trials: list[Trial] = []
         self._now = ""
         self._began_s = time.monotonic()
         self._budget_s = budget_s
@@ -89,7 +102,7 @@ class RunDisplay:
 
     def trial_recalled(self, trial: Trial) -> None:
         """Take in a trial of a run that is resumed, without announcing it."""
-        self._seen.append(trial)
+        self._trials.append(trial)
 
     def note(self, text: str) -> None:
         """Show a sentence."""
@@ -116,7 +129,7 @@ class RunDisplay:
 
     def trial_ended(self, trial: Trial, left_s: float) -> None:
         """Show what came out."""
-        self._seen.append(trial)
+        self._trials.append(trial)
         if self._live is None:
             cells = " ".join(_cells(trial))
             say(f"trial {cells}  {self._so_far()}, at most {clock_text(left_s)} left")
@@ -128,20 +141,21 @@ class RunDisplay:
 
     def _so_far(self) -> str:
         """Name the best so far and what a single replay says it gains."""
-        seen = [trial.observation for trial in self._seen]
-        seen = [o for o in seen if o.phase.is_on_windows] or [
-            o for o in seen if o.phase is Phase.SHADOW
+        every = [trial.observation for trial in self._trials]
+        observations = [o for o in every if o.phase.is_on_windows] or [
+            o for o in every if o.phase is Phase.SHADOW
         ]
-        best = leader(seen)
+        best = leader(observations)
         if best is None:
-            return "nothing works so far" if seen else "nothing to compare yet"
-        # Every run begins with the present configuration.
-        present = next((o for o in seen if o.limits == self._seen[0].limits), None)
+            return "nothing works so far" if observations else "nothing to compare yet"
+        # Every run begins with the current configuration.
+        limits = self._trials[0].limits
+        current = next((o for o in observations if o.limits == limits), None)
         gain = ""
-        comparable = present is not None and present.score.metric == best.score.metric
-        if present is not None and comparable and present.limits != best.limits:
+        comparable = current is not None and current.score.metric == best.score.metric
+        if current is not None and comparable and current.limits != best.limits:
             one = "replay" if best.phase.is_on_windows else "shadow"
-            gain = f" ({best.score.value / present.score.value - 1:+.0%}, one {one})"
+            gain = f" ({best.score.value / current.score.value - 1:+.0%}, one {one})"
         return f"best so far {best.limits}{gain}"
 
     def _refresh(self) -> None:
@@ -157,8 +171,8 @@ class RunDisplay:
         )
         for name, justify in _COLUMNS:
             table.add_column(name, justify="left" if justify == "l" else "right")
-        rows = self._seen[-(self._console.height - 6) :] if self._console.height > 8 else []
-        best = leader([trial.observation for trial in self._seen])
+        rows = self._trials[-(self._console.height - 6) :] if self._console.height > 8 else []
+        best = leader([trial.observation for trial in self._trials])
         for trial in rows:
             style = _TIER_STYLES[trial.tier]
             bold = " bold" if best is not None and trial.limits == best.limits else ""
@@ -268,17 +282,17 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
     """Say what to do, what comes of it and what is as good."""
     if advice.is_change:
-        say(f"change to {_words(advice.limits)} (present: {_words(outcome.present)})")
+        say(f"change to {_words(advice.limits)} (current: {_words(outcome.present)})")
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
     if advice.shown != outcome.present:
         how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
-        say(f"{_words(advice.shown)} against the present configuration, {how}:")
+        say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
     if ties and not advice.is_thin:
-        say(f"cannot be told apart from it: {', '.join(map(str, ties))} (seqs/tokens)")
+        say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
 
 
 def _words(limits: EngineLimits) -> str:

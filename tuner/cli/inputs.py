@@ -1,10 +1,18 @@
-"""Turn click's options into traces, engine configurations and replay plans."""
+"""What several commands are asked for alike, parsed once from click's parameters.
+
+Each command's own options hold some of these; below them nothing sees click's parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
+from tuner.cli.console import say
+from tuner.cli.options import Params, path_of
+from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
@@ -20,74 +28,41 @@ from tuner.run.inputs import (
     traffic_of,
 )
 from tuner.run.options import TraceReading
-from tuner.shadow.profiles import Profile
-from tuner.traffic.formats import ReadOptions, TimeUnit, read_traces
-from tuner.traffic.traces import Aborted, LoadModel, Trace, ZeroOutput
+from tuner.shadow.profiled import ProfiledEngine
+from tuner.shadow.profiles import Profile, read_profile
+from tuner.traffic.describe import LARGEST_CAP
+from tuner.traffic.formats import ReadOptions, TimeUnit
+from tuner.traffic.traces import Aborted, LoadModel, TooLong, Trace, ZeroOutput
+from tuner.traffic.windows import WindowChoice
 
-__all__ = [
-    "DEMO_NOTE",
-    "EngineChoice",
-    "Traffic",
-    "check_named",
-    "choose_engine",
-    "fit_lengths",
-    "profiled_engine",
-    "read_named",
-    "read_traffic",
-    "reading_of",
-    "replay_plan",
-]
+WHERE_PROFILES_ARE = "every live run writes profile.yaml into its run directory"
 
 
-def read_options(options: Mapping[str, Any]) -> ReadOptions:
-    """Return what the options say about rows. Raises: UsageError."""
-    size = options["hash_block_size"]
-    share = options["max_invalid"]
-    if share is not None and not options["skip_invalid"]:
+def reading_of(params: Params, aborted: Aborted = Aborted.DRAW) -> TraceReading:
+    """Return how traces are read; `aborted` is what holds unless named. Raises: UsageError."""
+    invalid_percent, unit = params["max_invalid"], params["time_unit"]
+    if invalid_percent is not None and not params["skip_invalid"]:
         raise UsageError(
             "--max-invalid says how many wrong rows may be skipped and needs --skip-invalid"
         )
-    unit = options["time_unit"]
-    usual = ReadOptions()
-    return ReadOptions(
-        zero_output=ZeroOutput(options["zero_output"]),
-        only_model=options["only_model"],
+    usual = ReadOptions().max_invalid_ratio
+    rows = ReadOptions(
+        zero_output=ZeroOutput(params["zero_output"]),
+        only_model=params["only_model"],
         time_unit=TimeUnit(unit) if unit else None,
-        hash_block_size=size,
-        skip_invalid=options["skip_invalid"],
-        max_invalid_ratio=usual.max_invalid_ratio if share is None else share / 100,
-        seed=options["seed"],
-        sample_s=options["sample"],
-        aborted=Aborted(options["aborted"] or usual.aborted),
+        hash_block_size=params["hash_block_size"],
+        skip_invalid=params["skip_invalid"],
+        max_invalid_ratio=usual if invalid_percent is None else invalid_percent / 100,
+        seed=params["seed"],
+        sample_s=params["sample"],
+        aborted=Aborted(params["aborted"] or aborted),
     )
-
-
-def reading_of(options: Mapping[str, Any]) -> TraceReading:
-    """Return how traces are read. Raises: UsageError."""
     return TraceReading(
-        format=options["trace_format"],
-        rows=read_options(options),
-        is_spread=options["spread"],
-        sessions_over_s=options["sessions_over"],
+        format=params["trace_format"],
+        rows=rows,
+        is_spread=params["spread"],
+        sessions_over_s=params["sessions_over"],
     )
-
-
-def read_named(paths: Sequence[str], options: Mapping[str, Any]) -> Trace:
-    """Return the trace in the named files together. Raises: TraceError, UsageError."""
-    return read_traces(
-        paths,
-        options["trace_format"],
-        read_options(options),
-        spread_seed=options["seed"] if options["spread"] else None,
-        sessions_over_s=options["sessions_over"],
-    )
-
-
-def read_traffic(options: Mapping[str, Any], largest_cap: int) -> Traffic:
-    """Read, scale and describe the trace. Raises: TraceError, UsageError."""
-    check_named(options["trace"])
-    trace = read_named(options["trace"], options)
-    return traffic_of(trace, options["load"], options["window"], largest_cap)
 
 
 def check_named(paths: Sequence[str]) -> None:
@@ -96,29 +71,151 @@ def check_named(paths: Sequence[str]) -> None:
         raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
 
 
-def choose_engine(options: Mapping[str, Any]) -> EngineChoice:
-    """Put the engine's configuration together. Raises: UsageError."""
-    given = parse_engine_args(options["engine_args"])
-    return configured_engine(options["config"] or None, options["model"], given)
+@dataclass(frozen=True, slots=True)
+class TrafficOptions:
+    """Which recorded traffic is replayed, and how.
 
+    `files` are those of one trace, "-" being standard input. `load` is a multiple of the
+    recorded arrivals. None stands for the command's own choice of a `window`, and for the load
+    model and concurrency that were recorded; without `request_timeout_s` clients wait forever.
 
-def profiled_engine(options: Mapping[str, Any], profile: Profile) -> EngineChoice:
-    """Return the configuration that a profile was made with, changed by what was given.
-
-    Raises: UsageError.
+    Units: seconds.
     """
-    given = parse_engine_args(options["engine_args"])
-    return engine_of_profile(profile, options["config"] or None, options["model"], given)
+
+    files: tuple[str, ...]
+    reading: TraceReading
+    load: float
+    window: WindowChoice | None
+    load_model: LoadModel | None
+    concurrency: int | None
+    sessions: Sessions
+    clock: ClockKind
+    request_timeout_s: float | None
+    too_long: TooLong
+
+    @classmethod
+    def parse(cls, params: Params, aborted: Aborted = Aborted.DRAW) -> Self:
+        """Return what --trace and `traffic_options` say. Raises: UsageError."""
+        load_model = params["load_model"]
+        return cls(
+            files=tuple(params["trace"]),
+            reading=reading_of(params, aborted),
+            load=params["load"],
+            window=params["window"],
+            load_model=LoadModel(load_model) if load_model else None,
+            concurrency=params["concurrency"],
+            sessions=Sessions(params["sessions"]),
+            clock=ClockKind(params["clock"]),
+            request_timeout_s=params["request_timeout"],
+            too_long=TooLong(params["too_long"]),
+        )
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything that is drawn at random."""
+        return self.reading.rows.seed
+
+    def read(self, largest_cap: int = LARGEST_CAP) -> Traffic:
+        """Return the trace at its load, described. Raises: TraceError, UsageError.
+
+        `largest_cap` is the largest max_num_seqs of interest.
+        """
+        check_named(self.files)
+        return traffic_of(self.reading.read(self.files), self.load, self.window, largest_cap)
+
+    def plan(self, trace: Trace) -> ReplayPlan:
+        """Return how the trace is replayed. Raises: UsageError, TraceError."""
+        return plan_for(
+            trace,
+            load_model=self.load_model,
+            concurrency=self.concurrency,
+            clock=self.clock,
+            timeout_s=self.request_timeout_s,
+            sessions=self.sessions,
+        )
+
+    def fitted(self, trace: Trace, max_model_len: int) -> Trace:
+        """Return the trace with lengths that the engine takes, and say what was too long.
+
+        Raises: TraceError if no request is left.
+        """
+        fitted, message = fit_lengths(trace, max_model_len, self.too_long)
+        if message:
+            say(message)
+        return fitted
+
+    def part_of(self, trace: Trace) -> Trace:
+        """Return the part in the window. Raises: TraceError, UsageError if it holds none."""
+        return trace if self.window is None else self.window.resolve(trace).of(trace)
 
 
-def replay_plan(options: Mapping[str, Any], trace: Trace) -> ReplayPlan:
-    """Return how the trace is replayed. Raises: UsageError, TraceError."""
-    asked = options["load_model"]
-    return plan_for(
-        trace,
-        load_model=LoadModel(asked) if asked else None,
-        concurrency=options["concurrency"],
-        clock=ClockKind(options["clock"]),
-        timeout_s=options["request_timeout"],
-        sessions=Sessions(options["sessions"]),
-    )
+def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
+    """Describe what is replayed, and say so if it is the bundled demo model that takes it."""
+    for line in traffic.lines:
+        say(line)
+    if is_demo:
+        say(DEMO_NOTE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The engine's configuration: a file, and a model and keys that go before it."""
+
+    config: Path | None
+    model: str | None
+    engine_args: Mapping[str, object]
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what --config and `engine_options` say. Raises: UsageError."""
+        given = parse_engine_args(params["engine_args"])
+        return cls(path_of(params["config"]), params["model"], given)
+
+    def choose(self, profile: Profile | None = None) -> EngineChoice:
+        """Return the configuration; of a profile its own, changed by what was named.
+
+        Raises: UsageError.
+        """
+        if profile is None:
+            return configured_engine(self.config, self.model, self.engine_args)
+        return engine_of_profile(profile, self.config, self.model, self.engine_args)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """One value of each limit; None where the configuration says it."""
+
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what `one_setting` says."""
+        return cls(params["max_num_seqs"], params["max_num_batched_tokens"])
+
+    def over(self, configured: EngineLimits) -> EngineLimits:
+        """Return the configured limits, changed by what was named. Raises: UsageError."""
+        return EngineLimits(
+            self.max_num_seqs or configured.max_num_seqs,
+            self.max_num_batched_tokens or configured.max_num_batched_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowOptions:
+    """Of which profile the shadow is, and whether one of another engine will do."""
+
+    profile: Path
+    is_forced: bool
+
+    @classmethod
+    def parse(cls, params: Params, missing: UsageError) -> Self:
+        """Return what `SHADOW` says. Raises: `missing` where no profile is named."""
+        if not params["profile"]:
+            raise missing
+        return cls(Path(params["profile"]), params["force_profile"])
+
+    def load(self) -> tuple[Profile, ProfiledEngine]:
+        """Return the profile, and what starts its shadow. Raises: UsageError."""
+        profile = read_profile(self.profile)
+        return profile, ProfiledEngine(profile, is_forced=self.is_forced)

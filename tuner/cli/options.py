@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import cloup
 
+from tuner.emit.names import Format
 from tuner.errors import TunerError, UsageError
 
 
@@ -108,6 +108,15 @@ LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 FILE = click.Path(readable=False)
 """A path as it was typed; a shell completes it, and who opens it says what is wrong with it."""
 
+Params = Mapping[str, Any]
+"""What click has read of a command line, by the names of the parameters."""
+
+
+def path_of(named: str | None) -> Path | None:
+    """Return the path that an option names, None where it is left out."""
+    return Path(named) if named else None
+
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 Added = Callable[[Command], Command]
 """What adds options to a command."""
@@ -151,17 +160,48 @@ def stacked(*options: Added[Command]) -> Added[Command]:
     return decorate
 
 
-TRACE = click.option(
+def _option(*names: str, **more: Any) -> Added[Any]:
+    """Return what adds an option, whose help shows its default if it has one."""
+    return click.option(*names, show_default="default" in more, **more)
+
+
+def file_option(*names: str, metavar: str = "FILE", **more: Any) -> Added[Any]:
+    """Return what adds an option that names a file or a folder."""
+    return _option(*names, type=FILE, metavar=metavar, **more)
+
+
+def time_option(*names: str, **more: Any) -> Added[Any]:
+    """Return what adds an option that is a length of time, in seconds as its value."""
+    return _option(*names, type=DURATION, metavar="TIME", **more)
+
+
+def choice_option(*names: str, among: Sequence[str], **more: Any) -> Added[Any]:
+    """Return what adds an option that is one of several words."""
+    return _option(*names, type=click.Choice(among), **more)
+
+
+def count_option(
+    *names: str, least: int = 1, most: int | None = None, metavar: str = "N", **more: Any
+) -> Added[Any]:
+    """Return what adds an option that is a whole number from `least`, up to `most` if given."""
+    return _option(*names, type=click.IntRange(least, most), metavar=metavar, **more)
+
+
+def format_option(*without: Format, **more: Any) -> Added[Any]:
+    """Return what adds the option of what is written, in any form but those."""
+    among = [str(form) for form in Format if form not in without]
+    return choice_option(
+        "--format", "emit_format", among=among, default=str(Format.VLLM), **more
+    )
+
+
+TRACE = file_option(
     "--trace",
-    type=FILE,
     multiple=True,
-    metavar="FILE",
     help="Recorded traffic to replay: a file, a folder, or - for standard input; repeatable.",
 )
-CONFIG = click.option(
+CONFIG = file_option(
     "--config",
-    type=FILE,
-    metavar="FILE",
     help="Current configuration, as `vllm serve --config` takes it (YAML).",
 )
 SLOS = click.option(
@@ -177,16 +217,8 @@ CAPS = click.option(
     metavar="LIST",
     help="Values of max_num_seqs to try  [default: 1,2,4,8,16,32]",
 )
-JOBS = click.option(
-    "--jobs",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Shadow replays at the same time  [default: one per core]",
-)
-PROFILE = click.option(
+PROFILE = file_option(
     "--profile",
-    type=FILE,
-    metavar="FILE",
     help="Profile of the engine that the shadow predicts: profile.yaml of a run.",
 )
 FORCE_PROFILE = click.option(
@@ -197,11 +229,10 @@ FORCE_PROFILE = click.option(
 SHADOW = (PROFILE, FORCE_PROFILE)
 """Of which engine a shadow is made."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-TOO_LONG = click.option(
+TOO_LONG = choice_option(
     "--too-long",
-    type=click.Choice(["refuse", "clip", "drop"]),
+    among=["refuse", "clip", "drop"],
     default="refuse",
-    show_default=True,
     help="What to do with requests above max_model_len.",
 )
 
@@ -209,16 +240,12 @@ TOO_LONG = click.option(
 def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
     """Return the options that name one value of each limit."""
     return (
-        click.option(
+        count_option(
             "--max-num-seqs",
-            type=click.IntRange(1),
-            metavar="N",
             help=f"The {whose} cap on requests per step; default: {default}.",
         ),
-        click.option(
+        count_option(
             "--max-num-batched-tokens",
-            type=click.IntRange(1),
-            metavar="N",
             help=f"The {whose} token budget per step; default: {default}.",
         ),
     )
@@ -232,15 +259,13 @@ reading_options = cloup.option_group(
     click.option(
         "--only-model", metavar="NAME", help="Only the requests of this model; default: all."
     ),
-    click.option(
+    choice_option(
         "--time-unit",
-        type=click.Choice(["s", "ms", "us", "ns"]),
+        among=["s", "ms", "us", "ns"],
         help="Unit of arrivals that are plain numbers; default: the format's.",
     ),
-    click.option(
+    count_option(
         "--hash-block-size",
-        type=click.IntRange(1),
-        metavar="N",
         help="Tokens that one of the hash ids stands for; default: the format's.",
     ),
     click.option(
@@ -248,29 +273,24 @@ reading_options = cloup.option_group(
         is_flag=True,
         help="Spread arrivals evenly within the ticks of a coarse clock, with --seed.",
     ),
-    click.option(
+    time_option(
         "--sessions-over",
-        type=DURATION,
-        metavar="TIME",
         help="Start sessions without a common clock at random within this time; default: "
         "their median length.",
     ),
-    click.option(
+    time_option(
         "--sample",
-        type=DURATION,
-        metavar="TIME",
         help="How much time to sample from aggregates; default: all of it.",
     ),
-    click.option(
+    choice_option(
         "--zero-output",
-        type=click.Choice(["drop", "one", "refuse"]),
+        among=["drop", "one", "refuse"],
         default="drop",
-        show_default=True,
         help="What to do with recorded requests without output tokens; one: give them one.",
     ),
-    click.option(
+    choice_option(
         "--aborted",
-        type=click.Choice(["draw", "keep", "drop"]),
+        among=["draw", "keep", "drop"],
         help="What to do with answers that were cut short because their clients left. draw: "
         "draw the rest of their length from longer answers; keep: leave them short; drop: "
         "leave them out  [default: draw; for calibrate keep]",
@@ -284,12 +304,10 @@ reading_options = cloup.option_group(
         metavar="PERCENT",
         help="Largest share of wrong rows to skip  [default: 5]",
     ),
-    click.option(
+    count_option(
         "--seed",
-        type=click.IntRange(0),
-        metavar="N",
+        least=0,
         default=0,
-        show_default=True,
         help="Seed of everything that is drawn at random: prompts, samples, spreading.",
     ),
 )
@@ -312,9 +330,9 @@ replay_options = cloup.option_group(
         show_default=True,
         help=f"{LOAD_MEANS}.",
     ),
-    click.option(
+    choice_option(
         "--load-model",
-        type=click.Choice(["open", "closed"]),
+        among=["open", "closed"],
         help="open: requests go when due [default]; closed: a number is kept in flight "
         "[default for a recording of that number].",
     ),
@@ -324,25 +342,21 @@ replay_options = cloup.option_group(
         metavar="N",
         help="Requests that a closed loop keeps in flight; default: as recorded.",
     ),
-    click.option(
+    choice_option(
         "--sessions",
-        type=click.Choice(["causal", "recorded"]),
+        among=["causal", "recorded"],
         default="causal",
-        show_default=True,
         help="causal: a session's next turn waits for the answer; recorded: it goes when it "
         "was recorded.",
     ),
-    click.option(
+    choice_option(
         "--clock",
-        type=click.Choice(["virtual", "wall"]),
+        among=["virtual", "wall"],
         default="virtual",
-        show_default=True,
         help="virtual: skip idle time; wall: wait it out.",
     ),
-    click.option(
+    time_option(
         "--request-timeout",
-        type=DURATION,
-        metavar="TIME",
         help="How long a client waits for its answer, for example 60s; default: forever.",
     ),
     TOO_LONG,
@@ -374,9 +388,9 @@ engine_options = cloup.option_group(
 
 retune_options = cloup.option_group(
     "Re-tune in the shadow",
-    click.option(
+    choice_option(
         "--objective",
-        type=click.Choice(["balanced", "throughput", "latency", "goodput"]),
+        among=["balanced", "throughput", "latency", "goodput"],
         help="What is best; default: the run's, else balanced.",
     ),
     click.option(
@@ -388,17 +402,8 @@ retune_options = cloup.option_group(
         "Repeatable.",
     ),
     CAPS,
-    click.option(
-        "--budget",
-        type=DURATION,
-        default="2m",
-        show_default=True,
-        metavar="TIME",
-        help="Real time for the replays; of longer traffic parts are replayed.",
-    ),
-    JOBS,
 )
-"""What a re-tune in the shadow aims at, and what it may take."""
+"""What a re-tune by prediction aims at."""
 
 
 def as_usage_error(error: click.ClickException) -> TunerError:
@@ -417,20 +422,14 @@ def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..
     """Return what adds the options of a query; `since` is how far back it looks by default."""
     return cloup.option_group(
         "Prometheus",
-        click.option(
+        time_option(
             "--since",
-            type=DURATION,
             default=since,
-            show_default=True,
-            metavar="TIME",
             help="How far back to query Prometheus.",
         ),
-        click.option(
+        time_option(
             "--step",
-            type=DURATION,
             default="30s",
-            show_default=True,
-            metavar="TIME",
             help="Resolution of the queries.",
         ),
         click.option(
@@ -440,45 +439,11 @@ def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..
             metavar="'NAME: VALUE'",
             help="Sent to Prometheus with every request; repeatable.",
         ),
-        click.option(
+        file_option(
             "--token-file",
-            type=FILE,
-            metavar="FILE",
             help=f"Bearer token for Prometheus; default: that of {TOKEN_VARIABLE}, if any.",
         ),
         click.option(
             "--no-verify", is_flag=True, help="Do not check Prometheus's certificate."
         ),
     )
-
-
-def credentials(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the headers of --header with the token of --token-file or the environment.
-
-    The file is read anew each time: the token in it may be another one by now.
-
-    Raises: UsageError.
-    """
-    headers = {}
-    if token := _token(options["token_file"]):
-        headers["Authorization"] = f"Bearer {token}"
-    for header in options["headers"]:
-        name, colon, value = header.partition(":")
-        if not colon or not name.strip():
-            # The value may be a secret, and is not shown.
-            raise UsageError("--header must look like 'NAME: VALUE'", "quote it as one word")
-        headers[name.strip()] = value.strip()
-    return headers
-
-
-def _token(path: str | None) -> str:
-    if not path:
-        return os.environ.get(TOKEN_VARIABLE, "").strip()
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UsageError(f"--token-file {path} cannot be read: {reason}") from error
-    if not token:
-        raise UsageError(f"--token-file {path} is empty", "it must hold the bearer token")
-    return token

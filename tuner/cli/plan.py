@@ -1,20 +1,14 @@
-"""`tune plan`: the best configuration at each of several loads, foretold from a profile."""
+"""`tune plan`: the best configuration by load or by hour of day, predicted from a profile."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import msgspec
-
-from tuner.cli.console import say
-from tuner.cli.inputs import profiled_engine, read_named, read_traffic, replay_plan
+from tuner.cli.console import say, show_result
+from tuner.cli.inputs import ShadowOptions, TrafficOptions, announce, check_named
+from tuner.cli.options import Params
 from tuner.drift.by_hour import (
     MIN_REQUESTS,
     Calendar,
@@ -23,33 +17,77 @@ from tuner.drift.by_hour import (
     hours_of,
     parse_offset,
 )
-from tuner.drift.retune import retuning, shadow_process
+from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner
-from tuner.run.directory import RunDir
-from tuner.run.forecast import Forecast
-from tuner.run.inputs import fit_lengths
-from tuner.run.journal import Journal
-from tuner.run.listener import NullListener
-from tuner.run.shadow_search import Ranking
-from tuner.run.state import RunState
-from tuner.search.budget import Aim, Budget
+from tuner.replay.slo import Slo
+from tuner.run.inputs import engine_of_profile
+from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision, RaceVerdict, decide_predicted
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.search.trials import Observation
-from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import ShadowPool, SpareProcesses, default_jobs
-from tuner.shadow.profiles import Profile, read_profile
-from tuner.shadow.source import ShadowSource
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
-# How long the forecast of one load may take, in seconds: ours, longer traces are cut.
-TIME_PER_LOAD_S = 120.0
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """For which loads, or hours of the day, the best configuration is predicted, and how.
+
+    `ladder` are the caps of max_num_seqs to try, `loads` multiples of the recorded arrivals.
+    With `utc_offset_s`, by how much the clock of the hours is ahead of UTC, the plan is by hour
+    of day and not by load.
+
+    Units: seconds.
+    """
+
+    shadow: ShadowOptions
+    traffic: TrafficOptions
+    loads: tuple[float, ...]
+    slos: tuple[Slo, ...]
+    objective: Objective
+    ladder: tuple[int, ...]
+    utc_offset_s: float | None
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        hint = "name a profile, as profile.yaml in the directory of every live run"
+        is_by_hour = params["by"] == "hour"
+        return cls(
+            shadow=ShadowOptions.parse(params, UsageError("--profile is missing", hint)),
+            traffic=TrafficOptions.parse(params),
+            loads=params["loads"],
+            slos=tuple(params["slo"]),
+            objective=Objective(params["objective"]),
+            ladder=params["max_num_seqs"] or DEFAULT_LADDER,
+            utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
+            as_json=params["as_json"],
+        )
+
+    def aim(self, trace: Trace, load: float, window: Window | None = None) -> Aim:
+        """Return what is aimed at for this multiple of a trace. Raises: UsageError."""
+        plan = replace(self.traffic.plan(trace), load=load)
+        return Aim(self.objective, self.slos, plan, window)
+
+    def retune(
+        self, source: ProfiledEngine, recorded: Trace, load: float
+    ) -> tuple[Trace, Retune]:
+        """Return the trace as the engine takes it, and what predicts it up to a load.
+
+        Raises: ShadowError if the profile does not fit here; TraceError, UsageError.
+        """
+        profile = source.profile
+        facts = source.facts(engine_of_profile(profile, None, None, {}).values)
+        trace = self.traffic.fitted(recorded, facts.max_model_len)
+        busiest = at_load(trace, load)
+        space = search_space(facts, busiest, self.ladder, facts.present_limits)
+        return trace, Retune(space, Predictor(profile, space.ceiling, self.traffic.seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +107,7 @@ class PlanRow:
         interval = None if gain is None else [gain.low, gain.high]
         return {
             "load": self.load,
-            "best": _limits(self.decision.best),
+            "best": self.decision.best,
             "change_pays": self.decision.verdict is RaceVerdict.CHANGE,
             "state": self.tier,
             "metric": self.metric,
@@ -80,94 +118,46 @@ class PlanRow:
         }
 
 
-def run_plan(options: Mapping[str, Any]) -> int:
-    """Foretell every load and print the table. Raises: TunerError."""
-    if not options["profile"]:
-        raise UsageError(
-            "--profile is missing",
-            "name a profile, as profile.yaml in the directory of every live run",
-        )
-    profile = read_profile(Path(options["profile"]))
-    ladder = options["max_num_seqs"] or DEFAULT_LADDER
-    traffic = read_traffic(options, largest_cap=max(ladder) * PAST_LADDER)
-    for line in traffic.lines:
-        say(line)
-    with tempfile.TemporaryDirectory(prefix="tune-plan-") as folder:
-        run_dir = RunDir(Path(folder), resume=False)
-        source = ShadowSource(profile, is_forced=options["force_profile"])
-        jobs = options["jobs"] or default_jobs()
-        with (
-            EngineProcess(source, run_dir.engine_log) as host,
-            closing(SpareProcesses(jobs - 1, run_dir.shadow_log)) as spares,
-        ):
-            shadows_at = partial(
-                ShadowPool,
-                profile,
-                jobs=jobs,
-                log_path=run_dir.shadow_log,
-                seed=options["seed"],
-                is_forced=options["force_profile"],
-                spares=spares,
-            )
-            rows, present = _rows(host, shadows_at, run_dir, options, profile, traffic.trace)
-    wrong_ratio = error_ratio(profile)
-    told = _json if options["as_json"] else _table
-    sys.stdout.write("\n".join(told(rows, present, wrong_ratio)) + "\n")
+def run_plan(options: PlanOptions) -> int:
+    """Predict every load, or hour of day, and print the table. Raises: TunerError."""
+    _, source = options.shadow.load()
+    if options.utc_offset_s is not None:
+        calendar = _calendar(options, source, options.utc_offset_s)
+        show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
+        return 0
+    rows, retune = _planned(options, source)
+    present, wrong_ratio = retune.space.present, retune.wrong_ratio
+    content = {
+        "engine": "shadow",
+        "present": present,
+        "error_ratio": wrong_ratio,
+        "loads": [row.as_json() for row in rows],
+    }
+    show_result(content, _table(rows, present, wrong_ratio), as_json=options.as_json)
     return 0
 
 
-def _rows(
-    host: EngineProcess,
-    shadows_at: Callable[[EngineLimits], ShadowPool],
-    run_dir: RunDir,
-    options: Mapping[str, Any],
-    profile: Profile,
-    recorded: Trace,
-) -> tuple[list[PlanRow], EngineLimits]:
-    given = {**options, "engine_args": (), "config": None, "model": None}
-    facts = host.facts(profiled_engine(given, profile).values)
-    trace, told = fit_lengths(recorded, facts.max_model_len, options["too_long"])
-    if told:
-        say(told)
-    ladder = options["max_num_seqs"] or DEFAULT_LADDER
-    space = search_space(
-        facts, at_load(trace, max(options["loads"])), ladder, facts.present_limits
-    )
-    journal = Journal(run_dir.storage_url)
-    bench = EngineRunner(host, {}, space.ceiling, options["seed"])
+def _planned(options: PlanOptions, source: ProfiledEngine) -> tuple[list[PlanRow], Retune]:
+    """Return what is best at each load, and what predicted it. Raises: TunerError."""
+    traffic = options.traffic.read(max(options.ladder) * PAST_LADDER)
+    announce(traffic)
+    trace, retune = options.retune(source, traffic.trace, max(options.loads))
+    chosen = options.traffic.window
+    window = None if chosen is None else chosen.resolve(trace)
     rows: list[PlanRow] = []
-    with shadows_at(space.ceiling) as shadows:
-        shadows.adopt(bench)
-        for generation, load in enumerate(options["loads"]):
-            aim = _aim(options, trace, load)
-            run = RunState(trace, space, aim, bench, journal, run_dir, NullListener())
-            run.begin()
-            forecast = Forecast(trace, aim, shadows, generation)
-            forecast.choose_parts(space, TIME_PER_LOAD_S)
-            seen = Ranking(run, forecast).rank()
-            rows.append(_row(seen, space.present, load, error_ratio(profile)))
-            say(f"load {load:g} x: best {rows[-1].decision.best}")
-    journal.close()
-    return rows, space.present
-
-
-def _aim(options: Mapping[str, Any], trace: Trace, load: float) -> Aim:
-    chosen: Window | None = options["window"].resolve(trace) if options["window"] else None
-    return Aim(
-        Objective(options["objective"]),
-        tuple(options["slo"]),
-        replace(replay_plan(options, trace), load=load),
-        Budget(TIME_PER_LOAD_S),
-        chosen,
-    )
+    for load in options.loads:
+        ranked = retune.rank(trace, options.aim(trace, load, window))
+        rows.append(_row(ranked.observations, retune.space.present, load, retune.wrong_ratio))
+        say(f"load {load:g} x: best {rows[-1].decision.best}")
+    return rows, retune
 
 
 def _row(
-    seen: list[Observation], present: EngineLimits, load: float, wrong_ratio: float
+    observations: Sequence[Observation], present: EngineLimits, load: float, wrong_ratio: float
 ) -> PlanRow:
-    decision = decide_predicted(seen, present, wrong_ratio)
-    best = next(o for o in seen if o.limits == decision.best)
-    before = next((o for o in seen if o.limits == present), None)
+    decision = decide_predicted(observations, present, wrong_ratio)
+    best = next(o for o in observations if o.limits == decision.best)
+    before = next((o for o in observations if o.limits == present), None)
     comparable = before is not None and before.score.metric == best.score.metric
     return PlanRow(
         load,
@@ -179,30 +169,12 @@ def _row(
     )
 
 
-def _limits(limits: EngineLimits) -> dict[str, int]:
-    return {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-    }
-
-
-def _json(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -> list[str]:
-    """Return the lines of the object for programs."""
-    content = {
-        "engine": "shadow",
-        "present": _limits(present),
-        "error_ratio": wrong_ratio,
-        "loads": [row.as_json() for row in rows],
-    }
-    return [msgspec.json.format(msgspec.json.encode(content), indent=2).decode()]
-
-
 def _table(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -> list[str]:
     """Return the table for people; a rate stands as such, not as its inverse."""
     lines = [
-        f"present {present} (max_num_seqs/max_num_batched_tokens); predicted, "
+        f"current {present} (max_num_seqs/max_num_batched_tokens); predicted, "
         f"wrong by {wrong_ratio:.0%} on what was measured",
-        f"{'load':>6}  {'best':>12}  {'metric':<16} {'there':>10} {'present':>10}  advice",
+        f"{'load':>6}  {'best':>12}  {'metric':<16} {'there':>10} {'current':>10}  advice",
     ]
     for row in rows:
         pays = row.decision.verdict is RaceVerdict.CHANGE
@@ -224,67 +196,22 @@ def _value(value: float | None, metric: str) -> str:
     return f"{value:.3g} s" if metric.startswith("e2e") else f"{value:.3g}"
 
 
-# How long one hour may take to rank, in seconds: as for one load of `tune plan`.
-TIME_PER_HOUR_S = 120.0
+def _calendar(options: PlanOptions, source: ProfiledEngine, utc_offset_s: float) -> Calendar:
+    """Return what is best at each hour of the day. Raises: TunerError."""
+    check_named(options.traffic.files)
+    recorded = options.traffic.part_of(options.traffic.reading.read(options.traffic.files))
+    load = options.traffic.load
+    trace, retune = options.retune(source, recorded, load)
+    return calendar_of(
+        trace, _hours(trace, utc_offset_s), retune, options.aim(trace, load), say
+    )
 
 
-def run_calendar(options: Mapping[str, Any]) -> int:
-    """Foretell every hour of day and print the calendar. Raises: TunerError."""
-    if not options["profile"]:
-        raise UsageError(
-            "--profile is missing",
-            "name a profile, as profile.yaml in the directory of every live run",
-        )
-    if not options["trace"]:
-        raise UsageError("--trace is missing", "name a week of traffic: --trace week.jsonl")
-    profile = read_profile(Path(options["profile"]))
-    offset_s = parse_offset(options["timezone"])
-    trace = read_named(options["trace"], options)
-    if options["window"]:
-        trace = options["window"].resolve(trace).of(trace)
-    _hours(trace, offset_s)  # refuses before an engine's library is loaded
-    found = _foretold(options, profile, trace, offset_s)
-    if options["as_json"]:
-        encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        sys.stdout.write("\n".join(found.lines()) + "\n")
-    return 0
-
-
-def _hours(trace: Trace, offset_s: float) -> tuple[Hour, ...]:
+def _hours(trace: Trace, utc_offset_s: float) -> tuple[Hour, ...]:
     """Return the hours with traffic. Raises: UsageError if there is none."""
-    found = tuple(hours_of(trace, offset_s))
-    if not found:
+    hours = tuple(hours_of(trace, utc_offset_s))
+    if not hours:
         raise UsageError(
             f"no hour of {trace.source} holds {MIN_REQUESTS} requests", "record more traffic"
         )
-    return found
-
-
-def _foretold(
-    options: Mapping[str, Any], profile: Profile, read: Trace, offset_s: float
-) -> Calendar:
-    """Replay every hour on shadows of the profile. Raises: TunerError."""
-    is_forced = options["force_profile"]
-    with shadow_process(profile, is_forced=is_forced) as (host, run_dir):
-        given = {**options, "engine_args": (), "config": None, "model": None}
-        facts = host.facts(profiled_engine(given, profile).values)
-        trace, told = fit_lengths(read, facts.max_model_len, options["too_long"])
-        if told:
-            say(told)
-        ladder = options["max_num_seqs"] or DEFAULT_LADDER
-        scaled = at_load(trace, options["load"])
-        space = search_space(facts, scaled, ladder, facts.present_limits)
-        jobs, seed = options["jobs"] or default_jobs(), options["seed"]
-        with retuning(
-            host, run_dir, profile, space, jobs=jobs, seed=seed, is_forced=is_forced
-        ) as retune:
-            hours = _hours(trace, offset_s)
-            return calendar_of(trace, hours, retune, _calendar_aim(options, trace), say)
-
-
-def _calendar_aim(options: Mapping[str, Any], trace: Trace) -> Aim:
-    plan = replace(replay_plan(options, trace), load=options["load"])
-    objective, slos = Objective(options["objective"]), tuple(options["slo"])
-    return Aim(objective, slos, plan, Budget(TIME_PER_HOUR_S), None)
+    return hours

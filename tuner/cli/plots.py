@@ -13,7 +13,7 @@ from tuner.traffic.traces import Trace
 
 # Rows of a plot: ours, two fit a usual terminal with the description above them.
 HEIGHT = 12
-# Columns of a plot: ours, wider bars tell no more.
+# Columns of a plot: ours, wider bars show no more.
 MIN_WIDTH, MAX_WIDTH = 40, 100
 _BINS = 60
 _TICKS = 5

@@ -2,114 +2,160 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import msgspec
-
-from tuner.cli.console import ReplayDisplay, say
-from tuner.cli.inputs import choose_engine, profiled_engine, read_traffic, replay_plan
+from tuner.cli.console import ReplayDisplay, say, show_result
+from tuner.cli.inputs import (
+    WHERE_PROFILES_ARE,
+    EngineOptions,
+    LimitOptions,
+    ShadowOptions,
+    TrafficOptions,
+    announce,
+)
+from tuner.cli.options import Params
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineSource
+from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
-from tuner.run.inputs import DEMO_NOTE, EngineChoice, Traffic, fit_lengths
-from tuner.shadow.profiles import Profile, read_profile
-from tuner.shadow.source import ShadowSource
-from tuner.traffic.traces import LoadModel
-from tuner.traffic.windows import whole
+from tuner.run.inputs import EngineChoice, Traffic
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
+from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import Window, whole
 
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 
-def run_replay(options: Mapping[str, Any], source: EngineSource | None = None) -> int:
-    """Replay the trace once and print the measurement. Raises: TunerError."""
-    profile = _profile(options)
-    engine = choose_engine(options) if profile is None else profiled_engine(options, profile)
-    if profile is not None:
-        source = source or ShadowSource(profile, is_forced=options["force_profile"])
-    traffic = read_traffic(options, largest_cap=256)
-    plan = replay_plan(options, traffic.trace)
-    for line in traffic.lines:
-        say(line)
-    if engine.is_demo:
-        say(DEMO_NOTE)
-    log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
-    with EngineProcess(source or LiveSource(), log_path) as host:
-        kind, limits, measured = _measured(host, options, engine, traffic, plan)
-    if options["as_json"]:
-        content = {
-            "engine": kind,
-            "limits": {
-                "max_num_seqs": limits.max_num_seqs,
-                "max_num_batched_tokens": limits.max_num_batched_tokens,
-            },
-            "load_model": str(plan.load_model),
-            **measured.as_json(),
-        }
-        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        sys.stdout.write("\n".join(_lines(limits, measured)) + "\n")
-    return 0
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What is measured: traffic, an engine or the shadow of one, and at which limits.
 
+    `limits` are those of the current configuration where they are not named; without `shadow` a
+    live engine is measured.
+    """
 
-def _profile(options: Mapping[str, Any]) -> Profile | None:
-    """Return the profile of a shadow replay. Raises: UsageError."""
-    path, is_shadow = options["profile"], options["engine_kind"] == "shadow"
-    if is_shadow and not path:
-        raise UsageError(
-            "--engine shadow needs --profile FILE",
-            "every live run writes profile.yaml into its run directory",
+    traffic: TrafficOptions
+    engine: EngineOptions
+    limits: LimitOptions
+    shadow: ShadowOptions | None
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        is_shadow, shadow = params["engine_kind"] == "shadow", None
+        if is_shadow:
+            missing = UsageError("--engine shadow needs --profile FILE", WHERE_PROFILES_ARE)
+            shadow = ShadowOptions.parse(params, missing)
+        elif params["profile"]:
+            raise UsageError("--profile is for --engine shadow", "add --engine shadow")
+        return cls(
+            traffic=TrafficOptions.parse(params),
+            engine=EngineOptions.parse(params),
+            limits=LimitOptions.parse(params),
+            shadow=shadow,
+            as_json=params["as_json"],
         )
-    if path and not is_shadow:
-        raise UsageError("--profile is for --engine shadow", "add --engine shadow")
-    return read_profile(Path(path)) if path else None
+
+
+def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> int:
+    """Replay the trace once and print the measurement. Raises: TunerError."""
+    profile, profiled = options.shadow.load() if options.shadow is not None else (None, None)
+    engine = options.engine.choose(profile)
+    traffic = options.traffic.read()
+    plan = options.traffic.plan(traffic.trace)
+    announce(traffic, is_demo=engine.is_demo)
+    if profiled is not None:
+        limits, measured = _predicted(profiled, options, engine, traffic, plan)
+    else:
+        log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
+        with EngineProcess(source or LiveSource(), log_path) as host:
+            limits, measured = _measured(host, options, engine, traffic, plan)
+    content = {
+        "engine": "live" if profiled is None else "shadow",
+        "limits": limits,
+        "load_model": str(plan.load_model),
+        **measured.as_json(),
+    }
+    show_result(content, _lines(limits, measured), as_json=options.as_json)
+    return 0
 
 
 def _measured(
     host: EngineProcess,
-    options: Mapping[str, Any],
+    options: ReplayOptions,
     engine: EngineChoice,
     traffic: Traffic,
     plan: ReplayPlan,
-) -> tuple[str, EngineLimits, Measurement]:
-    """Start the engine at the asked limits and replay."""
+) -> tuple[EngineLimits, Measurement]:
+    """Start the engine at the limits and replay."""
     facts = host.facts(engine.values)
-    trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
-    if told:
-        say(told)
-    limits = EngineLimits(
-        options["max_num_seqs"] or facts.present_limits.max_num_seqs,
-        options["max_num_batched_tokens"] or facts.present_limits.max_num_batched_tokens,
-    )
-    window = options["window"].resolve(trace) if options["window"] else whole(trace)
+    trace, window = _part(options, traffic, facts)
+    limits = options.limits.over(facts.present_limits)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
-    if started.info.remark:
-        say(started.info.remark)
-    host.load("trace", window.of(trace), options["seed"])
+    host.load("trace", window.of(trace), options.traffic.seed)
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
-    found = [
-        (Caveat.SHADOW_ONLY, started.info.kind == "shadow"),
-        (Caveat.PROFILE_FORCED, bool(options["force_profile"])),
+    is_part = window != whole(trace)
+    return limits, _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+
+
+def _predicted(
+    profiled: ProfiledEngine,
+    options: ReplayOptions,
+    engine: EngineChoice,
+    traffic: Traffic,
+    plan: ReplayPlan,
+) -> tuple[EngineLimits, Measurement]:
+    """Predict a replay at the limits."""
+    facts = profiled.facts(engine.values)
+    trace, window = _part(options, traffic, facts)
+    limits = options.limits.over(facts.present_limits)
+    predictor = Predictor(profiled.profile, seed=options.traffic.seed)
+    if remark := predictor.info(limits).remark:
+        say(remark)
+    measured = measure([predictor.replay(window.of(trace), limits, plan)])
+    is_part = window != whole(trace)
+    return limits, _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+
+
+def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:
+    """Return the trace as the engine takes it, and what of it is replayed."""
+    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
+    chosen = options.traffic.window
+    return trace, whole(trace) if chosen is None else chosen.resolve(trace)
+
+
+def _with_caveats(
+    measured: Measurement,
+    options: ReplayOptions,
+    engine: EngineChoice,
+    traffic: Traffic,
+    plan: ReplayPlan,
+    trace: Trace,
+    is_part: bool,  # noqa: FBT001 - a fact beside the others
+) -> Measurement:
+    """Return the measurement with the caveats that follow from what was asked for."""
+    applies = [
+        (Caveat.SHADOW_ONLY, options.shadow is not None),
+        (Caveat.PROFILE_FORCED, options.shadow is not None and options.shadow.is_forced),
         (Caveat.CLOSED_LOOP, plan.load_model is LoadModel.CLOSED),
         (Caveat.DEMO_MODEL, engine.is_demo),
-        (Caveat.WINDOWED, window != whole(trace)),
+        (Caveat.WINDOWED, is_part),
         (Caveat.REQUESTS_CLIPPED, bool(trace.notes.clipped)),
         *((caveat, caveat is not Caveat.LOW_DEMAND) for caveat in sorted(traffic.caveats)),
     ]
-    doubts = (*measured.caveats, *(caveat for caveat, holds in found if holds))
-    return started.info.kind, limits, replace(measured, caveats=doubts)
+    caveats = (*measured.caveats, *(caveat for caveat, holds in applies if holds))
+    return replace(measured, caveats=caveats)
 
 
 def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
@@ -132,14 +178,14 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         ("preemptions", f"{m.preemptions}"),
         ("prefix-cache hits", "no prompt" if hit is None else f"{hit:.1%} of prompt tokens"),
         ("sustained", "yes" if m.is_sustained else "no"),
-        ("utilisation", m.load_text or "cannot be told"),
+        ("utilisation", m.load_text or "unknown"),
         (
             "steps",
             f"{m.steps} in {m.clock_s:.2f} s of the replay's clock, {m.wall_s:.2f} s real",
         ),
     ]
-    told = [f"{name:<23} {text}" for name, text in rows]
-    return told + [f"caveat: {caveat.text}" for caveat in m.caveats]
+    lines = [f"{name:<23} {text}" for name, text in rows]
+    return lines + [f"caveat: {caveat.text}" for caveat in m.caveats]
 
 
 def _spread(m: Measurement, name: str) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tuner.cli.console import say
 from tuner.files import write_atomic
 from tuner.report.page import REPORT_FILE, report_of
 
 
-def run_report(options: Mapping[str, Any]) -> int:
-    """Write the page and say where it is. Raises: UsageError."""
-    run_dir = Path(options["run_dir"])
-    target = Path(options["output"]) if options["output"] else run_dir / REPORT_FILE
+def run_report(run_dir: Path, output: Path | None) -> int:
+    """Write the page, to `output` or else into the run, and say so. Raises: UsageError."""
+    target = output or run_dir / REPORT_FILE
     write_report(run_dir, target)
     say(f"report written to {target}")
     return 0

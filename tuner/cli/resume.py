@@ -46,10 +46,10 @@ def with_stored(
         option = name if name.startswith("--") else f"--engine-arg {name}"
         raise UsageError(f"{name} is a secret and was not kept", f"give it again: {option}=…")
     _refuse_changes(arguments, {a.partition("=")[0] for a in missing})
-    kept = _drop_redacted(stored)
+    before = _drop_redacted(stored)
     if "--trace" in given:
-        kept = _without_traces(kept)
-    merged = [*kept, *arguments]
+        before = _without_traces(before)
+    merged = [*before, *arguments]
     context = command.make_context("tune", list(merged))
     return _without_secrets(merged), dict(context.params)
 
@@ -61,7 +61,7 @@ def check_begun_here(arguments: Sequence[str], folder: Path) -> None:
     """
     if not arguments:
         raise UsageError(
-            f"{folder} was begun by a Python program, which alone knows its options",
+            f"{folder} was begun by a Python program, whose options are not kept",
             "go on there, with the same TuningOptions and is_resumed=True",
         )
 

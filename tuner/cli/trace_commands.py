@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import cloup
@@ -14,18 +14,22 @@ from tuner.cli.options import (
     LOAD,
     LOAD_MEANS,
     WINDOW,
+    choice_option,
     command,
+    count_option,
     ending,
+    file_option,
     prometheus_options,
     reading_options,
 )
 
+if TYPE_CHECKING:
+    from tuner.traffic.windows import WindowChoice
+
 _FILES = click.argument("files", type=FILE, nargs=-1, required=True, metavar="FILE...")
-_OUTPUT = click.option(
+_OUTPUT = file_option(
     "-o",
     "--output",
-    type=FILE,
-    metavar="FILE",
     help="Where the JSON Lines go, packed if it ends in .gz or .zst; default: stdout.",
 )
 
@@ -56,11 +60,11 @@ def trace() -> None:
     ),
 )
 @reading_options
-def inspect(**options: Any) -> int:
+def inspect(**params: Any) -> int:
     """Describe the load of a trace, and where the recording would mislead."""
-    from tuner.cli.traces import run_inspect
+    from tuner.cli.traces import InspectOptions, run_inspect
 
-    return run_inspect(options)
+    return run_inspect(InspectOptions.parse(params))
 
 
 @command("convert", "tune trace convert azure.csv.gz -o prod.jsonl", exits=BAD_INPUT)
@@ -70,11 +74,11 @@ def inspect(**options: Any) -> int:
     _OUTPUT,
 )
 @reading_options
-def convert(**options: Any) -> int:
+def convert(**params: Any) -> int:
     """Write a trace of any format as native JSON Lines."""
-    from tuner.cli.traces import run_reshape
+    from tuner.cli.traces import ReshapeOptions, run_reshape
 
-    return run_reshape(options, lambda read: read)
+    return run_reshape(ReshapeOptions.parse(params), lambda read: read)
 
 
 @command("merge", "tune trace merge day1.jsonl day2.jsonl -o both.jsonl", exits=BAD_INPUT)
@@ -84,14 +88,14 @@ def convert(**options: Any) -> int:
     _OUTPUT,
 )
 @reading_options
-def merge(**options: Any) -> int:
+def merge(**params: Any) -> int:
     """Write several recordings as one.
 
     Those on one clock, or dated, keep their distance in time; others start together.
     """
-    from tuner.cli.traces import run_reshape
+    from tuner.cli.traces import ReshapeOptions, run_reshape
 
-    return run_reshape(options, lambda read: read)
+    return run_reshape(ReshapeOptions.parse(params), lambda read: read)
 
 
 @command(
@@ -110,11 +114,12 @@ def merge(**options: Any) -> int:
     _OUTPUT,
 )
 @reading_options
-def slice_(**options: Any) -> int:
+def slice_(window: WindowChoice | None, rows: str | None, **params: Any) -> int:
     """Write a part of a trace: a span of time, its busiest stretch, or some rows."""
-    from tuner.cli.traces import part_of, run_reshape
+    from tuner.cli.traces import ReshapeOptions, part_of, run_reshape
 
-    return run_reshape(options, lambda read: part_of(read, options))
+    options = ReshapeOptions.parse(params)
+    return run_reshape(options, lambda read: part_of(read, window, rows))
 
 
 @command("scale", "tune trace scale prod.jsonl --load 1.5 -o busier.jsonl", exits=BAD_INPUT)
@@ -131,15 +136,15 @@ def slice_(**options: Any) -> int:
     _OUTPUT,
 )
 @reading_options
-def scale(**options: Any) -> int:
+def scale(load: float, **params: Any) -> int:
     """Write a trace with a multiple of its arrivals, over the same time.
 
     Sessions are copied or left out whole.
     """
-    from tuner.cli.traces import run_reshape
+    from tuner.cli.traces import ReshapeOptions, run_reshape
     from tuner.traffic.reshape import at_load
 
-    return run_reshape(options, lambda read: at_load(read, options["load"]))
+    return run_reshape(ReshapeOptions.parse(params), lambda read: at_load(read, load))
 
 
 @command(
@@ -150,36 +155,34 @@ def scale(**options: Any) -> int:
 @_FILES
 @cloup.option_group(
     "Main options",
-    click.option(
+    count_option(
         "--replicas",
-        type=click.IntRange(1),
         required=True,
-        metavar="N",
         help="Size of the fleet.",
     ),
-    click.option(
+    choice_option(
         "--router",
-        type=click.Choice(["round-robin", "least-loaded", "prefix"]),
+        among=["round-robin", "least-loaded", "prefix"],
         default="least-loaded",
-        show_default=True,
         help="How the fleet routes requests.",
     ),
-    click.option(
+    count_option(
         "--replica",
-        type=click.IntRange(0),
+        least=0,
         default=0,
-        show_default=True,
         metavar="K",
         help="Whose share, from 0.",
     ),
     _OUTPUT,
 )
 @reading_options
-def thin(**options: Any) -> int:
+def thin(replicas: int, router: str, replica: int, **params: Any) -> int:
     """Write the share of a fleet's traffic that reaches one of its replicas."""
-    from tuner.cli.traces import run_reshape, share_of
+    from tuner.cli.traces import ReshapeOptions, run_reshape, share_of
+    from tuner.traffic.reshape import Router
 
-    return run_reshape(options, lambda read: share_of(read, options))
+    options = ReshapeOptions.parse(params)
+    return run_reshape(options, lambda read: share_of(read, replicas, Router(router), replica))
 
 
 @command(
@@ -203,16 +206,16 @@ def thin(**options: Any) -> int:
     _OUTPUT,
 )
 @prometheus_options("24h")
-def from_prometheus(**options: Any) -> int:
+def from_prometheus(**params: Any) -> int:
     """Sample a trace from the metrics of a vLLM server that Prometheus has kept.
 
     Arrival rates and token histograms are recorded, single requests are not: they are drawn
     at random, and the trace says so. A bearer token is read from PROMETHEUS_TOKEN or
     --token-file.
     """
-    from tuner.cli.traces import run_from_prometheus
+    from tuner.cli.prometheus import SampleOptions, run_from_prometheus
 
-    return run_from_prometheus(options)
+    return run_from_prometheus(SampleOptions.parse(params))
 
 
 @command(
@@ -223,9 +226,8 @@ def from_prometheus(**options: Any) -> int:
 @click.argument("file", type=FILE, metavar="FILE")
 @cloup.option_group(
     "Main options",
-    click.option(
+    file_option(
         "--lengths",
-        type=FILE,
         metavar="TRACE",
         required=True,
         help="Trace whose lengths the requests have.",
@@ -233,11 +235,11 @@ def from_prometheus(**options: Any) -> int:
     _OUTPUT,
 )
 @reading_options
-def from_concurrency(**options: Any) -> int:
+def from_concurrency(**params: Any) -> int:
     """Turn a recording of requests in flight (CSV) into a closed-loop trace."""
-    from tuner.cli.traces import run_from_concurrency
+    from tuner.cli.traces import ConcurrencyOptions, run_from_concurrency
 
-    return run_from_concurrency(options)
+    return run_from_concurrency(ConcurrencyOptions.parse(params))
 
 
 trace.section("Look", inspect)

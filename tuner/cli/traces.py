@@ -1,4 +1,4 @@
-"""What the `tune trace` commands do, once their options are read."""
+"""What the `tune trace` commands do: describe recorded traffic, reshape it, and make more."""
 
 from __future__ import annotations
 
@@ -6,37 +6,88 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
 import click
 import numpy as np
 
 from tuner.cli.console import say
-from tuner.cli.inputs import read_named
-from tuner.cli.options import credentials
+from tuner.cli.inputs import reading_of
+from tuner.cli.options import Params
 from tuner.errors import UsageError
+from tuner.run.options import TraceReading
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import describe
-from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.formats.in_flight import trace_from_concurrency
+from tuner.traffic.formats.sources import expand, write_trace
 from tuner.traffic.reshape import Router, thin
 from tuner.traffic.traces import Trace
+from tuner.traffic.windows import WindowChoice
 
 
-def run_inspect(options: Mapping[str, Any]) -> int:
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """Which files are described, each by itself or all as one trace."""
+
+    files: tuple[str, ...]
+    reading: TraceReading
+    is_together: bool
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        files = tuple(params["files"])
+        return cls(files, reading_of(params), params["together"], params["as_json"])
+
+
+@dataclass(frozen=True, slots=True)
+class ReshapeOptions:
+    """Which trace is read, and where what is made of it goes: None for standard output."""
+
+    files: tuple[str, ...]
+    reading: TraceReading
+    output: str | None
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        return cls(tuple(params["files"]), reading_of(params), params["output"])
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyOptions:
+    """A recording of requests in flight, and the trace whose lengths the requests take.
+
+    `output` is None for standard output.
+    """
+
+    recording: str
+    lengths: str
+    reading: TraceReading
+    output: str | None
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        return cls(params["file"], params["lengths"], reading_of(params), params["output"])
+
+
+def run_inspect(options: InspectOptions) -> int:
     """Describe each file, or all together. Raises: TraceError, UsageError."""
-    from tuner.traffic.formats.sources import expand
-
-    files = list(options["files"])
-    groups = [files] if options["together"] else [[str(f)] for f in expand(files)]
-    if options["as_json"]:
-        found = [describe(read_named(group, options)).as_json() for group in groups]
+    groups = [options.files]
+    if not options.is_together:
+        groups = [(str(path),) for path in expand(options.files)]
+    if options.as_json:
+        found = [describe(options.reading.read(group)).as_json() for group in groups]
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return 0
     for number, group in enumerate(groups):
         if number:
             click.echo()
-        _show(read_named(group, options))
+        _show(options.reading.read(group))
     return 0
 
 
@@ -52,29 +103,27 @@ def _show(trace: Trace) -> None:
             click.echo(plot)
 
 
-def run_reshape(options: Mapping[str, Any], change: Callable[[Trace], Trace]) -> int:
+def run_reshape(options: ReshapeOptions, change: Callable[[Trace], Trace]) -> int:
     """Read, change and write a trace. Raises: TraceError, UsageError."""
-    read = read_named(list(options["files"]), options)
-    return _write(change(read), options)
+    return write_described(change(options.reading.read(options.files)), options.output)
 
 
-def _write(trace: Trace, options: Mapping[str, Any]) -> int:
-    write_trace(trace, options["output"])
-    where = options["output"] or "standard output"
+def write_described(trace: Trace, output: str | None) -> int:
+    """Write the trace, and say where it would mislead. Raises: UsageError."""
+    write_trace(trace, output)
+    where = output or "standard output"
     say(f"{len(trace):,} requests in {trace.duration_s:,.1f} s written to {where}")
     for line in describe(trace).warnings:
         say(f"warning: {line.text}")
     return 0
 
 
-def part_of(trace: Trace, options: Mapping[str, Any]) -> Trace:
+def part_of(trace: Trace, window: WindowChoice | None, rows: str | None) -> Trace:
     """Return the part that --window or --rows names. Raises: TraceError, UsageError."""
-    window, rows = options["window"], options["rows"]
-    if (window is None) == (rows is None):
+    if window is not None and rows is None:
+        return window.resolve(trace).of(trace)
+    if window is not None or rows is None:
         raise UsageError("name either --window or --rows", "for example --window peak:300s")
-    if window is not None:
-        part: Trace = window.resolve(trace).of(trace)
-        return part
     match = re.fullmatch(r"(\d*):(\d*)", rows)
     if match is None:
         raise UsageError(f"--rows must look like 0:1000, got {rows}", "rows count from 0")
@@ -85,41 +134,18 @@ def part_of(trace: Trace, options: Mapping[str, Any]) -> Trace:
     return trace.slice_rows(np.arange(first, last)).shifted()
 
 
-def share_of(trace: Trace, options: Mapping[str, Any]) -> Trace:
+def share_of(trace: Trace, replicas: int, router: Router, replica: int) -> Trace:
     """Return one replica's share. Raises: TraceError, UsageError."""
-    return thin(
-        trace,
-        options["replicas"],
-        Router(options["router"]),
-        options["replica"],
-        SECONDS_PER_OUTPUT_TOKEN,
-    )
+    return thin(trace, replicas, router, replica, SECONDS_PER_OUTPUT_TOKEN)
 
 
-def run_from_prometheus(options: Mapping[str, Any]) -> int:
-    """Sample a trace from metrics and write it. Raises: UsageError."""
-    from tuner.traffic.prometheus.sampled import trace_from_prometheus
-
-    sampled = trace_from_prometheus(
-        options["url"],
-        options["since"],
-        options["step"],
-        model=options["model"],
-        engine=options["engine"],
-        seed=options["seed"],
-        concurrency=options["concurrency"],
-        headers=credentials(options),
-        verify=not options["no_verify"],
-    )
-    return _write(sampled, options)
-
-
-def run_from_concurrency(options: Mapping[str, Any]) -> int:
+def run_from_concurrency(options: ConcurrencyOptions) -> int:
     """Turn a recording of requests in flight into a closed-loop trace and write it.
 
     Raises: TraceError, UsageError.
     """
-    from tuner.traffic.formats.in_flight import trace_from_concurrency
-
-    lengths = read_named([options["lengths"]], options)
-    return _write(trace_from_concurrency(options["file"], lengths, options["seed"]), options)
+    lengths = options.reading.read([options.lengths])
+    seed = options.reading.rows.seed
+    return write_described(
+        trace_from_concurrency(options.recording, lengths, seed), options.output
+    )

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import msgspec
-
-from tuner.cli.console import ProgressLine, say
-from tuner.cli.inputs import choose_engine, read_traffic, replay_plan
+from tuner.cli.console import ProgressLine, say, show_result
+from tuner.cli.inputs import (
+    WHERE_PROFILES_ARE,
+    EngineOptions,
+    ShadowOptions,
+    TrafficOptions,
+    announce,
+)
+from tuner.cli.options import Params
 from tuner.emit.vllm import render
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineFacts, EngineSource
+from tuner.engine.protocol import EngineFacts
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
 from tuner.files import write_atomic
 from tuner.replay.metrics import Measurement, measure
@@ -28,9 +31,9 @@ from tuner.replay.server.client import find_endpoint, replay_http
 from tuner.replay.server.comparison import Verification, verification
 from tuner.replay.server.process import ServerProcess
 from tuner.replay.server.scrape import Scraper
-from tuner.run.inputs import EngineChoice, fit_lengths
-from tuner.shadow.profiles import read_profile
-from tuner.shadow.source import ShadowSource
+from tuner.replay.slo import Slo
+from tuner.run.inputs import EngineChoice, Traffic
+from tuner.shadow.predictor import Predictor
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -39,58 +42,116 @@ SAFE_VOCABULARY = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is tried: traffic in its window, the configuration, and what predicts it."""
+class VerifyOptions:
+    """Which server is tried with which traffic, and what it is compared with.
 
-    options: Mapping[str, Any]
+    Without `url` a server is started at `port`, or at a free one. A prediction comes from the
+    `shadow`, or without one from a live engine, unless `predicts` is false. `max_send_lag_s` is
+    how far sending may fall behind at its p99.
+
+    Units: seconds.
+    Raises: UsageError for what contradicts itself.
+    """
+
+    traffic: TrafficOptions
+    engine: EngineOptions
+    slos: tuple[Slo, ...]
+    url: str | None
+    port: int | None
+    predicts: bool
+    shadow: ShadowOptions | None
+    max_send_lag_s: float
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself before anything starts."""
+        if self.url and self.port:
+            raise UsageError("--port is for a server started here, --url for one that runs")
+        is_closed = self.traffic.load_model is LoadModel.CLOSED
+        if is_closed and self.traffic.concurrency is None:
+            raise UsageError("a closed loop over HTTP needs --concurrency N")
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        shadow = None
+        if params["predict"] == "shadow":
+            missing = UsageError("--predict shadow needs --profile FILE", WHERE_PROFILES_ARE)
+            shadow = ShadowOptions.parse(params, missing)
+        return cls(
+            traffic=TrafficOptions.parse(params),
+            engine=EngineOptions.parse(params),
+            slos=tuple(params["slo"]),
+            url=params["url"],
+            port=params["port"],
+            predicts=params["predict"] != "none",
+            shadow=shadow,
+            max_send_lag_s=params["max_send_lag"],
+            as_json=params["as_json"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What is tried: the configuration, and the traffic in its window."""
+
+    options: VerifyOptions
     engine: EngineChoice
     facts: EngineFacts
-    limits: EngineLimits
     trace: Trace
     plan: ReplayPlan
 
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits of the configuration."""
+        return self.facts.present_limits
 
-def run_verify(options: Mapping[str, Any]) -> int:
+
+def run_verify(options: VerifyOptions) -> int:
     """Verify and print.
 
     Raises: TunerError; ReplayError when the client fell behind; NoFeasibleConfigError when an
         SLO breaks, failed requests counting as infinitely late; EngineError when more requests
         failed than may, though every SLO holds.
     """
-    _check(options)
     folder = Path(tempfile.mkdtemp(prefix="tune-verify-"))
-    engine = choose_engine(options)
-    traffic = read_traffic(options, largest_cap=256)
-    plan = replay_plan(options, traffic.trace)
-    for line in traffic.lines:
-        say(line)
-    source: EngineSource = LiveSource()
-    if options["predict"] == "shadow":
-        source = ShadowSource(
-            read_profile(Path(options["profile"])), is_forced=options["force_profile"]
-        )
-    with EngineProcess(source, folder / "engine.log") as host:
-        facts = host.facts(engine.values)
-        trace, told = fit_lengths(traffic.trace, facts.max_model_len, options["too_long"])
-        if told:
-            say(told)
-        if options["window"]:
-            trace = options["window"].resolve(trace).of(trace)
-        for slo in options["slo"]:
-            slo.check_carried_by(len(trace))
-        asked = _Asked(options, engine, facts, facts.present_limits, trace, plan)
-        predicted, vocab_size = _predicted(host, asked)
-    found = _served(asked, folder, predicted, vocab_size)
-    return _told(found, as_json=options["as_json"])
-
-
-def _told(found: Verification, *, as_json: bool) -> int:
-    """Print what was found. Raises: ReplayError, NoFeasibleConfigError, EngineError."""
-    if as_json:
-        encoded = msgspec.json.format(msgspec.json.encode(found.as_json()), indent=2)
-        sys.stdout.write(encoded.decode() + "\n")
+    engine = options.engine.choose()
+    traffic = options.traffic.read()
+    plan = options.traffic.plan(traffic.trace)
+    announce(traffic)
+    predicted: Measurement | None
+    if options.shadow is not None:
+        profile, profiled = options.shadow.load()
+        tried = _tried(options, engine, profiled.facts(engine.values), traffic, plan)
+        predictor = Predictor(profile, seed=options.traffic.seed)
+        log = predictor.replay(tried.trace, tried.limits, plan)
+        predicted, vocab_size = measure([log]), profile.shape.vocab_size
     else:
-        sys.stdout.write("\n".join(found.lines()) + "\n")
+        with EngineProcess(LiveSource(), folder / "engine.log") as host:
+            tried = _tried(options, engine, host.facts(engine.values), traffic, plan)
+            predicted, vocab_size = _predicted(host, tried)
+    _show(_served(tried, folder, predicted, vocab_size), as_json=options.as_json)
+    return 0
+
+
+def _tried(
+    options: VerifyOptions,
+    engine: EngineChoice,
+    facts: EngineFacts,
+    traffic: Traffic,
+    plan: ReplayPlan,
+) -> _Tried:
+    """Return what is tried. Raises: UsageError, TraceError; TooFewSamplesError by an SLO."""
+    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
+    trace = options.traffic.part_of(trace)
+    for slo in options.slos:
+        slo.check_carried_by(len(trace))
+    return _Tried(options, engine, facts, trace, plan)
+
+
+def _show(found: Verification, *, as_json: bool) -> None:
+    """Print what was measured. Raises: ReplayError, NoFeasibleConfigError, EngineError."""
+    show_result(found.as_json(), found.lines(), as_json=as_json)
     if found.void:
         raise ReplayError(
             f"the run is void: {found.void}",
@@ -108,45 +169,31 @@ def _told(found: Verification, *, as_json: bool) -> int:
             "see the server's log, and the proxy's in between; these numbers are of those that "
             "were answered",
         )
-    return 0
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """Refuse what contradicts itself before anything starts. Raises: UsageError."""
-    if options["predict"] == "shadow" and not options["profile"]:
-        raise UsageError(
-            "--predict shadow needs --profile FILE",
-            "every live run writes profile.yaml into its run directory",
-        )
-    if options["url"] and options["port"]:
-        raise UsageError("--port is for a server started here, --url for one that runs")
-    if options["load_model"] == LoadModel.CLOSED and options["concurrency"] is None:
-        raise UsageError("a closed loop over HTTP needs --concurrency N")
-
-
-def _predicted(host: EngineProcess, asked: _Asked) -> tuple[Measurement | None, int]:
+def _predicted(host: EngineProcess, tried: _Tried) -> tuple[Measurement | None, int]:
     """Replay inside an engine's process, unless nothing is to predict; and the vocabulary."""
-    if asked.options["predict"] == "none":
+    if not tried.options.predicts:
         return None, SAFE_VOCABULARY
-    started = host.start(asked.engine.values, asked.limits)
-    say(f"predicting on {asked.limits}: engine started in {started.start_s:.1f} s")
-    host.load("trace", asked.trace, asked.options["seed"])
-    return measure([host.replay("trace", asked.limits, asked.plan)]), started.info.vocab_size
+    started = host.start(tried.engine.values, tried.limits)
+    say(f"predicting on {tried.limits}: engine started in {started.start_s:.1f} s")
+    host.load("trace", tried.trace, tried.options.traffic.seed)
+    return measure([host.replay("trace", tried.limits, tried.plan)]), started.info.vocab_size
 
 
 def _served(
-    asked: _Asked, folder: Path, predicted: Measurement | None, vocab_size: int
+    tried: _Tried, folder: Path, predicted: Measurement | None, vocab_size: int
 ) -> Verification:
     """Replay over HTTP on the server that is named, or on one started here."""
-    options, values = asked.options, asked.engine.values
+    options, values = tried.options, tried.engine.values
     key = str(values.get("api-key") or os.environ.get("VLLM_API_KEY", ""))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     start_s: float | None = None
     with ExitStack() as stack:
-        url, server = options["url"], None
+        url, server = options.url, None
         if not url:
-            path = _config_file(asked, folder)
-            server = ServerProcess(path, folder / "server.log", options["port"])
+            path = _config_file(tried, folder)
+            server = ServerProcess(path, folder / "server.log", options.port)
             stack.enter_context(server)
             say(f"starting vllm serve --config {path}; its log is {folder / 'server.log'}")
             start_s = server.wait_ready()
@@ -155,34 +202,32 @@ def _served(
         url = url.rstrip("/")
         endpoint = find_endpoint(url, headers)
         if endpoint.max_model_len is None:
-            endpoint = replace(endpoint, max_model_len=asked.facts.max_model_len)
+            endpoint = replace(endpoint, max_model_len=tried.facts.max_model_len)
         scraper = stack.enter_context(Scraper(url))
         progress = stack.enter_context(ProgressLine())
         run = replay_http(
             endpoint,
-            asked.trace,
-            PromptSource(asked.trace, vocab_size, options["seed"]),
-            asked.plan,
+            tried.trace,
+            PromptSource(tried.trace, vocab_size, options.traffic.seed),
+            tried.plan,
             server.check if server is not None else lambda: None,
             lambda sent, ended, now_s: progress.show(
-                f"{ended} of {len(asked.trace)} answered, {sent} sent, {now_s:.0f} s"
+                f"{ended} of {len(tried.trace)} answered, {sent} sent, {now_s:.0f} s"
             ),
         )
-    return verification(
-        run, scraper, predicted, options["slo"], start_s, options["max_send_lag"]
-    )
+    return verification(run, scraper, predicted, options.slos, start_s, options.max_send_lag_s)
 
 
-def _config_file(asked: _Asked, folder: Path) -> Path:
+def _config_file(tried: _Tried, folder: Path) -> Path:
     """Return the file that the server starts from: the user's own, unless options change it."""
-    options = asked.options
-    if options["config"] and not (options["model"] or options["engine_args"]):
-        return Path(options["config"])
+    named = tried.options.engine
+    if named.config and not (named.model or named.engine_args):
+        return named.config
     path = folder / "verified.yaml"
     text = render(
-        asked.engine.values,
-        asked.limits.max_num_seqs,
-        asked.limits.max_num_batched_tokens,
+        tried.engine.values,
+        tried.limits.max_num_seqs,
+        tried.limits.max_num_batched_tokens,
         ["what tune verify was asked to try"],
     )
     write_atomic(path, text, secret=True)

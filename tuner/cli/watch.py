@@ -1,24 +1,23 @@
-"""What `tune watch` does, once its options are read."""
+"""`tune watch`: keep a configuration tuned while traffic moves."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 from tuner.cli.console import say
-from tuner.cli.doctor import installed_vllm
 from tuner.cli.emit import check_ending
-from tuner.cli.inputs import read_named
-from tuner.cli.options import credentials
-from tuner.cli.shadows import PrometheusTraffic, ShadowCheck
+from tuner.cli.options import Params, path_of
+from tuner.cli.prometheus import PrometheusOptions
+from tuner.cli.shadows import PrometheusTraffic, ShadowCheck, retune_of
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.compare import MIN_S
+from tuner.drift.retune import RetuneOptions
 from tuner.drift.watch.guard import Guard
 from tuner.drift.watch.handover import Clock, Rollout, StateStore, run_hook
 from tuner.drift.watch.health import serving
@@ -28,13 +27,16 @@ from tuner.drift.watch.publish import Publisher
 from tuner.drift.watch.state import StateDir
 from tuner.emit.names import Format
 from tuner.emit.recommendation import without_lost
+from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.run.directory import PROFILE_FILE
+from tuner.run.options import TraceReading
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
+from tuner.traffic.formats import ReadOptions
 from tuner.traffic.prometheus.client import Prometheus
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 
@@ -42,20 +44,6 @@ _NEEDED = {
     "prometheus": ("--prometheus", "for example --prometheus http://prometheus:9090"),
     "profile": ("--profile", "name a run directory, or the profile.yaml of one"),
     "output": ("--emit", "name the file that is served from: --emit best.yaml"),
-}
-# What reading --baseline-trace needs to know besides.
-_READING: Mapping[str, Any] = {
-    "trace_format": None,
-    "only_model": None,
-    "time_unit": None,
-    "hash_block_size": None,
-    "spread": False,
-    "sessions_over": None,
-    "sample": None,
-    "zero_output": "drop",
-    "aborted": None,
-    "skip_invalid": False,
-    "max_invalid": None,
 }
 
 
@@ -71,30 +59,109 @@ class WallClock:
         time.sleep(seconds)
 
 
-def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What is watched, what is written when a re-tune pays, and how that is rolled out.
+
+    `profile` is a run directory or a profile's file; `baseline_files` hold the traffic that was
+    tuned for where nothing else does. `output` is the file that is served from, `config` the
+    configuration until that file exists. `hook` are the words of the command that rolls it out;
+    none where it is empty. `guard_s` is how long a change is on probation, None for no time.
+    `listen` is a HOST:PORT for metrics.
+
+    Units: seconds.
+    Raises: UsageError for times that make no sense.
+    """
+
+    prometheus: PrometheusOptions
+    profile: Path
+    baseline_files: tuple[str, ...]
+    config: Path | None
+    output: Path
+    format: Format
+    state: Path
+    policy: Policy
+    retune: RetuneOptions
+    every_s: float
+    is_once: bool
+    hook: tuple[str, ...]
+    hook_timeout_s: float
+    guard_s: float | None
+    listen: str | None
+
+    def __post_init__(self) -> None:
+        """Refuse times that make no sense."""
+        _check_least("every", self.every_s, 1.0)
+        _check_least("hook-timeout", self.hook_timeout_s, 0.1)
+        if self.guard_s is not None:
+            hint = "--no-guard lets every change stand"
+            _check_least("guard", self.guard_s, 60.0, hint)
+        step_s = self.prometheus.step_s
+        if not (step_s >= 1 and step_s == int(step_s)):
+            raise UsageError(f"--step must be a whole number of seconds, got {step_s:g} s")
+        for name, length_s in (("since", self.prometheus.since_s), ("guard", self.guard_s)):
+            if length_s is not None and length_s < 2 * step_s:
+                raise UsageError(
+                    f"--{name} must be at least two steps of {step_s:g} s, got {length_s:g} s",
+                    f"take a shorter --step, or a longer --{name}",
+                )
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        for key, (name, hint) in _NEEDED.items():
+            if not params[key]:
+                raise UsageError(f"{name} is missing", hint)
+        url, output = params["prometheus"], Path(params["output"])
+        prometheus = PrometheusOptions.parse(params, url, params["only_model"])
+        return cls(
+            prometheus=prometheus,
+            profile=Path(params["profile"]),
+            baseline_files=tuple(params["baseline_trace"]),
+            config=path_of(params["config"]),
+            output=output,
+            format=Format(params["emit_format"]),
+            state=Path(params["state"] or f"{output}.watch"),
+            policy=Policy(
+                params["min_gain"],
+                params["min_interval"],
+                params["confirmations"],
+                prometheus.since_s,
+                # Traffic takes two readings, and no shorter traffic is compared.
+                max(MIN_S, 2 * prometheus.step_s),
+            ),
+            retune=retune_of(params),
+            every_s=params["every"],
+            is_once=params["once"],
+            hook=tuple(params["hook"]),
+            hook_timeout_s=params["hook_timeout"],
+            guard_s=None if params["no_guard"] else params["guard"],
+            listen=params["listen"],
+        )
+
+
+def _check_least(name: str, length_s: float, least_s: float, hint: str = "") -> None:
+    if length_s < least_s:
+        raise UsageError(f"--{name} must be at least {least_s:g} s, got {length_s:g} s", hint)
+
+
+def run_watch(options: WatchOptions, clock: Clock | None = None) -> int:
     """Watch, until it is stopped or for one round. Raises: TunerError."""
-    for key, (name, hint) in _NEEDED.items():
-        if not options[key]:
-            raise UsageError(f"{name} is missing", hint)
-    _check_times(options)
-    # Nothing is asked: what is wrong with the address would be wrong in every round.
-    with Prometheus(options["prometheus"]):
+    # Nothing is queried: what is wrong with the address would be wrong in every round.
+    with Prometheus(options.prometheus.url):
         pass
-    path = Path(options["profile"])
-    baseline = read_baseline(path)
-    _check_version(baseline.profile, is_forced=options["force_profile"])
-    before = _tuned_for(baseline, path, options)
-    output = Path(options["output"])
+    baseline = read_baseline(options.profile)
+    _check_version(baseline.profile, is_forced=options.retune.is_forced)
+    before = _tuned_for(baseline, options)
     publisher = _publisher(options, baseline)
-    state_path = Path(options["state"] or f"{output}.watch")
     with ExitStack() as held:
-        store = _notebook(held.enter_context(StateDir(state_path)), path)
+        store = _state_store(held.enter_context(StateDir(options.state)), options.profile)
         watcher = _watcher(options, baseline, before, store, publisher, clock or WallClock())
         present = watcher.present
-        if options["listen"]:
-            held.enter_context(serving(options["listen"], watcher))
-        say(f"watching {output} at {present}, state in {state_path}")
-        if options["once"]:
+        if options.listen:
+            held.enter_context(serving(options.listen, watcher))
+        say(f"watching {options.output} at {present}, state in {options.state}")
+        if options.is_once:
             error = watcher.round()
             if error is not None:
                 raise error
@@ -106,26 +173,6 @@ def run_watch(options: Mapping[str, Any], clock: Clock | None = None) -> int:
     return 0
 
 
-def _check_times(options: Mapping[str, Any]) -> None:
-    """Refuse times that make no sense. Raises: UsageError."""
-    for key, least_s in (("every", 1.0), ("guard", 60.0), ("hook_timeout", 0.1)):
-        if options[key] < least_s:
-            name = key.replace("_", "-")
-            hint = "--no-guard lets every change stand" if key == "guard" else ""
-            raise UsageError(
-                f"--{name} must be at least {least_s:g} s, got {options[key]:g} s", hint
-            )
-    step_s = options["step"]
-    if not (step_s >= 1 and step_s == int(step_s)):
-        raise UsageError(f"--step must be a whole number of seconds, got {step_s:g} s")
-    for key in ("since", "guard"):
-        if options[key] < 2 * step_s:
-            raise UsageError(
-                f"--{key} must be at least two steps of {step_s:g} s, got {options[key]:g} s",
-                f"take a shorter --step, or a longer --{key}",
-            )
-
-
 def _check_version(profile: Profile, *, is_forced: bool) -> None:
     """Refuse a profile of another vLLM now, and not weeks later, when traffic has shifted.
 
@@ -135,68 +182,60 @@ def _check_version(profile: Profile, *, is_forced: bool) -> None:
         return
     _, here = installed_vllm()
     there = profile.shape.vllm_version
-    if here.partition("+")[0] != there.partition("+")[0]:
+    if here and here.partition("+")[0] != there.partition("+")[0]:
         raise UsageError(
-            f"the profile was made with vLLM {there}, here is {here or 'none'}",
-            f"install vLLM {there} beside tune, make a profile with this one, or pass "
+            f"the profile was made with vLLM {there}, here is {here}",
+            f"install vLLM {there} or none beside tune, make a profile with this one, or pass "
             "--force-profile",
         )
 
 
-def _tuned_for(baseline: Baseline, path: Path, options: Mapping[str, Any]) -> TrafficSketch:
+def _tuned_for(baseline: Baseline, options: WatchOptions) -> TrafficSketch:
     """Return the traffic that the profile's configuration was tuned for."""
-    if not options["baseline_trace"]:
-        return baseline.check_has_traffic(path)
-    reading = {**_READING, "seed": options["seed"]}
-    return sketch_of(read_named(options["baseline_trace"], reading))
+    if not options.baseline_files:
+        return baseline.check_has_traffic(options.profile)
+    reading = TraceReading(rows=ReadOptions(seed=options.retune.seed))
+    return sketch_of(reading.read(options.baseline_files))
 
 
-def _notebook(kept: StateDir, path: Path) -> StateStore:
+def _state_store(kept: StateDir, path: Path) -> StateStore:
     """Return the state as it stands for the profile."""
-    state, told = kept.load()
-    if told:
-        say(told)
+    state, damage = kept.load()
+    if damage:
+        say(damage)
     profile = path / PROFILE_FILE if path.is_dir() else path
     sha256 = hashlib.sha256(profile.read_bytes()).hexdigest()
-    if told:
-        last = replace(state.last, error=told, error_s=time.time())
+    if damage:
+        last = replace(state.last, error=damage, error_s=time.time())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         state = replace(state, last=last, counts=counts)
     return StateStore(kept, state.for_profile(sha256))
 
 
 def _watcher(
-    options: Mapping[str, Any],
+    options: WatchOptions,
     baseline: Baseline,
     before: TrafficSketch,
     store: StateStore,
     publisher: Publisher,
     clock: Clock,
 ) -> Watcher:
-    policy = Policy(
-        options["min_gain"],
-        options["min_interval"],
-        options["confirmations"],
-        options["since"],
-        # Two readings tell of traffic, and no shorter traffic is compared.
-        max(MIN_S, 2 * options["step"]),
-    )
-    traffic = PrometheusTraffic(options, clock, is_closed=before.is_closed)
-    credentials(options)  # A file that cannot be read is told now, not in the first round.
-    shadow = ShadowCheck(options, baseline, before, traffic)
+    server, retune = options.prometheus, options.retune
+    traffic = PrometheusTraffic(server, retune.seed, clock, is_closed=before.is_closed)
+    server.credentials()  # A file that cannot be read is refused now, not in the first round.
+    shadow = ShadowCheck(retune, options.config, baseline, before, traffic)
     guard = None
-    if not options["no_guard"]:
-        wrong_ratio = error_ratio(baseline.profile)
-        guard = Guard(options["guard"], shadow.guard_sample, wrong_ratio)
+    if options.guard_s is not None:
+        guard = Guard(options.guard_s, shadow.guard_sample, error_ratio(baseline.profile))
     hook = None
-    if options["hook"]:
-        hook = partial(run_hook, options["hook"], timeout_s=options["hook_timeout"])
+    if options.hook:
+        hook = partial(run_hook, options.hook, timeout_s=options.hook_timeout_s)
     return Watcher(
         store=store,
         rollout=Rollout(store, publisher, hook, guard, clock, say),
-        policy=policy,
-        every_s=options["every"],
-        tuned_for=_configured(options) or baseline.present,
+        policy=options.policy,
+        every_s=options.every_s,
+        tuned_for=_configured(options.config) or baseline.present,
         sample=traffic.since,
         sketch=traffic.sketch,
         check=shadow.check,
@@ -206,22 +245,22 @@ def _watcher(
     )
 
 
-def _publisher(options: Mapping[str, Any], baseline: Baseline) -> Publisher:
+def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:
     """Return what writes the file. Raises: UsageError."""
-    chosen, output = Format(options["emit_format"]), Path(options["output"])
-    check_ending(chosen, str(output))
+    output = options.output
+    check_ending(options.format, output)
     if not output.resolve().parent.is_dir():
         raise UsageError(f"the folder of --emit {output} does not exist", "make it first")
-    kept: Mapping[str, object] = baseline.profile.serve_values
-    if options["config"]:
-        kept = read_config(Path(options["config"])).values
+    kept = baseline.profile.serve_values
+    if options.config is not None:
+        kept = read_config(options.config).values
     values, lost = without_lost(kept)
-    return Publisher(output, chosen, baseline.profile, values, lost)
+    return Publisher(output, options.format, baseline.profile, values, lost)
 
 
-def _configured(options: Mapping[str, Any]) -> EngineLimits | None:
+def _configured(config: Path | None) -> EngineLimits | None:
     """Return the limits that --config names, None where it names none or one of them."""
-    if not options["config"]:
+    if config is None:
         return None
-    seqs, tokens = limits_of(read_config(Path(options["config"])).values)
+    seqs, tokens = limits_of(read_config(config).values)
     return None if seqs is None or tokens is None else EngineLimits(seqs, tokens)

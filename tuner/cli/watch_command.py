@@ -8,14 +8,16 @@ import click
 import cloup
 
 from tuner.cli.options import (
-    DURATION,
-    FILE,
     FORCE_PROFILE,
     SHARE,
     TOO_LONG,
     command,
+    count_option,
+    file_option,
+    format_option,
     prometheus_options,
     retune_options,
+    time_option,
 )
 from tuner.emit.names import Format
 
@@ -35,18 +37,15 @@ from tuner.emit.names import Format
         metavar="URL",
         help="The server that scrapes vLLM, for the current traffic.",
     ),
-    click.option(
+    file_option(
         "--profile",
-        type=FILE,
         metavar="RUN_OR_PROFILE",
         help="What the configuration was tuned with: a run directory, or its profile.yaml with "
         "traffic.json beside it.",
     ),
-    click.option(
+    file_option(
         "--emit",
         "output",
-        type=FILE,
-        metavar="FILE",
         help="The file that is served from; rewritten when a re-tune pays.",
     ),
     click.option(
@@ -57,21 +56,17 @@ from tuner.emit.names import Format
         "TUNE_FILE, TUNE_EVENT (change or rollback), TUNE_WHY and both limits are in its "
         "environment.",
     ),
-    click.option(
+    time_option(
         "--every",
-        type=DURATION,
         default="15m",
-        show_default=True,
-        metavar="TIME",
         help="From one check to the next.",
     ),
 )
 @cloup.option_group(
     "Rounds",
     click.option("--once", is_flag=True, help="One round, as for cron; the state is kept."),
-    click.option(
+    file_option(
         "--state",
-        type=FILE,
         metavar="DIR",
         help="What is kept from round to round; only one watch at a time may use it; default: "
         "FILE with .watch appended.",
@@ -92,48 +87,31 @@ from tuner.emit.names import Format
         metavar="SHARE",
         help="Smaller gains change nothing.",
     ),
-    click.option(
+    time_option(
         "--min-interval",
-        type=DURATION,
         default="6h",
-        show_default=True,
-        metavar="TIME",
         help="Least time between two changes.",
     ),
-    click.option(
+    count_option(
         "--confirmations",
-        type=click.IntRange(1),
         default=2,
-        show_default=True,
-        metavar="N",
         help="Verdicts in favour before a change. Each after the first is on later traffic "
         "alone, which begins a sixth of --since after the one before.",
     ),
 )
 @cloup.option_group(
     "Rollout and rollback",
-    click.option(
-        "--format",
-        "emit_format",
-        type=click.Choice([str(name) for name in Format if name is not Format.VLLM_EXACT]),
-        default=str(Format.VLLM),
-        show_default=True,
-        help="What is written; a YAML file that exists is edited in place.",
+    format_option(
+        Format.VLLM_EXACT, help="What is written; a YAML file that exists is edited in place."
     ),
-    click.option(
+    time_option(
         "--hook-timeout",
-        type=DURATION,
         default="2m",
-        show_default=True,
-        metavar="TIME",
         help="Kill the hook after this time; it runs again in the next round.",
     ),
-    click.option(
+    time_option(
         "--guard",
-        type=DURATION,
         default="30m",
-        show_default=True,
-        metavar="TIME",
         help="How long a change is compared with what was predicted before it is final.",
     ),
     click.option("--no-guard", is_flag=True, help="Keep every change."),
@@ -148,17 +126,13 @@ from tuner.emit.names import Format
         metavar="NAME",
         help="Which model, where Prometheus knows several.",
     ),
-    click.option(
+    file_option(
         "--baseline-trace",
-        type=FILE,
         multiple=True,
-        metavar="FILE",
         help="The traffic that was tuned for, where traffic.json is missing; repeatable.",
     ),
-    click.option(
+    file_option(
         "--config",
-        type=FILE,
-        metavar="FILE",
         help="Configuration that is served now (YAML), as long as the file of --emit does not "
         "exist; default: what the run recommends.",
     ),
@@ -168,16 +142,14 @@ from tuner.emit.names import Format
 @cloup.option_group(
     "Replay",
     TOO_LONG,
-    click.option(
+    count_option(
         "--seed",
-        type=click.IntRange(0),
+        least=0,
         default=0,
-        show_default=True,
-        metavar="N",
         help="Seed of everything that is drawn at random.",
     ),
 )
-def watch(**options: Any) -> int:
+def watch(**params: Any) -> int:
     """Keep a configuration tuned: check traffic, re-tune, roll the file out.
 
     A new file is written only when a re-tune pays enough, also by later traffic alone, not too
@@ -185,6 +157,6 @@ def watch(**options: Any) -> int:
     probation, and the old one comes back if it does worse. Re-tunes run in
     the shadow: no engine is started, and the serving process is never contacted.
     """
-    from tuner.cli.watch import run_watch
+    from tuner.cli.watch import WatchOptions, run_watch
 
-    return run_watch(options)
+    return run_watch(WatchOptions.parse(params))

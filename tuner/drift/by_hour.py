@@ -36,9 +36,6 @@ HOURS: Final = 24
 MIN_REQUESTS: Final = 40
 """Ours: an hour with fewer cannot carry more than a median, and any configuration serves it."""
 
-MAX_REQUESTS: Final = 20_000
-"""Ours: of an hour of day with more, the middle of each of its hours is replayed."""
-
 _OFFSET = re.compile(r"(?:UTC)?([+-])(\d{1,2})(?::?([0-5]\d))?", re.ASCII)
 _LARGEST_OFFSET_H = 14
 
@@ -103,29 +100,16 @@ def hours_of(trace: Trace, offset_s: float = 0.0) -> list[Hour]:
         count = _count(trace, window)
         if count >= MIN_REQUESTS:
             stretches[number % HOURS].append((number // HOURS, window, count))
-    return [_hour(trace, hour, stretches[hour]) for hour in sorted(stretches)]
-
-
-def _hour(trace: Trace, hour: int, stretches: Sequence[tuple[int, Window, int]]) -> Hour:
-    """Return an hour of day; of one with too many requests the middle is replayed."""
-    requests = sum(count for _, _, count in stretches)
-    share = min(1.0, MAX_REQUESTS / requests)
-    replayed = [(date, _middle(window, share)) for date, window, _ in stretches]
-    replayed = [(date, part) for date, part in replayed if _count(trace, part) >= MIN_REQUESTS]
-    if not replayed:
-        replayed = [(date, window) for date, window, _ in stretches]
-    dates, parts = zip(*replayed, strict=True)
-    return Hour(hour, parts, dates, requests)
+    found = []
+    for hour in sorted(stretches):
+        dates, parts, counts = zip(*stretches[hour], strict=True)
+        found.append(Hour(hour, parts, dates, sum(counts)))
+    return found
 
 
 def _count(trace: Trace, window: Window) -> int:
     low, high = np.searchsorted(trace.due_s, (window.start_s, window.end_s))
     return int(high - low)
-
-
-def _middle(window: Window, share: float) -> Window:
-    cut_s = window.length_s * (1 - share) / 2
-    return window if share >= 1 else Window(window.start_s + cut_s, window.end_s - cut_s)
 
 
 def clock_spans(hours: Sequence[int]) -> str:

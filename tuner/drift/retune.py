@@ -1,87 +1,63 @@
-"""Predictions for new traffic from a profile's shadows: a re-tune without an engine.
-
-One set of shadow processes serves many pieces of traffic; each ranking has a study of its own.
-"""
+"""Predictions for new traffic from a profile: a re-tune without an engine."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
-from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner, Failure
+from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
-from tuner.run.directory import RunDir
-from tuner.run.forecast import Forecast
+from tuner.run.context import Workload
 from tuner.run.inputs import Config, engine_of_profile, fit_lengths, plan_for
-from tuner.run.journal import Journal
-from tuner.run.listener import NullListener
-from tuner.run.shadow_search import Ranking
-from tuner.run.state import RunState
-from tuner.search.budget import Aim, Budget
+from tuner.run.predict import predict
+from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
 from tuner.search.trials import Observation
-from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import ReplayTask, ShadowPool, default_jobs
-from tuner.shadow.profiles import Profile
-from tuner.shadow.source import ShadowSource
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import LoadModel, TooLong, Trace
-from tuner.traffic.windows import Window, WindowChoice
+from tuner.traffic.windows import Window, WindowChoice, whole
 
 ReplayOutcome = Measurement | Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """What the shadows predicted for a piece of traffic, the parts replayed, the scoring."""
+    """What was predicted for a piece of traffic, the parts replayed, the scoring."""
 
     observations: tuple[Observation, ...]
     scoring: Scoring
     parts: tuple[Window, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Retune:
-    """One profile's shadows and the settings that they may try."""
+    """What a profile predicts of the settings that may be tried."""
 
     space: SearchSpace
-    runner: EngineRunner
-    shadows: ShadowPool
-    run_dir: RunDir
-    _rankings: int = 0
+    predictor: Predictor
 
     @property
     def wrong_ratio(self) -> float:
-        """The profile's error: how wrong the shadows typically are."""
-        return error_ratio(self.shadows.profile)
+        """The profile's error: how wrong a prediction typically is."""
+        return self.predictor.wrong_ratio
 
     def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Ranked:
         """Predict the whole space on the traffic, or on the given parts of it.
 
         Raises: ShadowError, TooFewSamplesError, UsageError.
         """
-        self._rankings += 1
-        journal = Journal(self.run_dir.storage_url, f"traffic {self._rankings}")
-        try:
-            run = RunState(
-                trace, self.space, aim, self.runner, journal, self.run_dir, NullListener()
-            )
-            run.begin()
-            forecast = Forecast(trace, aim, self.shadows, 0, parts)
-            forecast.choose_parts(self.space, aim.budget.total_s)
-            observations = Ranking(run, forecast).rank()
-            return Ranked(tuple(observations), forecast.goal, forecast.parts)
-        finally:
-            journal.close()
+        windows = parts or (aim.window or whole(trace),)
+        workload = Workload.of("traffic", trace, windows, aim)
+        predicted = predict(self.predictor, self.space, workload)
+        return Ranked(tuple(predicted.observations), workload.scoring, windows)
 
     def replay(
         self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
@@ -90,68 +66,27 @@ class Retune:
 
         Raises: ShadowError, UsageError.
         """
-        names = [f"piece {i}" for i in range(len(pieces))]
-        for name, piece in zip(names, pieces, strict=True):
-            self.shadows.use(name, piece)
-        tasks = [
-            ReplayTask((n,), limits, aim.plan, aim.slos) for limits in settings for n in names
-        ]
-        outcomes = iter(self.shadows.run(tasks))
-        return {limits: [next(outcomes) for _ in names] for limits in settings}
+        return {
+            limits: [self.predictor.measure([p], limits, aim.plan, aim.slos) for p in pieces]
+            for limits in settings
+        }
 
     def logs(
         self, pieces: Sequence[Trace], limits: EngineLimits, aim: Aim
     ) -> list[ReplayLog] | None:
         """Return the log of the setting's replay of each piece, None if one failed.
 
-        Raises: EngineError if the shadow cannot be started.
+        Raises: ShadowError, UsageError.
         """
-        names = [f"whole {i}" for i in range(len(pieces))]
-        for name, piece in zip(names, pieces, strict=True):
-            self.runner.use(name, piece)
-        logs: list[ReplayLog] = []
-        outcome = self.runner.measure(names, limits, aim.plan, aim.slos, on_log=logs.append)
-        return None if isinstance(outcome, Failure) else logs
-
-
-@contextmanager
-def shadow_process(
-    profile: Profile, *, is_forced: bool
-) -> Iterator[tuple[EngineProcess, RunDir]]:
-    """Yield a process for a shadow of the profile, and a temporary run directory."""
-    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-        run_dir = RunDir(Path(folder), resume=False)
         try:
-            source = ShadowSource(profile, is_forced=is_forced)
-            with EngineProcess(source, run_dir.engine_log) as process:
-                yield process, run_dir
-        finally:
-            run_dir.close()
-
-
-@contextmanager
-def retuning(
-    process: EngineProcess,
-    run_dir: RunDir,
-    profile: Profile,
-    space: SearchSpace,
-    *,
-    jobs: int,
-    seed: int,
-    is_forced: bool,
-) -> Iterator[Retune]:
-    """Yield shadows of the profile, the process's own among them; they end with it."""
-    runner = EngineRunner(process, {}, space.ceiling, seed)
-    log = run_dir.shadow_log
-    with ShadowPool(profile, space.ceiling, jobs, log, seed, is_forced=is_forced) as shadows:
-        shadows.adopt(runner)
-        shadows.start_all()
-        yield Retune(space, runner, shadows, run_dir)
+            return [self.predictor.replay(piece, limits, aim.plan) for piece in pieces]
+        except EngineError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
 class RetuneOptions:
-    """What a re-tune in the shadow aims at and may take; what is None is the baseline's.
+    """What a re-tune by prediction aims at; what is None is the baseline's.
 
     Units: seconds; `ladder` caps of max_num_seqs.
     """
@@ -159,7 +94,6 @@ class RetuneOptions:
     objective: Objective | None = None
     slos: tuple[Slo, ...] = ()
     ladder: tuple[int, ...] = DEFAULT_LADDER
-    budget_s: float = 120.0
     window: WindowChoice | None = None
     load_model: LoadModel | None = None
     concurrency: int | None = None
@@ -167,7 +101,6 @@ class RetuneOptions:
     request_timeout_s: float | None = None
     sessions: Sessions = Sessions.CAUSAL
     too_long: TooLong = TooLong.REFUSE
-    jobs: int | None = None
     seed: int = 0
     is_forced: bool = False
 
@@ -185,50 +118,40 @@ class RetuneOptions:
             self.objective or baseline.objective,
             self.slos or baseline.slos,
             plan,
-            Budget(self.budget_s),
             None if self.window is None else self.window.resolve(trace),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Shadows that can replay, what is aimed at, and the traffic as they can take it."""
+    """A profile that can predict, what is aimed at, and the traffic as it can take it."""
 
     retune: Retune
     aim: Aim
     trace: Trace
 
 
-@contextmanager
-def shadows_for(
+def retune_on(
     read: Trace,
     baseline: Baseline,
     present: EngineLimits | None,
     config: Config,
     options: RetuneOptions,
-    host: EngineProcess,
-    run_dir: RunDir,
     note: Callable[[str], None] = lambda _: None,
-) -> Iterator[Ready]:
-    """Yield shadows of the baseline's profile for this traffic; they end with the block.
+) -> Ready:
+    """Return what the baseline's profile can predict of this traffic.
 
-    `present` is None where the configuration that is named says it.
+    `present` is None where the configuration that is named says it. `note` receives what there
+    is to say of requests that are too long.
 
-    Raises: TunerError.
+    Raises: ShadowError if the profile does not fit here; TunerError.
     """
-    facts = host.facts(engine_of_profile(baseline.profile, config, None, {}).values)
-    trace, told = fit_lengths(read, facts.max_model_len, options.too_long)
-    if told:
-        note(told)
+    profile = baseline.profile
+    source = ProfiledEngine(profile, is_forced=options.is_forced)
+    facts = source.facts(engine_of_profile(profile, config, None, {}).values)
+    trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
+    if message:
+        note(message)
     space = search_space(facts, trace, options.ladder, present or facts.present_limits)
     aim = options.aim(baseline, trace)
-    with retuning(
-        host,
-        run_dir,
-        baseline.profile,
-        space,
-        jobs=options.jobs or default_jobs(),
-        seed=options.seed,
-        is_forced=options.is_forced,
-    ) as retune:
-        yield Ready(retune, aim, trace)
+    return Ready(Retune(space, Predictor(profile, space.ceiling, options.seed)), aim, trace)

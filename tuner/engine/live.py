@@ -67,7 +67,7 @@ class LiveEngine:
             self._running_core.set_limits(limits)
             self._limits = limits
 
-    def reset(self, *, sharing: bool = True) -> None:  # noqa: ARG002 - a live cache is real
+    def reset(self) -> None:
         """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
         check_idle(self)
         if not self._running_core.reset_prefix_cache():
@@ -85,7 +85,7 @@ class LiveEngine:
         """Whether anything is queued, running or to be tidied up."""
         return self._running_core.has_work()
 
-    def step(self, horizon_s: float = 0.0) -> Step:  # noqa: ARG002 - one turn is one step here
+    def step(self) -> Step:
         """Take one turn of the core's loop and time it."""
         core = self._running_core
         check_busy(self)

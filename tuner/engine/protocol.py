@@ -1,7 +1,7 @@
 """What every engine promises to the replay loop.
 
-Two implementations stand behind it: the live engine measures, the shadow engine predicts
-through the same scheduler. Whatever is true of a replay on one is true of the other.
+Two implementations stand behind it: the live engine measures, the reference predicts through
+vLLM's own scheduler. Whatever is true of a replay on one is true of the other.
 """
 
 from __future__ import annotations
@@ -10,14 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
-from tuner.errors import EngineError
-
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +97,13 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRun:
-    """Rows that decoded together for several like steps: one token each in every step.
-
-    The first step took first_s, and each following one growth_s longer than the last, because
-    the contexts grow.
-
-    Shapes: rows is [decoding sequences].
-    """
-
-    rows: Rows
-    steps: int
-    first_s: float
-    growth_s: float = 0.0
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds of all steps together."""
-        return self.steps * self.first_s + self.growth_s * (self.steps * (self.steps - 1) // 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """One turn of the engine's loop, or several like ones at once where they are predicted.
+    """One turn of the engine's loop.
 
     `batch` is None when the turn completed no batch: an asynchronous engine returns before
-    its first batch is done, and every engine takes a turn to tidy up after the last. With a
-    `run`, its rows' tokens are not repeated in `emitted`, which has only the rows that ended;
-    `batch` is the first of the like batches, `kv_usage_ratio` the mean over them.
+    its first batch is done, and every engine takes a turn to tidy up after the last.
 
-    Units: duration_s in seconds over all like steps; the usages in 0 to 1.
+    Units: duration_s in seconds; kv_usage_ratio in 0 to 1.
     """
 
     duration_s: float
@@ -141,13 +112,6 @@ class Step:
     running: int
     waiting: int
     kv_usage_ratio: float
-    kv_peak_ratio: float = 0.0
-    run: DecodeRun | None = None
-
-    @property
-    def like_steps(self) -> int:
-        """How many steps of the engine this stands for."""
-        return 1 if self.run is None else self.run.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +140,6 @@ class Prompt(Protocol):
 
     def block_keys(self, block_size: int) -> list[bytes]:
         """Return a key for each full block that two prompts share if they agree up to it."""
-
-
-class PrefixCacheNeeded(EngineError):  # noqa: N818 - an instruction to the caller, not a failure
-    """A request was preempted, and would find in the prefix cache what it had computed itself.
-
-    The engine has dropped its work; after a reset with sharing the replay can begin anew.
-    """
 
 
 class EngineSource(Protocol):
@@ -217,13 +174,8 @@ class Engine(Protocol):
     def set_limits(self, limits: EngineLimits) -> None:
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
 
-    def reset(self, *, sharing: bool = True) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy.
-
-        Without `sharing` the caller promises that until the next reset no two prompts begin
-        alike. An engine that predicts may then do without the cache, which saves it most of
-        its work; its steps raise PrefixCacheNeeded where the cache would matter all the same.
-        """
+    def reset(self) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
@@ -234,14 +186,8 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether anything is queued, running or to be tidied up."""
 
-    def step(self, horizon_s: float = 0.0) -> Step:
-        """Take one turn.
-
-        horizon_s is for how long the caller will neither add nor abort: an engine that
-        predicts may take several like steps at once, the last of which begins before then.
-
-        Raises: EngineError if there is no work or the engine fails.
-        """
+    def step(self) -> Step:
+        """Take one turn. Raises: EngineError if there is no work or the engine fails."""
 
     def close(self) -> None:
         """Give back memory and processes; a second call does nothing."""

@@ -93,14 +93,18 @@ class StepCosts:
         return decoding_s + self.prefill_s * prefill_tokens
 
 
-class _CostSums:
-    """Sums over steps from which `StepCosts` are fitted, decode-only and mixed ones apart."""
+class CostSums:
+    """Sums over steps from which `StepCosts` are fitted.
 
-    def __init__(self) -> None:
-        # Steps, sequences, sequences squared, seconds, seconds times sequences.
-        self._alone = np.zeros(5)
-        # Steps, sequences, prompt tokens, seconds.
-        self._mixed = np.zeros(4)
+    `alone` are steps that only decode: steps, sequences, sequences squared, seconds, seconds
+    times sequences; `mixed` the others: steps, sequences, prompt tokens, seconds.
+
+    Shapes: alone is [5], mixed [4]; zeros where nothing is given.
+    """
+
+    def __init__(self, alone: Floats | None = None, mixed: Floats | None = None) -> None:
+        self._alone = np.zeros(5) if alone is None else alone
+        self._mixed = np.zeros(4) if mixed is None else mixed
 
     def add(self, rows: StepColumns) -> None:
         """Add steps; a run of like steps counts as often as it stands for one."""
@@ -182,12 +186,6 @@ class StepSummary:
                 distorted += like.above(DISTORTED_RATIO * like.value_at(0.5))
         return distorted, compared
 
-    @property
-    def distorted_ratio(self) -> float | None:
-        """The share of comparable steps that was stretched; None without such steps."""
-        distorted, compared = self.distorted()
-        return distorted / compared if compared else None
-
 
 class StepLog:
     """Collects steps while a replay runs.
@@ -205,7 +203,7 @@ class StepLog:
         self._decode, self._by_batch = LogHistogram(), dict[int, LogHistogram]()
         self._levels = {name: LogHistogram() for name in LEVELS}
         self._peaks = dict.fromkeys(LEVELS, 0.0)
-        self._decoded, self._costs = 0, _CostSums()
+        self._decoded, self._costs = 0, CostSums()
 
     def append(self, step: Step, end_s: float) -> None:
         """Note a turn that ended at end_s on the replay's clock."""
@@ -214,7 +212,7 @@ class StepLog:
             (
                 end_s,
                 step.duration_s,
-                step.like_steps,
+                1,
                 batch.decode_seqs,
                 batch.prefill_tokens,
                 batch.decode_context_tokens,
@@ -222,7 +220,7 @@ class StepLog:
                 step.running,
                 step.waiting,
                 step.kv_usage_ratio,
-                max(step.kv_peak_ratio, step.kv_usage_ratio),
+                step.kv_usage_ratio,
                 batch.preempted,
                 batch.cached_tokens,
             )

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tuner.engine.protocol import DecodeRun, Engine, PrefixCacheNeeded, Prompt, Step
+from tuner.engine.protocol import Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
-from tuner.replay.arrivals import ClockKind, ReplayClock, arrivals_of
+from tuner.replay.arrivals import ReplayClock, arrivals_of
 from tuner.replay.load import offered_work_s
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
@@ -60,10 +60,6 @@ class ReplayLog:
 
 class Prompts(Protocol):
     """Where a replay takes its prompts from."""
-
-    @property
-    def may_share(self) -> bool:
-        """Whether any two prompts may begin alike."""
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of the trace's row."""
@@ -123,7 +119,7 @@ class _Replay:
             return False
         self._admit()
         if self._engine.has_work():
-            self._take(self._engine.step(self._horizon_s()))
+            self._take(self._engine.step())
             self._time_out()
             return True
         due_s = self._arrivals.next_due_s(self._clock.now_s, len(self._in_flight))
@@ -136,28 +132,6 @@ class _Replay:
             return False
         self._clock.idle_until(due_s)
         return True
-
-    def _horizon_s(self) -> float:
-        """Return for how long nothing will be added or aborted, on the replay's clock."""
-        if self._clock.kind is ClockKind.WALL:
-            return 0.0
-        now_s, plan = self._clock.now_s, self._plan
-        until_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
-        ends = [self._arrivals.end_s, math.inf if until_s is None else until_s]
-        patience_s = plan.cut.late_s if plan.timeout_s is None else plan.timeout_s
-        if patience_s is not None:
-            ends.append(self._next_over_s(patience_s))
-        if plan.cut.max_clock_s is not None and self._first_due_s is not None:
-            ends.append(self._first_due_s + plan.cut.max_clock_s)
-        return max(0.0, min(ends) - now_s)
-
-    def _next_over_s(self, patience_s: float) -> float:
-        """Return when the next will have taken too long: now, if one already has."""
-        # In flight in due order: the first that is not over is the next to be.
-        for row, due_s in self._in_flight.items():
-            if row not in self._late:
-                return due_s + patience_s
-        return math.inf
 
     def _admit(self) -> None:
         """Hand over every request that is due by now."""
@@ -183,12 +157,9 @@ class _Replay:
 
     def _take(self, step: Step) -> None:
         """Move the clock and stamp what the step brought out."""
-        began_s = self._clock.now_s
         self._clock.step(step.duration_s)
         now_s = self._clock.now_s
         self._steps.append(step, now_s)
-        if step.run is not None:
-            self._record.run(step.run.rows, began_s, _durations(step.run))
         for out in step.emitted:
             if out.row not in self._in_flight:
                 continue
@@ -252,14 +223,14 @@ class _Replay:
         cut, now_s = self._plan.cut, self._clock.now_s
         span_s = 0.0 if self._first_due_s is None else now_s - self._first_due_s
         if cut.max_clock_s is not None and span_s > cut.max_clock_s:
-            return f"took longer than {cut.max_clock_s:.3g} s on the replay's clock"
+            return cut.clock_text
         if cut.max_wall_s is not None and self._clock.wall_s > cut.max_wall_s:
-            return f"took longer than {cut.max_wall_s:.3g} s"
+            return cut.wall_text
         if cut.late_s is None:
             return None
         self._note_overdue(now_s, cut.late_s)
         if len(self._late) > cut.allowed_late:
-            return f"more than {cut.allowed_late} requests took over {cut.late_s:.3g} s"
+            return cut.late_text
         return None
 
     def _note_overdue(self, now_s: float, late_s: float) -> None:
@@ -286,11 +257,6 @@ class _Replay:
             self._engine.step()
 
 
-def _durations(run: DecodeRun) -> list[float]:
-    """Return how long each step of a run took."""
-    return [run.first_s + i * run.growth_s for i in range(run.steps)]
-
-
 def replay(
     engine: Engine,
     trace: Trace,
@@ -311,9 +277,5 @@ def replay(
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
         TraceError when a closed loop asks for a concurrency that was not recorded.
     """
-    engine.reset(sharing=prompts.may_share)
-    try:
-        return _Replay(engine, trace, prompts, plan).run(on_progress)
-    except PrefixCacheNeeded:
-        engine.reset()
-        return _Replay(engine, trace, prompts, plan).run(on_progress)
+    engine.reset()
+    return _Replay(engine, trace, prompts, plan).run(on_progress)

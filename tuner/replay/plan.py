@@ -23,6 +23,21 @@ class CutRule:
     max_clock_s: float | None = None
     max_wall_s: float | None = None
 
+    @property
+    def late_text(self) -> str:
+        """Why a replay was cut of which too many requests were late."""
+        return f"more than {self.allowed_late} requests took over {self.late_s:.3g} s"
+
+    @property
+    def clock_text(self) -> str:
+        """Why a replay was cut that took too long on its own clock."""
+        return f"took longer than {self.max_clock_s:.3g} s on the replay's clock"
+
+    @property
+    def wall_text(self) -> str:
+        """Why a replay was cut that took too long."""
+        return f"took longer than {self.max_wall_s:.3g} s"
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:

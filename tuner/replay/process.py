@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -80,6 +80,8 @@ def warm_up(engine: Engine, budget_s: float = 15.0) -> float:
     return time.perf_counter() - started_s
 
 
+_Answer = TypeVar("_Answer")
+
 # What a parent sends in the middle of a replay to end it.
 STOP = "stop"
 _PR_SET_PDEATHSIG = 1
@@ -107,10 +109,6 @@ class _EngineWorker:
         self._engine: Engine | None = None
         self._traces: dict[str, tuple[Trace, PromptSource]] = {}
 
-    def prepare(self, task: Callable[[], None]) -> None:
-        """Do in advance what any start has to do."""
-        task()
-
     def facts(self, source: EngineSource, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration."""
         return source.facts(values)
@@ -128,8 +126,7 @@ class _EngineWorker:
             shape = self._engine.shape()
         except ShadowError as reason:
             no_shadow = reason.message
-        # Nothing has to warm up where steps are predicted.
-        warm_s = 0.0 if self._engine.info.kind == "shadow" else warm_up(self._engine)
+        warm_s = warm_up(self._engine)
         return EngineStart(self._engine.info, start_s, warm_s, shape, no_shadow)
 
     def load(self, name: str, trace: Trace, seed: int) -> int:
@@ -143,6 +140,10 @@ class _EngineWorker:
         trace, prompts = self._traces[name]
         self._running.set_limits(limits)
         return replay(self._running, trace, prompts, plan, self._report)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:  # noqa: ANN401
+        """Call a function where vLLM is imported."""
+        return function(*arguments)
 
     def _report(self, progress: Progress) -> bool:
         self._connection.send(("progress", progress))
@@ -238,11 +239,11 @@ class EngineProcess:
 
     The process starts with the first request and again after a failure. Every request either
     returns, raises what the child raised, or raises EngineError with the last words of a
-    child that died. The source of its engines may be set or replaced before any start.
+    child that died.
     """
 
-    def __init__(self, source: EngineSource | None, log_path: Path) -> None:
-        self.source = source
+    def __init__(self, source: EngineSource, log_path: Path) -> None:
+        self._source = source
         self.log_path = log_path
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
@@ -263,27 +264,14 @@ class EngineProcess:
     ) -> None:
         self.close(gently=kind is None)
 
-    @property
-    def _set_source(self) -> EngineSource:
-        if self.source is None:
-            raise EngineError("no engine source was set")
-        return self.source
-
-    def prepare(self, task: Callable[[], None]) -> None:
-        """Run in the child something that any later start needs, like an import.
-
-        Raises: UsageError, EngineError.
-        """
-        self._request("prepare", task)
-
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration in the child. Raises: UsageError, EngineError."""
-        answer: EngineFacts = self._request("facts", self._set_source, values)
+        answer: EngineFacts = self._request("facts", self._source, values)
         return answer
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
         """Start an engine in the child. Raises: UsageError, EngineError."""
-        answer: EngineStart = self._request("start", self._set_source, values, ceiling)
+        answer: EngineStart = self._request("start", self._source, values, ceiling)
         return answer
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
@@ -299,6 +287,14 @@ class EngineProcess:
     ) -> ReplayLog:
         """Replay a loaded trace at the limits. Raises: EngineError, ReplayError, TraceError."""
         answer: ReplayLog = self._request("replay", name, limits, plan, on_progress=on_progress)
+        return answer
+
+    def call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
+        """Call a function of a module in the child, where vLLM is imported already.
+
+        Raises: TunerError that it raises; EngineError if the child dies.
+        """
+        answer: _Answer = self._request("call", function, arguments)
         return answer
 
     def _request(

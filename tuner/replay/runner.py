@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineInfo, EngineSource
+from tuner.engine.protocol import EngineInfo
 from tuner.errors import EngineError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement, measure
@@ -21,6 +22,8 @@ from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
+
+_Answer = TypeVar("_Answer")
 
 # Loads are resolved to this share: ours, about what two live replays differ by.
 LOAD_RATIO = 0.02
@@ -119,14 +122,11 @@ class EngineRunner:
 
     def use(self, name: str, trace: Trace) -> None:
         """Make a trace replayable under a name."""
+        if self._traces.get(name) is trace:
+            return
         self._traces[name] = trace
         if self.started is not None:
             self._process.load(name, trace, self._seed)
-
-    def restart_from(self, source: EngineSource) -> None:
-        """Let the next replay start an engine of another source, in the same process."""
-        self._process.source = source
-        self.started = None
 
     def trace(self, name: str) -> Trace:
         """Return what is replayed under a name."""
@@ -153,6 +153,10 @@ class EngineRunner:
         for name, trace in self._traces.items():
             self._process.load(name, trace, self._seed)
         return self.started
+
+    def call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
+        """Call a function in the engine's process. Raises: TunerError."""
+        return self._process.call(function, *arguments)
 
     @property
     def process_s(self) -> float:
@@ -207,33 +211,6 @@ class EngineRunner:
         self._process.load(scaled, trace, self._seed)
         return scaled
 
-    def measure_capacity(
-        self, names: Sequence[str], limits: EngineLimits, plan: ReplayPlan, slos: Sequence[Slo]
-    ) -> Measurement | Failure:
-        """Return the measurement at the largest load at which the SLOs hold, and that load.
-
-        Capacity is a multiple of the recorded load, whatever load the traces already are at. It
-        is never above what the engine finishes when it is never idle, since more is not
-        sustained. Where the SLOs hold at no load, the measurement at the plan's own, and
-        capacity 0.
-        """
-        measured: dict[float, Measurement] = {}
-        loads = loads_to_try(plan.load)
-        try:
-            load = next(loads)
-            while True:
-                outcome = self.measure(names, limits, replace(plan, load=load), slos)
-                if isinstance(outcome, Failure):
-                    return outcome
-                measured[load] = outcome
-                load = loads.send(holds(outcome, slos))
-        except StopIteration as end:
-            answer: Capacity = end.value
-        if answer.load is None:
-            return replace(measured[plan.load], capacity=0.0)
-        best = measured[answer.load]
-        return replace(best, capacity=best.load)
-
     def measure_cold(
         self,
         names: Sequence[str],
@@ -270,6 +247,34 @@ class EngineRunner:
         except EngineError as error:
             self.started = None
             return error
+
+
+def measure_capacity(
+    measure_at: Callable[[float], Measurement | Failure], start: float, slos: Sequence[Slo]
+) -> Measurement | Failure:
+    """Return the measurement at the largest load at which the SLOs hold, and that load.
+
+    `measure_at` replays at a multiple of the trace's load, `start` is the first to try.
+    Capacity is a multiple of the recorded load, whatever load the trace already is at. It is
+    never above what the engine finishes when it is never idle, since more is not sustained.
+    Where the SLOs hold at no load, the measurement at the first, and capacity 0.
+    """
+    measured: dict[float, Measurement] = {}
+    loads = loads_to_try(start)
+    try:
+        load = next(loads)
+        while True:
+            outcome = measure_at(load)
+            if isinstance(outcome, Failure):
+                return outcome
+            measured[load] = outcome
+            load = loads.send(holds(outcome, slos))
+    except StopIteration as end:
+        answer: Capacity = end.value
+    if answer.load is None:
+        return replace(measured[start], capacity=0.0)
+    best = measured[answer.load]
+    return replace(best, capacity=best.load)
 
 
 def holds(measured: Measurement, slos: Sequence[Slo]) -> bool:

@@ -7,7 +7,6 @@ latencies follow: they are differences of these instants.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -142,25 +141,6 @@ class TimelineRecorder:
             self._gap(0.0, count - 1.0)
         self._last_s[row] = at_s
         self._tokens[row] += count
-
-    def run(self, rows: Ints, began_s: float, took_s: Sequence[float]) -> None:
-        """Note that each of the rows brought out one token in each of several steps.
-
-        The rows have answered before. took_s is how long each of the steps took.
-
-        Shapes: rows is [sequences], took_s is [steps].
-        """
-        last_s = self._last_s[rows]
-        waited_s = (began_s - last_s).tolist()
-        if max(waited_s) - min(waited_s) < 1e-12:
-            self._gap(waited_s[0] + took_s[0], float(rows.size))
-        else:
-            for more_s in waited_s:
-                self._gap(more_s + took_s[0], 1.0)
-        self._gap_s.extend(took_s[1:])
-        self._gap_weights.extend([float(rows.size)] * (len(took_s) - 1))
-        self._last_s[rows] = began_s + sum(took_s)
-        self._tokens[rows] += len(took_s)
 
     def _gap(self, gap_s: float, weight: float) -> None:
         self._gap_s.append(gap_s)

@@ -39,7 +39,7 @@ _COLOURS = (LIVE, CHOSEN, BETTER, INK)
 def agreement(run: RunFiles) -> Section:
     """Return the comparison of predictions with measurements."""
     stored = run.result.live_against_shadow
-    is_same = bool(stored) or run.foretold_same_requests
+    is_same = bool(stored) or run.predicted_same_requests
     pairs = stored or _pairs(run)
     if not pairs:
         return Section("agreement", TITLE, (_nothing(run),))

@@ -67,7 +67,7 @@ class _Timelines(msgspec.Struct, frozen=True):
 
 class _Run(msgspec.Struct, frozen=True):
     windows: list[dict[str, float]] = []
-    forecast_parts: list[dict[str, float]] = []
+    predicted_windows: list[dict[str, float]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RunFiles:
     name: str
     result: RunResult
     timelines: tuple[SavedReplay, ...]
-    foretold_same_requests: bool
+    predicted_same_requests: bool
     strategies: Mapping[str, Sequence[SavedStrategy]] = field(default_factory=dict)
 
     @property
@@ -113,7 +113,7 @@ def read_run(path: Path) -> RunFiles:
         name=path.resolve().name,
         result=result,
         timelines=tuple(_read(saved, _Timelines).replays) if saved.is_file() else (),
-        foretold_same_requests=bool(run.windows) and run.windows == run.forecast_parts,
+        predicted_same_requests=bool(run.windows) and run.windows == run.predicted_windows,
         strategies=_read(compared, dict[str, list[SavedStrategy]])
         if compared.is_file()
         else {},
@@ -136,7 +136,7 @@ def live_trials(result: RunResult) -> list[Trial]:
 
 
 def shadow_trials(result: RunResult) -> list[Trial]:
-    """Return what the shadow foretold last."""
+    """Return what was predicted last."""
     return [trial for trial in predictions(result.trials) if trial.is_whole]
 
 

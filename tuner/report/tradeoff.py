@@ -56,7 +56,7 @@ def _sentences(run: RunFiles) -> list[str]:
         "Each point is a configuration, named max_num_seqs/max_num_batched_tokens. Right and "
         "low is better; the line joins those that no other beats in both."
     ]
-    if live_points(result) and shadow_points(result) and not run.foretold_same_requests:
+    if live_points(result) and shadow_points(result) and not run.predicted_same_requests:
         sentences.append(
             "Filled points were measured and open ones predicted. The two replayed different "
             "stretches of the trace, so a filled point does not lie where its open one does."

@@ -1,40 +1,43 @@
-"""Teach a run's step-time model: replay a few settings live, in rounds, and keep every step.
+"""Calibrate a run's step-time model: replay a few settings live, in rounds, keep every step.
 
-Which settings, for how long and when to stop is decided in `calibrate`; what is made of the
-profile in `shadow_search`.
+Tried and given up: one round of long replays, which a machine that drifts over minutes makes as
+wrong as the drift.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.process import EngineStart
-from tuner.run.state import RunState
+from tuner.run.context import Workload
+from tuner.run.journal import Round
+from tuner.run.rounds import STEPS, Steps, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
-from tuner.search.objective import Scoring
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Phase
+from tuner.search.trials import Phase, metric_error, relative_errors
 from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
     MIN_ERROR_RATIO,
     Calibration,
     fit_error_ratio,
 )
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import busiest
+from tuner.traffic.windows import Window, busiest
 
-# The name of what is replayed.
-CALIBRATION = "calibration"
 # The share of the budget that calibrating may take: ours; mostly it ends before.
 CALIBRATION_SHARE = 0.30
 # The present limits, the ceiling, and two more: `calibration_settings`.
@@ -42,6 +45,8 @@ SETTINGS = 4
 # The first round's replays are cut at this many times the time they are planned to take, which
 # the present configuration exceeds where it is overloaded, and the low cap always: ours.
 MAX_PRESENT, MAX_OTHERS, MAX_LOW = 4.0, 2.0, 1.0
+# The first round's part of the calibration's time: ours, so that the least rounds fit.
+FIRST_SHARE = 0.5
 # Later rounds show the machine's mood and little else that is new but at the ceiling, whose
 # batches fill late. All others are cut after this long, or once the middle request has decoded:
 # ours. In half of the time that rounds of whole replays took, as many rounds then led to models
@@ -60,130 +65,232 @@ STEADY_RATIO = 0.9
 
 @dataclass(slots=True)
 class Calibrator:
-    """What was learnt of an engine's steps; `calibration` is None before it was begun.
+    """What live replays have shown of an engine's steps so far.
 
-    `live` are the measurements of the calibration's whole replays, by setting.
+    `whole` are the measurements of the calibration's whole replays, by setting, and `workload`
+    is what they replayed, None where an earlier run has calibrated.
     """
 
-    run: RunState
-    serve_values: Mapping[str, object]
-    calibration: Calibration | None = None
-    live: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
+    calibration: Calibration
+    workload: Workload | None = None
+    whole: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
 
-    def begin(self, started: EngineStart, kept: Profile | None = None) -> Calibration:
-        """Note what engine it is whose steps will be heard of, and what a kept profile knows.
+    @classmethod
+    def of(
+        cls,
+        started: EngineStart,
+        present: EngineLimits,
+        serve_values: Mapping[str, object],
+        kept: Profile | None = None,
+    ) -> Self:
+        """Return one for an engine that was started, with the starts that a profile knows.
 
-        Raises: ShadowError.
+        Raises: ShadowError if nothing can be predicted of such an engine.
         """
         if started.shape is None:
             raise ShadowError(started.no_shadow)
-        begun = Calibration(
+        calibration = Calibration(
             shape=started.shape,
             starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
             steps=(),
-            present=self.run.space.present,
-            serve_values=self.serve_values,
+            present=present,
+            serve_values=serve_values,
         )
         for start in kept.kv_starts if kept is not None else ():
             if start.limits != started.info.ceiling:
-                begun = begun.and_start(start.limits, start.num_blocks)
-        self.calibration = begun
-        return begun
+                calibration = calibration.and_start(start.limits, start.num_blocks)
+        return cls(calibration)
 
-    def learn(self, limits: EngineLimits, log: ReplayLog) -> None:
+    def observe(self, limits: EngineLimits, log: ReplayLog) -> None:
         """Take in the steps of a live replay."""
-        if self.calibration is not None and log.kept_steps is not None:
-            self.calibration = self.calibration.and_steps(limits, [log.kept_steps])
+        if log.kept_steps is not None:
+            self.observe_steps(limits, log.kept_steps)
 
-    def take(self, started: EngineStart) -> Pilot:
-        """Replay a few settings live, in rounds, until another would teach no more.
+    def observe_steps(self, limits: EngineLimits, columns: StepColumns) -> None:
+        """Take in the steps of a replay on the run's own engine."""
+        self.calibration = self.calibration.and_steps(limits, [columns])
 
-        Raises: EngineError, ShadowError.
+    def observe_elsewhere(self, steps: Steps) -> None:
+        """Take in the steps of a worker's round, as long as they would have taken here.
+
+        The worker's machine is of the same kind, and its speed a factor of its own; without
+        enough steps of the run's own engine to tell that factor, they are left out.
         """
-        run, began_s = self.run, time.monotonic()
-        self.begin(started)
-        pilot = fly_pilot(run)
-        run.listener.note(self._outlook(pilot))
-        share_s = CALIBRATION_SHARE * run.aim.budget.total_s
-        each_s = share_s / SETTINGS
-        length_s = replay_length_s(run.trace, pilot, each_s)
-        run.bench.use(CALIBRATION, busiest(run.trace, length_s).of(run.trace))
-        run.listener.note(
-            f"calibrating on {SETTINGS} settings, {length_s:.3g} s of traffic, in turns"
+        try:
+            here = self.calibration.profile()
+            theirs = replace(self.calibration, steps=tuple(steps))
+            times = theirs.times_of(here)
+        except TooFewSamplesError:
+            return
+        for limits, columns in steps:
+            self.observe_steps(limits, replace(columns, duration_s=columns.duration_s / times))
+
+    def errors(self) -> list[float]:
+        """Return how wrong the steps so far leave a model, nothing while they are too few."""
+        try:
+            return [fit_error_ratio(self.calibration.profile())]
+        except TooFewSamplesError:
+            return []
+
+    def profile(self, predictor_of: Callable[[Profile], Predictor]) -> Profile:
+        """Fit a profile, and compare its predictions with the whole replays.
+
+        Raises: TooFewSamplesError with too few steps; ShadowError, UsageError.
+        """
+        profile = self.calibration.profile()
+        if self.workload is None:
+            return profile
+        pieces, plan = self.workload.pieces, self.workload.plan
+        predictor = predictor_of(profile)
+        predicted = {limits: predictor.measure(pieces, limits, plan) for limits in self.whole}
+        off = metric_error(
+            [
+                relative_errors(self.whole[limits], outcome.as_json())
+                for limits, outcome in predicted.items()
+                if isinstance(outcome, Measurement)
+            ]
         )
-        planned_s = min(length_s * pilot.wall_per_trace_s, each_s / 2)
-        settings = self._first_round(planned_s)
-        later_s = dict.fromkeys(settings, min(max(LATER_S, pilot.decode_s), planned_s))
-        later_s[run.space.ceiling] = MAX_OTHERS * planned_s
-        least_s = sum(min(most_s, planned_s) for most_s in later_s.values())
-        errors = self._error()
-        for number in range(1, MAX_ROUNDS):
-            is_over = time.monotonic() - began_s + least_s > share_s
-            # Where every change of limits is a start of its own, rounds cost too much.
-            if is_steady(errors) or is_over or run.bench.restarts_per_config:
-                break
-            turn = number % len(settings)
-            for limits in (*settings[turn:], *settings[:turn]):
-                self._teach(limits, later_s[limits])
-            errors.extend(self._error())
-        run.walls_s["calibrate"] = time.monotonic() - began_s
-        return pilot
+        return replace(profile, metric_error_ratio=off)
 
-    def _outlook(self, pilot: Pilot) -> str:
-        """Say what the time that is left can answer."""
-        run, bench = self.run, self.run.bench
-        windows, trace = run.windows, run.trace
-        if not windows and run.aim.window is not None:
-            windows = (run.aim.window,)
-        if not windows:
-            left_s = run.left_s - CALIBRATION_SHARE * run.aim.budget.total_s
-            least = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
-            try:
-                windows = choose_windows(trace, pilot.wall_per_trace_s, left_s, RACE_REPLAYS)
-            except UsageError:
-                windows = least
-        replay_s = sum(w.length_s for w in windows) * pilot.wall_per_trace_s
-        cold_s = 2 * (bench.process_s + bench.start_s)
-        return outlook(run.aim.budget, run.left_s, CALIBRATION_SHARE, replay_s, cold_s)
 
-    def _first_round(self, planned_s: float) -> list[EngineLimits]:
+def calibrate(runner: TrialRunner, calibrator: Calibrator) -> Pilot:
+    """Replay a few settings live, in rounds, until another would teach no more.
+
+    Raises: EngineError.
+    """
+    context = runner.context
+    with context.stopwatch.stage("calibrate"):
+        pilot = fly_pilot(runner)
+        context.listener.note(_outlook(runner, pilot))
+        rounds = _Rounds.planned(runner, calibrator, pilot)
+        context.listener.note(
+            f"calibrating on {SETTINGS} settings, {rounds.length_s:.3g} s of traffic, in turns"
+        )
+        settings = rounds.first()
+        rounds.repeat(settings, max(LATER_S, pilot.decode_s))
+    return pilot
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """Rounds of calibration replays: all settings in turns, so that drift hits all alike.
+
+    Units: seconds; `planned_s` is what a replay should take.
+    """
+
+    runner: TrialRunner
+    calibrator: Calibrator
+    workload: Workload
+    share_s: float
+    length_s: float
+    planned_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    _taken: set[int] = field(default_factory=set)
+
+    @classmethod
+    def planned(cls, runner: TrialRunner, calibrator: Calibrator, pilot: Pilot) -> Self:
+        """Return rounds that fit into the calibration's share of the budget."""
+        context = runner.context
+        share_s = CALIBRATION_SHARE * context.budget.total_s
+        length_s = replay_length_s(context.trace, pilot, share_s / SETTINGS)
+        all_times = MAX_PRESENT + MAX_LOW + (SETTINGS - 2) * MAX_OTHERS
+        planned_s = min(length_s * pilot.wall_per_trace_s, FIRST_SHARE * share_s / all_times)
+        window = busiest(context.trace, length_s)
+        workload = Workload.of_calibration(context.trace, (window,), context.aim)
+        calibrator.workload = workload
+        return cls(runner, calibrator, workload, share_s, length_s, planned_s)
+
+    def first(self) -> list[EngineLimits]:
         """Replay all settings; return them. Whole replays later show how true the model is.
 
         The low cap, which has the longest queue, soon has shown what it can.
         """
-        space = self.run.space
+        space = self.runner.context.space
         settings = list(dict.fromkeys([space.present, space.ceiling]))
         most_running = 0.0
         for limits in settings:
             times = MAX_PRESENT if limits == space.present else MAX_OTHERS
-            most_running = max(most_running, self._teach(limits, times * planned_s))
+            most_running = max(most_running, self._replay(limits, times * self.planned_s))
         more = calibration_settings(space, most_running)
         for limits in more:
-            self._teach(limits, (MAX_LOW if limits == min(more) else MAX_OTHERS) * planned_s)
+            times = MAX_LOW if limits == min(more) else MAX_OTHERS
+            self._replay(limits, times * self.planned_s)
         return [*settings, *more]
 
-    def _teach(self, limits: EngineLimits, most_s: float) -> float:
-        """Replay the calibration's traffic at a setting, learn from it; return how many ran."""
-        record = self.run.trial(
+    def repeat(self, settings: Sequence[EngineLimits], enough_s: float) -> None:
+        """Replay the settings in turns until the error falls no more or the time is over."""
+        most_s = dict.fromkeys(settings, min(enough_s, self.planned_s))
+        most_s[self.runner.context.space.ceiling] = MAX_OTHERS * self.planned_s
+        least_s = sum(min(one_s, self.planned_s) for one_s in most_s.values())
+        errors = self.calibrator.errors()
+        rounds = [self._round(number, most_s) for number in range(1, MAX_ROUNDS)]
+        if self.runner.context.is_shared:
+            self.runner.context.journal.offer(rounds)
+        for one in rounds:
+            is_over = time.monotonic() - self.began_s + least_s > self.share_s
+            # Where every change of limits is a start of its own, rounds cost too much.
+            if is_steady(errors) or is_over or self.runner.engine.restarts_per_config:
+                break
+            if not self._replay_round(one):
+                break
+            errors.extend(self.calibrator.errors())
+        if self.runner.context.is_shared:
+            self.runner.context.journal.withdraw(Phase.CALIBRATE)
+
+    def _round(self, number: int, most_s: Mapping[EngineLimits, float]) -> Round:
+        """Return a round of all settings, each of which begins one."""
+        settings = list(most_s)
+        turn = number % len(settings)
+        settings = [*settings[turn:], *settings[:turn]]
+        walls_s = tuple(most_s[limits] for limits in settings)
+        windows, load = self.workload.windows, self.workload.plan.load
+        return Round(Phase.CALIBRATE, number, tuple(settings), walls_s, windows, load)
+
+    def _replay_round(self, one: Round) -> bool:
+        """Replay a round, or where workers share them one that is left; tell if there was."""
+        if not self.runner.context.is_shared:
+            for limits, wall_s in zip(one.settings, one.max_wall_s, strict=True):
+                self._replay(limits, wall_s)
+            return True
+        found = share_round(self.runner, self.workload, Phase.CALIBRATE)
+        for limits, columns in found.steps if found is not None else ():
+            self.calibrator.observe_steps(limits, columns)
+        done = self.runner.context.journal.rounds(Phase.CALIBRATE)
+        for number in sorted(done.keys() - self._taken):
+            self.calibrator.observe_elsewhere(unpacked(done[number].get(STEPS, ())))
+            self._taken.add(number)
+        return found is not None
+
+    def _replay(self, limits: EngineLimits, most_s: float) -> float:
+        """Replay the traffic at a setting, observe its steps; return how many ran at once."""
+        record = self.runner.trial(
             limits,
             Phase.CALIBRATE,
+            self.workload,
             CutRule(max_wall_s=most_s),
-            on_log=partial(self.learn, limits),
-            names=[CALIBRATION],
-            goal=Scoring(self.run.aim.objective, self.run.aim.slos, "p50"),
+            on_log=partial(self.calibrator.observe, limits),
         )
         measured = record.measurement
-        if measured and not measured["cut_reason"]:
-            self.live.setdefault(limits, []).append(measured)
+        if measured and not record.cut_reason:
+            self.calibrator.whole.setdefault(limits, []).append(measured)
         return float(measured["running"]["max"]) if measured else 0.0
 
-    def _error(self) -> list[float]:
-        """Return how wrong the steps so far leave the model, nothing while they are too few."""
+
+def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
+    """Say what the time that is left can answer."""
+    context, engine = runner.context, runner.engine
+    trace, aim = context.trace, context.aim
+    if aim.window is not None:
+        windows: tuple[Window, ...] = (aim.window,)
+    else:
+        left_s = context.left_s - CALIBRATION_SHARE * context.budget.total_s
         try:
-            learnt = None if self.calibration is None else self.calibration.profile()
-        except TooFewSamplesError:
-            learnt = None
-        return [] if learnt is None else [fit_error_ratio(learnt)]
+            windows = choose_windows(trace, pilot.wall_per_trace_s, left_s, RACE_REPLAYS)
+        except UsageError:
+            windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
+    replay_s = sum(w.length_s for w in windows) * pilot.wall_per_trace_s
+    cold_s = 2 * (engine.process_s + engine.start_s)
+    return outlook(context.budget, context.left_s, CALIBRATION_SHARE, replay_s, cold_s)
 
 
 def calibration_settings(space: SearchSpace, most_running: float) -> list[EngineLimits]:

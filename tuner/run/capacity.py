@@ -1,12 +1,11 @@
-"""How much load the answer bears: foretold by the shadow, confirmed live for the winner.
+"""How much load the answer bears: predicted, and confirmed live for the winner.
 
-A line of every result with an SLO. What a capacity is, and how it is bisected, is in
-`capacity`.
+A line of every result with an SLO.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +13,13 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
-from tuner.run.forecast import Forecast
-from tuner.run.state import RunState
+from tuner.run.context import Workload
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase
+from tuner.shadow.predictor import Predictor
 
-# A live replay may take this many times what was foretold before it does not fit: ours.
+# A live replay may take this many times what was predicted before it does not fit: ours.
 COST_RATIO = 1.5
 
 
@@ -29,8 +29,8 @@ class CapacityResult:
 
     None where the SLOs hold at no load. `is_shown` says whether what was replayed is long
     enough to show what becomes of a queue at the winner's load, `live` whether the SLOs held at
-    it on the engine itself, None where nobody looked. `replay_s` is how long the shadow
-    foretells the replay at it to take.
+    it on the engine itself, None where nobody looked. `replay_s` is how long the replay at
+    it is predicted to take.
     """
 
     winner: float | None
@@ -44,23 +44,23 @@ class CapacityResult:
         """Say it in a sentence.
 
         >>> CapacityResult(1.7, 1.2, None).text
-        "holds up to 1.7 x today's load (the present one 1.2 x), foretold by the shadow"
+        "holds up to 1.7 x today's load (the current one 1.2 x), predicted"
         """
         if self.winner is None:
-            return "the SLOs hold at no load, foretold by the shadow"
+            return "the SLOs hold at no load, predicted"
         before = "none" if self.present is None else f"{self.present:.2g} x"
         judged = {
-            None: "foretold by the shadow",
-            True: "foretold by the shadow and confirmed live",
-            False: "foretold by the shadow, but live it did not hold at that load",
+            None: "predicted",
+            True: "predicted and confirmed live",
+            False: "predicted, but live it did not hold at that load",
         }[self.live]
         if not self.is_shown:
             return (
                 f"beyond what this window can show: it is too short to see a queue grow; never "
-                f"above {self.winner:.2g} x today's load (the present one {before}), {judged}"
+                f"above {self.winner:.2g} x today's load (the current one {before}), {judged}"
             )
         holds = f"holds up to {self.winner:.2g} x today's load"
-        return f"{holds} (the present one {before}), {judged}"
+        return f"{holds} (the current one {before}), {judged}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the loads for result.json."""
@@ -74,20 +74,27 @@ class CapacityResult:
 
 
 def predict_capacity(
-    run: RunState, forecast: Forecast, decision: RaceDecision
+    predictor: Predictor, workload: Workload, decision: RaceDecision, present: EngineLimits
 ) -> CapacityResult:
-    """Ask the shadow how much load winner and present configuration bear."""
-    began_s = time.monotonic()
-    settings = list(dict.fromkeys([decision.winner, run.space.present]))
-    found = dict(zip(settings, forecast.capacities(settings), strict=True))
-    run.walls_s["capacity"] = time.monotonic() - began_s
-    best, present = found[decision.winner], found[run.space.present]
+    """Predict how much load the winner and the current configuration bear.
+
+    Raises: ShadowError, UsageError.
+    """
+    found = {}
+    for limits in dict.fromkeys([decision.winner, present]):
+        outcome = predictor.measure_capacity(
+            workload.pieces, limits, workload.plan, workload.slos
+        )
+        holds_at_all = isinstance(outcome, Measurement) and outcome.capacity
+        found[limits] = outcome if holds_at_all else None
+    best, before = found[decision.winner], found[present]
+    recorded = workload.pieces[0].load
     return CapacityResult(
-        None if best is None else best.capacity,
-        None if present is None else present.capacity,
+        best.capacity if isinstance(best, Measurement) else None,
+        before.capacity if isinstance(before, Measurement) else None,
         None,
-        is_shown=best is None or _is_shown(best, run.trace.load),
-        replay_s=0.0 if best is None else best.busy_s,
+        is_shown=not isinstance(best, Measurement) or _is_shown(best, recorded),
+        replay_s=best.busy_s if isinstance(best, Measurement) else 0.0,
     )
 
 
@@ -98,29 +105,37 @@ def _is_shown(at_most: Measurement, recorded: float) -> bool:
 
 
 def confirm_capacity(
-    run: RunState, forecast: Forecast, winner: EngineLimits, found: CapacityResult
+    runner: TrialRunner,
+    predictor: Predictor,
+    workloads: Sequence[Workload],
+    winner: EngineLimits,
+    found: CapacityResult,
 ) -> CapacityResult:
-    """Replay live what was foretold, at the load the winner is said to bear, if time allows.
+    """Replay live what was predicted, at the load the winner is said to bear, if time allows.
 
-    The same requests, judged in the same way: all of what the capacity was looked for on, or
-    the windows that raced, if the shadow says that they hold that load too.
+    The same requests, judged in the same way: the first of the workloads, on which the capacity
+    was predicted, or the first of the others that time allows if by the prediction it holds
+    that load too.
+
+    Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
     if found.winner is None:
         return found
-    load = found.winner / run.trace.load
-    start_s = 0.0 if run.bench.started is not None else run.bench.start_s
-    names, replay_s = forecast.names, found.replay_s
-    if run.left_s < start_s + COST_RATIO * replay_s:
-        names = tuple(run.names)
-        predicted = forecast.predict([winner], names, replace(run.aim.plan, load=load))[0]
-        if isinstance(predicted, Failure) or not holds(predicted, run.aim.slos):
-            return found
-        replay_s = predicted.busy_s
-    if run.left_s < start_s + COST_RATIO * replay_s:
-        return found
-    for name, part in zip(forecast.names, forecast.parts, strict=True):
-        run.bench.use(name, part.of(run.trace))
-    cut = CutRule(max_wall_s=max(30.0, run.left_s))
-    outcome, _ = run.measure(winner, Phase.CAPACITY, cut, load=load, names=names)
-    did_hold = not isinstance(outcome, Failure) and holds(outcome, run.aim.slos)
-    return replace(found, live=did_hold)
+    engine, context = runner.engine, runner.context
+    start_s = 0.0 if engine.started is not None else engine.start_s
+    for workload in workloads:
+        load = found.winner / workload.pieces[0].load
+        plan, replay_s = replace(workload.plan, load=load), found.replay_s
+        if workload is not workloads[0]:
+            predicted = predictor.measure(workload.pieces, winner, plan, workload.slos)
+            if isinstance(predicted, Failure) or not holds(predicted, workload.slos):
+                return found
+            replay_s = predicted.busy_s
+        if context.left_s < start_s + COST_RATIO * replay_s:
+            continue
+        cut = CutRule(max_wall_s=max(30.0, context.left_s))
+        at_load = replace(workload, plan=plan)
+        outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, cut)
+        did_hold = not isinstance(outcome, Failure) and holds(outcome, workload.slos)
+        return replace(found, live=did_hold)
+    return found

@@ -30,11 +30,10 @@ TRIALS_FILE = "trials.jsonl"
 LOCK_FILE = ".lock"
 STUDY_FILE = "study.db"
 ENGINE_LOG = "engine.log"
-SHADOW_LOG = "shadow.log"
 # What a run puts there before it has measured anything: its choices, a profile that it was
 # given, and logs. SQLite keeps a transaction beside its file.
 _BEFORE_ANY_TRIAL = {
-    *(LOCK_FILE, ENGINE_LOG, SHADOW_LOG, RUN_FILE, PROFILE_FILE, STUDY_FILE),
+    *(LOCK_FILE, ENGINE_LOG, RUN_FILE, PROFILE_FILE, STUDY_FILE),
     *(f"{STUDY_FILE}{ending}" for ending in ("-journal", "-wal", "-shm")),
 }
 
@@ -101,11 +100,6 @@ class RunDir:
     def engine_log(self) -> Path:
         """Where the engine's process writes."""
         return self.path / ENGINE_LOG
-
-    @property
-    def shadow_log(self) -> Path:
-        """Where the processes of further shadows write."""
-        return self.path / SHADOW_LOG
 
     @property
     def storage_url(self) -> str:

@@ -183,8 +183,8 @@ def kv_text(records: Sequence[Trial], limits: EngineLimits) -> str:
         return "KV cache not measured"
     peak = max(m["gpu_cache_usage_perc"]["max"] for m in mine)
     preempted = max(m["preemptions"] for m in mine)
-    told = f"{preempted} preemptions" if preempted else "no preemption"
-    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {told}"
+    how_often = f"{preempted} preemptions" if preempted else "no preemption"
+    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {how_often}"
 
 
 def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
@@ -198,12 +198,12 @@ def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
 def load_text(records: Sequence[Trial], limits: EngineLimits) -> str:
     """Say what was offered and whether it is more than the configuration can take."""
     mine = _of(records, limits)
-    told = [m for m in mine if m.get("utilisation") is not None]
-    if not told:
+    known = [m for m in mine if m.get("utilisation") is not None]
+    if not known:
         return ""
-    used = statistics.median(m["utilisation"] for m in told)
-    rate = statistics.median(m["requests_per_s"] for m in told)
-    text = metrics.load_text(told[-1]["offered_per_s"], rate, used)
+    used = statistics.median(m["utilisation"] for m in known)
+    rate = statistics.median(m["requests_per_s"] for m in known)
+    text = metrics.load_text(known[-1]["offered_per_s"], rate, used)
     lost = max(m.get("lost_ratio", 0.0) for m in mine)
     return f"{text}; {lost:.1%} of the requests timed out" if lost else text
 

@@ -1,20 +1,17 @@
 """The trials of a run, kept in an Optuna study so that nothing measured is ever lost.
 
-Answers what was measured so far, also after a crash, and hands the trials that wait to the
-processes and machines that share the study. Which configuration to ask for is decided in
-`search` and `confirm`; here it is enqueued, so that the study holds every trial with its
-parameters, its value, its constraints and the whole measurement.
+Answers what was measured so far, also after a crash, and hands the rounds that wait to the
+processes and machines that share the study. The study holds every trial with its parameters,
+its value, its constraints and the whole measurement.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,50 +28,55 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.plan import CutRule
 from tuner.run.storage import Heart, opened, undisturbed_methods
 from tuner.search.objective import Score, Tier
 from tuner.search.race import RaceRun
 from tuner.search.trials import Observation, Phase
 from tuner.search.trials import Trial as Record
+from tuner.traffic.windows import Window
 
-# Processes that may end while they have the same trial before it counts as failed: ours; a
-# replay that takes the memory of all who touch it would go round for ever.
-MAX_DEATHS = 3
-# What a queued trial carries: the rule by which its replay may be cut.
-QUEUED = "queued"
-# Marks a claim whose process ended in order before it had measured.
-RETURNED = "returned"
-
-Key = tuple[EngineLimits, Phase, int]
+# What a queued trial carries: the round that is to be replayed.
+ROUND = "round"
+# Marks a round whose replays are all kept, and each of those with the round's number.
+DONE, PART_OF = "done", "part_of"
+# Marks a round that is wanted no more.
+WITHDRAWN = "withdrawn"
 
 
-def is_of(trial: FrozenTrial, phase: Phase) -> bool:
-    """Whether a trial belongs to a phase."""
-    return trial.user_attrs.get("phase") == str(phase)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Replays of several settings in turns, to be made by one process on one engine.
+
+    The settings in their order, each cut after its `max_wall_s`, on windows of the run's trace
+    at a multiple of its load.
+
+    Units: seconds.
+    """
+
+    phase: Phase
+    number: int
+    settings: tuple[EngineLimits, ...]
+    max_wall_s: tuple[float, ...]
+    windows: tuple[Window, ...]
+    load: float
+
+    @property
+    def key(self) -> tuple[Phase, int]:
+        """What tells it from all others of the run."""
+        return self.phase, self.number
 
 
-def key_of(trial: FrozenTrial) -> Key:
-    """Return what a trial is for."""
-    attrs = trial.user_attrs
-    return EngineLimits(**trial.params), Phase(attrs["phase"]), int(attrs["race_round"])
+def _round_of(trial: FrozenTrial) -> Round:
+    return msgspec.convert(trial.user_attrs[ROUND], Round)
 
 
-def present(trials: Iterable[FrozenTrial]) -> set[Key]:
-    """Return what is measured or still will be; a trial given up is neither."""
-    kept = (t for t in trials if "record" in t.user_attrs or not t.state.is_finished())
-    return {key_of(t) for t in kept if t.params}
+def _is_alive(trial: FrozenTrial) -> bool:
+    """Whether a round is done or still will be."""
+    return DONE in trial.user_attrs or not trial.state.is_finished()
 
 
-def lost(trials: Sequence[FrozenTrial]) -> tuple[dict[Key, Mapping[str, Any]], list[Key]]:
-    """Return what was queued and is gone: what to queue again with its cut, what to give up."""
-    queued = [t for t in trials if QUEUED in t.user_attrs]
-    kept = present(trials)
-    deaths = Counter(key_of(t) for t in queued if RETURNED not in t.user_attrs)
-    gone = {key_of(t): t.user_attrs[QUEUED] for t in queued if key_of(t) not in kept}
-    again = {key: cut for key, cut in gone.items() if deaths[key] < MAX_DEATHS}
-    return again, [key for key in gone if key not in again]
-
+Kept = tuple[Record, Mapping[str, float]]
+"""A record, and the slacks of its SLOs."""
 
 STUDY_NAME = "tune"
 
@@ -101,7 +103,7 @@ class Journal:
     """An Optuna study as the list of what was measured and the queue of what is to be.
 
     The run's main process opens it: a trial without a record was interrupted while it ran, is
-    marked failed then and does not count as measured. Workers join it, claim trials from the
+    marked failed then and does not count as measured. Workers join it, claim rounds from the
     queue and leave those of others alone. A study that is to be there already (`must_exist`) is
     never made anew.
 
@@ -120,7 +122,6 @@ class Journal:
         grace_s: int = GRACE_S,
     ) -> None:
         self._held: dict[int, tuple[Trial, Heart | None]] = {}
-        self._known: set[Key] | None = None
         self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
         try:
@@ -148,7 +149,7 @@ class Journal:
     def _fail_interrupted(self) -> None:
         """Mark what ran when the last process ended; workers may still be at theirs."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not (is_of(trial, Phase.SHADOW) and QUEUED in trial.user_attrs):
+            if ROUND not in trial.user_attrs:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     @property
@@ -165,62 +166,54 @@ class Journal:
         """Say where the run is, so that its workers hear when it is over."""
         self._study.set_user_attr("state", text)
 
-    def begin(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> int:
+    def begin(self, limits: EngineLimits) -> int:
         """Note that a configuration is being measured and return the trial's number.
 
         The trial never waits in the queue, so no worker can claim it.
         """
-        trial_id = self._add(limits, phase, race_round, TrialState.RUNNING)
-        trial = Trial(self._study, trial_id)
+        trial = Trial(self._study, self._create(limits, TrialState.RUNNING, {}))
         self._held[trial.number] = trial, None
         return trial.number
 
-    def enqueue(
-        self,
-        limits: EngineLimits,
-        phase: Phase,
-        race_round: int = 0,
-        cut: CutRule = CutRule(),  # noqa: B008 - frozen
-    ) -> None:
-        """Queue a configuration with its cut, unless it is there or measured already."""
-        if self._known is None:
-            self._known = present(self._study.get_trials(deepcopy=False))
-        if (limits, phase, race_round) not in self._known:
-            self._add(limits, phase, race_round, TrialState.WAITING, asdict(cut))
-
-    def cut_of(self, number: int) -> CutRule:
-        """Return when the replay of a trial that this process has claimed may be cut short."""
-        trial, _ = self._held[number]
-        return CutRule(**trial.user_attrs[QUEUED])
-
-    def _add(
-        self,
-        limits: EngineLimits,
-        phase: Phase,
-        race_round: int,
-        state: TrialState,
-        cut: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Add a trial and return its id; one that waits is marked as queued, with its cut."""
-        queued = {QUEUED: dict(cut or {})} if state is TrialState.WAITING else {}
+    def _create(self, limits: EngineLimits, state: TrialState, attrs: Mapping[str, Any]) -> int:
+        """Create a trial that has not ended, and return its id."""
         trial = optuna.create_trial(
             state=state,
             params=asdict(limits),
             distributions=dict(_DISTRIBUTIONS),
-            user_attrs={"phase": str(phase), "race_round": race_round, **queued},
+            user_attrs=dict(attrs),
         )
-        trial_id = self._storage.create_new_trial(self._study_id, trial)
-        if self._known is not None:
-            self._known.add((limits, phase, race_round))
-        return trial_id
+        return int(self._storage.create_new_trial(self._study_id, trial))
 
-    def claim(self, phase: Phase) -> tuple[int, EngineLimits] | None:
-        """Take the first waiting trial of a phase for this process, or None if none waits.
+    def offer(self, rounds: Iterable[Round]) -> None:
+        """Queue rounds for whoever is first to claim them, each once."""
+        known = {_round_of(t).key for t in self._rounds() if _is_alive(t)}
+        for one in rounds:
+            if one.key not in known:
+                attrs = {ROUND: msgspec.to_builtins(one)}
+                self._create(one.settings[0], TrialState.WAITING, attrs)
+
+    def withdraw(self, phase: Phase) -> None:
+        """Take from the queue what nobody has claimed."""
+        for trial in self._rounds(TrialState.WAITING):
+            if _round_of(trial).phase is phase:
+                trial_id = self._storage.get_trial_id_from_study_id_trial_number(
+                    self._study_id, trial.number
+                )
+                # As a claim, so that a worker that claims it at this moment keeps it.
+                if self._storage.set_trial_state_values(trial_id, TrialState.RUNNING):
+                    self._storage.set_trial_user_attr(trial_id, WITHDRAWN, True)  # noqa: FBT003
+                    self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+
+    def claim(self, *phases: Phase) -> tuple[int, Round] | None:
+        """Take the first waiting round of the phases for this process, None if none waits.
 
         The heart beats before the claim is made: a process that dies right after it leaves a
-        trial that can be told to be stale, and a beat on another's trial does no harm.
+        round that can be told to be stale, and a beat on another's round does no harm.
         """
-        for waiting in self._of(phase, TrialState.WAITING):
+        for waiting in self._rounds(TrialState.WAITING):
+            if (one := _round_of(waiting)).phase not in phases:
+                continue
             trial_id = self._storage.get_trial_id_from_study_id_trial_number(
                 self._study_id, waiting.number
             )
@@ -232,7 +225,7 @@ class Journal:
                 continue
             heart = Heart(partial(self._beat, trial_id), self._heartbeat_s)
             self._held[waiting.number] = Trial(self._study, trial_id), heart
-            return waiting.number, EngineLimits(**waiting.params)
+            return waiting.number, one
         return None
 
     def _beat(self, trial_id: int) -> None:
@@ -268,31 +261,77 @@ class Journal:
                 heart.stop()
         return True
 
-    def give_back_stale(self) -> int:
-        """Enqueue again what a dead process had claimed, and return how many those were.
+    def finish_round(
+        self,
+        number: int,
+        replays: Iterable[Kept] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Keep a claimed round's replays, and `more` beside it; tell whether they count.
 
-        What several died of is given up and counts as failed. What is missing is read off the
-        study, so that a main process killed between the two steps loses nothing. Only the main
-        process can call it: two would both enqueue.
+        All of them count or none: they do not when the round was given up as dead meanwhile,
+        since another process has it then.
+        """
+        trial, heart = self._held.pop(number)
+        try:
+            self.add(replays, part_of=number)
+            for name, value in (more or {}).items():
+                trial.set_user_attr(name, value)
+            trial.set_user_attr(DONE, value=True)
+            # From here on it counts: give_back_stale leaves a round that is done alone.
+            with suppress(UpdateFinishedTrialError):
+                self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            return False
+        finally:
+            if heart is not None:
+                heart.stop()
+        return True
+
+    def give_back_stale(self) -> int:
+        """Queue again the rounds that dead processes had claimed; return how many those were.
+
+        What is missing is read off the study, so that a main process killed between the two
+        steps loses nothing. Only the main process can call it: two would both queue.
         """
         with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
             optuna.storages.fail_stale_trials(self._study)
-        again, hopeless = lost(self._study.get_trials(deepcopy=False))
-        for key, cut in again.items():
-            self._add(*key, TrialState.WAITING, cut)
-        for key in hopeless:
-            self._give_up(*key)
-        return len(again) + len(hopeless)
+        known = {_round_of(t).key for t in self._rounds() if _is_alive(t)}
+        gone = {
+            (one := _round_of(t)).key: one
+            for t in self._rounds(TrialState.FAIL)
+            if not {DONE, WITHDRAWN} & set(t.user_attrs)
+        }
+        lost = [one for key, one in gone.items() if key not in known]
+        self.offer(lost)
+        return len(lost)
 
-    def _give_up(self, limits: EngineLimits, phase: Phase, race_round: int) -> None:
-        """Record that a configuration ended every process that replayed it."""
-        number = self.begin(limits, phase, race_round)
-        score = Score(Tier.FAILED, math.inf, "failed")
-        cause = f"{MAX_DEATHS} processes ended while they replayed it, most likely of memory"
-        record = Record.of(number, limits, phase, race_round, score, None, cause)
-        self.finish(number, score, {}, record)
+    def rounds(self, phase: Phase) -> dict[int, Mapping[str, Any]]:
+        """Return what is kept beside the rounds of a phase that are done, by their number."""
+        done = [t for t in self._rounds() if DONE in t.user_attrs]
+        return {_round_of(t).number: t.user_attrs for t in done if _round_of(t).phase is phase}
 
-    def restore(self, trials: Iterable[tuple[Record, Mapping[str, float]]]) -> int:
+    def _rounds(self, *states: TrialState) -> list[FrozenTrial]:
+        trials = self._study.get_trials(deepcopy=False, states=states or None)
+        return [trial for trial in trials if ROUND in trial.user_attrs]
+
+    def add(self, trials: Iterable[Kept], part_of: int | None = None) -> None:
+        """Keep trials that have ended; those that are part of a round count once it is done."""
+        attrs = {} if part_of is None else {PART_OF: part_of}
+        for record, slacks in trials:
+            state = _STATES.get(record.tier, TrialState.COMPLETE)
+            self._study.add_trial(
+                optuna.create_trial(
+                    state=state,
+                    value=record.score.value if state is TrialState.COMPLETE else None,
+                    params=asdict(record.limits),
+                    distributions=dict(_DISTRIBUTIONS),
+                    user_attrs={"record": msgspec.to_builtins(record), **attrs},
+                    constraints=dict(slacks),
+                )
+            )
+
+    def restore(self, trials: Iterable[Kept]) -> int:
         """Add the records that come after all the study holds, and return how many those were.
 
         Each becomes the trial that it was, under its own number; a number that no record has
@@ -308,47 +347,32 @@ class Journal:
                 interrupted = optuna.create_trial(state=TrialState.FAIL)
                 self._storage.create_new_trial(self._study_id, interrupted)
                 held += 1
-            number = self.begin(record.limits, record.phase, record.race_round)
-            self.finish(number, record.score, slacks, record)
-            held, added = number + 1, added + 1
+            self.add([(record, slacks)])
+            held, added = held + 1, added + 1
         return added
 
-    def waiting(self, phase: Phase) -> int:
-        """Return how many trials of a phase nobody has claimed yet."""
-        return len(self._of(phase, TrialState.WAITING))
-
-    def unfinished(self, phase: Phase) -> int:
-        """Return how many trials of a phase wait or run."""
-        return len(self._of(phase, TrialState.WAITING, TrialState.RUNNING))
-
-    def _of(self, phase: Phase, *states: TrialState) -> list[FrozenTrial]:
-        trials = self._study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if is_of(trial, phase)]
-
     def close(self) -> None:
-        """Let the hearts of all claims stop, return what they hold, and the storage go."""
-        for trial, heart in self._held.values():
+        """Let the hearts of all claims stop, and the storage go."""
+        for _, heart in self._held.values():
             if heart is not None:
                 heart.stop()
-                with suppress(StorageInternalError, SQLAlchemyError, UpdateFinishedTrialError):
-                    trial.set_user_attr(RETURNED, value=True)
         self._held.clear()
         self._storage.remove_session()
         self._storage.engine.dispose()
 
     def records(self) -> list[Record]:
-        """Return the records of every trial that ended, in order.
+        """Return the records of every trial that ended, in order and numbered as they are here.
 
-        A shadow's trial counts once, however often it was measured. Optuna keeps the trials
-        that ended and reads only the others again, so this is cheap to ask often.
+        Optuna keeps the trials that ended and reads only the others again, so this is cheap to
+        ask often.
         """
-        kept: dict[object, Record] = {}
-        for trial in self._study.get_trials(deepcopy=False, states=_ENDED):
-            if "record" in trial.user_attrs:
-                key = key_of(trial) if is_of(trial, Phase.SHADOW) else trial.number
-                if key not in kept:
-                    kept[key] = msgspec.convert(trial.user_attrs["record"], Record)
-        return list(kept.values())
+        done = {t.number for t in self._rounds() if DONE in t.user_attrs}
+        return [
+            replace(msgspec.convert(trial.user_attrs["record"], Record), number=trial.number)
+            for trial in self._study.get_trials(deepcopy=False, states=_ENDED)
+            if "record" in trial.user_attrs
+            and trial.user_attrs.get(PART_OF, trial.number) in done | {trial.number}
+        ]
 
     def observations(self) -> list[Observation]:
         """Return what the search needs to know of every trial that ended."""

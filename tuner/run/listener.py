@@ -1,4 +1,4 @@
-"""Who is told what a run is doing while it goes on."""
+"""What receives the progress of a run while it goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search without a shadow: every point is a live replay.
+"""The search without predictions: every point is a live replay.
 
 A pilot says what a second of the trace costs here, windows are chosen so that the run fits
 into its time, and `search` is asked for one configuration after the other.
@@ -9,73 +9,92 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.plan import CutRule
-from tuner.run.state import RunState
-from tuner.run.time_plan import Learn, fitting, plan_windows
-from tuner.search.budget import (
-    RACE_REPLAYS,
-    SEARCH_REPLAYS,
-    SEARCH_SHARE,
-)
+from tuner.run.context import RunContext, Workload
+from tuner.run.time_plan import Observe, RacePlan, fitting
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, SEARCH_SHARE
 from tuner.search.ladder import FINALISTS, finalists, propose
 from tuner.search.race import MIN_ROUNDS
 from tuner.search.trials import Observation, Phase, leader
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
-# overload takes several times as long as the present configuration.
+# overload takes several times as long as the current configuration.
 OVERTIME = 8.0
 # The race may claim this share of the budget at most: ours, the search needs the rest.
 MAX_RESERVED = 0.7
 
 
-def searched(run: RunState) -> list[Observation]:
+def searched(context: RunContext) -> list[Observation]:
     """Return what the live search has seen so far."""
-    return [o for o in run.journal.observations() if o.phase.is_search]
+    return [o for o in context.journal.observations() if o.phase.is_search]
 
 
-def search_live(run: RunState, on_log: Learn | None = None) -> list[EngineLimits]:
+def search_live(
+    runner: TrialRunner, workload: Workload, observe: Observe | None = None
+) -> RacePlan:
     """Measure what the search proposes until it is done or its time is over; return who races.
 
-    on_log hears of every replay's log with all its steps.
+    `observe` receives every replay's log with all its steps.
 
-    Raises: EngineError, TooFewSamplesError, UsageError.
+    Raises: EngineError.
     """
-    plan_windows(run)
+    context, space = runner.context, runner.context.space
+    plan = RacePlan(context, (space.present,), workload)
     while True:
-        proposal = propose(searched(run), run.space)
+        seen = searched(context)
+        proposal = propose(seen, space)
         if proposal is None:
             break
-        if searched(run) and _must_race(run):
-            run.caveats.add(Caveat.BUDGET_SPENT)
-            run.listener.note("the search's share of the budget is spent, racing now")
+        if seen and _must_race(plan):
+            context.caveats.add(Caveat.BUDGET_SPENT)
+            context.listener.note("the search's share of the budget is spent, racing now")
             break
-        hears = None if on_log is None else partial(on_log, proposal.limits)
-        run.trial(proposal.limits, proposal.phase, _cut(run, proposal.phase), on_log=hears)
-    return fitting(run, finalists(searched(run), run.space))
+        on_log = None if observe is None else partial(observe, proposal.limits)
+        cut = _cut(plan, proposal.phase)
+        runner.trial(proposal.limits, proposal.phase, workload, cut, on_log=on_log)
+    return fitting(runner, replace(plan, settings=tuple(finalists(searched(context), space))))
 
 
-def _must_race(run: RunState) -> bool:
+def has_searched(context: RunContext) -> bool:
+    """Whether the live search can say anything of other configurations than the current one.
+
+    It cannot where none of them was replayed whole, and it was real time that ended the search
+    or one of their replays: only a rule that cuts what is certain to lose tells of it.
+    """
+    tried = [t for t in context.journal.records() if t.phase.is_search]
+    others = [t for t in tried if t.limits != context.space.present]
+    if any(t.is_whole for t in others):
+        return True
+    walls_s = [(t.measurement or {}).get("wall_s", 0.0) for t in others]
+    is_cut = max(walls_s, default=0.0) >= longest_wall_s(context)
+    return Caveat.BUDGET_SPENT not in context.caveats and not is_cut
+
+
+def _must_race(plan: RacePlan) -> bool:
     """Whether the search has to make room for the race's least rounds."""
-    if len(finalists(searched(run), run.space)) < 2:
-        return run.left_s < run.usual_wall_s
-    total_s = run.aim.budget.total_s
-    least_s = (FINALISTS + 1) * MIN_ROUNDS * run.usual_wall_s
+    context = plan.context
+    if len(finalists(searched(context), context.space)) < 2:
+        return context.left_s < plan.usual_s
+    total_s = context.budget.total_s
+    least_s = (FINALISTS + 1) * MIN_ROUNDS * plan.usual_s
     reserved_s = min(max((1 - SEARCH_SHARE) * total_s, least_s), MAX_RESERVED * total_s)
-    return run.left_s < reserved_s
+    return context.left_s < reserved_s
 
 
-def longest_wall_s(run: RunState) -> float:
+def longest_wall_s(context: RunContext) -> float:
     """Return after which real time a replay of the search is cut."""
-    planned_s = run.aim.budget.total_s / (SEARCH_REPLAYS + RACE_REPLAYS)
+    planned_s = context.budget.total_s / (SEARCH_REPLAYS + RACE_REPLAYS)
     return max(30.0, OVERTIME * planned_s)
 
 
-def _cut(run: RunState, phase: Phase) -> CutRule:
+def _cut(plan: RacePlan, phase: Phase) -> CutRule:
     """Return when a replay of the search can stop early."""
+    context, workload = plan.context, plan.workload
+    limit_s = longest_wall_s(context)
     if phase is Phase.PRESENT:
-        return CutRule(max_wall_s=max(longest_wall_s(run), run.left_s))
-    best = leader(searched(run))
-    rule = run.goal.cut_rule(best.score if best else None, run.window_requests)
-    return replace(rule, max_wall_s=longest_wall_s(run))
+        return CutRule(max_wall_s=max(limit_s, context.left_s))
+    best = leader(searched(context))
+    rule = workload.scoring.cut_rule(best.score if best else None, workload.requests)
+    return replace(rule, max_wall_s=limit_s)

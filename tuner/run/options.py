@@ -16,7 +16,7 @@ from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER
 from tuner.shadow.profiles import Profile
-from tuner.traffic.formats import ReadOptions
+from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
 
@@ -40,6 +40,16 @@ class TraceReading:
     is_spread: bool = False
     sessions_over_s: float | None = None
 
+    def read(self, paths: Sequence[str | Path]) -> Trace:
+        """Return the trace in all files and folders. Raises: TraceError, UsageError."""
+        return read_traces(
+            paths,
+            self.format,
+            self.rows,
+            spread_seed=self.rows.seed if self.is_spread else None,
+            sessions_over_s=self.sessions_over_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
@@ -51,10 +61,9 @@ class TuningOptions:
     measured. `window` is the part to replay, as `peak:300s`, `5m:10m` or `all`; None for what
     fits into the time. `load` is a multiple of the recorded arrival rate, `ladder` the caps of
     max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
-    of the engine, and with Method.SHADOW no engine is started. `jobs` is how many shadows run
-    beside each other, None for one per core. `run_dir` keeps the evidence, None for
-    `runs/<time>`; with `is_resumed` the run that it holds goes on. `arguments` is the command
-    line that this stands for, without secrets, for the record.
+    of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
+    None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `arguments` is the
+    command line that this stands for, without secrets, for the record.
 
     Units: seconds.
     Raises: UsageError if a value cannot be used, or two contradict each other.
@@ -79,7 +88,6 @@ class TuningOptions:
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
     is_forced: bool = False
-    jobs: int | None = None
     storage: str | None = None
     run_dir: str | Path | None = None
     is_resumed: bool = False
@@ -118,8 +126,6 @@ class TuningOptions:
             raise UsageError(
                 f"--load must be a multiple above 0, got {self.load:g}", "for example 1.5"
             )
-        if self.jobs is not None and self.jobs < 1:
-            raise UsageError(f"--jobs must be at least 1, got {self.jobs}")
         if self.is_resumed and self.run_dir is None:
             raise UsageError("a run that is resumed needs its run_dir", "name its directory")
 

@@ -1,13 +1,13 @@
 """The live end of a run: the race of the finalists, and the winner on a cold engine.
 
-Who races is decided by the searches, who has won by `confirm`; here the replays are made, in
-turns, until the evidence or the time is through.
+Replays are made in turns, until the evidence or the time is through.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,25 @@ from tuner.errors import Caveat
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.series import TimelineRecord, timeline_record
-from tuner.run.state import RunState
-from tuner.run.time_plan import cold_cost_s
+from tuner.run.context import RunContext, Workload
+from tuner.run.journal import Round
+from tuner.run.rounds import POLL_S, share_round
+from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Score, Tier
-from tuner.search.race import RaceDecision, RaceVerdict, decide, next_run
+from tuner.search.race import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    RaceDecision,
+    RaceRun,
+    RaceVerdict,
+    decide,
+    next_run,
+    round_of,
+)
 from tuner.search.trials import TIE_RATIO, Phase
 
-# A cold engine's gain that is this far from the race's is told: ours, as much as two single
+# A cold engine's gain that is this far from the race's is a caveat: ours, as much as two single
 # replays may differ by.
 COLD_DIFFERS_RATIO = 0.10
 
@@ -51,127 +63,170 @@ class Cold:
 
 
 def race(
-    run: RunState,
-    field: Sequence[EngineLimits],
-    reserved_s: float = 0.0,
-    on_log: Callable[[EngineLimits, ReplayLog], None] | None = None,
+    runner: TrialRunner,
+    plan: RacePlan,
+    observe: Observe | None = None,
     until_round: int | None = None,
+    *,
+    is_searched: bool = True,
 ) -> RaceDecision:
     """Replay the finalists in turns until they are separated or the time is over.
 
-    `reserved_s` is left for what comes after. on_log hears of the logs of the first round, of
-    which the timelines are kept.
+    Time is left for the cold engines, where it is enough for both. `observe` receives the logs
+    of the first round, of which the timelines are kept. `is_searched` as in `decide`.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
-    began_s = time.monotonic()
-    while True:
-        runs = run.journal.race_runs()
-        following = next_run(runs, field, run.space.present, run.attempt)
-        is_over = _is_over(run, following, reserved_s)
-        if following is None or is_over or _is_beyond(following[0], until_round):
-            if is_over and len(field) > 1:
-                run.caveats.add(Caveat.BUDGET_SPENT)
-            run.walls_s["race"] = run.walls_s.get("race", 0.0) + time.monotonic() - began_s
-            return decide(runs, field, run.space.present, run.forecasts)
-        race_round, limits = following
-        cut = CutRule(max_wall_s=max(30.0, run.left_s))
-        if race_round == 1:
-            _first_round(run, limits, cut, on_log)
-        else:
-            run.trial(limits, Phase.RACE, cut, race_round)
+    context, present = runner.context, runner.context.space.present
+    reserved_s = reserve_s(runner, plan)
+    with context.stopwatch.stage("race"):
+        while True:
+            runs = context.journal.race_runs()
+            following = next_run(runs, plan.settings, present, context.attempt)
+            is_over = following is not None and (
+                context.left_s - reserved_s < plan.replay_s(following[1])
+            )
+            if following is None or is_over or _is_beyond(following[0], until_round):
+                if is_over and len(plan.settings) > 1:
+                    context.caveats.add(Caveat.BUDGET_SPENT)
+                if context.is_shared:
+                    context.journal.withdraw(Phase.RACE)
+                return decide(
+                    runs, plan.settings, present, plan.predictions, is_searched=is_searched
+                )
+            race_round, limits = following
+            if race_round == 1:
+                _first_round(runner, plan.workload, limits, observe)
+            elif context.is_shared and race_round not in {run.round for run in runs}:
+                _share_rounds(runner, plan, runs, race_round)
+            else:
+                cut = _within_time(context)
+                runner.trial(limits, Phase.RACE, plan.workload, cut, race_round)
+
+
+def _share_rounds(
+    runner: TrialRunner, plan: RacePlan, runs: Sequence[RaceRun], number: int
+) -> None:
+    """Offer the rounds that can be raced by now; replay one here, or wait for a worker's.
+
+    The least rounds are known from the beginning; of later ones as many are offered as
+    processes have raced, and one for a worker that comes. Those that nobody has claimed are
+    offered anew each time, with who is still in.
+    """
+    context, workload = runner.context, plan.workload
+    racers = {run.attempt for run in runs} | {context.attempt}
+    last = max(MIN_ROUNDS, number + len(racers))
+    begun = {run.round for run in runs}
+    most_s = _within_time(context).max_wall_s or math.inf
+    offered = []
+    for n in range(number, min(last, MAX_ROUNDS) + 1):
+        if n not in begun:
+            settings = tuple(round_of(runs, plan.settings, n))
+            walls_s = (most_s,) * len(settings)
+            offered.append(
+                Round(Phase.RACE, n, settings, walls_s, workload.windows, workload.plan.load)
+            )
+    context.journal.give_back_stale()
+    context.journal.withdraw(Phase.RACE)
+    context.journal.offer(offered)
+    if not share_round(runner, workload, Phase.RACE):
+        time.sleep(POLL_S)
+
+
+def _within_time(context: RunContext) -> CutRule:
+    return CutRule(max_wall_s=max(30.0, context.left_s))
 
 
 def _first_round(
-    run: RunState,
-    limits: EngineLimits,
-    cut: CutRule,
-    on_log: Callable[[EngineLimits, ReplayLog], None] | None,
+    runner: TrialRunner, workload: Workload, limits: EngineLimits, observe: Observe | None
 ) -> None:
     """Replay a finalist and keep what it looked like over time."""
     windows: list[TimelineRecord] = []
 
-    def heard(log: ReplayLog) -> None:
+    def keep(log: ReplayLog) -> None:
         windows.append(timeline_record(log))
-        if on_log is not None:
-            on_log(limits, log)
+        if observe is not None:
+            observe(limits, log)
 
-    run.trial(limits, Phase.RACE, cut, 1, heard)
+    runner.trial(limits, Phase.RACE, workload, _within_time(runner.context), 1, keep)
     if windows:
-        run.keep_timelines(limits, "live", windows)
-
-
-def _is_over(
-    run: RunState, following: tuple[int, EngineLimits] | None, reserved_s: float
-) -> bool:
-    """Whether the time does not hold what would follow."""
-    return following is not None and run.left_s - reserved_s < run.replay_s(following[1])
+        runner.context.keep_timelines(limits, "live", windows)
 
 
 def _is_beyond(number: int, last: int | None) -> bool:
     return last is not None and number > last
 
 
-def confirm_cold(run: RunState, decision: RaceDecision) -> tuple[RaceDecision, Cold | None]:
-    """Start winner and present configuration as they would be deployed, and compare them.
+def confirm_cold(
+    runner: TrialRunner, plan: RacePlan, decision: RaceDecision
+) -> tuple[RaceDecision, Cold | None]:
+    """Start winner and current configuration as they would be deployed, and compare them.
 
     A winner that is not better there is not recommended.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
-    if decision.verdict is RaceVerdict.KEEP or run.bench.restarts_per_config:
+    context, present = runner.context, runner.context.space.present
+    if decision.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return decision, None
-    known = [_known_cold(run, s) for s in (decision.winner, run.space.present)]
-    if None in known and run.left_s < cold_cost_s(run, decision.winner):
-        run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+    known = [_known_cold(context, s) for s in (decision.winner, present)]
+    if None in known and context.left_s < cold_cost_s(runner, plan, decision.winner):
+        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
-    began_s = time.monotonic()
-    ours, theirs = (_cold_score(run, s) for s in (decision.winner, run.space.present))
-    run.walls_s["cold"] = time.monotonic() - began_s
+    with context.stopwatch.stage("cold"):
+        ours, theirs = (
+            _cold_score(runner, plan.workload, s) for s in (decision.winner, present)
+        )
     compared = ours.ratio_to(theirs)
     cold = Cold(ours, theirs, None if compared is None else compared[1])
     if Tier.CUT in (ours.tier, theirs.tier) or (
         theirs.tier is Tier.FAILED and ours.tier is not Tier.FAILED
     ):
-        who = decision.winner if ours.tier is Tier.CUT else run.space.present
-        run.listener.note(f"nothing to compare, {who} started cold: {_cold_cause(run, who)}")
-        run.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+        who = decision.winner if ours.tier is Tier.CUT else present
+        cause = _cold_cause(context, who)
+        context.listener.note(f"nothing to compare, {who} started cold: {cause}")
+        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, cold
-    if ours.clearly_worse_than(theirs, 0.0) or (
+    return _with_cold(context, decision, cold), cold
+
+
+def _with_cold(context: RunContext, decision: RaceDecision, cold: Cold) -> RaceDecision:
+    """Return the decision once both were measured cold."""
+    if cold.winner.clearly_worse_than(cold.present, 0.0) or (
         cold.ratio is not None and cold.ratio > 1 - TIE_RATIO / 3
     ):
         why = "the gain did not show on engines started cold"
-        if ours.tier is Tier.FAILED:
-            why = f"it failed when it was started cold: {_cold_cause(run, decision.winner)}"
-        return replace(
-            decision, verdict=RaceVerdict.KEEP, winner=run.space.present, why=why
-        ), cold
+        if cold.winner.tier is Tier.FAILED:
+            cause = _cold_cause(context, decision.winner)
+            why = f"it failed when it was started cold: {cause}"
+        present = context.space.present
+        return replace(decision, verdict=RaceVerdict.KEEP, winner=present, why=why)
     change = None if decision.gain is None else decision.gain.value
     if cold.ratio and change and abs(cold.ratio / change - 1) > COLD_DIFFERS_RATIO:
-        run.caveats.add(Caveat.COLD_DIFFERS)
-    return decision, cold
+        context.caveats.add(Caveat.COLD_DIFFERS)
+    return decision
 
 
-def _cold_cause(run: RunState, limits: EngineLimits) -> str:
+def _cold_cause(context: RunContext, limits: EngineLimits) -> str:
     """Return what went wrong on the last cold engine with these limits."""
     mine = (
         record
-        for record in reversed(run.journal.records())
+        for record in reversed(context.journal.records())
         if record.phase is Phase.COLD and record.limits == limits
     )
     return next((record.cause or "its replay was cut short" for record in mine), "")
 
 
-def _known_cold(run: RunState, limits: EngineLimits) -> Score | None:
+def _known_cold(context: RunContext, limits: EngineLimits) -> Score | None:
     """Return what a cold engine showed before this run was resumed."""
-    seen = [o for o in run.journal.observations() if o.phase is Phase.COLD]
+    seen = [o for o in context.journal.observations() if o.phase is Phase.COLD]
     return next((o.score for o in seen if o.limits == limits and o.is_whole), None)
 
 
-def _cold_score(run: RunState, limits: EngineLimits) -> Score:
+def _cold_score(runner: TrialRunner, workload: Workload, limits: EngineLimits) -> Score:
     """Measure on an engine started with the limits, unless that was done."""
-    known = _known_cold(run, limits)
+    known = _known_cold(runner.context, limits)
     if known is not None:
         return known
-    cut = CutRule(max_wall_s=max(30.0, run.left_s))
-    return run.trial(limits, Phase.COLD, cut, is_cold=True).score
+    cut = _within_time(runner.context)
+    return runner.trial(limits, Phase.COLD, workload, cut, is_cold=True).score

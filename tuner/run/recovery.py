@@ -7,18 +7,15 @@ from the file; the file is never overwritten with less than it holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
-from tuner.run.journal import Journal, NoStudyError
+from tuner.run.journal import Journal, Kept, NoStudyError
 from tuner.search.trials import Trial
-
-Kept = tuple[Trial, Mapping[str, float]]
-"""A record, and the slacks of its SLOs."""
 
 
 def open_journal(
@@ -31,7 +28,7 @@ def open_journal(
     """
     trials, damaged = _read_trials(run_dir, slos)
     records = [record for record, _ in trials]
-    told = []
+    messages = []
     if is_resumed:
         journal, has_gone = _journal_again(storage, study, run_dir, is_restorable=bool(records))
         restored = journal.restore(trials)
@@ -39,7 +36,7 @@ def open_journal(
             where = (
                 "the storage has no study of this run" if has_gone else "the study lacked them"
             )
-            told.append(f"{restored} trials were restored from {TRIALS_FILE}: {where}")
+            messages.append(f"{restored} trials were restored from {TRIALS_FILE}: {where}")
     else:
         journal = Journal(storage, study)
     kept_there = journal.records()
@@ -49,9 +46,9 @@ def open_journal(
         kept = run_dir.set_aside(TRIALS_FILE)
         what = [(lacking, "trials that the study does not know"), (damaged, "damaged lines")]
         said = " and ".join(f"{count} {words}" for count, words in what if count)
-        told.append(f"{TRIALS_FILE} held {said}: it is kept as {kept.name}")
+        messages.append(f"{TRIALS_FILE} held {said}: it is kept as {kept.name}")
         run_dir.write_lines(TRIALS_FILE, kept_there)
-    return journal, told
+    return journal, messages
 
 
 def _journal_again(

@@ -89,7 +89,7 @@ class Advice(LimitsRecord):
 
     @property
     def shown(self) -> EngineLimits:
-        """Whose gain is told: the one to change to, or the best there was to keep from."""
+        """Whose gain is shown: the one to change to, or the best there was to keep from."""
         return self.limits if self.is_change else self.best_measured
 
 
@@ -124,10 +124,20 @@ class CapacityRecord:
 
 @dataclass(frozen=True, slots=True)
 class CaveatRecord:
-    """A caveat as it was told."""
+    """A caveat as it was shown; a tuple of them prints as their sentences.
+
+    >>> print((CaveatRecord("windowed", "part of the trace was replayed"),))
+    (windowed: part of the trace was replayed,)
+    """
 
     id: str
     text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"{self.id}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +253,7 @@ class RunResult:
 
     @property
     def shown(self) -> EngineLimits:
-        """Whose gain is told: the present configuration where nothing is recommended."""
+        """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
         return self.present if advice is None else advice.shown
 
@@ -267,16 +277,16 @@ class RunResult:
         advice = self.recommendation
         if advice is None:
             return kv_text(self.trials, self.present)
-        told = predictions(self.trials) if advice.is_predicted else self.trials
-        return kv_text(told, advice.limits)
+        trials = predictions(self.trials) if advice.is_predicted else self.trials
+        return kv_text(trials, advice.limits)
 
 
 @dataclass(frozen=True, slots=True)
 class RunProvenance:
     """What surrounds a decision when its result is made; without secrets.
 
-    `compared` holds what was measured live and foretold of the same requests, `predicted` all
-    that was foretold of them. `info` is of the engine that was measured on, `cold_blocks` how
+    `compared` holds what was measured live and predicted of the same requests, `predicted` all
+    that was predicted of them. `info` is of the engine that was measured on, `cold_blocks` how
     many KV blocks engines had that were started cold at some limits, `ladder` the caps that
     were to be tried.
     """
@@ -315,10 +325,10 @@ def make_outcome(
     state: str,
 ) -> RunResult:
     """Return everything there is to say about a run."""
-    told = predictions(records) if decision.is_predicted else records
-    best = leader([t.observation for t in decisive(told)])
+    trials = predictions(records) if decision.is_predicted else records
+    best = leader([t.observation for t in decisive(trials)])
     is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
-    changes = metric_changes(told, decision.shown, present, goal.tail, around.predicted)
+    changes = metric_changes(trials, decision.shown, present, goal.tail, around.predicted)
     return RunResult(
         state=state,
         method=around.method,
@@ -328,8 +338,8 @@ def make_outcome(
         recommendation=_advice(decision) if is_feasible else None,
         baseline=PresentConfiguration(**asdict(present), source=around.present_source),
         evidence=tuple(changes),
-        limited_by=limited_by(told, decision.winner, goal.slos, goal.tail),
-        load=load_text(told, decision.shown),
+        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail),
+        load=load_text(trials, decision.shown),
         confirmed_cold=msgspec.convert(around.cold, ColdConfirmation | None),
         capacity=msgspec.convert(around.capacity, CapacityRecord | None),
         provenance=_provenance(around),

@@ -1,146 +1,70 @@
-"""One run from facts to recommendation: calibrate, foretell, race, confirm, decide.
+"""One run from facts to recommendation: calibrate, predict, race, confirm, decide.
 
-Ties the stages together. Reading options and printing are left to `cli` and `console`, which
-hear of everything through a Listener.
+Ties the stages together. A listener receives everything that there is to say on the way.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, ShadowError
-from tuner.replay.loop import ReplayLog
+from tuner.engine.protocol import EngineInfo
+from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
+from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
-from tuner.replay.series import TimelineRecord, timeline_record
+from tuner.replay.series import timeline_record
+from tuner.run.calibrate import Calibrator, calibrate
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
-from tuner.run.forecast import Forecast
-from tuner.run.live_search import search_live, searched
+from tuner.run.context import WINDOW, RunContext, Workload
+from tuner.run.directory import PROFILE_FILE
+from tuner.run.live_search import has_searched, search_live, searched
+from tuner.run.predict import (
+    DISAGREEMENT,
+    Differences,
+    Predictions,
+    cross_check,
+    disagreement,
+    predict,
+)
 from tuner.run.race import Cold, confirm_cold, race
-from tuner.run.shadow_search import Ranking, ShadowSearch
-from tuner.run.state import RunState
-from tuner.run.time_plan import fitting, reserve_s
-from tuner.search.ladder import at_edge, disturbed
+from tuner.run.time_plan import (
+    Observe,
+    RacePlan,
+    fitting,
+    fly_pilot,
+    plan_race,
+    race_on,
+    race_windows,
+    search_windows,
+)
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.budget import Aim, window_text
+from tuner.search.ladder import FINALIST_RATIO, at_edge, disturbed, finalists
+from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import (
     MIN_AGREED,
     RaceDecision,
-    RaceRun,
     RaceVerdict,
     decide_predicted,
     paired,
     whole_rounds,
 )
-from tuner.search.trials import Observation, Trial
-from tuner.shadow.calibration import error_ratio
-from tuner.shadow.pool import ReplayTask, ShadowPool
-from tuner.traffic.windows import whole
+from tuner.search.trials import Observation, Trial, leader, predictions
+from tuner.shadow.agreement import compare, together
+from tuner.shadow.calibration import check_rank_by
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import Profile, read_profile, write_profile
+from tuner.shadow.reference import ask
+from tuner.traffic.windows import Window, busiest, whole
 
-# The share of the budget that the forecast may take: ours, the rest is for capacities.
-FORECAST_SHARE = 0.8
-
-
-@dataclass(slots=True)
-class ShadowSession:
-    """A run on shadows alone."""
-
-    run_state: RunState
-    shadows: ShadowPool
-    is_forced: bool = False
-    capacity: CapacityResult | None = None
-    _ranking: Ranking | None = None
-
-    def run(self) -> RaceDecision:
-        """Foretell the whole space and decide by it.
-
-        Raises: ShadowError, UsageError, TooFewSamplesError.
-        """
-        run = self.run_state
-        run.begin()
-        began_s = time.monotonic()
-        self.shadows.start_all()
-        run.bench.ensure_started()
-        forecast = Forecast(run.trace, run.aim, self.shadows, 0)
-        forecast.choose_parts(run.space, FORECAST_SHARE * run.aim.budget.total_s)
-        run.windows = forecast.parts
-        run.use_windows()
-        run.on_parts(forecast.parts, 0)
-        self._ranking = Ranking(run, forecast)
-        seen = self._ranking.rank()
-        run.walls_s["shadow"] = time.monotonic() - began_s
-        run.listener.note(
-            f"the shadow ranked {len(run.space.grid())} settings with {len(seen)} replays"
-        )
-        wrong_ratio = error_ratio(self.shadows.profile)
-        decision = decide_predicted(seen, run.space.present, wrong_ratio)
-        if run.aim.slos:
-            self.capacity = predict_capacity(run, forecast, decision)
-        self._keep_timelines(forecast, dict.fromkeys([decision.shown, run.space.present]))
-        run.journal.set_state("done")
-        return decision
-
-    def _keep_timelines(self, forecast: Forecast, settings: Iterable[EngineLimits]) -> None:
-        """Replay settings once more for what they look like over time."""
-        run, plan = self.run_state, replace(self.run_state.aim.plan, keep_steps=True)
-        found: dict[EngineLimits, list[TimelineRecord]] = {limits: [] for limits in settings}
-
-        def keep(limits: EngineLimits, log: ReplayLog) -> None:
-            found[limits].append(timeline_record(log))
-
-        self.shadows.run(
-            [
-                ReplayTask(
-                    forecast.names, limits, plan, run.aim.slos, on_log=partial(keep, limits)
-                )
-                for limits in found
-            ]
-        )
-        for limits, windows in found.items():
-            if windows:
-                run.keep_timelines(limits, "shadow", windows)
-
-    def close(self) -> None:
-        """End the shadows' processes."""
-        self.shadows.close()
-
-    def doubts(self, decision: RaceDecision) -> list[Caveat]:
-        """Return the caveats of the run, in a fixed order."""
-        run = self.run_state
-        found = {*run.caveats, Caveat.SHADOW_ONLY}
-        history = self._ranking.seen() if self._ranking is not None else []
-        if at_edge(decision.winner, history):
-            found.add(Caveat.AT_SPACE_EDGE)
-        if run.windows != (whole(run.trace),):
-            found.add(Caveat.WINDOWED)
-        if self.is_forced:
-            found.add(Caveat.PROFILE_FORCED)
-        if decision.verdict is RaceVerdict.KEEP and decision.best != run.space.present:
-            found.add(Caveat.WITHIN_NOISE)
-        return [caveat for caveat in Caveat if caveat in found]
-
-    def findings(self) -> dict[str, Any]:
-        """Return what stands in the result beside the decision."""
-        return {
-            "profile": profile_facts(self.shadows),
-            "cold": None,
-            "capacity": None if self.capacity is None else self.capacity.as_json(),
-        }
-
-
-def profile_facts(shadows: ShadowPool) -> dict[str, Any]:
-    """Return where a prediction comes from, for the result."""
-    profile = shadows.profile
-    return {
-        "made_at": profile.made_at,
-        "device": profile.shape.device,
-        "vllm_version": profile.shape.vllm_version,
-        "calibrated_on": list(profile.calibrated_on),
-        "error_ratio": error_ratio(profile),
-    }
+# How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
+# than can be asked about in the time.
+COMPARED_S = 600.0
+# The name of what is predicted.
+TRACE = "trace"
 
 
 class Method(StrEnum):
@@ -151,35 +75,174 @@ class Method(StrEnum):
     SHADOW = "shadow"
 
 
-class AnySession(Protocol):
-    """A run as the command sees it, with or without an engine."""
+@dataclass(frozen=True, slots=True)
+class RunFindings:
+    """What a run found beside its decision and its trials.
 
-    @property
-    def run_state(self) -> RunState:
-        """What the stages share."""
+    `windows` are those that were replayed live, or predicted where none were; `scoring` is how
+    they are judged, None before they are chosen. `compared` holds what was measured live and
+    predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
+    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had.
+    """
+
+    windows: tuple[Window, ...] = ()
+    scoring: Scoring | None = None
+    cold: Mapping[str, Any] | None = None
+    capacity: Mapping[str, Any] | None = None
+    profile: Mapping[str, Any] | None = None
+    compared: Differences = field(default_factory=dict)
+    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
+    info: EngineInfo | None = None
+    engine_starts: int = 0
+    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
+
+
+def profile_facts(predictor: Predictor) -> dict[str, Any]:
+    """Return where a prediction comes from, for the result."""
+    profile = predictor.profile
+    return {
+        "made_at": profile.made_at,
+        "device": profile.shape.device,
+        "vllm_version": profile.shape.vllm_version,
+        "calibrated_on": list(profile.calibrated_on),
+        "error_ratio": predictor.wrong_ratio,
+    }
+
+
+def predicted_on(context: RunContext) -> Workload:
+    """Return what is predicted: the window that was asked for, or the whole trace.
+
+    Raises: TooFewSamplesError if it cannot carry what was asked.
+    """
+    window = context.aim.window or whole(context.trace)
+    return Workload.of(TRACE, context.trace, (window,), context.aim)
+
+
+def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
+    """Predict the run's space and put it among the run's trials.
+
+    Raises: ShadowError, TooFewSamplesError, UsageError.
+    """
+    with context.stopwatch.stage("shadow"):
+        predicted = predict(predictor, context.space, predicted_on(context))
+        _keep_predictions(context, predicted)
+    remark = predictor.info(context.space.ceiling).remark
+    if remark:
+        context.listener.note(remark)
+    return predicted
+
+
+def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
+    """Put predictions among the run's trials, as those of its latest profile."""
+    known = context.journal.records()
+    latest = max((t.prediction for t in known), default=0) + 1
+    scoring = predicted.workload.scoring
+    made = predicted.trials(prediction=latest)
+    outcomes = predicted.outcomes.values()
+    slacks = [scoring.slacks(m) if isinstance(m, Measurement) else {} for m in outcomes]
+    context.run_dir.is_measured = True
+    context.journal.add(zip(made, slacks, strict=True))
+    context.keep_trials()
+
+
+@dataclass(slots=True)
+class ShadowSession:
+    """A run that predicts and measures nothing."""
+
+    context: RunContext
+    predictor: Predictor
+    is_forced: bool = False
+    capacity: CapacityResult | None = None
+    _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
-        """Run to the decision. Raises: TunerError."""
+        """Predict the whole space and decide by it.
 
-    def doubts(self, decision: RaceDecision) -> list[Caveat]:
-        """Return the caveats of the whole run."""
+        Raises: ShadowError, UsageError, TooFewSamplesError.
+        """
+        context, predictor = self.context, self.predictor
+        context.stopwatch.begin()
+        workload = predicted_on(context)
+        context.keep_windows(windows=workload.windows, predicted_windows=workload.windows)
+        self._predicted = predict_space(context, predictor)
+        context.listener.note(_predicted_text(context, self._predicted))
+        seen, present = self._predicted.observations, context.space.present
+        decision = decide_predicted(seen, present, predictor.wrong_ratio)
+        if workload.slos:
+            with context.stopwatch.stage("capacity"):
+                self.capacity = predict_capacity(predictor, workload, decision, present)
+        self._keep_timelines(workload, [decision.shown, present])
+        context.journal.set_state("done")
+        return decision
 
-    def findings(self) -> dict[str, Any]:
-        """Return what stands in the result beside the decision: cold, capacity, profile."""
+    def _keep_timelines(self, workload: Workload, settings: Sequence[EngineLimits]) -> None:
+        """Predict settings once more for what they look like over time."""
+        plan = replace(workload.plan, keep_steps=True)
+        for limits in dict.fromkeys(settings):
+            try:
+                logs = [self.predictor.replay(piece, limits, plan) for piece in workload.pieces]
+            except EngineError:
+                continue  # a setting that fails has a trial with its cause, and no timeline
+            self.context.keep_timelines(limits, "shadow", [timeline_record(x) for x in logs])
 
-    def close(self) -> None:
-        """End whatever runs beside the engine."""
+    def caveats(self, decision: RaceDecision) -> list[Caveat]:
+        """Return the caveats of the run, in a fixed order."""
+        context = self.context
+        found = {*context.caveats, Caveat.SHADOW_ONLY}
+        history = [] if self._predicted is None else self._predicted.observations
+        if at_edge(decision.winner, history):
+            found.add(Caveat.AT_SPACE_EDGE)
+        if context.aim.window not in (None, whole(context.trace)):
+            found.add(Caveat.WINDOWED)
+        if self.is_forced:
+            found.add(Caveat.PROFILE_FORCED)
+        if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.present:
+            found.add(Caveat.WITHIN_NOISE)
+        return [caveat for caveat in Caveat if caveat in found]
+
+    def findings(self) -> RunFindings:
+        """Return what stands in the result beside the decision."""
+        workload = predicted_on(self.context)
+        return RunFindings(
+            windows=workload.windows,
+            scoring=workload.scoring,
+            profile=profile_facts(self.predictor),
+            capacity=None if self.capacity is None else self.capacity.as_json(),
+            info=self.predictor.info(self.context.space.ceiling),
+        )
+
+
+def _predicted_text(context: RunContext, predicted: Predictions) -> str:
+    """Say what was predicted, and on what."""
+    on = window_text(predicted.workload.windows, context.trace)
+    took_s = context.stopwatch.stages_s["shadow"]
+    return f"predicted {len(predicted.outcomes)} settings on {on}, in {took_s:.1f} s"
 
 
 @dataclass(slots=True)
 class Session:
-    """A run with a live engine; with `is_live` the shadow ranks nothing and only learns."""
+    """A run with a live engine; with Method.LIVE nothing is predicted to rank by.
 
-    run_state: RunState
-    shadow: ShadowSearch | None = None
-    is_live: bool = False
+    `chosen` are the windows that an earlier process of the run has chosen, if any.
+    """
+
+    runner: TrialRunner
+    serve_values: Mapping[str, object]
+    predictor_of: Callable[[Profile], Predictor]
+    method: Method = Method.AUTO
+    chosen: tuple[Window, ...] = ()
     cold: Cold | None = None
     capacity: CapacityResult | None = None
+    compared: Differences = field(default_factory=dict)
+    _calibrator: Calibrator | None = None
+    _predictor: Predictor | None = None
+    _predicted: Predictions | None = None
+    _plan: RacePlan | None = None
+
+    @property
+    def context(self) -> RunContext:
+        """What the run was given."""
+        return self.runner.context
 
     def run(self) -> RaceDecision:
         """Search, race and confirm; every trial is on disk before the next begins.
@@ -187,135 +250,403 @@ class Session:
         Raises: EngineError when the engine cannot be kept alive; TooFewSamplesError when the
             window cannot carry what was asked.
         """
-        run = self.run_state
-        run.begin()
-        started = run.bench.ensure_started()
-        run.listener.note(
+        context = self.context
+        context.stopwatch.begin()
+        started = self.runner.engine.ensure_started()
+        context.listener.note(
             f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
         )
-        run.walls_s["start"] = started.start_s + started.warm_up_s
-        ranks = self.shadow is not None and not self.is_live
-        field = self.shadow.finalists(started) if self.shadow is not None and ranks else None
-        if field is None:
-            field = search_live(run, self._learner(started))
-            decision = race(run, field, reserve_s(run, field))
-            if self.shadow is not None:
-                self.shadow.keep_profile()
-        else:
-            decision = self._race_with_shadow(field)
-        decision, self.cold = confirm_cold(run, decision)
-        if self.shadow is not None:
-            for limits, blocks in run.bench.cold_blocks.items():
-                self.shadow.learn_start(limits, blocks)
-        forecast = None if self.shadow is None else self.shadow.forecast
-        if run.aim.slos and forecast is not None and run.left_s > 0:
-            self.capacity = predict_capacity(run, forecast, decision)
-            self.capacity = confirm_capacity(run, forecast, decision.winner, self.capacity)
-        run.journal.set_state("done")
+        context.stopwatch.add("start", started.start_s + started.warm_up_s)
+        decision = self._predict_and_race(started) if self.method is Method.AUTO else None
+        if decision is None:
+            decision = self._search_live(started)
+        if self._plan is not None:
+            decision, self.cold = confirm_cold(self.runner, self._plan, decision)
+            self._keep_starts()
+        self._find_capacity(decision)
+        context.journal.set_state("done")
         return decision
 
-    def _learner(
-        self, started: EngineStart
-    ) -> Callable[[EngineLimits, ReplayLog], None] | None:
-        """Return who hears of the live search's steps, None where there can be no shadow."""
-        if self.shadow is None:
+    # With predictions.
+
+    def _predict_and_race(self, started: EngineStart) -> RaceDecision | None:
+        """Return the decision, None where nothing can be predicted and all must be searched.
+
+        Raises: EngineError, UsageError.
+        """
+        context, path = self.context, self.context.run_dir.path / PROFILE_FILE
+        try:
+            rate, given = None, None
+            if path.exists():
+                # The run is resumed, or was given a profile: the calibration is done.
+                profile = given = self._taken_over(read_profile(path), started)
+            else:
+                self._calibrator = self._begun(started)
+                rate = calibrate(self.runner, self._calibrator).wall_per_trace_s
+                profile = self._fitted(self._calibrator)
+            profile = self._compared(profile)
+            settings = self._finalists(profile)
+            plan = self._race_plan(settings, rate)
+            if plan is None and given is not None:
+                plan = self._plan_beside_a_pilot(given, rate)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            context.caveats.add(Caveat.SHADOW_UNFIT)
+            self._predicted = self._predictor = None
+            context.listener.note(f"no predictions: {unfit.message}; searching live")
+            return None
+        if plan is None:
+            context.caveats.add(Caveat.BUDGET_SPENT)
+            return self._decided_by_prediction()
+        self._plan = fitting(self.runner, plan)
+        return self._race()
+
+    def _begun(self, started: EngineStart, kept: Profile | None = None) -> Calibrator:
+        present = self.context.space.present
+        return Calibrator.of(started, present, self.serve_values, kept)
+
+    def _taken_over(self, kept: Profile, started: EngineStart) -> Profile:
+        """Return a profile of before for the engine at hand, whose steps may yet correct it."""
+        self._calibrator = self._begun(started, kept)
+        begun = self._calibrator.calibration
+        profile = replace(
+            kept,
+            shape=begun.shape,
+            kv_starts=begun.starts,
+            present_limits=begun.present,
+            serve_values=begun.serve_values,
+        )
+        self._keep_profile(profile)
+        return profile
+
+    def _keep_profile(self, profile: Profile) -> None:
+        write_profile(self.context.run_dir.path / PROFILE_FILE, profile)
+
+    def _fitted(self, calibrator: Calibrator, given: Profile | None = None) -> Profile:
+        """Return the profile that the steps so far make, or the given one corrected by them."""
+        with self.context.stopwatch.stage("fit"):
+            if given is not None:
+                profile = calibrator.calibration.corrected(given)
+            else:
+                profile = calibrator.profile(self.predictor_of)
+            self._keep_profile(profile)
+        wrong = self.predictor_of(profile).wrong_ratio
+        self.context.listener.note(
+            f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
+        )
+        return profile
+
+    def _compared(self, profile: Profile) -> Profile:
+        """Return the profile with how the simulator compares with the engine's scheduler."""
+        context, predictor = self.context, self.predictor_of(profile)
+        if predictor.doubt:
+            return profile
+        workload, space = predicted_on(context), context.space
+        piece = busiest(workload.pieces[0], COMPARED_S).of(workload.pieces[0])
+        found = []
+        # The current limits, and the largest, where other things bind.
+        for limits in dict.fromkeys((space.present, space.ceiling)):
+            engine = predictor.simulated(limits)
+            parts = (engine.shape, engine.ceiling, engine.num_blocks, engine.step_model)
+            asked = self.runner.engine.call(ask, *parts, piece, limits, workload.plan)
+            if asked is None:
+                return profile
+            found.append(compare(engine, piece, limits, workload.plan, asked))
+        agreement = together(found)
+        profile = replace(profile, agreement=agreement)
+        self._keep_profile(profile)
+        context.listener.note(
+            f"vLLM decides otherwise than the simulator, {agreement.departs}: it is asked"
+            if agreement.departs
+            else f"simulator and vLLM's scheduler agree on {agreement.steps} steps"
+        )
+        return profile
+
+    def _finalists(self, profile: Profile) -> list[EngineLimits]:
+        """Predict the whole space and return who lies within the profile's error of the best.
+
+        Raises: ShadowError if the profile is too wrong to rank by; TooFewSamplesError.
+        """
+        check_rank_by(profile)
+        context, predictor = self.context, self.predictor_of(profile)
+        self._predictor = predictor
+        predicted = self._predicted = predict_space(context, predictor)
+        near = max(predictor.wrong_ratio, FINALIST_RATIO / 2)
+        settings = finalists(predicted.observations, context.space, near)
+        context.listener.note(
+            f"{_predicted_text(context, predicted)}; within {near:.0%} of the best: "
+            f"{', '.join(map(str, settings[:-1])) or 'only the current one'}"
+        )
+        return settings
+
+    @property
+    def _race_aim(self) -> Aim:
+        """What the race is after: where capacity is, it offers what the best can bear."""
+        aim = self.context.aim
+        best = None if self._predicted is None else leader(self._predicted.observations)
+        if aim.objective is not Objective.CAPACITY or best is None:
+            return aim
+        load = 1 / best.score.value if best.score.tier is Tier.GOOD else 1.0
+        return replace(aim, plan=replace(aim.plan, load=load))
+
+    def _race_plan(
+        self, settings: Sequence[EngineLimits], rate: float | None
+    ) -> RacePlan | None:
+        """Return who races on what, None where the time holds no race.
+
+        On the windows of before where the run goes on, else on what the time holds.
+        """
+        context, predictor, aim = self.context, self._predictor, self._race_aim
+        if predictor is None:
+            return None
+        if aim.objective is Objective.CAPACITY:
+            context.listener.note(f"racing at {aim.plan.load:.3g} x the recorded load")
+        if self.chosen:
+            plan: RacePlan | None = race_on(context, predictor, aim, settings, self.chosen)
+        else:
+            wanted = race_windows(self.runner, rate)
+            plan = plan_race(context, predictor, aim, settings, wanted)
+        if plan is not None:
+            self._choose(plan.workload.windows)
+        return plan
+
+    def _choose(self, windows: tuple[Window, ...]) -> None:
+        """Keep what is replayed, so that a resumed run replays the same."""
+        self.chosen = windows
+        predicted = () if self._predicted is None else self._predicted.workload.windows
+        self.context.keep_windows(windows=windows, predicted_windows=predicted)
+        text = window_text(windows, self.context.trace)
+        self.context.listener.note(f"replaying {text}")
+
+    def _plan_beside_a_pilot(self, given: Profile, rate: float | None) -> RacePlan | None:
+        """Measure whether a given profile is right that there is no time to race.
+
+        Where it is not, it is recalibrated with the pilot's steps, and the race planned anew.
+        """
+        calibrator, predictor = self._calibrator, self._predictor
+        if calibrator is None or predictor is None:
+            return None
+        fly_pilot(self.runner, calibrator.observe)
+        if not calibrator.calibration.steps:
+            return None
+        times = calibrator.calibration.times_of(given)
+        if abs(1 / times - 1) <= DISAGREEMENT * predictor.wrong_ratio:
+            return None
+        self.context.listener.note(
+            f"live and predicted disagree: steps of the pilot take {times:.2g} times what the "
+            "profile says; recalibrating once"
+        )
+        more = self._recalibrated(given)
+        return None if more is None else self._race_plan(more, rate)
+
+    def _recalibrated(self, given: Profile | None) -> list[EngineLimits] | None:
+        """Fit anew with every step seen, predict anew, and return who should race."""
+        context = self.context
+        spent = context.stopwatch.stages_s
+        cost_s = spent.get("fit", 0.0) + spent.get("shadow", 0.0)
+        if self._calibrator is None or cost_s > context.left_s / 2:
+            context.listener.note("there is no time to recalibrate")
             return None
         try:
-            self.shadow.lessons.begin(started)
-        except ShadowError as reason:
-            self.run_state.listener.note(f"no profile is kept: {reason.message}")
+            return self._finalists(self._fitted(self._calibrator, given))
+        except (ShadowError, TooFewSamplesError) as unfit:
+            context.listener.note(f"recalibrated, and unfit now: {unfit.message}")
             return None
-        return self.shadow.lessons.learn
 
-    def _race_with_shadow(self, field: list[EngineLimits]) -> RaceDecision:
-        """Race; where live and shadow disagree, recalibrate once and let more of them race."""
-        run, shadow = self.run_state, self.shadow
-        if shadow is None:
-            return race(run, field, reserve_s(run, field))
-        if not shadow.can_race:
-            run.caveats.add(Caveat.BUDGET_SPENT)
-        if len(field) < 2 or not shadow.can_race:
-            return shadow.decision()
-        reserved_s = reserve_s(run, field)
-        race(run, field, reserved_s, shadow.lessons.learn, until_round=1)
-        differ = shadow.disagreement(field)
+    def _race(self) -> RaceDecision:
+        """Race; where live and predicted disagree, recalibrate once and let more race."""
+        context, plan, calibrator = self.context, self._plan, self._calibrator
+        if plan is None or len(plan.settings) < 2 or calibrator is None:
+            return self._decided_by_prediction()
+        race(self.runner, plan, calibrator.observe, until_round=1)
+        differ = self._cross_checked(plan)
         if differ:
-            run.listener.note(f"live and shadow disagree: {differ}; recalibrating once")
-            more = shadow.recalibrate()
-            if more is not None:
-                field = fitting(run, list(dict.fromkeys([*field[:-1], *more])))
-                reserved_s = reserve_s(run, field)
-            if shadow.disagreement(field):
-                run.caveats.add(Caveat.SHADOW_DISAGREES)
-        decision = race(run, field, reserved_s)
-        runs = run.journal.race_runs()
-        if decision.is_thin and whole_rounds(runs, field) < MIN_AGREED:
-            return self._without_a_race(shadow.decision(), runs)
+            context.listener.note(f"live and predicted disagree: {differ}; recalibrating once")
+            plan = self._plan = self._with_more(plan)
+            if self._cross_checked(plan):
+                context.caveats.add(Caveat.SHADOW_DISAGREES)
+        decision = race(self.runner, plan)
+        rounds = whole_rounds(context.journal.race_runs(), plan.settings)
+        if decision.is_thin and rounds < MIN_AGREED:
+            return self._beside_few_rounds(self._decided_by_prediction())
         return decision
 
-    def _without_a_race(self, predicted: RaceDecision, runs: Sequence[RaceRun]) -> RaceDecision:
+    def _cross_checked(self, plan: RacePlan) -> str:
+        """Compare what was predicted with what raced; say where they differ too much."""
+        self.compared = cross_check(plan.predicted, self.context.journal.records())
+        return disagreement(self.compared, plan.wrong_ratio)
+
+    def _with_more(self, plan: RacePlan) -> RacePlan:
+        """Return the race with those whom a recalibrated profile puts beside its finalists."""
+        given = None
+        if self._calibrator is not None and self._calibrator.workload is None:
+            given = read_profile(self.context.run_dir.path / PROFILE_FILE)
+        more = self._recalibrated(given)
+        if more is None or self._predictor is None:
+            return plan
+        settings = list(dict.fromkeys([*plan.settings[:-1], *more]))
+        windows, aim = plan.workload.windows, self._race_aim
+        return fitting(
+            self.runner, race_on(self.context, self._predictor, aim, settings, windows)
+        )
+
+    # By predictions alone.
+
+    def _decided_by_prediction(self) -> RaceDecision:
+        """Decide by what was predicted alone, where the time held no race.
+
+        Raises: NoFeasibleConfigError if nothing could be predicted.
+        """
+        if self._predicted is None:
+            raise ShadowError("nothing was predicted")
+        if not self.chosen:
+            self._choose(self._predicted.workload.windows)
+        seen, wrong_ratio = self._predicted.observations, self._predicted.wrong_ratio
+        return decide_predicted(seen, self.context.space.present, wrong_ratio)
+
+    def _beside_few_rounds(self, predicted: RaceDecision) -> RaceDecision:
         """Return what was predicted, unless the little that was raced speaks against it."""
-        present = self.run_state.space.present
+        present, runs = self.context.space.present, self.context.journal.race_runs()
         ours, theirs = paired(runs, predicted.winner, present)
         if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
             why = "the only round that there was time for speaks against what was predicted"
             return replace(predicted, verdict=RaceVerdict.KEEP, winner=present, why=why)
         return predicted
 
-    def close(self) -> None:
-        """End whatever runs beside the engine."""
-        if self.shadow is not None:
-            self.shadow.close()
+    # Without predictions.
 
-    def findings(self) -> dict[str, Any]:
+    def _search_live(self, started: EngineStart) -> RaceDecision:
+        """Search and race live; where the time was too short, predict from the steps seen."""
+        context, runner = self.context, self.runner
+        observe = self._observer(started)
+        windows = self.chosen or search_windows(runner)
+        self._choose(windows)
+        workload = Workload.of(WINDOW, context.trace, windows, context.aim)
+        plan = self._plan = search_live(runner, workload, observe)
+        decision = race(runner, plan, is_searched=has_searched(context))
+        profile = self._profile_of_search()
+        rounds = whole_rounds(context.journal.race_runs(), plan.settings)
+        is_open = decision.is_thin and rounds < MIN_AGREED
+        if profile is None or not is_open or self.method is Method.LIVE:
+            return decision
+        try:
+            self._finalists(profile)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            context.listener.note(f"no prediction either: {unfit.message}")
+            return decision
+        context.caveats.discard(Caveat.SHADOW_UNFIT)
+        context.listener.note("the time held no race: what the steps seen predict decides")
+        return self._beside_few_rounds(self._decided_by_prediction())
+
+    def _observer(self, started: EngineStart) -> Observe | None:
+        """Return what receives the live search's steps, None where nothing can be predicted."""
+        try:
+            self._calibrator = self._calibrator or self._begun(started)
+        except ShadowError as reason:
+            self.context.listener.note(f"no profile is kept: {reason.message}")
+            return None
+        return self._calibrator.observe
+
+    def _profile_of_search(self) -> Profile | None:
+        """Write what a live search has shown, if it is enough for a profile, and return it."""
+        path = self.context.run_dir.path / PROFILE_FILE
+        is_unfit = Caveat.SHADOW_UNFIT in self.context.caveats
+        if self._calibrator is None or (path.exists() and not is_unfit):
+            return None
+        try:
+            profile = self._calibrator.profile(self.predictor_of)
+        except TooFewSamplesError as reason:
+            self.context.listener.note(f"no profile is kept: {reason.message}")
+            return None
+        self._keep_profile(profile)
+        return profile
+
+    # What is left to do and to say.
+
+    def _keep_starts(self) -> None:
+        """Keep in the profile how many blocks the cold engines had."""
+        path = self.context.run_dir.path / PROFILE_FILE
+        blocks = self.runner.engine.cold_blocks
+        if self._calibrator is None or not blocks or not path.exists():
+            return
+        for limits, num_blocks in blocks.items():
+            self._calibrator.calibration = self._calibrator.calibration.and_start(
+                limits, num_blocks
+            )
+        starts = self._calibrator.calibration.starts
+        self._keep_profile(replace(read_profile(path), kv_starts=starts))
+
+    def _find_capacity(self, decision: RaceDecision) -> None:
+        """Find how much load the answer bears, where there is an SLO and a prediction."""
+        context, predictor, predicted = self.context, self._predictor, self._predicted
+        is_possible = predictor is not None and predicted is not None and context.aim.slos
+        if not is_possible or predictor is None or predicted is None or context.left_s <= 0:
+            return
+        workload = predicted.workload
+        with context.stopwatch.stage("capacity"):
+            found = predict_capacity(predictor, workload, decision, context.space.present)
+        windows = [workload] if self._plan is None else [workload, self._plan.workload]
+        self.capacity = confirm_capacity(
+            self.runner, predictor, windows, decision.winner, found
+        )
+
+    def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
-        shadow, cold = self.shadow, self.cold
-        forecast = None if shadow is None else shadow.forecast
-        return {
-            "cold": None if cold is None else cold.as_json(),
-            "capacity": None if self.capacity is None else self.capacity.as_json(),
-            "profile": None if forecast is None else profile_facts(forecast.shadows),
-            "compared": {} if shadow is None else shadow.compared,
-            "predicted": {}
-            if shadow is None
-            else {limits: m.as_json() for limits, m in shadow.predicted.items()},
-        }
+        plan, predicted = self._plan, self._predicted
+        workload = plan.workload if plan is not None else None
+        if workload is None and predicted is not None:
+            workload = predicted.workload
+        return RunFindings(
+            windows=self.chosen or (() if workload is None else workload.windows),
+            scoring=None if workload is None else workload.scoring,
+            cold=None if self.cold is None else self.cold.as_json(),
+            capacity=None if self.capacity is None else self.capacity.as_json(),
+            profile=None if self._predictor is None else profile_facts(self._predictor),
+            compared=self.compared,
+            predicted={}
+            if plan is None
+            else {limits: m.as_json() for limits, m in plan.predicted.items()},
+            info=self.runner.engine.info,
+            engine_starts=self.runner.engine.starts,
+            cold_blocks=self.runner.engine.cold_blocks,
+        )
 
-    def doubts(self, decision: RaceDecision) -> list[Caveat]:
+    def caveats(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the whole run, in a fixed order."""
-        run = self.run_state
-        found = set(run.caveats)
+        context, engine = self.context, self.runner.engine
+        found = set(context.caveats)
         mine = self._trials_of(decision.winner)
         said = [Caveat(c) for t in mine for c in (t.measurement or {})["caveats"]]
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         is_kept = decision.verdict is RaceVerdict.KEEP
-        if is_kept and decision.best != run.space.present and not decision.is_thin:
+        if is_kept and decision.best != context.space.present and not decision.is_thin:
             found.add(Caveat.WITHIN_NOISE)
         if decision.is_predicted:
             found.add(Caveat.NOT_RACED)
-        history = searched(run) or self._foretold()
-        if disturbed(searched(run)):
+        if disturbed(searched(context)):
             found.add(Caveat.NOISY_MACHINE)
-        if at_edge(decision.winner, history):
+        if at_edge(decision.winner, searched(context) or self._seen()):
             found.add(Caveat.AT_SPACE_EDGE)
-        if run.bench.restarts_per_config:
+        if engine.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)
-        if run.windows != (whole(run.trace),):
+        if self.chosen != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
         is_change = decision.verdict is RaceVerdict.CHANGE
-        if is_change and self.cold is None and not run.bench.restarts_per_config:
+        if is_change and self.cold is None and not engine.restarts_per_config:
             found.add(Caveat.NOT_CONFIRMED_COLD)
         return [caveat for caveat in Caveat if caveat in found]
 
-    def _foretold(self) -> list[Observation]:
-        if self.shadow is None or self.shadow.forecast is None:
-            return []
-        return Ranking(self.run_state, self.shadow.forecast).seen()
+    def _seen(self) -> list[Observation]:
+        """Return what was predicted last."""
+        return [t.observation for t in predictions(self.context.journal.records())]
 
     def _trials_of(self, limits: EngineLimits) -> Sequence[Trial]:
         return [
             t
-            for t in self.run_state.journal.records()
+            for t in self.context.journal.records()
             if t.measurement and t.phase.is_on_windows and t.limits == limits
         ]
+
+
+AnySession = ShadowSession | Session
+"""A run as its caller sees it, with or without an engine."""

@@ -1,94 +1,167 @@
-"""How long the end of a run will take, and who races so that it fits into the time left.
+"""What the time of a run holds: which windows are replayed, and who races on them.
 
-What a replay takes is what it took before, or what the shadow foretells (`RunState.replay_s`).
-Three rounds come before anything else, since fewer tell nothing; the cold engines come before
-more finalists, since what is deployed starts cold and finalists are much alike.
+What a replay takes is what it took before, or what is predicted of it. Three rounds come before
+anything else, since fewer tell nothing; the cold engines come before more finalists, since what
+is deployed starts cold and finalists are much alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError
+from tuner.errors import EngineError, UsageError
+from tuner.replay.arrivals import ClockKind
 from tuner.replay.load import pace_s, share_done
 from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
-from tuner.run.state import RunState
-from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, Pilot, choose_windows
-from tuner.search.race import MIN_ROUNDS
-from tuner.traffic.windows import busiest
+from tuner.run.context import WINDOW, RunContext, Workload
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.budget import (
+    RACE_REPLAYS,
+    SEARCH_REPLAYS,
+    Aim,
+    Pilot,
+    choose_windows,
+    shorter_window,
+    window_text,
+)
+from tuner.search.race import MIN_AGREED, MIN_ROUNDS, RacePredictions
+from tuner.shadow.predictor import Predictor
+from tuner.traffic.windows import Window, busiest
 
-Learn = Callable[[EngineLimits, ReplayLog], None]
-"""What hears of the steps of a replay at the limits."""
-
+Observe = Callable[[EngineLimits, ReplayLog], None]
+"""What receives the steps of a replay at the limits."""
 
 # The race waits for the cold engines if they take less than this share of what is left: ours,
 # it may need more than three rounds.
 MAX_COLD_RATIO = 0.4
+# Live replays after a prediction: the race, and two on cold engines.
+LIVE_REPLAYS = RACE_REPLAYS + 2
+# Two rounds have to fit into this share of the time that is left: ours, for a prediction that
+# is wrong.
+ROUNDS_SHARE = 0.8
+# A window that does not fit is shortened to this share of it, again and again: ours.
+SHORTER_RATIO = 0.7
 
 
-def cold_cost_s(run: RunState, winner: EngineLimits) -> float:
-    """Return what starting and replaying the winner and the present one cold will take."""
-    started = run.bench.started
+@dataclass(frozen=True, slots=True)
+class RacePlan:
+    """Who races, on what, and what was predicted of that.
+
+    The current configuration comes last of the settings. Those of which nothing could be
+    predicted are left out of `predicted`.
+    """
+
+    context: RunContext
+    settings: tuple[EngineLimits, ...]
+    workload: Workload
+    predicted: Mapping[EngineLimits, Measurement] = field(default_factory=dict)
+    wrong_ratio: float = 0.0
+
+    @property
+    def predictions(self) -> RacePredictions:
+        """What a decision needs to know of the predictions."""
+        scores = {s: self.workload.scoring.score(m) for s, m in self.predicted.items()}
+        return RacePredictions(scores, self.wrong_ratio)
+
+    @property
+    def usual_s(self) -> float:
+        """What a whole replay took so far, in the middle; 0 before the first."""
+        return _middle([wall_s for _, wall_s in self._whole_replays()])
+
+    def replay_s(self, limits: EngineLimits) -> float:
+        """Return what a replay takes: as it did, as predicted, or as others do.
+
+        Units: seconds, 0 where nothing is known.
+        """
+        mine = [wall_s for at, wall_s in self._whole_replays() if at == limits]
+        predicted_s = 0.0
+        if limits in self.predicted:
+            predicted_s = duration_s(self.workload, self.predicted[limits])
+        return _middle(mine) or predicted_s or self.usual_s
+
+    def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
+        """Yield the limits of each whole live replay, and how long it took."""
+        for trial in self.context.journal.records():
+            if trial.is_whole and trial.measurement and trial.phase.is_on_windows:
+                yield trial.limits, float(trial.measurement["wall_s"])
+
+
+def _middle(walls_s: Sequence[float]) -> float:
+    return sorted(walls_s)[len(walls_s) // 2] if walls_s else 0.0
+
+
+def duration_s(workload: Workload, predicted: Measurement) -> float:
+    """Return how long the live replay of what was predicted takes, in real time."""
+    jumps = workload.plan.clock is ClockKind.VIRTUAL
+    return predicted.busy_s if jumps else predicted.clock_s
+
+
+def cold_cost_s(runner: TrialRunner, plan: RacePlan, winner: EngineLimits) -> float:
+    """Return what starting and replaying the winner and the current one cold will take."""
+    engine, present = runner.engine, runner.context.space.present
+    started = engine.started
     start_s = started.start_s + started.warm_up_s if started is not None else 0.0
-    replays_s = run.replay_s(winner) + run.replay_s(run.space.present)
-    return 2 * (run.bench.process_s + start_s) + replays_s
+    return 2 * (engine.process_s + start_s) + plan.replay_s(winner) + plan.replay_s(present)
 
 
-def reserve_s(run: RunState, field: Sequence[EngineLimits]) -> float:
+def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
     """Return the time to keep for the cold engines, 0 where the time cannot bear them as well.
 
-    Before the race; `field` begins with who is thought best.
+    Before the race; the settings begin with what is thought best.
     """
-    wanted_s = cold_cost_s(run, field[0])
-    is_small = wanted_s < MAX_COLD_RATIO * run.left_s
-    return wanted_s if is_small and wanted_s + _least_s(run, field) < run.left_s else 0.0
+    left_s, wanted_s = runner.context.left_s, cold_cost_s(runner, plan, plan.settings[0])
+    is_small = wanted_s < MAX_COLD_RATIO * left_s
+    return wanted_s if is_small and wanted_s + _min_s(plan, plan.settings) < left_s else 0.0
 
 
-def fitting(run: RunState, field: Sequence[EngineLimits]) -> list[EngineLimits]:
+def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
     """Return who races: fewer where the time would not hold three rounds of all, and the cold.
 
-    The last before the present one go first, and somebody always races against it.
+    The last before the current one go first, and somebody always races against it.
     """
-    field = list(field)
-    cold_s = cold_cost_s(run, field[0])
-    while len(field) > 2 and _least_s(run, field) + cold_s > run.left_s:
-        del field[-2]
-    return field
+    settings = list(plan.settings)
+    cold_s = cold_cost_s(runner, plan, settings[0])
+    while len(settings) > 2 and _min_s(plan, settings) + cold_s > runner.context.left_s:
+        del settings[-2]
+    return replace(plan, settings=tuple(settings))
 
 
-def _least_s(run: RunState, field: Sequence[EngineLimits]) -> float:
+def _min_s(plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
     """Return what the fewest rounds take that tell anything."""
-    return MIN_ROUNDS * sum(run.replay_s(limits) for limits in field)
+    return MIN_ROUNDS * sum(plan.replay_s(limits) for limits in settings)
 
 
-def fly_pilot(run: RunState, learn: Learn | None = None) -> Pilot:
-    """Return what a part of the trace costs at the present limits.
+def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> Pilot:
+    """Return what a part of the trace costs at the current limits.
 
     Counted by the work that was done when the pilot ended, not by who was answered in full.
-    `learn` hears of its steps.
+    `observe` receives its steps.
 
     Raises: EngineError if the engine fails at them.
     """
-    pilot = busiest(run.trace, min(run.trace.duration_s, 60.0) or 1.0).of(run.trace)
-    run.bench.use("pilot", pilot)
-    cut = CutRule(max_wall_s=run.aim.budget.pilot_s)
-    plan = replace(run.aim.plan, cut=cut, keep_steps=learn is not None)
+    context, engine = runner.context, runner.engine
+    trace, present = context.trace, context.space.present
+    pilot = busiest(trace, min(trace.duration_s, 60.0) or 1.0).of(trace)
+    engine.use("pilot", pilot)
+    cut = CutRule(max_wall_s=context.budget.pilot_s)
+    plan = replace(context.aim.plan, cut=cut, keep_steps=observe is not None)
     logs: list[ReplayLog] = []
-    measured = run.bench.measure(["pilot"], run.space.present, plan, (), on_log=logs.append)
+    measured = engine.measure(["pilot"], present, plan, (), on_log=logs.append)
     if isinstance(measured, Failure):
         raise EngineError(
-            f"the engine failed at the present configuration: {measured.cause}",
+            f"the engine failed at the current configuration: {measured.cause}",
             "run it once with `tune replay` and look at the engine's log",
         )
     (log,) = logs
-    if learn is not None:
-        learn(run.space.present, log)
+    if observe is not None:
+        observe(present, log)
     done = share_done(pilot, log.timelines, log.steps) if measured.cut_reason else 1.0
     if done == 0:
         raise EngineError(
@@ -96,20 +169,97 @@ def fly_pilot(run: RunState, learn: Learn | None = None) -> Pilot:
             "give --budget more, or look at the engine's log",
         )
     rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
-    run.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
+    context.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
     return Pilot(rate, pace_s(log.timelines) * float(np.median(pilot.output_tokens)))
 
 
-def plan_windows(run: RunState, rate: float | None = None, replays: int | None = None) -> None:
-    """Choose the windows unless they are known, and make them ready.
+def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
+    """Return the windows of a live search: as asked for, or what the time holds.
 
-    Raises: EngineError, TooFewSamplesError, UsageError.
+    Raises: EngineError, UsageError.
     """
-    if not run.windows:
-        if run.aim.window is not None:
-            run.windows = (run.aim.window,)
-        else:
-            rate = fly_pilot(run).wall_per_trace_s if rate is None else rate
-            wanted = SEARCH_REPLAYS + RACE_REPLAYS if replays is None else replays
-            run.windows = choose_windows(run.trace, rate, run.left_s, wanted)
-    run.use_windows()
+    context = runner.context
+    if context.aim.window is not None:
+        return (context.aim.window,)
+    rate = fly_pilot(runner).wall_per_trace_s
+    replays = SEARCH_REPLAYS + RACE_REPLAYS
+    return choose_windows(context.trace, rate, context.left_s, replays)
+
+
+def race_windows(runner: TrialRunner, rate: float | None) -> tuple[Window, ...]:
+    """Return the windows of a race: as asked for, or as much as the time is thought to hold.
+
+    `rate` is what a second of the trace costs, None where a pilot has to tell.
+
+    Raises: EngineError.
+    """
+    context = runner.context
+    if context.aim.window is not None:
+        return (context.aim.window,)
+    rate = fly_pilot(runner).wall_per_trace_s if rate is None else rate
+    try:
+        return choose_windows(context.trace, rate, context.left_s, LIVE_REPLAYS)
+    except UsageError:
+        # By the pilot nothing fits; predictions know better, and what does not is shortened.
+        return (busiest(context.trace, context.trace.duration_s),)
+
+
+def plan_race(
+    context: RunContext,
+    predictor: Predictor,
+    aim: Aim,
+    settings: Sequence[EngineLimits],
+    wanted: tuple[Window, ...],
+) -> RacePlan | None:
+    """Return the race on the wanted windows, or on the busiest stretch that the time holds.
+
+    None where it holds two rounds of the first of the settings and the current one on none: a
+    window with too few requests tells nothing.
+
+    Raises: ShadowError, TooFewSamplesError, UsageError.
+    """
+    pair = list(dict.fromkeys([settings[0], context.space.present]))
+    windows = wanted
+    while not _holds_rounds(plan := race_on(context, predictor, aim, pair, windows), pair):
+        shorter = shorter_window(context.trace, windows, SHORTER_RATIO)
+        if shorter is None:
+            return None
+        windows = (shorter,)
+    if windows != wanted:
+        context.listener.note(
+            f"two rounds of {window_text(wanted, context.trace)} do not fit into the time; "
+            f"racing {window_text(windows, context.trace)}"
+        )
+    return race_on(context, predictor, aim, settings, windows, plan)
+
+
+def race_on(
+    context: RunContext,
+    predictor: Predictor,
+    aim: Aim,
+    settings: Sequence[EngineLimits],
+    windows: tuple[Window, ...],
+    known: RacePlan | None = None,
+) -> RacePlan:
+    """Return the race of settings on windows, with what is predicted of it.
+
+    What a plan `known` for the same windows holds is not predicted again.
+
+    Raises: ShadowError, TooFewSamplesError, UsageError.
+    """
+    workload = Workload.of(WINDOW, context.trace, windows, aim)
+    predicted = {} if known is None else dict(known.predicted)
+    for limits in settings:
+        if limits not in predicted:
+            outcome = predictor.measure(workload.pieces, limits, workload.plan, workload.slos)
+            if isinstance(outcome, Measurement):
+                predicted[limits] = outcome
+    return RacePlan(context, tuple(settings), workload, predicted, predictor.wrong_ratio)
+
+
+def _holds_rounds(plan: RacePlan, pair: Sequence[EngineLimits]) -> bool:
+    """Whether the time holds two rounds of the pair; not where nothing is predicted of one."""
+    if not set(pair) <= set(plan.predicted):
+        return False
+    replays_s = [duration_s(plan.workload, plan.predicted[limits]) for limits in pair]
+    return MIN_AGREED * sum(replays_s) < ROUNDS_SHARE * plan.context.left_s

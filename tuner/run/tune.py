@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,7 +34,7 @@ from tuner.redact import REDACTED, redacted
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
-from tuner.run.calibrate import Calibrator
+from tuner.run.context import RunContext, Stopwatch
 from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE, RunDir, new_run_path
 from tuner.run.inputs import (
     DEMO_NOTE,
@@ -52,18 +52,16 @@ from tuner.run.options import TuningOptions
 from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Method, Session, ShadowSession
-from tuner.run.shadow_search import ShadowSearch
-from tuner.run.state import RunState
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
 from tuner.search.objective import Scoring
 from tuner.search.race import RaceDecision, RaceVerdict, ratio
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.search.trials import decisive, leader
-from tuner.shadow.pool import ShadowPool, SpareProcesses, default_jobs, spare_cores
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile, write_profile
-from tuner.shadow.source import ShadowSource
 from tuner.traffic.describe import describe
-from tuner.traffic.formats import read_traces
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import Window
@@ -84,7 +82,6 @@ class PreparedRun:
     traffic: Traffic
     run_path: Path
     profile: Profile | None
-    jobs: int
 
 
 def prepare(options: TuningOptions) -> PreparedRun:
@@ -104,22 +101,15 @@ def prepare(options: TuningOptions) -> PreparedRun:
         traffic,
         Path(options.run_dir) if options.run_dir else new_run_path(RUNS),
         profile,
-        options.jobs or default_jobs(),
     )
 
 
 def read_traffic(options: TuningOptions) -> Trace:
     """Return the trace that the options hold or name. Raises: TraceError, UsageError."""
-    trace, reading = options.trace, options.reading
+    trace = options.trace
     if isinstance(trace, Trace):
         return trace
-    return read_traces(
-        [trace] if isinstance(trace, (str, Path)) else trace,
-        reading.format,
-        reading.rows,
-        spread_seed=reading.rows.seed if reading.is_spread else None,
-        sessions_over_s=reading.sessions_over_s,
-    )
+    return options.reading.read([trace] if isinstance(trace, (str, Path)) else trace)
 
 
 def plan_of(options: TuningOptions, trace: Trace) -> ReplayPlan:
@@ -176,24 +166,17 @@ _TOO_LONG_CAVEATS = {
 
 
 def run_record(
-    prepared: PreparedRun,
-    study: str,
-    windows: tuple[Window, ...],
-    ceiling: EngineLimits,
-    parts: tuple[Window, ...] = (),
+    prepared: PreparedRun, study: str, ceiling: EngineLimits, facts: EngineFacts
 ) -> dict[str, Any]:
-    """Return what `--resume` and workers need, without secrets."""
+    """Return what `--resume` and workers need besides the windows, without secrets."""
     return {
         "study": study,
         "arguments": list(prepared.options.arguments),
         "trace_sha256": prepared.traffic.trace.sha256,
         "config_sha256": prepared.engine.config_sha256,
-        "windows": [{"start_s": w.start_s, "end_s": w.end_s} for w in windows],
-        "ceiling": {
-            "max_num_seqs": ceiling.max_num_seqs,
-            "max_num_batched_tokens": ceiling.max_num_batched_tokens,
-        },
-        "forecast_parts": [{"start_s": w.start_s, "end_s": w.end_s} for w in parts],
+        "ceiling": asdict(ceiling),
+        "vllm_version": facts.vllm_version,
+        "device": facts.device,
     }
 
 
@@ -204,22 +187,18 @@ class _Run:
         self,
         prepared: PreparedRun,
         session: AnySession,
-        told: str,
+        message: str,
         write_page: WritePage | None,
     ) -> None:
         self._prepared, self._session, self._write_page = prepared, session, write_page
-        self._run = session.run_state
+        self._context = session.context
         too_long = prepared.options.too_long
-        if told and too_long in _TOO_LONG_CAVEATS:
-            self._run.caveats.add(_TOO_LONG_CAVEATS[too_long])
-        self._parts: tuple[Window, ...] = ()
+        if message and too_long in _TOO_LONG_CAVEATS:
+            self._context.caveats.add(_TOO_LONG_CAVEATS[too_long])
         self._began_s = time.monotonic()
 
     def to_the_end(self) -> RunResult:
         """Run to the end, or to Ctrl-C, and write what there is."""
-        run = self._run
-        run.on_windows = self._keep_windows
-        run.on_forecast = self._keep_parts
         try:
             decision = self._session.run()
         except KeyboardInterrupt:
@@ -228,83 +207,66 @@ class _Run:
         except BaseException:
             self._write(self._best_so_far(), "failed")
             raise
-        finally:
-            self._session.close()
         result = self._write(decision, "complete")
         if result is None or not result.feasible:
             raise self._nothing_feasible()
         return result
 
-    def _keep_windows(self, windows: tuple[Window, ...]) -> None:
-        """Put the choice on disk, so that a resumed run replays the same."""
-        self._keep(windows)
-        self._run.listener.note(f"replaying {window_text(windows, self._run.trace)}")
-
-    def _keep_parts(self, parts: tuple[Window, ...], generation: int) -> None:
-        """Put on disk what the shadow replays, so that workers replay the same."""
-        self._parts = parts
-        self._keep(self._run.windows)
-        if generation == 0:
-            self._run.listener.note(f"the shadow replays {window_text(parts, self._run.trace)}")
-
-    def _keep(self, windows: tuple[Window, ...]) -> None:
-        run = self._run
-        study, ceiling = run.journal.study_name, run.space.ceiling
-        record = run_record(self._prepared, study, windows, ceiling, self._parts)
-        run.run_dir.write_json(RUN_FILE, record)
-
     def _best_so_far(self) -> RaceDecision:
         """Return the leader of an unfinished search, which nothing has confirmed."""
-        run = self._run
-        best = leader([t.observation for t in decisive(run.journal.records())])
-        limits = best.limits if best else run.space.present
-        kind = RaceVerdict.KEEP if limits == run.space.present else RaceVerdict.CHANGE
-        runs = run.journal.race_runs()
-        gain = ratio(runs, limits, run.space.present)
+        context = self._context
+        best = leader([t.observation for t in decisive(context.journal.records())])
+        limits = best.limits if best else context.space.present
+        kind = RaceVerdict.KEEP if limits == context.space.present else RaceVerdict.CHANGE
+        runs = context.journal.race_runs()
+        gain = ratio(runs, limits, context.space.present)
         return RaceDecision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:
-        if not self._run.journal.observations():
-            self._run.listener.note("interrupted before anything was measured")
+        if not self._context.journal.observations():
+            self._context.listener.note("interrupted before anything was measured")
             return
         self._write(self._best_so_far(), "interrupted")
 
     def _write(self, decision: RaceDecision, state: str) -> RunResult | None:
         """Write result.json; None when nothing was measured yet."""
-        run, prepared = self._run, self._prepared
-        records = run.journal.records()
-        windows = run.windows or self._parts
-        if not decisive(records) or not windows:
+        context, prepared, found = self._context, self._prepared, self._session.findings()
+        records, aim = context.journal.records(), context.aim
+        if not decisive(records) or not found.windows:
             return None
-        goal = run.goal if run.is_planned else Scoring(run.aim.objective, run.aim.slos, "p50")
         around = RunProvenance(
-            trace=run.trace,
-            replayed_requests=sum(len(w.of(run.trace)) for w in windows),
-            window=window_text(windows, run.trace),
-            info=run.bench.info,
-            cold_blocks=run.bench.cold_blocks,
-            ladder=run.space.caps(),
+            trace=context.trace,
+            replayed_requests=sum(len(w.of(context.trace)) for w in found.windows),
+            window=window_text(found.windows, context.trace),
+            info=found.info,
+            cold_blocks=found.cold_blocks,
+            ladder=context.space.caps(),
             present_source="configuration"
             if prepared.engine.names_limits
             else "vLLM's default",
             model=prepared.engine.model,
             options={"arguments": list(prepared.options.arguments)},
-            engine_starts=run.bench.starts,
+            engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
             method=str(prepared.options.method),
-            walls_s=run.walls_s,
+            walls_s=context.stopwatch.stages_s,
             serve_values=redacted(prepared.engine.deployed_values),
-            description=describe(run.trace).as_json(),
-            **self._session.findings(),
+            description=describe(context.trace).as_json(),
+            cold=found.cold,
+            capacity=found.capacity,
+            profile=found.profile,
+            compared=found.compared,
+            predicted=found.predicted,
         )
-        doubts = self._session.doubts(decision)
+        scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
+        caveats = self._session.caveats(decision)
         outcome = make_outcome(
-            decision, run.space.present, goal, records, doubts, around, state
+            decision, context.space.present, scoring, records, caveats, around, state
         )
-        run.run_dir.write_json(RESULT_FILE, outcome)
-        write_sketch(run.run_dir.path / TRAFFIC_FILE, sketch_of(prepared.traffic.trace))
+        context.run_dir.write_json(RESULT_FILE, outcome)
+        write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(prepared.traffic.trace))
         self._write_the_page()
-        run.listener.result_written(outcome, run.run_dir.path)
+        context.listener.result_written(outcome, context.run_dir.path)
         return outcome
 
     def _write_the_page(self) -> None:
@@ -312,32 +274,28 @@ class _Run:
         if self._write_page is None:
             return
         try:
-            self._write_page(self._run.run_dir.path)
+            self._write_page(self._context.run_dir.path)
         except UsageError as error:
-            self._run.listener.note(f"no report: {error.message}")
+            self._context.listener.note(f"no report: {error.message}")
 
     def _nothing_feasible(self) -> NoFeasibleConfigError:
-        run = self._run
-        records = decisive(run.journal.records())
+        context = self._context
+        records = decisive(context.journal.records())
         best = leader([t.observation for t in records])
         if best is None:
             return NoFeasibleConfigError(
                 "no configuration survived its replay",
-                f"see the causes in {run.run_dir.path / 'trials.jsonl'}",
+                f"see the causes in {context.run_dir.path / 'trials.jsonl'}",
             )
         trial = next(t for t in records if t.number == best.number)
-        broken = run.goal.broken_in(trial.measurement or {})
+        scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
+        broken = scoring.broken_in(trial.measurement or {})
         return NoFeasibleConfigError(
             f"no configuration meets the SLOs; nearest is {best.limits} "
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(broken)}",
             f"relax an SLO, lower --load, or add replicas; all trials are in "
-            f"{run.run_dir.path}",
+            f"{context.run_dir.path}",
         )
-
-
-# How many processes import vLLM beside a live engine's start: ours. Each holds 0.7 GB, a few
-# replay most traces in seconds, and long work starts more of them.
-MAX_SPARES = 4
 
 
 def tune(
@@ -345,13 +303,13 @@ def tune(
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
-    spares: SpareProcesses | None = None,
+    predictor_of: Callable[[Profile], Predictor] | None = None,
     write_page: WritePage | None = None,
 ) -> RunResult:
     """Run to the end and return what came of it; everything is in the run directory by then.
 
-    Where the engines come from and who else can be a shadow is the installed vLLM's matter
-    unless given. `write_page` writes the run's page beside its result.
+    Where the engines come from, and what predicts, is the installed vLLM's matter unless given.
+    `write_page` writes the run's page beside its result.
 
     Raises: UsageError, TraceError, ShadowError or TooFewSamplesError for what cannot be used;
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;
@@ -366,12 +324,17 @@ def tune(
         listener.note(DEMO_NOTE)
     run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        with (
-            EngineProcess(source or _source_of(prepared), run_dir.engine_log) as host,
-            closing(spares or SpareProcesses(_helpers(prepared), run_dir.shadow_log)) as others,
-        ):
-            run = _begun(prepared, run_dir, host, others, listener, write_page)
-            return run.to_the_end()
+        stored = run_dir.read_json(RUN_FILE) if prepared.options.is_resumed else {}
+        _check_same(prepared, stored)
+        start = _Start(prepared, run_dir, stored, listener, predictor_of)
+        with ExitStack() as held:
+            if prepared.options.method is Method.SHADOW and prepared.profile is not None:
+                session, message = start.predicted(prepared.profile)
+            else:
+                log = run_dir.engine_log
+                host = held.enter_context(EngineProcess(source or LiveSource(), log))
+                session, message = start.live(host)
+            return _Run(prepared, session, message, write_page).to_the_end()
     except (EngineError, RefusedConfigError):
         raise  # what the engine said is in the directory
     except (TunerError, KeyboardInterrupt):
@@ -381,115 +344,111 @@ def tune(
         run_dir.close()
 
 
-def _source_of(prepared: PreparedRun) -> EngineSource:
-    options = prepared.options
-    if options.method is Method.SHADOW and prepared.profile is not None:
-        return ShadowSource(prepared.profile, is_forced=options.is_forced)
-    return LiveSource()
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a session is made of, whatever its method."""
+
+    prepared: PreparedRun
+    run_dir: RunDir
+    stored: Mapping[str, Any]
+    listener: Listener
+    predictor_of: Callable[[Profile], Predictor] | None
+
+    def predicted(self, profile: Profile) -> tuple[AnySession, str]:
+        """Return a run on predictions alone, and what is said of the trace.
+
+        Raises: ShadowError if the profile was made elsewhere; UsageError.
+        """
+        options = self.prepared.options
+        source = ProfiledEngine(profile, is_forced=options.is_forced)
+        facts = source.facts(self.prepared.engine.values)
+        context, message = self._context(facts)
+        predictor = self._predictor(profile, context.space.ceiling)
+        return ShadowSession(context, predictor, is_forced=options.is_forced), message
+
+    def live(self, host: EngineProcess) -> tuple[AnySession, str]:
+        """Return a run on a live engine, and what is said of the trace. Raises: TunerError."""
+        prepared, options = self.prepared, self.prepared.options
+        facts = host.facts(prepared.engine.values)
+        context, message = self._context(facts)
+        ceiling = context.space.ceiling
+        engine = EngineRunner(host, prepared.engine.values, ceiling, options.seed)
+        stored = self.stored.get("windows", ())
+        session = Session(
+            TrialRunner(context, engine),
+            redacted(prepared.engine.values),
+            lambda profile: self._predictor(profile, ceiling),
+            options.method,
+            chosen=tuple(Window(w["start_s"], w["end_s"]) for w in stored),
+        )
+        return session, message
+
+    def _predictor(self, profile: Profile, ceiling: EngineLimits) -> Predictor:
+        if self.predictor_of is not None:
+            return self.predictor_of(profile)
+        return Predictor(profile, ceiling, self.prepared.options.seed)
+
+    def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
+        """Return what the run's stages are given. Raises: TunerError."""
+        prepared, options, listener = self.prepared, self.prepared.options, self.listener
+        trace, message = fit_lengths(
+            prepared.traffic.trace, facts.max_model_len, options.too_long
+        )
+        if message:
+            listener.note(message)
+        space = search_space(facts, trace, tuple(options.ladder), facts.present_limits)
+        aim, budget = aim_of(options, trace), Budget(options.budget_s)
+        # Storage may be shared, and another run may have a directory of the same name.
+        study = self.stored.get("study") or f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
+        storage = options.storage or self.run_dir.storage_url
+        journal, restored = open_journal(
+            storage, study, self.run_dir, aim.slos, is_resumed=options.is_resumed
+        )
+        for line in restored:
+            listener.note(line)
+        for trial in journal.records():
+            listener.trial_recalled(trial)
+        _tell_plan(prepared, facts, space, listener)
+        context = RunContext(
+            trace,
+            space,
+            aim,
+            budget,
+            Stopwatch(budget.total_s),
+            journal,
+            self.run_dir,
+            listener,
+            record=run_record(prepared, journal.study_name, space.ceiling, facts),
+            is_shared=options.storage is not None and options.method is not Method.SHADOW,
+            caveats=_first_caveats(prepared, aim),
+        )
+        if prepared.profile is not None:
+            _take_profile(prepared, prepared.profile, context, facts)
+        if not options.is_resumed:
+            context.keep_windows()
+        return context, message
 
 
-def _helpers(prepared: PreparedRun) -> int:
-    """Return how many processes will be shadows beside the engine's own, or as one more."""
-    if prepared.options.method is Method.LIVE:
-        return 0
-    if prepared.options.method is Method.SHADOW:
-        return prepared.jobs - 1
-    return min(prepared.jobs, spare_cores(), MAX_SPARES)
-
-
-def _begun(
-    prepared: PreparedRun,
-    run_dir: RunDir,
-    host: EngineProcess,
-    spares: SpareProcesses,
-    listener: Listener,
-    write_page: WritePage | None,
-) -> _Run:
-    """Return the run, ready to go. Raises: TunerError."""
-    options = prepared.options
-    stored = run_dir.read_json(RUN_FILE) if options.is_resumed else {}
-    _check_same(prepared, stored)
-    facts = host.facts(prepared.engine.values)
-    trace, told = fit_lengths(prepared.traffic.trace, facts.max_model_len, options.too_long)
-    if told:
-        listener.note(told)
-    run = _run_state(prepared, run_dir, host, facts, trace, stored, listener)
-    if prepared.profile is not None:
-        _take_profile(prepared, prepared.profile, run, facts)
-    if not options.is_resumed:
-        record = run_record(prepared, run.journal.study_name, (), run.space.ceiling)
-        run_dir.write_json(RUN_FILE, record)
-    return _Run(prepared, _session(prepared, run, spares), told, write_page)
+def _first_caveats(prepared: PreparedRun, aim: Aim) -> set[Caveat]:
+    """Return what is doubtful before anything is replayed."""
+    found = {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK} & prepared.traffic.caveats
+    if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
+        found.add(Caveat.DEMO_MODEL)
+    if aim.plan.load_model is LoadModel.CLOSED:
+        found.add(Caveat.CLOSED_LOOP)
+    return found
 
 
 def _take_profile(
-    prepared: PreparedRun, profile: Profile, run: RunState, facts: EngineFacts
+    prepared: PreparedRun, profile: Profile, context: RunContext, facts: EngineFacts
 ) -> None:
     """Keep the profile that was given, if it speaks for this engine. Raises: ShadowError."""
     if prepared.options.is_forced:
-        run.caveats.add(Caveat.PROFILE_FORCED)
+        context.caveats.add(Caveat.PROFILE_FORCED)
     else:
-        ShadowSource(profile).check(prepared.engine.values, facts.vllm_version, facts.device)
+        ProfiledEngine(profile).check(prepared.engine.values, facts.vllm_version, facts.device)
     if not prepared.options.is_resumed:
-        write_profile(run.run_dir.path / PROFILE_FILE, profile)
-
-
-def _session(prepared: PreparedRun, run: RunState, spares: SpareProcesses) -> AnySession:
-    """Return the kind of run that was asked for."""
-
-    def make_shadows(profile: Profile) -> ShadowPool:
-        return ShadowPool(
-            profile,
-            run.space.ceiling,
-            prepared.jobs,
-            run.run_dir.shadow_log,
-            prepared.options.seed,
-            is_forced=prepared.options.is_forced,
-            spares=spares,
-        )
-
-    if prepared.options.method is Method.SHADOW and prepared.profile is not None:
-        shadows = make_shadows(prepared.profile)
-        shadows.adopt(run.bench)
-        return ShadowSession(run, shadows, is_forced=prepared.options.is_forced)
-    shadow = ShadowSearch(
-        run, make_shadows, Calibrator(run, redacted(prepared.engine.values)), spares
-    )
-    return Session(run, shadow, is_live=prepared.options.method is Method.LIVE)
-
-
-def _run_state(
-    prepared: PreparedRun,
-    run_dir: RunDir,
-    host: EngineProcess,
-    facts: EngineFacts,
-    trace: Trace,
-    stored: Mapping[str, Any],
-    listener: Listener,
-) -> RunState:
-    options = prepared.options
-    space = search_space(facts, trace, tuple(options.ladder), facts.present_limits)
-    aim = aim_of(options, trace)
-    kept = tuple(Window(w["start_s"], w["end_s"]) for w in stored.get("windows", ()))
-    # Storage may be shared, and another run may have a directory of the same name.
-    study = stored.get("study") or f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
-    storage = options.storage or run_dir.storage_url
-    journal, restored = open_journal(
-        storage, study, run_dir, aim.slos, is_resumed=options.is_resumed
-    )
-    for line in restored:
-        listener.note(line)
-    for trial in journal.records():
-        listener.trial_recalled(trial)
-    bench = EngineRunner(host, prepared.engine.values, space.ceiling, options.seed)
-    _tell_plan(prepared, facts, space, listener)
-    run = RunState(trace, space, aim, bench, journal, run_dir, listener, windows=kept)
-    run.caveats |= prepared.traffic.caveats & {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK}
-    if prepared.engine.is_demo and options.method is not Method.SHADOW:
-        run.caveats.add(Caveat.DEMO_MODEL)
-    if aim.plan.load_model is LoadModel.CLOSED:
-        run.caveats.add(Caveat.CLOSED_LOOP)
-    return run
+        write_profile(context.run_dir.path / PROFILE_FILE, profile)
 
 
 def aim_of(options: TuningOptions, trace: Trace) -> Aim:
@@ -499,7 +458,6 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
         options.objective,
         tuple(options.slos),
         plan_of(options, trace),
-        Budget(options.budget_s),
         None if chosen is None else chosen.resolve(trace),
     )
 
@@ -510,16 +468,16 @@ def _tell_plan(
     """Say what will be done, and for how long at most."""
     origin = "the configuration" if prepared.engine.names_limits else "vLLM's default here"
     listener.note(
-        f"present configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
+        f"current configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
         f"from {origin}; "
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
     caps = ", ".join(map(str, space.ladder))
     learnt = "a few settings live, " if prepared.profile is None else ""
     how = {
-        Method.AUTO: f"{learnt}all of them in the shadow, the best live",
+        Method.AUTO: f"{learnt}all of them predicted, the best live",
         Method.LIVE: "every setting live, on one engine start",
-        Method.SHADOW: "in the shadow alone",
+        Method.SHADOW: "predicted alone, nothing is measured",
     }[prepared.options.method]
     listener.note(
         f"plan: caps {caps} and past the edge while it wins, token budgets "

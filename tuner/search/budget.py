@@ -92,7 +92,7 @@ def choose_windows(
     min_s = MIN_REPLAYS * wall_per_trace_s * min(length_s, trace.duration_s)
     if min_s > remaining_s:
         raise UsageError(
-            f"the budget leaves {remaining_s:.0f} s, but {MIN_REPLAYS} replays of "
+            f"the budget leaves {max(remaining_s, 0.0):.0f} s, but {MIN_REPLAYS} replays of "
             f"{MIN_REQUESTS} requests take about {min_s:.0f} s on this engine",
             "give --budget more, lower --load, or shorten requests with max-model-len and "
             "--too-long clip",
@@ -173,5 +173,4 @@ class Aim:
     objective: Objective
     slos: tuple[Slo, ...]
     plan: ReplayPlan
-    budget: Budget
     window: Window | None

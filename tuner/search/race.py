@@ -60,7 +60,7 @@ class RaceRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecasts:
+class RacePredictions:
     """What was predicted of the finalists on the windows that they race, and how wrong it is.
 
     `wrong_ratio` is the typical error of a prediction.
@@ -215,7 +215,7 @@ def ratio(runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits) -> Estimate
 
 
 def agreed(
-    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits, forecasts: Forecasts
+    runs: Sequence[RaceRun], a: EngineLimits, b: EngineLimits, predictions: RacePredictions
 ) -> tuple[str, Estimate] | None:
     """Return the metric and the ratio a / b by which a is far better, if all agree on it.
 
@@ -224,7 +224,7 @@ def agreed(
     counts as one more round, so that two rounds have an interval.
     """
     ours, theirs = paired(runs, a, b)
-    predicted = forecasts.scores.get(a), forecasts.scores.get(b)
+    predicted = predictions.scores.get(a), predictions.scores.get(b)
     if predicted[0] is None or predicted[1] is None or len(ours) < MIN_AGREED:
         return None
     mine, other = [*ours, predicted[0]], [*theirs, predicted[1]]
@@ -236,7 +236,7 @@ def agreed(
         for number, score in enumerate(scores)
     ]
     gains = _ratios_by_metric(together, a, b)
-    min_ratio = max(CLEAR_RATIO, AGREED_ERRORS * forecasts.wrong_ratio)
+    min_ratio = max(CLEAR_RATIO, AGREED_ERRORS * predictions.wrong_ratio)
     for x, y in _shared_values(together, a, b).values():
         if any(one * (1 + min_ratio) > two for one, two in zip(x, y, strict=True)):
             return None
@@ -302,6 +302,10 @@ def is_clearly_worse(runs: Sequence[RaceRun], best: EngineLimits, other: EngineL
 
 
 TOO_FEW = "the budget ended before three rounds"
+NOTHING_ELSE = (
+    "only the current configuration was replayed in the time: nothing can be said of others; "
+    "give --budget more"
+)
 
 
 class RaceVerdict(StrEnum):
@@ -400,14 +404,23 @@ def next_run(
         return None
     for number in range(1, MAX_ROUNDS + 1):
         before = [run for run in runs if run.round < number]
-        inside = _still_in(before, field) if number > MIN_ROUNDS else list(field)
+        inside = round_of(runs, field, number)
         if number > MIN_ROUNDS and _decided(before, inside, present):
             return None
         missing = _missing([run for run in runs if run.round == number], inside, attempt)
         if missing:
-            turn = number % len(inside)
-            return number, next(x for x in (*inside[turn:], *inside[:turn]) if x in missing)
+            return number, next(x for x in inside if x in missing)
     return None
+
+
+def round_of(
+    runs: Sequence[RaceRun], field: Sequence[EngineLimits], number: int
+) -> list[EngineLimits]:
+    """Return the configurations that race in a round, in the order in which they take turns."""
+    before = [run for run in runs if run.round < number]
+    inside = _still_in(before, field) if number > MIN_ROUNDS else list(field)
+    turn = number % len(inside)
+    return [*inside[turn:], *inside[:turn]]
 
 
 def _missing(
@@ -478,9 +491,14 @@ def decide(
     runs: Sequence[RaceRun],
     field: Sequence[EngineLimits],
     present: EngineLimits,
-    forecasts: Forecasts = Forecasts(),
+    predictions: RacePredictions = RacePredictions(),
+    *,
+    is_searched: bool = True,
 ) -> RaceDecision:
     """Return the winner, and whether it should replace the present configuration.
+
+    `is_searched` is off where the time ended before any other configuration was replayed whole,
+    so that a field of one says nothing.
 
     A tie goes to the smaller cap, then the smaller budget, among those that measured worse
     than the best by EQUIVALENCE_RATIO at most. Where the winner is not separated from the
@@ -491,14 +509,10 @@ def decide(
     best = _leader(runs, inside)
     rounds = _shared_rounds(runs, field, best)
     if best is None:
-        alone = list(field) == [present]
-        why = "nothing that was tried is better" if alone else "there was no time to race"
-        return RaceDecision(
-            RaceVerdict.KEEP, present, present, (), None, 0, why, is_thin=not alone
-        )
-    tied = _tied(runs, inside, best, forecasts)
+        return _keep_unraced(field, present, is_searched=is_searched)
+    tied = _tied(runs, inside, best, predictions)
     if present in inside:
-        far_better = agreed(runs, best, present, forecasts)
+        far_better = agreed(runs, best, present, predictions)
         if far_better is not None:
             why = f"all {rounds} rounds and the prediction agree"
             return RaceDecision(
@@ -514,6 +528,19 @@ def decide(
     metric, change = gain(runs, winner, present) or ("", None)
     why = "better beyond noise"
     return RaceDecision(RaceVerdict.CHANGE, winner, best, tied, change, rounds, why, metric)
+
+
+def _keep_unraced(
+    field: Sequence[EngineLimits], present: EngineLimits, *, is_searched: bool
+) -> RaceDecision:
+    """Return the decision where nothing raced: nobody was worth it, or there was no time."""
+    is_known = list(field) == [present] and is_searched
+    why = "nothing that was tried is better" if is_known else "there was no time to race"
+    if not is_searched:
+        why = NOTHING_ELSE
+    return RaceDecision(
+        RaceVerdict.KEEP, present, present, (), None, 0, why, is_thin=not is_known
+    )
 
 
 def _keep_present(
@@ -541,7 +568,7 @@ def _tied(
     runs: Sequence[RaceRun],
     inside: Sequence[EngineLimits],
     best: EngineLimits,
-    forecasts: Forecasts,
+    predictions: RacePredictions,
 ) -> tuple[EngineLimits, ...]:
     """Return the best and those that raced with it long enough without being separated."""
     if all(_is_thin(runs, best, limits) for limits in inside if limits != best):
@@ -553,7 +580,7 @@ def _tied(
             if limits == best
             or not (
                 _is_thin(runs, best, limits)
-                or agreed(runs, best, limits, forecasts) is not None
+                or agreed(runs, best, limits, predictions) is not None
             )
         )
     )

@@ -137,7 +137,9 @@ class Trial:
     """One replay of one configuration: why, what came of it, and how that is judged.
 
     A line of `trials.jsonl` and of `result.json`, in its order. `attempt` names the process
-    that measured it, which a resumed run has several of; `cause` says why nothing was measured.
+    that measured it, which a run has several of where it was resumed or had workers;
+    `prediction` counts the profiles that the run predicted by, 0 for what was measured; `cause`
+    says why nothing was measured.
     `value` is None where it has no end, for which JSON has no number.
 
     Raises: UsageError if vLLM would refuse the limits.
@@ -148,6 +150,7 @@ class Trial:
     phase: Phase
     race_round: int
     attempt: str = ""
+    prediction: int = 0
     max_num_seqs: int
     max_num_batched_tokens: int
     tier: Tier
@@ -174,6 +177,7 @@ class Trial:
         measurement: Mapping[str, Any] | None,
         cause: str = "",
         attempt: str = "",
+        prediction: int = 0,
     ) -> Self:
         """Return the trial that a replay was."""
         return cls(
@@ -182,6 +186,7 @@ class Trial:
             phase=phase,
             race_round=race_round,
             attempt=attempt,
+            prediction=prediction,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             tier=score.tier,
@@ -282,8 +287,8 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 def predictions(trials: Sequence[Trial]) -> list[Trial]:
     """Return what the shadow predicted last, by the profile that was corrected last."""
     made = [t for t in trials if t.phase is Phase.SHADOW]
-    last = max((t.race_round for t in made), default=0)
-    return [t for t in made if t.race_round == last]
+    last = max((t.prediction for t in made), default=0)
+    return [t for t in made if t.prediction == last]
 
 
 def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:

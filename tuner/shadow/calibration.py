@@ -82,8 +82,8 @@ class Calibration:
         seen = joined([columns for _, columns in self.steps])
         has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
         took_s = float(seen.duration_s[has_batch].sum())
-        foretold_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
-        return took_s / foretold_s
+        predicted_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
+        return took_s / predicted_s
 
     def _by_limits(self) -> list[StepColumns]:
         """Return the steps by setting, so that one left out is left out of all rounds."""

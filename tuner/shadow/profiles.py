@@ -50,6 +50,18 @@ class KvStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """How many steps of vLLM's scheduler the simulator was compared with, and how it went.
+
+    `departs` names the first step that differs and what of it, empty where none does.
+    """
+
+    vllm_version: str
+    steps: int
+    departs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """All that a tuning without the device needs to know of the engine it speaks for.
 
@@ -57,7 +69,8 @@ class Profile:
     to: the largest of the median errors of requests per second, TPOT p50 and E2E latency, None
     where nobody compared. `made_at` is an ISO date and time in UTC. `calibrated_on` names the
     measured limits as in "8/512". `present_limits` are what `serve_values`, the user's
-    configuration without its secrets, came to.
+    configuration without its secrets, came to. `agreement` is how the simulator compared with
+    that vLLM's scheduler, None where nobody compared.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
     """
@@ -71,6 +84,7 @@ class Profile:
     calibrated_on: tuple[str, ...]
     present_limits: EngineLimits
     serve_values: Mapping[str, object]
+    agreement: Agreement | None = None
 
     def __post_init__(self) -> None:
         """Refuse a profile that could not answer, or whose age cannot be told."""
@@ -98,11 +112,12 @@ class Profile:
 
 
 def check_fits(
-    profile: Profile, *, vllm_version: str, device: str | None, model: str | None
+    profile: Profile, *, vllm_version: str | None, device: str | None, model: str | None
 ) -> list[str]:
     """Return in which ways the profile was made elsewhere, a sentence each; none if it fits.
 
-    A device or model of None is not compared: a run without a GPU has another device by nature.
+    What is None is not compared: a run without a GPU has another device by nature, and one
+    without vLLM has none that could be another.
     """
     compared = (
         ("vLLM", profile.shape.vllm_version, vllm_version),
@@ -225,6 +240,12 @@ class _Fit(_Record):
     distorted_ratio: _Amount
 
 
+class _Agreement(_Record):
+    vllm_version: str
+    steps: _Natural
+    departs: str
+
+
 class _File(_Record):
     engine: _Shape
     kv_starts: tuple[_KvStart, ...]
@@ -235,6 +256,7 @@ class _File(_Record):
     calibrated_on: tuple[str, ...]
     present_limits: _Limits
     serve_values: Mapping[str, object]
+    agreement: _Agreement | None = None
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
@@ -251,12 +273,17 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         calibrated_on=profile.calibrated_on,
         present_limits=_Limits(**_parts(profile.present_limits)),
         serve_values=profile.serve_values,
+        agreement=None
+        if profile.agreement is None
+        else _Agreement(**_parts(profile.agreement)),
     )
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     return plain
 
 
-def _parts(value: EngineLimits | EngineShape | StepModel | FitError) -> dict[str, Any]:
+def _parts(
+    value: EngineLimits | EngineShape | StepModel | FitError | Agreement,
+) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
@@ -281,6 +308,9 @@ def _from_file(found: _File) -> Profile:
             calibrated_on=found.calibrated_on,
             present_limits=_made(EngineLimits, found.present_limits, "present_limits"),
             serve_values=found.serve_values,
+            agreement=None
+            if found.agreement is None
+            else Agreement(**msgspec.structs.asdict(found.agreement)),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -221,23 +221,23 @@ class _Seen:
         return float(np.median(self.tpot_s[self.taught]))
 
     def prefill_ratio(self, lines: Timelines) -> float:
-        """Return how first tokens spread by how they were foretold to."""
+        """Return how first tokens spread by how they were predicted to."""
         rows = self._prompt(lines)
         return _spread(self.ttft_s[rows]) / max(_spread(_ttft_s(lines)[rows]), 1e-9)
 
     def missing_step_s(self, lines: Timelines) -> float:
-        """Return by how much a token takes longer than foretold."""
+        """Return by how much a token takes longer than predicted."""
         rows = self.taught & lines.completed
         return float(np.median((self.tpot_s - _tpot_s(lines))[rows]))
 
     def first_token_s(self, lines: Timelines) -> float:
-        """Return by how much the middle first token comes later than foretold."""
+        """Return by how much the middle first token comes later than predicted."""
         rows = self._prompt(lines)
         rows = rows if rows.any() else self.taught & lines.completed
         return float(np.median(self.ttft_s[rows]) - np.median(_ttft_s(lines)[rows]))
 
     def off(self, lines: Timelines) -> dict[str, float]:
-        """Return by how much what is foretold differs from what was recorded."""
+        """Return by how much what is predicted differs from what was recorded."""
         rows = self.checked & lines.completed
         tail = tail_statistic(max(int(rows.sum()), 20))
         pairs = {

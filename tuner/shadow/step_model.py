@@ -137,16 +137,6 @@ class StepModel(_Curves):
         context_s += self.prefill_context_s * batch.prefill_context_tokens
         return self.base_s + work_s + context_s
 
-    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
-        """Return the next step's seconds, and by how much each following one is longer.
-
-        The same sequences decode again and again, so that each attends to one token more in
-        every step; context_tokens is what all of them attend to in the first.
-        """
-        work_s = self._decode.at(padded_tokens(seqs, self.captured_sizes))
-        growth_s = self.decode_context_s * seqs
-        return self.base_s + work_s + self.decode_context_s * context_tokens, growth_s
-
     def predict_s(self, steps: StepColumns) -> Floats:
         """Return what step_s says of the batch of every row; of a run, of its first step.
 
@@ -162,6 +152,25 @@ class StepModel(_Curves):
         context_s = context_s + self.prefill_context_s * steps.prefill_context_tokens
         took_s = self.base_s + np.where(prefill > 0, mixed_s, alone_s) + context_s
         return np.where((seqs > 0) | (prefill > 0), took_s, self.tidy_s)
+
+    def decode_tables(self, most_seqs: int) -> tuple[Floats, Floats]:
+        """Return the seconds of 0 to most_seqs decoding sequences, alone and beside a prompt.
+
+        Alone they are padded to a captured size; both without base and contexts.
+
+        Shapes: both [most_seqs + 1].
+        """
+        seqs = np.arange(most_seqs + 1, dtype=np.float64)
+        alone_s = self._decode.along(padded_column(seqs, self.captured_sizes))
+        return np.where(seqs > 0, alone_s, 0.0), self._decode.along(seqs)
+
+    def prefill_curve(self) -> Floats:
+        """Return the curve of prefilled tokens: its knots, the seconds there, the slopes.
+
+        Shapes: [3, knots].
+        """
+        curve = self._prefill
+        return np.array([curve.knots, curve.heights_s, curve.slopes_s], dtype=np.float64)
 
     def scaled(self, ratio: float) -> StepModel:
         """Return the model of which every batch takes ratio times as long."""
@@ -191,7 +200,7 @@ class FitError:
     `steps` have a batch; `distorted_ratio` is the share of them set aside as stretched by the
     machine, which the other figures leave out. On a random fifth: `step_mape_ratio` is the
     median absolute relative error of a step, `heldout_steps_ratio` that of their summed time.
-    `heldout_config_ratio` is the largest error of the summed time of a configuration foretold
+    `heldout_config_ratio` is the largest error of the summed time of a configuration predicted
     from the others; None where none of SEGMENT_STEPS or more can be left out.
     """
 

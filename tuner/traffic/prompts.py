@@ -101,16 +101,6 @@ class PromptSource:
         self._seed = _mixed(np.array([seed % (1 << 64)], np.uint64) + _GOLDEN)
         self._digits = _digits_needed(len(trace), usable.size)
 
-    @property
-    def may_share(self) -> bool:
-        """Whether any two prompts may begin alike: where two first hash blocks are equal."""
-        hashes = self._trace.hashes
-        if hashes is None:
-            return False
-        begun = np.flatnonzero(np.diff(hashes.offsets) > 0)
-        first = hashes.ids[hashes.offsets[begun]]
-        return bool(np.unique(first).size < first.size)
-
     def prompt(self, index: int) -> RecordedPrompt:
         """Return the prompt of one request, not made before it is needed."""
         return RecordedPrompt(self, index)

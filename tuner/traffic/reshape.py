@@ -234,7 +234,7 @@ class Router(StrEnum):
     """How requests are dealt out among replicas."""
 
     ROUND_ROBIN = "round-robin"
-    MIN_LOADED = "least-loaded"
+    LEAST_LOADED = "least-loaded"
     PREFIX = "prefix"
 
 

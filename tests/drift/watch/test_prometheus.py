@@ -16,17 +16,15 @@ from support.prometheus_past import END_S, PastEngine
 from support.shadow_files import a_profile, home
 from support.watch_parts import JumpingClock
 from tuner.arrays import Floats
-from tuner.cli.watch import run_watch
+from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.loop import replay
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.source import ShadowSource
+from tuner.shadow.predictor import Predictor
 from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.live import _restarted_s, live_between
-from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 
 __all__ = ["home"]
@@ -83,8 +81,7 @@ def traffic() -> Trace:
 
 def took_s(trace: Trace, limits: EngineLimits) -> Floats:
     """Return how long each request takes on a server that does as the profile predicts."""
-    shadow = ShadowSource(a_profile(), is_forced=True).start({}, limits)
-    log = replay(shadow, trace, PromptSource(trace, 1000), ReplayPlan())
+    log = Predictor(a_profile()).replay(trace, limits, ReplayPlan())
     assert log.timelines.completed.all()
     return log.timelines.e2e_s
 
@@ -142,11 +139,12 @@ def once(home: Path, url: str, clock: JumpingClock, *more: str) -> int:
     arguments = [
         *("--once", "--prometheus", url, "--profile", str(home / "profile.yaml")),
         *("--emit", str(home / "best.yaml"), "--state", str(home / "state")),
-        *("--since", "5m", "--step", "15s", "--guard", "4m", "--budget", "20s"),
-        *("--force-profile", "--max-num-seqs", "4,24", "--jobs", "1"),
+        *("--since", "5m", "--step", "15s", "--guard", "4m"),
+        *("--force-profile", "--max-num-seqs", "4,24"),
         *("--hook", sys.executable, "--hook", "-c", "--hook", copy, *more),
     ]
-    return run_watch(watch.make_context("watch", arguments).params, clock)
+    params = watch.make_context("watch", arguments).params
+    return run_watch(WatchOptions.parse(params), clock)
 
 
 @pytest.mark.engine

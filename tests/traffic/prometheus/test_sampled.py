@@ -32,7 +32,7 @@ from support.prometheus_past import (
     TWINS,
     Floats,
 )
-from support.shadow_parts import a_shadow, a_shape
+from support.shadow_parts import a_reference, a_shape
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.loop import replay
@@ -147,8 +147,8 @@ def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
 ) -> None:
     trace = read(url, "chatty", since_s=HOUR_S)
     limits = EngineLimits(64, 2048)
-    shadow = a_shadow(a_shape(max_model_len=16_384), limits, num_blocks)
-    measured = measure([replay(shadow, trace, PromptSource(trace, 1000), ReplayPlan())])
+    reference = a_reference(a_shape(max_model_len=16_384), limits, num_blocks)
+    measured = measure([replay(reference, trace, PromptSource(trace, 1000), ReplayPlan())])
     assert measured.completed == len(trace)
     assert measured.prefix_cache_hit_ratio == pytest.approx(0.4, abs=0.02)
 

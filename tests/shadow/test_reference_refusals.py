@@ -1,4 +1,4 @@
-"""What the shadow engine cannot stand in for is refused, and named."""
+"""What vLLM's scheduler without its engine cannot stand in for is refused, and named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.shadow_parts import a_shadow, a_shape
+from support.shadow_parts import a_reference, a_shape
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
 from tuner.engine.compat.shape import _refuse_unsupported, read_shape
 from tuner.engine.demo import demo_engine_args
@@ -21,13 +21,13 @@ CEILING = EngineLimits(16, 512)
 @pytest.mark.parametrize("kind", ["sliding_window", "mamba", ""])
 def test_a_kv_cache_of_another_kind_has_no_shadow(kind: str) -> None:
     with pytest.raises(ShadowError, match=f"KV cache of {kind}"):
-        a_shadow(a_shape(kv_kind=kind), CEILING)
+        a_reference(a_shape(kv_kind=kind), CEILING)
 
 
 @pytest.mark.engine
 def test_a_scheduler_option_that_this_vllm_lacks_is_named() -> None:
     with pytest.raises(ShadowError, match="option no_such_option") as refused:
-        a_shadow(
+        a_reference(
             a_shape(scheduler={"policy": "fcfs", "no_such_option": 1}), EngineLimits(16, 512)
         )
     assert "vLLM 0" in str(refused.value.hint)
@@ -69,7 +69,7 @@ def groups(*specs: object) -> SimpleNamespace:
 
 
 @pytest.mark.engine
-def test_one_group_of_full_attention_has_a_shadow() -> None:
+def test_one_group_of_full_attention_has_a_reference() -> None:
     _refuse_unsupported(a_config(), groups(full_attention()))
 
 

@@ -1,4 +1,4 @@
-"""What the shadow foretold decides only beyond the shadow's own error."""
+"""What was predicted decides only beyond the shadow's own error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG_RATIO = 0.05
 values = st.floats(0.1, 10.0)
 
 
-def foretold(
+def predicted(
     limits: EngineLimits, value: float, tier: Tier = Tier.GOOD, metric: str = "e2e_p99"
 ) -> Observation:
     whole = tier not in (Tier.CUT, Tier.FAILED)
@@ -30,7 +30,7 @@ def foretold(
 
 def test_a_gain_beyond_the_error_is_a_change_with_the_error_as_its_interval() -> None:
     found = decide_predicted(
-        [foretold(PRESENT, 2.0), foretold(OTHER, 1.6)], PRESENT, WRONG_RATIO
+        [predicted(PRESENT, 2.0), predicted(OTHER, 1.6)], PRESENT, WRONG_RATIO
     )
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.CHANGE, OTHER, OTHER)
     assert found.gain is not None
@@ -41,7 +41,7 @@ def test_a_gain_beyond_the_error_is_a_change_with_the_error_as_its_interval() ->
 
 def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> None:
     found = decide_predicted(
-        [foretold(PRESENT, 2.0), foretold(OTHER, 1.92)], PRESENT, WRONG_RATIO
+        [predicted(PRESENT, 2.0), predicted(OTHER, 1.92)], PRESENT, WRONG_RATIO
     )
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, OTHER)
     assert found.why == "the gain is within the shadow's error"
@@ -50,14 +50,14 @@ def test_a_gain_within_the_error_keeps_the_present_one_and_names_the_best() -> N
 
 
 def test_a_surer_shadow_decides_what_a_less_sure_one_leaves_open() -> None:
-    seen = [foretold(PRESENT, 2.0), foretold(OTHER, 1.8)]
+    seen = [predicted(PRESENT, 2.0), predicted(OTHER, 1.8)]
     verdicts = [decide_predicted(seen, PRESENT, wrong).verdict for wrong in (0.10, 0.12)]
     assert verdicts == [RaceVerdict.CHANGE, RaceVerdict.KEEP]
 
 
 def test_nothing_better_keeps_the_present_one() -> None:
     found = decide_predicted(
-        [foretold(PRESENT, 1.0), foretold(OTHER, 2.0)], PRESENT, WRONG_RATIO
+        [predicted(PRESENT, 1.0), predicted(OTHER, 2.0)], PRESENT, WRONG_RATIO
     )
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, PRESENT)
     assert found.gain is None
@@ -65,24 +65,24 @@ def test_nothing_better_keeps_the_present_one() -> None:
 
 @pytest.mark.parametrize("tier", [Tier.FAILED, Tier.CUT])
 def test_a_present_one_that_fails_is_left_without_a_gain_to_quote(tier: Tier) -> None:
-    seen = [foretold(PRESENT, 0.0, tier, "failed"), foretold(OTHER, 5.0)]
+    seen = [predicted(PRESENT, 0.0, tier, "failed"), predicted(OTHER, 5.0)]
     found = decide_predicted(seen, PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
 
 
 def test_a_present_one_that_breaks_an_slo_is_left_for_any_that_does_not() -> None:
-    broken = foretold(PRESENT, 1.01, Tier.BREAKS_SLO, "worst SLO slack")
-    found = decide_predicted([broken, foretold(OTHER, 9.0)], PRESENT, WRONG_RATIO)
+    broken = predicted(PRESENT, 1.01, Tier.BREAKS_SLO, "worst SLO slack")
+    found = decide_predicted([broken, predicted(OTHER, 9.0)], PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
 
 
 def test_without_the_present_one_there_is_nothing_to_compare_with() -> None:
-    found = decide_predicted([foretold(OTHER, 1.0)], PRESENT, WRONG_RATIO)
+    found = decide_predicted([predicted(OTHER, 1.0)], PRESENT, WRONG_RATIO)
     assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
 
 
 def test_when_nothing_survives_it_says_so() -> None:
-    failed = [foretold(limits, 0, Tier.FAILED, "failed") for limits in (PRESENT, OTHER)]
+    failed = [predicted(limits, 0, Tier.FAILED, "failed") for limits in (PRESENT, OTHER)]
     for seen in ([], failed):
         with pytest.raises(NoFeasibleConfigError, match="no configuration survived"):
             decide_predicted(seen, PRESENT, WRONG_RATIO)
@@ -92,8 +92,8 @@ def test_when_nothing_survives_it_says_so() -> None:
 def test_a_change_is_always_better_than_the_present_one_beyond_the_error(
     present: float, others: list[float], wrong: float
 ) -> None:
-    seen = [foretold(PRESENT, present)]
-    seen += [foretold(EngineLimits(1 + i, 512), value) for i, value in enumerate(others)]
+    seen = [predicted(PRESENT, present)]
+    seen += [predicted(EngineLimits(1 + i, 512), value) for i, value in enumerate(others)]
     found = decide_predicted(seen, PRESENT, wrong)
     value_of = {o.limits: o.score.value for o in seen}
     assert value_of[found.best] <= min(value_of.values()) * (1 + TIE_RATIO)

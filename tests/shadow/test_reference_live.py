@@ -1,4 +1,4 @@
-"""The shadow engine schedules, step for step, what a live vLLM scheduled that took as long."""
+"""The reference schedules, step for step, what a live vLLM scheduled that took as long."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from support.shadow_parts import MaybeShared, Workload, a_shadow
+from support.live_parts import start_live
+from support.shadow_parts import RandomTraffic, a_reference
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
-from tuner.engine.live import LiveEngine, LiveSource
+from tuner.engine.live import LiveEngine
 from tuner.engine.protocol import Batch, Engine
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.fast_forward import is_foreseeable
+from tuner.shadow.simulator import unknown_options
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 
@@ -78,10 +79,6 @@ class RecordedTimer:
         """Return what the next turn took."""
         return self._next()
 
-    def decode_run_s(self, seqs: int, context_tokens: int) -> tuple[float, float]:
-        """Refuse: a recording knows single steps."""
-        raise NotImplementedError
-
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -102,7 +99,7 @@ def live() -> Iterator[LiveEngine]:
         "block-size": LIVE_BLOCK_TOKENS,
         "kv-cache-memory-bytes": LIVE_BLOCKS * LIVE_BLOCK_BYTES,
     }
-    engine = LiveSource().start(values, LIVE_CEILING)
+    engine = start_live(values, LIVE_CEILING)
     yield engine
     engine.close()
 
@@ -119,9 +116,9 @@ NONE = Pressure(preempts=False, hits=False)
 PREEMPTS = Pressure(preempts=True, hits=False)
 BOTH = Pressure(preempts=True, hits=True)
 
-ROOMY = Workload(seed=3, n=12, per_s=20.0, longest_prompt=40, longest_output=12)
+ROOMY = RandomTraffic(seed=3, n=12, per_s=20.0, longest_prompt=40, longest_output=12)
 # All due within ten milliseconds, so that how fast the machine is changes little.
-PRESSED = Workload(seed=4, n=16, per_s=2000.0, longest_prompt=150, longest_output=60)
+PRESSED = RandomTraffic(seed=4, n=16, per_s=2000.0, longest_prompt=150, longest_output=60)
 CHATTY = replace(PRESSED, longest_prompt=30, longest_output=120)
 SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
 
@@ -136,17 +133,16 @@ SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
     ],
 )
 def test_every_step_schedules_what_a_live_engine_did(
-    live: LiveEngine, workload: Workload, limits: EngineLimits, wanted: Pressure
+    live: LiveEngine, workload: RandomTraffic, limits: EngineLimits, wanted: Pressure
 ) -> None:
     trace = workload.trace()
-    # The live scheduler keeps its cache, whatever it is told; so does the shadow here.
-    prompts = MaybeShared(trace, live.info.vocab_size)
+    prompts = PromptSource(trace, live.info.vocab_size)
     live.set_limits(limits)
     measured, live_turns = recorded(live, live._running_core._scheduler, trace, prompts)
     assert measured.kept_steps is not None
     timer = RecordedTimer(measured.kept_steps.duration_s.tolist())
-    shadow = a_shadow(live.shape(), limits, live.info.num_blocks, timer, fast=False)
-    predicted, turns = recorded(shadow, shadow._open.core.scheduler, trace, prompts)
+    reference = a_reference(live.shape(), limits, live.info.num_blocks, timer)
+    predicted, turns = recorded(reference, reference._open.scheduler, trace, prompts)
 
     for at, (turn, live_turn) in enumerate(zip(turns, live_turns, strict=False)):
         assert turn == live_turn, f"turn {at}"
@@ -167,5 +163,5 @@ def recorded(
         return replay(engine, trace, prompts, ReplayPlan(keep_steps=True)), seen
 
 
-def test_a_live_engine_as_most_run_it_has_a_fast_shadow(live: LiveEngine) -> None:
-    assert is_foreseeable(live.shape())
+def test_the_simulator_knows_every_option_of_an_engine_as_most_run_it(live: LiveEngine) -> None:
+    assert unknown_options(live.shape()) == []

@@ -1,7 +1,7 @@
-"""Shadow engines made from a profile, as the host starts them.
+"""The engine that a profile was measured on, as a configuration meets it.
 
-Answers whether a profile may speak for the engine that is asked about. What a profile holds is
-in `profiles`, how a shadow steps in `engine.shadow`.
+Answers whether a profile may speak for the engine that is asked about, and with which limits
+that one runs at present.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuner.engine.compat import serve
-from tuner.engine.compat.scheduler import import_scheduler
 from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
 from tuner.errors import ShadowError, UsageError
 from tuner.redact import REDACTED, redacted
-from tuner.shadow.engine import ShadowEngine
 from tuner.shadow.profiles import Profile, check_fits
-from tuner.shadow.self_check import departure
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
 # and what belongs to the server in front of the engine.
@@ -35,29 +32,21 @@ _FREE_KEYS = frozenset(
 )
 
 
-_ASKED_EVERY_STEP = (
-    "vLLM {} does not decide as foreseen ({}), so the shadow asks it about every step: the"
-    " predictions hold, and take ten times as long"
-)
-
-
 @dataclass(frozen=True, slots=True)
-class ShadowSource:
-    """Starts shadows of the engine that a profile was measured on; travels as it is.
+class ProfiledEngine:
+    """The engine that a profile was measured on.
 
-    `is_forced` lets a profile of another vLLM, device or configuration pass. `is_fast` off
-    asks the scheduler about every single step.
+    `is_forced` lets a profile of another vLLM, device or configuration pass.
     """
 
     profile: Profile
     is_forced: bool = False
-    is_fast: bool = True
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Return what the profile knows. Raises: ShadowError with what differs from here."""
         shape = self.profile.shape
         if not self.is_forced:
-            self.check(values, serve.vllm_version(), serve.accelerator_name())
+            self._check_here(values)
         return EngineFacts(
             present_limits=self._present(values),
             max_model_len=shape.max_model_len,
@@ -66,10 +55,22 @@ class ShadowSource:
             device=shape.device,
         )
 
+    def _check_here(self, values: Mapping[str, object]) -> None:
+        """Refuse a profile of another configuration, or of another vLLM or device than here.
+
+        Without vLLM there is no engine here that the profile could be taken for.
+        """
+        _, version = serve.installed_vllm()
+        device = serve.installed_accelerator() if version else None
+        self.check(values, version or None, device)
+
     def check(
-        self, values: Mapping[str, object], vllm_version: str, device: str | None
+        self, values: Mapping[str, object], vllm_version: str | None, device: str | None
     ) -> None:
-        """Refuse a profile that was made elsewhere. Raises: ShadowError with what differs."""
+        """Refuse a profile that was made elsewhere; what is None is not compared.
+
+        Raises: ShadowError with what differs.
+        """
         differing = check_fits(
             self.profile, vllm_version=vllm_version, device=device, model=None
         )
@@ -104,29 +105,6 @@ class ShadowSource:
             )
         except ValueError as wrong:
             raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ShadowEngine:
-        """Start a shadow at the ceiling, with the blocks an engine had that started so."""
-        del values  # the profile knows them
-        profile = self.profile
-        serve.prepare_environment()
-        departs = departure(profile.shape) if self.is_fast else ""
-        return ShadowEngine(
-            profile.shape,
-            ceiling,
-            profile.num_blocks_at(ceiling),
-            profile.step_model,
-            fast=self.is_fast and not departs,
-            remark=_ASKED_EVERY_STEP.format(serve.vllm_version(), departs) if departs else "",
-        )
-
-
-def prepare_shadow() -> None:
-    """Import, in this process, what every shadow needs; it is most of the first start's time.
-
-    Raises: UsageError when vLLM is missing.
-    """
-    import_scheduler()
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:

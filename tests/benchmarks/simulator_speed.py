@@ -1,0 +1,237 @@
+"""How fast the simulator replays: tokens per second on one core, the reference beside it.
+
+    python tests/benchmarks/simulator_speed.py TRACE [--shared TRACE] [--runs 9] [--week]
+        [-o results.json]
+
+TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
+Steps take a fixed time. --shared names a trace with hash ids, which is replayed as it is, in
+blocks of 16 tokens. "preempted" has blocks for a third of what is in use at most. --week adds
+27 million requests in one replay. "reference" is vLLM's own scheduler asked at every step, for
+ten seconds, where vLLM is installed. All variants run in turns in one process; the time is that
+of the processor, metrics included.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import EngineShape
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.metrics import measure
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.formats import ReadOptions, read_trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import TooLong, Trace
+
+LIMITS = EngineLimits(32, 2048)
+CLIP = 6000
+BLOCKS = 100_000
+WEEK = 27_000_000
+PLAN = ReplayPlan()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to replay: on which traffic, with which engine."""
+
+    workload: Workload
+    engine: SimulatedEngine
+    counts_prompts: bool = False
+
+    def run(self) -> tuple[float, ReplayLog]:
+        """Replay and measure once; return the processor's seconds and the log."""
+        began_s = time.process_time()
+        log = simulate(self.engine, self.workload, LIMITS, PLAN)
+        measure([log])
+        return time.process_time() - began_s, log
+
+    def tokens(self, log: ReplayLog) -> int:
+        """Return the tokens that count: answers, and prompts where a cache is looked into."""
+        prompts = int(self.workload.trace.prompt_tokens.sum()) if self.counts_prompts else 0
+        return int(log.timelines.output_tokens.sum()) + prompts
+
+
+def engine_of(
+    step_s: float, *, asynchronous: bool = False, caches: bool = False, blocks: int = BLOCKS
+) -> SimulatedEngine:
+    """Return an engine whose every batch takes the same time."""
+    shape = EngineShape(
+        model="none",
+        device="none",
+        dtype="none",
+        vllm_version="none",
+        parallelism={},
+        vocab_size=32_000,
+        max_model_len=1 << 20,
+        block_size=16,
+        kv_kind="full_attention",
+        prefix_caching=caches,
+        asynchronous=asynchronous,
+        captured_sizes=(),
+        scheduler={"scheduler_reserve_full_isl": False},
+    )
+    return SimulatedEngine(shape, blocks, StepModel.linear(step_s, 0.0, 0.0), LIMITS)
+
+
+def hour_of(path: str) -> Trace:
+    """Return a trace repeated until it lasts an hour, without hash ids."""
+    trace = read_trace(Path(path), None, ReadOptions()).limit_lengths(CLIP, TooLong.CLIP)
+    times = max(1, round(3600 / trace.duration_s))
+    length_s = trace.duration_s + 1.0
+    return Trace(
+        due_s=np.concatenate([trace.due_s + k * length_s for k in range(times)]),
+        prompt_tokens=np.tile(trace.prompt_tokens, times),
+        output_tokens=np.tile(trace.output_tokens, times),
+        source=trace.source,
+    )
+
+
+def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
+    """Return what is replayed, by name."""
+    hour = Workload(hour_of(args.trace), PLAN)
+    found: dict[str, Variant] = {}
+    for step_s in (0.020, 0.003):
+        for asynchronous in (False, True):
+            name = f"{step_s * 1e3:.0f} ms{', asynchronous' if asynchronous else ''}"
+            engine = engine_of(step_s, asynchronous=asynchronous)
+            found[name] = Variant(hour, engine)
+    full = simulate(engine_of(0.020), hour, LIMITS, PLAN).steps.peaks["kv_usage_ratio"]
+    longest = int((hour.trace.prompt_tokens + hour.trace.output_tokens).max()) // 16 + 2
+    few = max(longest, int(full * BLOCKS / 3))
+    for asynchronous in (False, True):
+        name = f"20 ms, preempted{', asynchronous' if asynchronous else ''}"
+        engine = engine_of(0.020, asynchronous=asynchronous, blocks=few)
+        found[name] = Variant(hour, engine)
+    if args.shared:
+        shared = Workload(read_trace(Path(args.shared), None, ReadOptions()), PLAN)
+        for asynchronous in (False, True):
+            name = f"prefix cache{', asynchronous' if asynchronous else ''}"
+            engine = engine_of(0.020, asynchronous=asynchronous, caches=True)
+            found[name] = Variant(shared, engine, counts_prompts=True)
+    return found
+
+
+def week_of(hour: Trace) -> Workload:
+    """Return as many requests as a public week has."""
+    times = WEEK // len(hour) + 1
+    length_s = hour.duration_s + 1.0
+    starts_s = np.repeat(np.arange(times) * length_s, len(hour))[:WEEK]
+    trace = Trace(
+        due_s=np.tile(hour.due_s, times)[:WEEK] + starts_s,
+        prompt_tokens=np.tile(hour.prompt_tokens, times)[:WEEK],
+        output_tokens=np.tile(hour.output_tokens, times)[:WEEK],
+    )
+    return Workload(trace, PLAN)
+
+
+def reference_rate(variant: Variant) -> float:
+    """Return the output tokens per second of vLLM's scheduler asked at every step."""
+    from tuner.engine.compat import serve
+    from tuner.shadow.reference import ReferenceEngine
+
+    serve.prepare_environment()
+    engine, trace = variant.engine, variant.workload.trace
+    shape = replace(engine.shape, max_model_len=16_384)
+    asked = ReferenceEngine(shape, LIMITS, engine.num_blocks, engine.step_model)
+    prompts = PromptSource(trace, shape.vocab_size)
+    plan = replace(PLAN, cut=CutRule(max_wall_s=10.0))
+    began_s = time.process_time()
+    log = replay(asked, trace, prompts, plan)
+    return float(log.timelines.output_tokens.sum()) / (time.process_time() - began_s)
+
+
+def report(name: str, variant: Variant, took_s: list[float], log: ReplayLog) -> dict[str, Any]:
+    """Print and return what a variant came to."""
+    tokens = variant.tokens(log)
+    rates = sorted(tokens / one_s for one_s in took_s)
+    e2e_s = [float(np.quantile(log.timelines.e2e_s, q)) for q in (0.5, 0.99)]
+    print(
+        f"{name:<32} {median(rates) / 1e6:>8,.0f} million tokens/s "
+        f"({rates[0] / 1e6:,.0f} … {rates[-1] / 1e6:,.0f}, n {len(rates)}), "
+        f"{median(took_s) * 1e3:,.1f} ms, {log.steps.steps:,} steps, "
+        f"{log.steps.preempted:,} preempted, E2E p50, p99 {e2e_s[0]:.3f}, {e2e_s[1]:.3f} s",
+        flush=True,
+    )
+    return {
+        "tokens": tokens,
+        "seconds": took_s,
+        "steps": log.steps.steps,
+        "preempted": log.steps.preempted,
+        "requests": len(variant.workload.trace),
+        "e2e_p50_p99_s": e2e_s,
+    }
+
+
+def measured_in_turns(variants: dict[str, Variant], runs: int) -> dict[str, Any]:
+    """Run all variants in turns and report them."""
+    logs = {name: variant.run()[1] for name, variant in variants.items()}
+    took_s: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(runs):
+        for name, variant in variants.items():
+            took_s[name].append(variant.run()[0])
+    return {name: report(name, v, took_s[name], logs[name]) for name, v in variants.items()}
+
+
+def week(variant: Variant) -> dict[str, Any]:
+    """Replay a week of requests once and report it, with the memory that it took."""
+    whole = Variant(week_of(variant.workload.trace), variant.engine)
+    took_s, log = whole.run()
+    found = report("a week of 27 million requests", whole, [took_s], log)
+    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    print(f"  {took_s:.1f} s, {peak_gib:.1f} GiB at most, the trace included")
+    return {**found, "peak_gib": peak_gib}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace")
+    parser.add_argument("--shared")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--week", action="store_true")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    variants = variants_of(args)
+    found = measured_in_turns(variants, args.runs)
+    first = next(iter(variants.values()))
+    stages: dict[str, Callable[[], Any]] = {}
+    if importlib.util.find_spec("vllm"):
+        stages["reference"] = lambda: reference_rate(first)
+    if args.week:
+        stages["week"] = lambda: week(first)
+    more = {name: stage() for name, stage in stages.items()}
+    if "reference" in more:
+        print(f"reference, asked at every step: {more['reference']:,.0f} tokens/s")
+    if args.output:
+        content = {
+            "command": " ".join(Path(word).name for word in sys.argv),
+            "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, one used",
+            "variants": found,
+            **more,
+        }
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

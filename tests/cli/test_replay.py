@@ -1,0 +1,59 @@
+"""`tune replay`: one configuration measured on a toy engine, at the limits that are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.toy import ToySource
+from support.toy_tune import write_trace
+from tuner.cli import run
+from tuner.cli.commands import replay
+from tuner.cli.replay import ReplayOptions, run_replay
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return what the command prints as JSON, measured on a toy."""
+    params = replay.make_context("replay", ["--json", *arguments]).params
+    assert run_replay(ReplayOptions.parse(params), ToySource()) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def test_what_is_not_named_is_the_configurations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(write_trace(tmp_path / "t.jsonl", n=60))
+    present = replayed(capsys, "--trace", trace)
+    named = replayed(capsys, "--trace", trace, "--max-num-seqs", "3", "--window", "0s:2s")
+    assert present["limits"] == {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
+    assert named["limits"] == {"max_num_seqs": 3, "max_num_batched_tokens": 2048}
+    assert named["offered"] < present["offered"] == 60
+    assert "windowed" in named["caveats"]
+    assert "windowed" not in present["caveats"]
+
+
+def test_a_live_replay_is_not_blamed_on_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(write_trace(tmp_path / "t.jsonl", n=60))
+    assert (
+        "profile_forced" not in replayed(capsys, "--trace", trace, "--force-profile")["caveats"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--engine", "shadow"], "--engine shadow needs --profile FILE"),
+        (["--profile", "x.yaml"], "--profile is for --engine shadow"),
+    ],
+)
+def test_a_profile_and_a_shadow_go_together(
+    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replay", "--trace", "t.jsonl", *more]) == 2
+    assert words in capsys.readouterr().err

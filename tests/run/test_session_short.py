@@ -1,0 +1,69 @@
+"""A run whose time ends before anything raced says so, and predicts from the steps it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
+from support.toy import ToySource
+from support.toy_tune import CROWDED
+from support.traffic import steady
+from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat
+from tuner.run.directory import PROFILE_FILE
+from tuner.run.session import Method, Session
+from tuner.search.race import NOTHING_ELSE, RaceVerdict
+from tuner.shadow.calibration import LARGEST_ERROR_RATIO
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import Profile, read_profile, write_profile
+
+PRESENT = EngineLimits(16, 2048)
+TRACE = steady(240, per_s=14.0, prompt=110, output=35)
+CROWDED_TOY = ToySource(CROWDED)
+
+
+@contextmanager
+def out_of_time(folder: Path, method: Method = Method.AUTO) -> Iterator[Session]:
+    """Yield a run whose profile is unfit and whose time holds one replay of the live search."""
+    with a_run(folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        unfit = a_profile(2 * LARGEST_ERROR_RATIO)
+        write_profile(run.context.run_dir.path / PROFILE_FILE, unfit)
+        run.context.stopwatch.total_s = 0.0
+        windows = run.workload.windows
+        yield Session(run.runner, {}, toy_predictor, method, chosen=windows)
+
+
+def toy_predictor(profile: Profile) -> Predictor:
+    return ToyPredictor(profile, toy=CROWDED_TOY)
+
+
+def test_where_nothing_else_was_replayed_the_steps_seen_predict(
+    tmp_path: Path,
+) -> None:
+    with out_of_time(tmp_path) as session:
+        decision = session.run()
+        caveats = session.caveats(decision)
+        kept = read_profile(session.context.run_dir.path / PROFILE_FILE)
+        phases = {t.phase for t in session.context.journal.records()}
+    assert (decision.verdict, decision.is_predicted) == (RaceVerdict.CHANGE, True)
+    assert decision.winner.max_num_seqs < PRESENT.max_num_seqs
+    assert {"present", "shadow"} <= phases
+    assert Caveat.NOT_RACED in caveats
+    assert Caveat.SHADOW_UNFIT not in caveats
+    # The steps of the run itself, not those of the profile that was unfit.
+    assert kept.calibrated_on == (str(PRESENT),)
+
+
+def test_a_search_that_is_to_be_live_says_nothing_of_others(
+    tmp_path: Path,
+) -> None:
+    with out_of_time(tmp_path, Method.LIVE) as session:
+        decision = session.run()
+        heard = session.context.listener
+    assert (decision.verdict, decision.why) == (RaceVerdict.KEEP, NOTHING_ELSE)
+    assert decision.is_thin
+    assert not decision.is_predicted
+    assert isinstance(heard, Heard)
+    assert not any("predict" in note for note in heard.notes)

@@ -1,0 +1,162 @@
+"""Random replays on which the compiled schedule is compared with vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from support.profile_parts import SHAPE
+from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import EngineShape
+from tuner.replay.arrivals import Sessions, StaticBatches
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.shadow.simulator import SimulatedEngine
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import LoadModel, Trace, Turns
+
+# The lengths of a case are drawn below this, so that every model that stands in has room.
+LONGEST = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One replay: what is simulated, and how."""
+
+    engine: SimulatedEngine
+    trace: Trace
+    limits: EngineLimits
+    plan: ReplayPlan
+
+
+def random_case(seed: int) -> Case:
+    """Return the case of a seed: small numbers, so that every edge is met often."""
+    rng = np.random.default_rng(seed)
+    block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
+    trace = _trace(rng, block)
+    longest = int((trace.prompt_tokens + trace.output_tokens).max())
+    max_len = int(longest if rng.random() < 0.9 else max(2, longest - 10))
+    shape = _shape(rng, block, max_len)
+    limits, ceiling = _limits(rng, shape, max_len)
+    enough = int(np.ceil((trace.prompt_tokens + trace.output_tokens) / block).sum()) + 2
+    least = -(-max_len // block) + 2
+    scarce = least + int(rng.integers(0, 1 + 3 * least))
+    blocks = int(rng.choice([enough, scarce, scarce]))
+    if shape.scheduler["watermark"]:
+        blocks = max(blocks, 2 * least)
+    engine = SimulatedEngine(shape, blocks, _model(rng), ceiling)
+    return Case(engine, trace, limits, _plan(rng, trace))
+
+
+def _trace(rng: np.random.Generator, block: int) -> Trace:
+    n = int(rng.integers(1, 60))
+    longest = int(rng.choice([3, 20, 100, 250]))
+    prompts = rng.integers(1, longest + 1, n)
+    outputs = rng.integers(1, int(rng.choice([2, 30, longest + 1])) + 1, n)
+    if rng.random() < 0.3:
+        prompts = np.maximum(1, prompts // block * block)
+    gaps_s = rng.exponential(float(rng.choice([0.0005, 0.01, 0.1, 1.0])), n)
+    gaps_s[rng.random(n) < 0.3] = 0.0
+    hashes = None
+    if rng.random() < 0.6:
+        hashes = _hashes(rng, prompts, block)
+    turns = None
+    if rng.random() < 0.3:
+        after = np.array([int(rng.integers(-1, i)) if i else -1 for i in range(n)])
+        after[rng.random(n) < 0.5] = -1
+        pause_s = np.where(after >= 0, rng.exponential(0.05, n), 0.0)
+        turns = Turns(after.astype(np.int64), pause_s)
+    return Trace(
+        due_s=np.cumsum(gaps_s),
+        prompt_tokens=prompts.astype(np.int64),
+        output_tokens=outputs.astype(np.int64),
+        hashes=hashes,
+        turns=turns,
+    )
+
+
+def _hashes(rng: np.random.Generator, prompts: np.ndarray, block: int) -> HashIds:
+    recorded = int(rng.choice([block, 2 * block, 16, 24, max(1, block // 2)]))
+    rows = []
+    for tokens in prompts:
+        family, keeps = int(rng.integers(0, 3)), int(rng.integers(0, 8))
+        count = int(tokens) // recorded + int(rng.random() < 0.5)
+        count = min(count, -(-int(tokens) // recorded))
+        own = int(rng.integers(1000, 10**9))
+        rows.append([family * 100 + i if i < keeps else own + i for i in range(count)])
+    return HashIds.from_rows(rows, recorded)
+
+
+def _shape(rng: np.random.Generator, block: int, max_len: int) -> EngineShape:
+    chunks = bool(rng.random() < 0.8)
+    threshold = int(rng.choice([0, 0, 0, 7, 40])) if chunks else 0
+    return replace(
+        SHAPE,
+        max_model_len=max_len,
+        block_size=block,
+        prefix_caching=bool(rng.random() < 0.7),
+        asynchronous=bool(rng.random() < 0.5),
+        captured_sizes=(),
+        scheduler={
+            "policy": "priority" if rng.random() < 0.15 else "fcfs",
+            "enable_chunked_prefill": chunks,
+            "long_prefill_token_threshold": min(threshold, max_len),
+            "long_prefill_token_threshold_adaptive": bool(threshold and rng.random() < 0.4),
+            "scheduler_reserve_full_isl": bool(rng.random() < 0.5),
+            "watermark": 0.05 if rng.random() < 0.2 else 0.0,
+        },
+    )
+
+
+def _limits(
+    rng: np.random.Generator, shape: EngineShape, max_len: int
+) -> tuple[EngineLimits, EngineLimits]:
+    cap = int(rng.choice([1, 2, 3, 5, 8, 16, 64]))
+    budget = int(rng.choice([cap, cap + 3, 16, 40, 128, 2048]))
+    if not shape.scheduler["enable_chunked_prefill"]:
+        budget = max(budget, max_len)
+    elif rng.random() < 0.15:
+        # Fewer tokens than requests, so that some have to wait in the midst of their answers.
+        budget = max(1, cap // 2)
+    ceiling = EngineLimits(max(cap, 64), max(budget, 2048, max_len))
+    return EngineLimits(min(cap, budget), budget) if budget < cap else EngineLimits(
+        cap, budget
+    ), ceiling
+
+
+def _model(rng: np.random.Generator) -> StepModel:
+    scale = float(rng.choice([0.0005, 0.01]))
+    sizes = (1, 2, 4, 8, 16) if rng.random() < 0.5 else ()
+    return StepModel(
+        decode_knots=(0, 4, 20),
+        decode_slopes_s=tuple(scale * rng.random(3) * 0.1),
+        prefill_knots=(0, 64),
+        prefill_slopes_s=tuple(scale * rng.random(2) * 0.01),
+        base_s=scale * (0.5 + rng.random()),
+        prefill_base_s=scale * rng.random(),
+        decode_context_s=scale * rng.random() * 1e-4,
+        prefill_context_s=scale * rng.random() * 1e-5,
+        tidy_s=scale * 0.1 * rng.random(),
+        captured_sizes=sizes,
+    )
+
+
+def _plan(rng: np.random.Generator, trace: Trace) -> ReplayPlan:
+    plan = ReplayPlan(keep_steps=True)
+    kind = rng.random()
+    if kind < 0.15:
+        plan = replace(plan, load_model=LoadModel.CLOSED, concurrency=int(rng.integers(1, 9)))
+    elif kind < 0.3:
+        batches = StaticBatches(int(rng.integers(1, 6)), float(rng.choice([0.0, 0.05])))
+        plan = replace(plan, batches=batches)
+    if rng.random() < 0.3:
+        plan = replace(plan, sessions=Sessions.RECORDED)
+    if rng.random() < 0.25:
+        plan = replace(plan, timeout_s=float(rng.choice([0.02, 0.2, 2.0])))
+    if rng.random() < 0.15:
+        cut = CutRule(late_s=float(rng.choice([0.05, 0.5])), allowed_late=len(trace) // 3)
+        plan = replace(plan, cut=cut)
+    elif rng.random() < 0.1:
+        plan = replace(plan, cut=CutRule(max_clock_s=float(rng.choice([0.05, 0.5]))))
+    return plan

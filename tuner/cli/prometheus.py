@@ -1,0 +1,140 @@
+"""Traffic from a Prometheus: which server is queried, with which login, and for what."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
+from tuner.cli.traces import write_described
+from tuner.errors import UsageError
+from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class PrometheusOptions:
+    """Which server is queried, for which model, how far back and with which login.
+
+    `headers` are lines as `NAME: VALUE`.
+
+    Units: seconds.
+    """
+
+    url: str
+    since_s: float
+    step_s: float
+    model: str | None
+    headers: tuple[str, ...]
+    token_file: Path | None
+    is_verified: bool
+
+    @classmethod
+    def parse(cls, params: Params, url: str, model: str | None) -> Self:
+        """Return what `prometheus_options` say of the server at the URL."""
+        return cls(
+            url=url,
+            since_s=params["since"],
+            step_s=params["step"],
+            model=model,
+            headers=tuple(params["headers"]),
+            token_file=path_of(params["token_file"]),
+            is_verified=not params["no_verify"],
+        )
+
+    def sampled(
+        self,
+        seed: int,
+        *,
+        is_closed: bool,
+        engine: str | None = None,
+        since_s: float | None = None,
+        until_s: float | None = None,
+    ) -> Trace:
+        """Return traffic that is drawn from the metrics; closed, by the requests in flight.
+
+        It is that of `since_s` seconds before a Unix time; None for those of --since, and now.
+
+        Raises: UsageError.
+        """
+        return trace_from_prometheus(
+            self.url,
+            self.since_s if since_s is None else since_s,
+            self.step_s,
+            model=self.model,
+            engine=engine,
+            seed=seed,
+            concurrency=is_closed,
+            until_s=until_s,
+            headers=self.credentials(),
+            verify=self.is_verified,
+        )
+
+    def credentials(self) -> dict[str, str]:
+        """Return the headers, with the token of the file or else of the environment.
+
+        The file is read anew each time: the token in it may be another one by now.
+
+        Raises: UsageError.
+        """
+        headers = {}
+        if token := self._token():
+            headers["Authorization"] = f"Bearer {token}"
+        for header in self.headers:
+            name, colon, value = header.partition(":")
+            if not colon or not name.strip():
+                # The value may be a secret, and is not shown.
+                raise UsageError(
+                    "--header must look like 'NAME: VALUE'", "quote it as one word"
+                )
+            headers[name.strip()] = value.strip()
+        return headers
+
+    def _token(self) -> str:
+        path = self.token_file
+        if path is None:
+            return os.environ.get(TOKEN_VARIABLE, "").strip()
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"--token-file {path} cannot be read: {reason}") from error
+        if not token:
+            raise UsageError(f"--token-file {path} is empty", "it must hold the bearer token")
+        return token
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """Of which Prometheus, and which of its engines, a trace is sampled.
+
+    `engine` is None for all of them together. `is_closed` takes requests in flight and not
+    arrivals. `output` is None for standard output.
+    """
+
+    prometheus: PrometheusOptions
+    engine: str | None
+    is_closed: bool
+    seed: int
+    output: str | None
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says."""
+        return cls(
+            PrometheusOptions.parse(params, params["url"], params["model"]),
+            engine=params["engine"],
+            is_closed=params["concurrency"],
+            seed=params["seed"],
+            output=params["output"],
+        )
+
+
+def run_from_prometheus(options: SampleOptions) -> int:
+    """Sample a trace from metrics and write it. Raises: UsageError."""
+    sampled = options.prometheus.sampled(
+        options.seed, is_closed=options.is_closed, engine=options.engine
+    )
+    return write_described(sampled, options.output)

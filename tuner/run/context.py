@@ -1,0 +1,181 @@
+"""What the stages of a run are given: the trace, the aim, the space, where evidence is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+from uuid import uuid4
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat
+from tuner.replay.loop import Progress, ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.replay.runner import EngineRunner, Failure
+from tuner.replay.series import TimelineRecord, with_replay
+from tuner.replay.slo import Slo
+from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
+from tuner.run.journal import Journal
+from tuner.run.listener import Listener
+from tuner.search.budget import Aim, Budget
+from tuner.search.objective import Scoring, make_scoring
+from tuner.search.space import SearchSpace
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """What is left of a run's time, and where real time went, by stage.
+
+    Units: seconds.
+    """
+
+    total_s: float
+    stages_s: dict[str, float] = field(default_factory=dict)
+    _began_s: float = field(default_factory=time.monotonic, init=False)
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._began_s = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """What is left, negative once it is overdrawn."""
+        return self._began_s + self.total_s - time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a stage."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - began_s)
+
+    def add(self, name: str, took_s: float) -> None:
+        """Add to the time of a stage."""
+        self.stages_s[name] = self.stages_s.get(name, 0.0) + took_s
+
+
+# The names of what the live search, the race and the cold engines replay, and of what
+# calibrates.
+WINDOW, CALIBRATION = "window", "calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is replayed, how, and how it is judged.
+
+    The pieces, windows of the trace, are replayed one after the other and pooled; `name` tells
+    them from those of other workloads.
+    """
+
+    name: str
+    windows: tuple[Window, ...]
+    pieces: tuple[Trace, ...]
+    plan: ReplayPlan
+    slos: tuple[Slo, ...]
+    scoring: Scoring
+
+    @classmethod
+    def of(cls, name: str, trace: Trace, windows: Sequence[Window], aim: Aim) -> Self:
+        """Return the windows of the trace with what is aimed at.
+
+        Raises: TooFewSamplesError if they cannot carry it; UsageError.
+        """
+        pieces = tuple(window.of(trace) for window in windows)
+        scoring = make_scoring(aim.objective, aim.slos, sum(map(len, pieces)))
+        return cls(name, tuple(windows), pieces, aim.plan, aim.slos, scoring)
+
+    @classmethod
+    def of_calibration(cls, trace: Trace, windows: Sequence[Window], aim: Aim) -> Self:
+        """Return windows to calibrate on, which hold too few requests for a tail."""
+        pieces = tuple(window.of(trace) for window in windows)
+        scoring = Scoring(aim.objective, aim.slos, "p50")
+        return cls(CALIBRATION, tuple(windows), pieces, aim.plan, aim.slos, scoring)
+
+    def replay_on(
+        self,
+        engine: EngineRunner,
+        limits: EngineLimits,
+        cut: CutRule,
+        on_progress: Callable[[Progress], bool],
+        on_log: Callable[[ReplayLog], None] | None = None,
+        *,
+        is_cold: bool = False,
+    ) -> Measurement | Failure:
+        """Replay live; on_log receives each piece's log, with every step in it.
+
+        A cold replay starts an engine of its own with the limits as start-up values.
+
+        Raises: EngineError when the engine cannot be started.
+        """
+        for name, piece in zip(self.names, self.pieces, strict=True):
+            engine.use(name, piece)
+        plan = replace(self.plan, cut=cut, keep_steps=on_log is not None)
+        measure = engine.measure_cold if is_cold else engine.measure
+        return measure(self.names, limits, plan, self.slos, on_progress, on_log)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the pieces."""
+        return [f"{self.name} {i}" for i in range(len(self.pieces))]
+
+    @property
+    def requests(self) -> int:
+        """How many requests a replay offers."""
+        return sum(map(len, self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the stages of a run are given, and where they put what they find.
+
+    `record` is what the run's file holds besides the windows, `is_shared` whether workers may
+    take rounds of it. `caveats` gathers what the stages
+    found to be doubtful. `attempt` names this process among those that a run was made by.
+    """
+
+    trace: Trace
+    space: SearchSpace
+    aim: Aim
+    budget: Budget
+    stopwatch: Stopwatch
+    journal: Journal
+    run_dir: RunDir
+    listener: Listener
+    record: Mapping[str, Any] = field(default_factory=dict)
+    is_shared: bool = False
+    caveats: set[Caveat] = field(default_factory=set)
+    attempt: str = field(default_factory=lambda: uuid4().hex[:8])
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.stopwatch.left_s
+
+    def keep_windows(self, **chosen: Sequence[Window]) -> None:
+        """Put on disk which windows were chosen for what, for whoever goes on with the run."""
+        content = {
+            name: [{"start_s": w.start_s, "end_s": w.end_s} for w in windows]
+            for name, windows in chosen.items()
+        }
+        self.run_dir.write_json(RUN_FILE, {**self.record, "windows": [], **content})
+
+    def keep_trials(self) -> None:
+        """Put every trial that ended on disk, also those of workers elsewhere."""
+        self.run_dir.write_lines(TRIALS_FILE, self.journal.records())
+
+    def keep_timelines(
+        self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
+    ) -> None:
+        """Put on disk what a replay looked like over time, window by window."""
+        held = None
+        if (self.run_dir.path / TIMELINES_FILE).exists():
+            held = self.run_dir.read_json(TIMELINES_FILE)
+        content = with_replay(held, limits, engine, windows)
+        self.run_dir.write_json(TIMELINES_FILE, content)

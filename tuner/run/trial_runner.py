@@ -1,0 +1,151 @@
+"""Live trials: each is measured, judged and on disk before anything else happens.
+
+What to try is decided by the stages of a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError
+from tuner.replay.loop import Progress, ReplayLog
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import CutRule
+from tuner.replay.runner import EngineRunner, Failure
+from tuner.run.context import RunContext, Workload
+from tuner.search.objective import Score, Scoring, Tier
+from tuner.search.trials import Phase, Trial
+
+# Engine deaths after which the run gives up, in a row and below what has worked: ours; one may
+# be chance, three are the engine's fault.
+MAX_DEATHS = 3
+
+
+@dataclass(slots=True)
+class TrialRunner:
+    """Replays settings on the run's engine and keeps what came out."""
+
+    context: RunContext
+    engine: EngineRunner
+    _deaths: int = field(default=0, init=False)
+    _announced: set[int] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        """Leave out what an earlier process of the run has announced."""
+        self._announced |= {trial.number for trial in self.context.journal.records()}
+
+    def trial(
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        workload: Workload,
+        cut: CutRule,
+        race_round: int = 0,
+        on_log: Callable[[ReplayLog], None] | None = None,
+        *,
+        is_cold: bool = False,
+    ) -> Trial:
+        """Measure once, put it on disk whatever came out, and return it. As `measure`."""
+        return self.measure(limits, phase, workload, cut, race_round, on_log, is_cold=is_cold)[
+            1
+        ]
+
+    def measure(
+        self,
+        limits: EngineLimits,
+        phase: Phase,
+        workload: Workload,
+        cut: CutRule,
+        race_round: int = 0,
+        on_log: Callable[[ReplayLog], None] | None = None,
+        *,
+        is_cold: bool = False,
+    ) -> tuple[Measurement | Failure, Trial]:
+        """Measure once and put it on disk, whatever came out; return it and its record.
+
+        on_log receives each piece's log, with every step in it. A cold trial starts an engine
+        of its own with the limits as start-up values.
+
+        Raises: EngineError when the engine cannot be kept alive.
+        """
+        context = self.context
+        number = context.journal.begin(limits)
+        context.listener.trial_started(number, limits, phase)
+        outcome = workload.replay_on(
+            self.engine, limits, cut, self.progressed, on_log, is_cold=is_cold
+        )
+        record, score, slacks = judged(
+            number, limits, phase, outcome, workload.scoring, race_round, context.attempt
+        )
+        context.run_dir.is_measured = True
+        if context.journal.finish(number, score, slacks, record):
+            self.announce()
+        self._check_alive(limits, outcome)
+        return outcome, record
+
+    def announce(self) -> None:
+        """Put on disk and announce every live trial that has ended since, also elsewhere."""
+        context = self.context
+        new = [
+            t
+            for t in context.journal.records()
+            if t.number not in self._announced and t.is_live
+        ]
+        if not new:
+            return
+        context.keep_trials()
+        for trial in new:
+            self._announced.add(trial.number)
+            context.listener.trial_ended(trial, context.left_s)
+
+    def _check_alive(self, limits: EngineLimits, outcome: Measurement | Failure) -> None:
+        """Give up on an engine that died too often where it should have lived."""
+        if not isinstance(outcome, Failure):
+            self._deaths = 0
+            return
+        self._deaths += self._should_live(limits)
+        if self._deaths >= MAX_DEATHS:
+            raise EngineError(
+                f"the engine died {MAX_DEATHS} times in a row: {outcome.cause}",
+                f"see {self.context.run_dir.engine_log}",
+            )
+
+    def _should_live(self, limits: EngineLimits) -> bool:
+        """Whether a failure here speaks against the engine, not against these limits."""
+        trials = self.context.journal.records()
+        lived = [t.limits for t in trials if t.is_live and t.is_whole]
+        return not lived or any(limits.within(others) for others in lived)
+
+    def progressed(self, progress: Progress) -> bool:
+        """Tell how far a replay is; it goes on."""
+        self.context.listener.progress(progress)
+        return True
+
+
+def judged(
+    number: int,
+    limits: EngineLimits,
+    phase: Phase,
+    outcome: Measurement | Failure,
+    scoring: Scoring,
+    race_round: int = 0,
+    attempt: str = "",
+    prediction: int = 0,
+) -> tuple[Trial, Score, dict[str, float]]:
+    """Return a trial's record, its score and the SLOs' slacks."""
+    if isinstance(outcome, Measurement):
+        score, slacks = scoring.score(outcome), scoring.slacks(outcome)
+        measured, cause = outcome.as_json(), ""
+    else:
+        score, slacks = Score(Tier.FAILED, math.inf, "failed"), {}
+        measured, cause = None, outcome.cause
+    return (
+        Trial.of(
+            number, limits, phase, race_round, score, measured, cause, attempt, prediction
+        ),
+        score,
+        slacks,
+    )

@@ -1,0 +1,159 @@
+"""What a profile says of any setting: replays on the simulated scheduler, in this process.
+
+Everything that is predicted goes through `Predictor.replay`: rankings, capacities, checks of
+drift, corrections by a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tuner.engine.compat import serve
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
+from tuner.errors import EngineError
+from tuner.replay.loop import ReplayLog, replay
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import Failure, measure_capacity
+from tuner.replay.slo import Slo
+from tuner.shadow.calibration import error_ratio
+from tuner.shadow.profiles import Profile
+from tuner.shadow.reference import ReferenceEngine
+from tuner.shadow.simulator import SimulatedEngine, Workload, simulate, unknown_options
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """What a profile says of any setting.
+
+    `ceiling` is what the engine starts at, on which its number of KV-cache blocks depends; None
+    where it starts at the limits themselves. `seed` draws the prompts that vLLM's scheduler is
+    asked with, where the simulator must not be relied on.
+    """
+
+    profile: Profile
+    ceiling: EngineLimits | None = None
+    seed: int = 0
+    _engines: dict[EngineLimits, ReferenceEngine] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _workloads: list[Workload] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    @property
+    def wrong_ratio(self) -> float:
+        """How wrong a prediction typically is, as a share of what is measured."""
+        return error_ratio(self.profile)
+
+    @property
+    def doubt(self) -> str:
+        """Why vLLM's own scheduler is asked instead of the simulator; empty where it is not."""
+        if unknown := unknown_options(self.profile.shape):
+            return f"the simulator does not know {', '.join(unknown)}"
+        agreement = self.profile.agreement
+        if agreement is not None and agreement.departs:
+            return f"vLLM {agreement.vllm_version} decides otherwise, {agreement.departs}"
+        return ""
+
+    def info(self, limits: EngineLimits) -> EngineInfo:
+        """Return what is known of the engine that the limits are predicted on."""
+        ceiling, doubt = self._ceiling(limits), self.doubt
+        remark = f"{doubt}: vLLM's own scheduler is asked, which takes longer" if doubt else ""
+        blocks = self.profile.num_blocks_at(ceiling)
+        return EngineInfo.of_shadow(self.profile.shape, ceiling, blocks, remark)
+
+    def simulated(self, limits: EngineLimits) -> SimulatedEngine:
+        """Return the engine that the limits are simulated on. Raises: ShadowError."""
+        ceiling = self._ceiling(limits)
+        blocks = self.profile.num_blocks_at(ceiling)
+        return SimulatedEngine(self.profile.shape, blocks, self.profile.step_model, ceiling)
+
+    def replay(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
+        """Predict a replay of the trace, at the plan's multiple of its load.
+
+        Units: seconds on the replay's clock, zero at the trace's own zero.
+        Raises: EngineError if a request cannot be served at the limits; ShadowError or
+            UsageError if nothing can be predicted from the profile here.
+        """
+        if self.doubt:
+            return self._ask(at_load(trace, plan.load), limits, plan)
+        return simulate(self.simulated(limits), self._workload(trace, plan), limits, plan)
+
+    def _workload(self, trace: Trace, plan: ReplayPlan) -> Workload:
+        """Return the trace as it is replayed; the last few are kept from call to call."""
+        for known in self._workloads:
+            if known.fits(trace, plan):
+                return known
+        del self._workloads[:-_KEPT]
+        made = Workload(at_load(trace, plan.load), plan, of=trace)
+        self._workloads.append(made)
+        return made
+
+    def _ask(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
+        """Replay on vLLM's own scheduler."""
+        engine = self._reference(limits)
+        prompts = PromptSource(trace, self.profile.shape.vocab_size, self.seed)
+        try:
+            engine.set_limits(limits)
+            return replay(engine, trace, prompts, plan)
+        except EngineError:
+            # It is busy with what it could not serve.
+            self._engines.clear()
+            raise
+
+    def measure(
+        self,
+        traces: Sequence[Trace],
+        limits: EngineLimits,
+        plan: ReplayPlan,
+        slos: Sequence[Slo] = (),
+    ) -> Measurement | Failure:
+        """Predict replays of the traces, one after the other, and pool them.
+
+        Raises: ShadowError, UsageError.
+        """
+        try:
+            logs = [self.replay(trace, limits, plan) for trace in traces]
+        except EngineError as error:
+            return Failure(error.message)
+        return replace(measure(logs, slos), load=plan.load * traces[0].load)
+
+    def measure_capacity(
+        self,
+        traces: Sequence[Trace],
+        limits: EngineLimits,
+        plan: ReplayPlan,
+        slos: Sequence[Slo],
+    ) -> Measurement | Failure:
+        """Predict the largest load at which the SLOs hold, and the measurement there.
+
+        Raises: ShadowError, UsageError.
+        """
+
+        def measure_at(load: float) -> Measurement | Failure:
+            return self.measure(traces, limits, replace(plan, load=load), slos)
+
+        return measure_capacity(measure_at, plan.load, slos)
+
+    def _ceiling(self, limits: EngineLimits) -> EngineLimits:
+        return limits if self.ceiling is None else self.ceiling.covering(limits)
+
+    def _reference(self, limits: EngineLimits) -> ReferenceEngine:
+        """Return an engine that can take the limits. Raises: ShadowError without vLLM."""
+        ceiling = self._ceiling(limits)
+        if ceiling not in self._engines:
+            serve.prepare_environment()
+            blocks, profile = self.profile.num_blocks_at(ceiling), self.profile
+            made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            self._engines[ceiling] = made
+        return self._engines[ceiling]
+
+
+# Workloads that are kept: ours, as many windows as a run has.
+_KEPT = 8

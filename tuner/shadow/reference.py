@@ -1,0 +1,197 @@
+"""The reference: vLLM's own scheduler asked about every step, with predicted step times.
+
+Admission, chunked prefill, prefix hits, preemption and asynchronous scheduling are vLLM's; only
+how long a batch takes comes from a step-time model. The simulator is compared with it, and
+gives way to it where the two depart. Needs vLLM, but neither model nor device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from tuner.engine.compat import serve
+from tuner.engine.compat.core import read_batch
+from tuner.engine.compat.scheduler import SchedulerCore
+from tuner.engine.guards import ProgressGuard, check_busy, check_idle, check_new_limits
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch, EngineInfo, Prompt, Step
+from tuner.engine.shape import EngineShape
+from tuner.engine.steps import StepColumns
+from tuner.errors import EngineError
+from tuner.replay.loop import replay
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
+
+
+class StepTimer(Protocol):
+    """What says how long a batch takes."""
+
+    @property
+    def tidy_s(self) -> float:
+        """Seconds of a turn that completes no batch."""
+
+    def step_s(self, batch: Batch) -> float:
+        """Return the seconds of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A batch on its way through the model that is not there, with what it will bring out."""
+
+    scheduled: Any
+    output: Any
+    step: Step
+
+
+class ReferenceEngine:
+    """vLLM's scheduler behind the Engine protocol, with a StepTimer in the model's place.
+
+    Raises: UsageError when vLLM is missing; ShadowError for options that it does not know.
+    """
+
+    def __init__(
+        self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int, timer: StepTimer
+    ) -> None:
+        self._shape, self._timer, self._limits = shape, timer, ceiling
+        self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
+        self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
+        self._sent: deque[_Sent] = deque()
+        self._progress = ProgressGuard()
+        self._arrived = 0
+        self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known of the engine that this stands in for."""
+        return self._info
+
+    def shape(self) -> EngineShape:
+        """Return what the scheduler knows of the engine."""
+        return self._shape
+
+    @property
+    def _open(self) -> SchedulerCore:
+        if self._core is None:
+            raise EngineError("the engine is closed")
+        return self._core
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold now."""
+        return self._limits
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits. Raises: EngineError while busy or above the ceiling."""
+        check_new_limits(self, limits)
+        self._limits = limits
+        self._open.set_limits(limits.max_num_seqs, limits.max_num_batched_tokens)
+
+    def reset(self) -> None:
+        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
+        check_idle(self)
+        if not self._open.reset_prefix_cache():
+            raise EngineError("vLLM could not clear its prefix cache although it is idle")
+
+    def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
+        """Queue a request that answers with exactly output_tokens tokens."""
+        self._arrived += 1
+        self._open.add(row, prompt, output_tokens, float(self._arrived))
+
+    def abort(self, rows: Sequence[int]) -> None:
+        """Drop requests, whether queued or running."""
+        self._open.abort(rows)
+
+    def has_work(self) -> bool:
+        """Whether anything is queued, running or to be tidied up."""
+        return self._open.has_requests() or bool(self._sent)
+
+    def close(self) -> None:
+        """Let go of the scheduler."""
+        self._core = None
+
+    def step(self) -> Step:
+        """Schedule a batch, and complete the one whose turn it is.
+
+        With asynchronous scheduling the next batch is scheduled before the one on its way is
+        completed, and the first turn completes none.
+
+        Raises: EngineError.
+        """
+        check_busy(self)
+        step = self._turn(self._open)
+        self._progress.check(step)
+        return step
+
+    def _turn(self, core: SchedulerCore) -> Step:
+        if core.has_requests():
+            scheduled = core.schedule()
+            batch = read_batch(scheduled)
+            self._sent.append(_Sent(scheduled, core.sampled(scheduled), self._timed(batch)))
+            goes_on = batch is not None or core.has_requests()
+            if len(self._sent) < core.queue_size and goes_on:
+                return Step(0.0, (), None, 0, 0, 0.0)
+        done = self._sent.popleft()
+        return replace(done.step, emitted=core.update(done.scheduled, done.output))
+
+    def _timed(self, batch: Batch | None) -> Step:
+        """Return a step of the batch at the scheduler's present state."""
+        core = self._open
+        running, waiting = core.counts()
+        usage = 1 - core.free_blocks / core.all_blocks
+        took_s = self._timer.tidy_s if batch is None else self._timer.step_s(batch)
+        return Step(took_s, (), batch, running, waiting, usage)
+
+
+# How long vLLM's scheduler is asked, in real time: ours, some thousand steps.
+ASKED_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What vLLM's own scheduler made of a replay.
+
+    `steps` is None where it ended in an `error`; `is_whole` tells whether it came to its end.
+    """
+
+    vllm_version: str
+    steps: StepColumns | None
+    is_whole: bool = False
+    error: str = ""
+
+
+def ask(
+    shape: EngineShape,
+    ceiling: EngineLimits,
+    num_blocks: int,
+    timer: StepTimer,
+    trace: Trace,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    asked_s: float = ASKED_S,
+) -> Asked | None:
+    """Replay a trace on vLLM's scheduler for so long and return its steps.
+
+    Runs in the process of a vLLM engine, and starts neither model nor device; None in any
+    other process, where importing vLLM would take longer than all the rest. Nothing here
+    imports numba, beside which vLLM does not start on a CPU.
+
+    Raises: ShadowError, UsageError.
+    """
+    if "vllm" not in sys.modules:
+        return None
+    serve.prepare_environment()
+    version = serve.vllm_version()
+    cut = CutRule(max_wall_s=asked_s)
+    try:
+        engine = ReferenceEngine(shape, ceiling, num_blocks, timer)
+        engine.set_limits(limits)
+        prompts = PromptSource(trace, shape.vocab_size)
+        log = replay(engine, trace, prompts, replace(plan, keep_steps=True, cut=cut))
+    except EngineError as error:
+        return Asked(version, None, error=error.message)
+    return Asked(version, log.kept_steps, is_whole=log.cut_reason is None)

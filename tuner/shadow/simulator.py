@@ -1,0 +1,647 @@
+"""Replays of a trace on vLLM's scheduler compiled, without vLLM: an hour in milliseconds.
+
+Lays out the arrays that `schedule` works on, and makes of them the same log as a replay on an
+engine. What the scheduler is told comes from an EngineShape, how long a batch takes from a
+StepModel.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.arrays import Floats, Ints
+from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
+from tuner.errors import EngineError, ReplayError, ShadowError
+from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals
+from tuner.replay.load import offered_work_s
+from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Outcome, Timelines
+from tuner.shadow import schedule as s
+from tuner.shadow.compiled import compiled, warms_up
+from tuner.shadow.step_model import StepModel
+from tuner.stats import WeightedSamples
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import LoadModel, Trace
+
+# Compiled for the arrays that they are called with.
+_advance: Any = s.advance
+_stop_all: Any = s.stop_all
+
+# Turns between two looks at the clock: ours, some hundredths of a second.
+_TURNS: Final = 1 << 16
+# Steps that are kept before they are read out: ours, some megabytes.
+_LOG_ROWS: Final = 1 << 16
+# What an option has to be so that the schedule is the one that is compiled; of those that it
+# knows, None.
+_KNOWN: Final[Mapping[str, tuple[object, ...] | None]] = {
+    "policy": (None, "fcfs", "priority"),
+    "enable_chunked_prefill": None,
+    "long_prefill_token_threshold": None,
+    "long_prefill_token_threshold_adaptive": None,
+    "scheduler_reserve_full_isl": None,
+    "watermark": None,
+    "prefill_schedule_interval": (None, 1),
+    "max_num_queued_reqs": (None,),
+    "max_num_queued_tokens": (None,),
+    # Of no consequence to the schedule of a text model with one group of full attention.
+    "disable_chunked_mm_input": None,
+    "disable_hybrid_kv_cache_manager": None,
+    "enable_prefix_caching": None,
+    "max_num_partial_prefills": (None, 1),
+    "max_long_partial_prefills": (None, 1),
+    "num_lookahead_slots": (None, 0),
+    "num_lookahead_tokens": (None, 0),
+    "delay_factor": (None, 0.0),
+    "cuda_graph_sizes": None,
+    "send_delta_data": None,
+    "preemption_mode": (None, "recompute"),
+    "num_scheduler_steps": (None, 1),
+    "multi_step_stream_outputs": None,
+}
+
+
+def unknown_options(shape: EngineShape) -> list[str]:
+    """Return what of an engine the compiled schedule does not know, a few words each."""
+    notes = [
+        f"{name}: {value}"
+        for name, value in sorted(shape.scheduler.items())
+        if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
+    ]
+    if shape.kv_kind not in SUPPORTED_KV:
+        notes.append(f"a KV cache of {shape.kv_kind}")
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """An engine that is simulated: its scheduler's options, its blocks, its steps.
+
+    `ceiling` are the limits it was started with, which an adaptive threshold for long prompts
+    goes by.
+
+    Units: num_blocks as vLLM counts them, one of which it keeps for itself.
+    Raises: ShadowError naming options that the simulator does not know.
+    """
+
+    shape: EngineShape
+    num_blocks: int
+    step_model: StepModel
+    ceiling: EngineLimits
+
+    def __post_init__(self) -> None:
+        if unknown := unknown_options(self.shape):
+            raise ShadowError(
+                f"the simulator does not know {', '.join(unknown)}",
+                "install vLLM, whose own scheduler is asked then",
+            )
+        if self.num_blocks < 2:
+            raise ShadowError(f"a KV cache has 2 blocks or more, got {self.num_blocks}")
+
+
+class Workload:
+    """A trace as it is replayed again and again: what does not depend on the setting.
+
+    `of` is the trace that was brought to the plan's load, the trace itself where none is given.
+    `priorities` are served smallest first where the engine's policy asks for them.
+
+    Shapes: priorities is [n].
+    Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
+        open one for arrivals that were not.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        plan: ReplayPlan,
+        *,
+        of: Trace | None = None,
+        priorities: Ints | None = None,
+    ) -> None:
+        check_arrivals(trace, plan.load_model)
+        self.trace = trace
+        self._of, self._load = trace if of is None else of, plan.load
+        self.load_model, self.concurrency = plan.load_model, plan.concurrency
+        self.batches: StaticBatches | None = plan.batches
+        self.prompts = _fixed(trace.prompt_tokens, np.int64)
+        self.outputs = _fixed(trace.output_tokens, np.int64)
+        self.priorities = _fixed(
+            np.empty(0, np.int64) if priorities is None else priorities, np.int64
+        )
+        causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
+        self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
+        self.follows, self.followers, self.pauses_s = self._sessions()
+        self.end_s, self.targets = self._targets()
+
+    def fits(self, trace: Trace, plan: ReplayPlan) -> bool:
+        """Whether a replay of the trace by the plan is one of this workload."""
+        causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
+        return (
+            trace is self._of
+            and plan.load == self._load
+            and plan.load_model is self.load_model
+            and plan.concurrency == self.concurrency
+            and plan.batches == self.batches
+            and self.is_causal
+            == (causal and plan.load_model is LoadModel.OPEN and plan.batches is None)
+        )
+
+    @property
+    def arrivals(self) -> int:
+        """How requests arrive, in the words of `schedule`."""
+        if self.load_model is LoadModel.CLOSED:
+            return s.CLOSED
+        if self.batches is not None:
+            return s.BATCHES
+        return s.CAUSAL if self.is_causal else s.OPEN
+
+    def _sessions(self) -> tuple[NDArray[Any], NDArray[Any], Floats]:
+        turns = self.trace.turns
+        if not self.is_causal or turns is None:
+            nobody = _fixed(np.empty(0), np.int64)
+            return nobody, nobody, _fixed(np.empty(0), np.float64)
+        waits = np.flatnonzero(turns.after >= 0)
+        followers = waits[np.argsort(turns.after[waits], kind="stable")]
+        counts = np.bincount(turns.after[waits], minlength=len(self.trace))
+        follows = np.concatenate([[0], np.cumsum(counts)])
+        return (
+            _fixed(follows, np.int64),
+            _fixed(followers, np.int64),
+            _fixed(turns.pause_s, np.float64),
+        )
+
+    def _targets(self) -> tuple[float, Floats]:
+        """Return when a closed loop's recording ends, and how many are to be in flight."""
+        if self.load_model is not LoadModel.CLOSED:
+            return math.inf, _fixed(np.empty((0, 2)), np.float64)
+        if self.concurrency is not None:
+            return math.inf, _fixed(np.array([[0.0, self.concurrency]]), np.float64)
+        times_s, in_flight = self.trace.recorded_concurrency()
+        end_s = max(float(times_s[-1]), float(self.trace.due_s[-1]))
+        return end_s, _fixed(np.column_stack([times_s, in_flight]), np.float64)
+
+    @cached_property
+    def chains(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
+        """Number beginnings of prompts: the same number for what is the same up to there.
+
+        Returns the numbers, where each request's begin, how many tokens of each prompt they
+        cover, and how many there are.
+        """
+        hashes = self.trace.hashes
+        if hashes is None:
+            n = len(self.trace)
+            nothing = _fixed(np.zeros(1), np.int32)
+            return nothing, _fixed(np.zeros(n + 1), np.int64), _fixed(np.zeros(n), np.int64), 0
+        links = np.empty(max(1, hashes.ids.size), dtype=np.int32)
+        count = _number_chains(
+            _fixed(hashes.offsets, np.int64), _fixed(hashes.ids, np.int64), links
+        )
+        covered = np.minimum(hashes.counts * hashes.block_size, self.trace.prompt_tokens)
+        return (
+            _fixed(links, np.int32),
+            _fixed(hashes.offsets, np.int64),
+            _fixed(covered, np.int64),
+            int(count),
+        )
+
+    @cached_property
+    def may_share(self) -> bool:
+        """Whether any two prompts may begin alike: where two first hash blocks are equal."""
+        hashes = self.trace.hashes
+        if hashes is None:
+            return False
+        begun = np.flatnonzero(np.diff(hashes.offsets) > 0)
+        first = hashes.ids[hashes.offsets[begun]]
+        return bool(np.unique(first).size < first.size)
+
+
+def _fixed(column: NDArray[Any], dtype: type) -> NDArray[Any]:
+    """Return a column as compiled code takes it: contiguous, of one type, read-only."""
+    fixed: NDArray[Any] = np.ascontiguousarray(column, dtype=dtype).view()
+    fixed.flags.writeable = False
+    return fixed
+
+
+@compiled(nogil=True, error_model="numpy")
+def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]) -> int:
+    """Give a number to each beginning of a prompt, by the one before and its last block."""
+    size = 16
+    while size < 2 * ids.size:
+        size *= 2
+    before, added = np.empty(size, np.int32), np.empty(size, np.int64)
+    number = np.full(size, -1, np.int32)
+    count = 0
+    for row in range(offsets.size - 1):
+        chain = -1
+        for i in range(offsets[row], offsets[row + 1]):
+            mixed = np.uint64(ids[i]) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= np.uint64(chain + 1) * np.uint64(0xC2B2AE3D27D4EB4F)
+            mixed ^= mixed >> np.uint64(29)
+            at = np.int64((mixed * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(20)) & (size - 1)
+            while number[at] >= 0 and not (before[at] == chain and added[at] == ids[i]):
+                at = (at + 1) & (size - 1)
+            if number[at] < 0:
+                before[at], added[at], number[at] = chain, ids[i], count
+                count += 1
+            chain = number[at]
+            links[i] = chain
+    return count
+
+
+def simulate(
+    engine: SimulatedEngine,
+    workload: Workload,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    on_progress: Callable[[Progress], bool] | None = None,
+) -> ReplayLog:
+    """Replay a workload on a simulated engine and return every instant, as `replay` does.
+
+    The schedule is vLLM's, step for step. The prefix cache is empty at first.
+
+    Raises: EngineError for a request that is larger than the KV cache, or when nothing can be
+        scheduled; ReplayError when the replay itself is void.
+    """
+    _check_sizes(engine, workload)
+    began_s = time.perf_counter()
+    caches = engine.shape.prefix_caching and workload.may_share
+    slots = min(limits.max_num_seqs, len(workload.trace)) + 1
+    if _has_priorities(engine.shape):
+        # Whoever was preempted may wait behind those who came later.
+        slots = min(4 * slots, len(workload.trace) + 1)
+    while True:
+        replay = _Simulation(engine, workload, limits, plan, slots, began_s, caches=caches)
+        status = replay.run(on_progress)
+        if status == s.NEEDS_CACHE:
+            caches = True
+        elif status == s.NO_SLOT:
+            slots = min(2 * slots, len(workload.trace) + 1)
+        else:
+            return replay.log()
+
+
+def _check_sizes(engine: SimulatedEngine, workload: Workload) -> None:
+    """Refuse what would be preempted for ever. Raises: EngineError."""
+    trace, shape, blocks = workload.trace, engine.shape, engine.num_blocks - 1
+    tokens = trace.prompt_tokens + trace.output_tokens
+    # The last token of an answer is never computed.
+    needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
+    if (needed > blocks).any():
+        row = int(np.argmax(needed > blocks))
+        raise EngineError(
+            f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
+            f" {shape.block_size} tokens, there are {blocks}",
+            "give the cache more memory, or refuse such requests with a smaller max-model-len",
+        )
+
+
+def _option(shape: EngineShape, name: str, default: float = 0) -> float:
+    """Return a number among the scheduler's options, the default where it is not set."""
+    value = shape.scheduler.get(name)
+    return default if value is None else float(value)
+
+
+def _has_priorities(shape: EngineShape) -> bool:
+    return shape.scheduler.get("policy") == "priority"
+
+
+class _Simulation:
+    """One replay: its arrays, and what is read from them."""
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        workload: Workload,
+        limits: EngineLimits,
+        plan: ReplayPlan,
+        slots: int,
+        began_s: float,
+        *,
+        caches: bool,
+    ) -> None:
+        self._workload, self._limits, self._plan = workload, limits, plan
+        self._began_s, self._reported_s = began_s, 0.0
+        self._stopped: str | None = None
+        self._kept: list[StepColumns] = []
+        trace = workload.trace
+        n = len(trace)
+        self._g = _integers(engine, workload, limits, plan, slots, caches=caches)
+        self._x = _seconds(engine.step_model, workload, plan)
+        self._t = _table(engine.step_model, self._g)
+        self._w = _work(self._g)
+        self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
+        self._instants = np.full((n, 4), np.nan, order="F")
+        self._instants[:, s.DUE] = trace.due_s
+        self._answers = np.zeros((n, 2), np.int64, order="F")
+        self._answers[:, s.OUTCOME] = s.ABORTED
+        self._refs = np.zeros((n, 3), np.int32, order="F")
+        self._refs[:, s.SLOT_OF] = -1
+        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS, 2))
+        self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
+        self._ready = _ready(workload, self._g)
+        self._cache = _cache(workload, self._g, caches=caches)
+
+    def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
+        """Go on to the end, or until the caller stops it; return the status.
+
+        Raises: EngineError, ReplayError.
+        """
+        while _advance(*self._arrays(), _TURNS):
+            self._read_log()
+            if not self._goes_on(on_progress):
+                break
+        self._read_log()
+        status = int(self._g[s.STATUS])
+        if status == s.IS_STUCK:
+            raise EngineError(
+                f"the engine took {s.STUCK_TURNS} turns without scheduling anything",
+                "a request may be larger than the KV cache",
+            )
+        if status == s.LOST_WORK:
+            raise ReplayError("requests are in flight but the engine has no work")
+        return status
+
+    def _arrays(self) -> tuple[Any, ...]:
+        w = self._workload
+        traffic = s.Traffic(
+            w.prompts,
+            w.outputs,
+            w.priorities,
+            self._ready,
+            w.follows,
+            w.followers,
+            w.pauses_s,
+            w.targets,
+        )
+        return (
+            *(self._g, self._x, self._w, self._t, self._slots, self._instants, self._refs),
+            *(self._answers, self._histograms, self._log, traffic, self._cache),
+        )
+
+    def _goes_on(self, on_progress: Callable[[Progress], bool] | None) -> bool:
+        """Tell how far the replay is; False when the caller or its time ends it."""
+        wall_s, most_s = time.perf_counter() - self._began_s, self._plan.cut.max_wall_s
+        if most_s is not None and wall_s > most_s:
+            self._stopped = self._plan.cut.wall_text
+        if on_progress is not None and wall_s - self._reported_s >= PROGRESS_EVERY_S:
+            self._reported_s = wall_s
+            n, g = len(self._workload.trace), self._g
+            told = Progress(int(g[s.SENT]), int(g[s.ENDED]), n, float(self._x[s.NOW]), wall_s)
+            if not on_progress(told):
+                self._stopped = "stopped by the caller"
+        if self._stopped is not None:
+            _stop_all(self._g, self._x, self._w, self._slots, self._instants, self._answers)
+        return self._stopped is None
+
+    def _read_log(self) -> None:
+        rows = int(self._g[s.LOGGED])
+        if rows:
+            columns = (np.ascontiguousarray(self._log[:rows, i]) for i in range(s.LOG_FIELDS))
+            self._kept.append(StepColumns(*columns))
+            self._g[s.LOGGED] = 0
+
+    def log(self) -> ReplayLog:
+        """Return the finished replay."""
+        steps, plan = self._summary(), self._plan
+        is_closed = plan.load_model is LoadModel.CLOSED
+        timelines = self._timelines()
+        if not is_closed:
+            most = math.inf if plan.batches is None else plan.batches.size
+            trace = self._workload.trace
+            work_s = offered_work_s(trace, timelines, steps, self._limits, most)
+            timelines = replace(timelines, work_s=work_s)
+        return ReplayLog(
+            timelines,
+            steps,
+            float(self._x[s.NOW]),
+            time.perf_counter() - self._began_s,
+            self._cut_reason(),
+            joined(self._kept) if plan.keep_steps else None,
+            is_closed,
+        )
+
+    def _cut_reason(self) -> str | None:
+        status, cut = int(self._g[s.STATUS]), self._plan.cut
+        if status == s.LATE_CUT:
+            return cut.late_text
+        if status == s.CLOCK_CUT:
+            return cut.clock_text
+        return self._stopped
+
+    def _timelines(self) -> Timelines:
+        outcome = self._answers[:, s.OUTCOME]
+        outcome[outcome == s.GOES_ON] = s.ABORTED
+        n = outcome.size
+        return Timelines(
+            due_s=self._instants[:, s.DUE],
+            sent_s=self._instants[:, s.SENT_AT],
+            first_s=self._instants[:, s.FIRST],
+            last_s=self._instants[:, s.LAST],
+            output_tokens=self._answers[:, s.TOKENS],
+            outcome=outcome,
+            gap_s=self._samples(s.GAPS),
+            work_s=np.full(n, np.nan),
+        )
+
+    def _samples(self, which: int) -> WeightedSamples:
+        """Return what a histogram has counted, ascending."""
+        counted = self._histograms[which]
+        at = np.flatnonzero(counted[:, 0] > 0)
+        if at.size and at[-1] == s.BINS - 1:
+            at = np.concatenate([at[-1:], at[:-1]])
+        weights = counted[at, 0]
+        return WeightedSamples(counted[at, 1] / weights, weights)
+
+    def _summary(self) -> StepSummary:
+        x = self._x
+        costs = CostSums(x[s.ALONE_N : s.ALONE_N + 5], x[s.MIXED_N : s.MIXED_N + 4])
+        return StepSummary(
+            steps=int(x[s.STEPS_N]),
+            duration_s=float(x[s.STEPS_S]),
+            decode_steps=self._samples(s.DECODE_STEPS),
+            by_batch={},
+            levels={
+                "running": self._samples(s.H_RUNNING),
+                "waiting": self._samples(s.H_WAITING),
+                "kv_usage_ratio": self._samples(s.H_USAGE),
+            },
+            peaks={
+                "running": float(x[s.PEAK_RUNNING]),
+                "waiting": float(x[s.PEAK_WAITING]),
+                "kv_usage_ratio": float(x[s.PEAK_USAGE]),
+            },
+            prefill_tokens=int(x[s.PREFILL_N]),
+            cached_tokens=int(x[s.CACHED_N]),
+            preempted=int(x[s.PREEMPTED_N]),
+            max_step_tokens=int(x[s.FULLEST]),
+            decode_tokens=int(x[s.DECODED_N]),
+            costs=costs.fit(),
+        )
+
+
+def _integers(
+    engine: SimulatedEngine,
+    workload: Workload,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    slots: int,
+    *,
+    caches: bool,
+) -> NDArray[np.int64]:
+    """Return the integers of a replay's state before it begins."""
+    shape, trace = engine.shape, workload.trace
+    n, block = len(trace), shape.block_size
+    g = np.zeros(s.INTEGERS, np.int64)
+    g[s.DONE], g[s.LAST_PREFILL] = -1, 0
+    g[s.FREE] = g[s.ALL_BLOCKS] = engine.num_blocks - 1
+    g[s.FREE_SLOTS] = g[s.SLOTS] = slots
+    g[s.CAP], g[s.BUDGET] = min(limits.max_num_seqs, n), limits.max_num_batched_tokens
+    g[s.INPUT_BUDGET] = engine.ceiling.max_num_batched_tokens
+    g[s.THRESHOLD] = int(_option(shape, "long_prefill_token_threshold"))
+    g[s.ADAPTIVE] = bool(_option(shape, "long_prefill_token_threshold_adaptive"))
+    g[s.CHUNKS] = bool(_option(shape, "enable_chunked_prefill", 1))
+    g[s.RESERVES] = bool(_option(shape, "scheduler_reserve_full_isl"))
+    g[s.WATERMARK] = int(_option(shape, "watermark") * engine.num_blocks)
+    g[s.PRIORITY] = _has_priorities(shape)
+    g[s.AHEAD], g[s.BLOCK] = shape.asynchronous, block
+    g[s.MAX_LENGTH] = shape.max_model_len
+    g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
+    g[s.ARRIVALS], g[s.REQUESTS] = workload.arrivals, n
+    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
+    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
+    g[s.TARGETS] = len(workload.targets)
+    recorded = 1 if trace.hashes is None else trace.hashes.block_size
+    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
+    lengths = trace.prompt_tokens + trace.output_tokens
+    fitting = lengths[lengths <= shape.max_model_len]
+    g[s.WIDTH] = int(fitting.max()) // block + 2 if fitting.size else 2
+    return g
+
+
+def _seconds(model: StepModel, workload: Workload, plan: ReplayPlan) -> Floats:
+    """Return the instants and sums of a replay's state before it begins."""
+    x = np.zeros(s.FLOATS)
+    x[s.FIRST_DUE] = math.nan
+    x[s.PATIENCE] = math.inf if plan.timeout_s is None else plan.timeout_s
+    x[s.LATE_S] = math.inf if plan.cut.late_s is None else plan.cut.late_s
+    x[s.MAX_CLOCK] = math.inf if plan.cut.max_clock_s is None else plan.cut.max_clock_s
+    x[s.END_S] = workload.end_s
+    x[s.BASE_S], x[s.PREFILL_BASE_S] = model.base_s, model.prefill_base_s
+    x[s.DECODE_CONTEXT_S] = model.decode_context_s
+    x[s.PREFILL_CONTEXT_S], x[s.TIDY_S] = model.prefill_context_s, model.tidy_s
+    x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
+    return x
+
+
+def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
+    """Return the seconds of decoding sequences, alone and beside a prompt, and of prompts."""
+    alone_s, mixed_s = model.decode_tables(int(g[s.CAP]))
+    curve = model.prefill_curve()
+    g[s.AT_KNOTS], g[s.KNOTS] = alone_s.size + mixed_s.size, curve.shape[1]
+    return np.concatenate([alone_s, mixed_s, curve.ravel()])
+
+
+def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the room for lists, with where each begins."""
+    slots, block = int(g[s.SLOTS]), int(g[s.BLOCK])
+    sizes = {
+        s.AT_RUN: 2 * slots + 2,
+        s.AT_HEAP: 6 * slots + 8,
+        s.AT_HEAP_SLOTS: 6 * slots + 8,
+        s.AT_PHASES: block,
+        s.AT_BUCKETS: block,
+        s.AT_FRONT: slots + 1,
+        s.AT_FREE_SLOTS: slots,
+        s.AT_SINGLES: s.PIPE * 2 * slots,
+        s.AT_ENDS: s.PIPE * 2 * slots,
+        s.AT_BATCHES: s.PIPE * s.BATCH_FIELDS,
+    }
+    at = 0
+    for name, size in sizes.items():
+        g[name] = at
+        at += size
+    work = np.zeros(at, np.int64)
+    work[g[s.AT_BUCKETS] : g[s.AT_BUCKETS] + block] = -1
+    work[g[s.AT_FREE_SLOTS] : g[s.AT_FREE_SLOTS] + slots] = np.arange(slots)[::-1]
+    return work
+
+
+def _ready(workload: Workload, g: NDArray[np.int64]) -> Floats:
+    """Return the heap of the sessions' requests that may go, by instant and row."""
+    turns = workload.trace.turns
+    if not workload.is_causal or turns is None:
+        return np.empty((0, 2))
+    roots = np.flatnonzero(turns.after < 0)
+    ready = np.empty((len(workload.trace), 2))
+    ready[: roots.size, 0], ready[: roots.size, 1] = workload.trace.due_s[roots], roots
+    g[s.READY] = roots.size
+    return ready
+
+
+def _cache(workload: Workload, g: NDArray[np.int64], *, caches: bool) -> s.Cache:
+    """Return the blocks of a replay that begins, next to nothing where they are but counted."""
+    if not caches:
+        no_row = _fixed(np.empty(0), np.int64)
+        pool, keys = np.empty((1, s.BLOCK_FIELDS), np.int32), np.empty(1, np.int64)
+        tables, heads = np.empty((2, 1, 1), np.int32), np.empty(1, np.int32)
+        links = _fixed(np.empty(0), np.int32)
+        return s.Cache(pool, keys, tables, heads, links, no_row, no_row)
+    blocks = int(g[s.ALL_BLOCKS])
+    pool = np.zeros((blocks + 1, s.BLOCK_FIELDS), np.int32)
+    pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
+    pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
+    pool[:, s.SAME_KEY] = -1
+    links, starts, covered, count = workload.chains
+    heads = np.full(max(1, count * int(g[s.LINK_KEYS])), -1, np.int32)
+    tables = np.empty((2, int(g[s.SLOTS]), int(g[s.WIDTH])), np.int32)
+    keys = np.full(blocks + 1, s.NO_KEY, np.int64)
+    return s.Cache(pool, keys, tables, heads, links, starts, covered)
+
+
+OUTCOMES: Final = {
+    Outcome.COMPLETED: s.COMPLETED,
+    Outcome.REFUSED: s.REFUSED,
+    Outcome.TIMED_OUT: s.TIMED_OUT,
+    Outcome.ABORTED: s.ABORTED,
+    Outcome.UNFINISHED: s.UNFINISHED,
+}
+assert all(outcome == code for outcome, code in OUTCOMES.items())  # noqa: S101 - both are fixed
+
+
+@warms_up
+def _warm_up() -> None:
+    """Have everything compiled: two requests on one engine."""
+    trace = Trace(
+        due_s=np.zeros(2),
+        prompt_tokens=np.full(2, 4),
+        output_tokens=np.full(2, 2),
+        hashes=HashIds.from_rows([(1,), (1,)], 4),
+    )
+    shape = EngineShape(
+        model="",
+        device="",
+        dtype="",
+        vllm_version="",
+        parallelism={},
+        vocab_size=100,
+        max_model_len=16,
+        block_size=4,
+        kv_kind=SUPPORTED_KV[0],
+        prefix_caching=True,
+        asynchronous=True,
+        captured_sizes=(),
+        scheduler={},
+    )
+    limits, plan = EngineLimits(2, 8), ReplayPlan()
+    engine = SimulatedEngine(shape, 16, StepModel.linear(0.01, 0.0, 0.0), limits)
+    simulate(engine, Workload(trace, plan), limits, plan)
