@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -77,17 +77,36 @@ def quantile(samples: Floats | Sequence[float], q: float) -> Estimate:
     >>> quantile([0.001 * ms for ms in range(1, 1001)], 0.99).value
     0.99
     """
-    if not 0.0 < q < 1.0:
-        raise ValueError(f"a quantile lies in (0, 1), got {q}")
-    values = np.sort(np.asarray(samples, dtype=np.float64))
-    n = int(values.size)
-    if n == 0:
-        raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
-    rank = max(1, math.ceil(q * n - 1e-9))
-    low, high = order_interval(n, q)
-    if not carries_quantile(n, q) or low < 1 or high > n:
-        return Estimate(float(values[rank - 1]), None, None, n)
-    return Estimate(float(values[rank - 1]), float(values[low - 1]), float(values[high - 1]), n)
+    return quantiles(samples, {"": q})[""]
+
+
+def quantiles(
+    samples: Floats | Sequence[float], qs: Mapping[str, float]
+) -> dict[str, Estimate]:
+    """Return several quantiles of the same samples, each as `quantile` does, by their names.
+
+    Shapes: samples is [n], in any order, n >= 1.
+    Units: those of the samples; every q is a fraction in (0, 1).
+    Raises: ValueError if a q is outside (0, 1); TooFewSamplesError if there is no sample.
+    """
+    n = len(samples)
+    ranks: dict[str, tuple[int, int, int]] = {}
+    for name, q in qs.items():
+        if not 0.0 < q < 1.0:
+            raise ValueError(f"a quantile lies in (0, 1), got {q}")
+        if n == 0:
+            raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
+        low, high = order_interval(n, q)
+        is_carried = carries_quantile(n, q) and low >= 1 and high <= n
+        ranks[name] = (max(1, math.ceil(q * n - 1e-9)), *((low, high) if is_carried else (0, 0)))
+    wanted = sorted({rank - 1 for of in ranks.values() for rank in of if rank})
+    values = np.partition(np.asarray(samples, dtype=np.float64), wanted)
+
+    def estimate(rank: int, low: int, high: int) -> Estimate:
+        ends = (float(values[low - 1]), float(values[high - 1])) if low else (None, None)
+        return Estimate(float(values[rank - 1]), *ends, n)
+
+    return {name: estimate(*of) for name, of in ranks.items()}
 
 
 # The settings of a search answer the same requests, so that n is the same again and again.

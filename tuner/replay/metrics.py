@@ -105,8 +105,7 @@ def distribution(samples: Floats, lost: int = 0) -> Distribution | None:
     mean = stats.mean(samples) if n else Estimate(math.inf, None, None, 0)
     if lost:
         samples = np.concatenate([samples, np.full(lost, math.inf)])
-    quantiles = {name: stats.quantile(samples, q) for name, q in QUANTILES.items()}
-    return Distribution(mean, quantiles, n + lost, lost)
+    return Distribution(mean, stats.quantiles(samples, QUANTILES), n + lost, lost)
 
 
 def counted_distribution(samples: WeightedSamples) -> Distribution | None:
