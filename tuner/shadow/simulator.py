@@ -406,7 +406,7 @@ class _Simulation:
     def _read_log(self) -> None:
         rows = int(self._g[s.LOGGED])
         if rows:
-            columns = (np.ascontiguousarray(self._log[:rows, i]) for i in range(s.LOG_FIELDS))
+            columns = (self._log[:rows, i].copy() for i in range(s.LOG_FIELDS))
             self._kept.append(StepColumns(*columns))
             self._g[s.LOGGED] = 0
 
