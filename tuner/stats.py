@@ -98,13 +98,16 @@ def quantiles(
             raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
         low, high = order_interval(n, q)
         is_carried = carries_quantile(n, q) and low >= 1 and high <= n
-        ranks[name] = (max(1, math.ceil(q * n - 1e-9)), *((low, high) if is_carried else (0, 0)))
+        ranks[name] = (
+            max(1, math.ceil(q * n - 1e-9)),
+            *((low, high) if is_carried else (0, 0)),
+        )
     wanted = sorted({rank - 1 for of in ranks.values() for rank in of if rank})
     values = np.partition(np.asarray(samples, dtype=np.float64), wanted)
 
     def estimate(rank: int, low: int, high: int) -> Estimate:
-        ends = (float(values[low - 1]), float(values[high - 1])) if low else (None, None)
-        return Estimate(float(values[rank - 1]), *ends, n)
+        first, last = (float(values[at - 1]) if at else None for at in (low, high))
+        return Estimate(float(values[rank - 1]), first, last, n)
 
     return {name: estimate(*of) for name, of in ranks.items()}
 
@@ -140,7 +143,8 @@ def mean(samples: Floats | Sequence[float]) -> Estimate:
     centre = float(values.mean())
     if n < 2 * MEAN_BATCHES:
         return Estimate(centre, None, None, n)
-    batches = np.array([part.mean() for part in np.array_split(values, MEAN_BATCHES)])
+    ends = np.linspace(0, n, MEAN_BATCHES + 1).astype(np.int64)
+    batches = np.add.reduceat(values, ends[:-1]) / np.diff(ends)
     half = _half_width(batches, CONFIDENCE)
     return Estimate(centre, centre - half, centre + half, n)
 
@@ -272,29 +276,50 @@ class WeightedSamples:
         """All samples' weight together."""
         return float(self.weights.sum())
 
-    def value_at(self, q: float) -> float:
-        """Return the value below which the fraction q of the weight lies.
+    def values_at(self, qs: Sequence[float]) -> list[float]:
+        """Return the values below which the fractions qs of the weight lie.
 
         Raises: TooFewSamplesError if there is no weight.
         """
         reached = np.cumsum(self.weights)
         if reached.size == 0 or reached[-1] <= 0:
-            raise TooFewSamplesError(f"no sample to take the {q:g} quantile of")
-        at = int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12), side="left"))
-        return float(self.values[min(at, self.values.size - 1)])
+            raise TooFewSamplesError("no sample to take a quantile of")
+        wanted = np.array(qs) * (reached[-1] * (1 - 1e-12))
+        at = np.searchsorted(reached, wanted, side="left")
+        found: list[float] = self.values[np.minimum(at, self.values.size - 1)].tolist()
+        return found
 
-    def quantile(self, q: float) -> Estimate:
-        """Return the quantile of counted samples with its distribution-free interval.
+    def value_at(self, q: float) -> float:
+        """Return the value below which the fraction q of the weight lies.
+
+        Raises: TooFewSamplesError if there is no weight.
+        """
+        return self.values_at([q])[0]
+
+    def quantiles(self, qs: Mapping[str, float]) -> dict[str, Estimate]:
+        """Return quantiles of counted samples with their distribution-free intervals, by name.
 
         Raises: TooFewSamplesError if there is no sample.
         Source: as `quantile`; exact to a bin.
         """
         n = round(self.total_weight)
-        value = self.value_at(q)
-        low, high = order_interval(n, q)
-        if not carries_quantile(n, q) or low < 1 or high > n:
-            return Estimate(value, None, None, n)
-        return Estimate(value, self.value_at(low / n), self.value_at(high / n), n)
+        ranks = {name: order_interval(n, q) for name, q in qs.items()}
+        shares = [
+            share for name, q in qs.items() for share in (q, *(r / n for r in ranks[name]))
+        ]
+        found = iter(self.values_at(np.clip(shares, 0, 1).tolist()))
+        estimates = {}
+        for name, q in qs.items():
+            value, first, last = next(found), next(found), next(found)
+            low, high = ranks[name]
+            is_carried = carries_quantile(n, q) and low >= 1 and high <= n
+            ends = (first, last) if is_carried else (None, None)
+            estimates[name] = Estimate(value, ends[0], ends[1], n)
+        return estimates
+
+    def quantile(self, q: float) -> Estimate:
+        """Return one of `quantiles`. Raises: TooFewSamplesError if there is no sample."""
+        return self.quantiles({"": q})[""]
 
     def mean(self) -> Estimate:
         """Return the mean, which the bins keep exactly; its interval needs the order in time.

@@ -17,11 +17,12 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
+from tuner.run.draws import decide
 from tuner.run.predict import Predictions, cross_check, disagreement, predict
 from tuner.run.session import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.search.race import RaceVerdict, decide_predicted
+from tuner.search.race import RaceVerdict
 from tuner.search.space import SearchSpace
 from tuner.search.trials import TIE_RATIO, Phase, leader, predictions
 from tuner.traffic.traces import Trace
@@ -131,8 +132,8 @@ def test_a_smaller_cap_with_room_to_spare_goes_before_the_largest() -> None:
 def test_what_is_as_good_as_the_current_one_does_not_replace_it() -> None:
     """No cap binds at one request in two seconds, neither the current one of 16."""
     trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(PRESENT)
-    seen = predicted(trace, space, ToySource()).observations
-    assert decide_predicted(seen, PRESENT, 0.03).verdict is RaceVerdict.KEEP
+    found = predicted(trace, space, ToySource())
+    assert decide(ToyPredictor(a_profile()), found, space).verdict is RaceVerdict.KEEP
 
 
 def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:

@@ -66,6 +66,11 @@ class ToyPredictor(Predictor):
     toy: ToySource = field(default_factory=ToySource)
     asked: list[EngineLimits] = field(default_factory=list, compare=False)
 
+    @property
+    def doubt(self) -> str:
+        """Say that nothing is simulated here, so that of draws only the error is drawn."""
+        return "a toy is asked"
+
     def info(self, limits: EngineLimits) -> EngineInfo:
         """Return what is known of the toy."""
         return EngineInfo.of_shadow(self.profile.shape, limits, self.toy.num_blocks)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from support.drift_parts import busy_traffic
 from support.run_parts import a_profile
-from tuner.drift.check import Checked, DriftVerdict
+from tuner.drift.check import Checked, DriftVerdict, Gain
 from tuner.drift.compare import Drift
-from tuner.drift.gains import Gain
 from tuner.drift.watch.guard import Guard
 from tuner.drift.watch.handover import HookEnd, Rollout, RunHook, StateStore
 from tuner.drift.watch.loop import Watcher
@@ -37,7 +36,7 @@ TOO_LITTLE = Checked(DriftVerdict.TOO_LITTLE, "known in part only", Drift((), ()
 def pays(best: EngineLimits = EIGHT, gain_ratio: float = 0.3) -> Checked:
     """Return the verdict that a re-tune pays."""
     ratio = Estimate(1 - gain_ratio, 0.95 - gain_ratio, 1.05 - gain_ratio, 8)
-    gain = Gain("e2e_p95", ratio, is_tier_better=False)
+    gain = Gain("e2e_p95", ratio, p_better=0.99)
     return Checked(DriftVerdict.PAYS, "arrival_rate shifted", Drift((), ()), FOUR, best, gain)
 
 

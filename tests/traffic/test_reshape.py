@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.traffic import a_trace, steady
-from tuner.errors import UsageError
+from tuner.errors import TooFewSamplesError, UsageError
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.reshape import at_load, sessions_of
+from tuner.traffic.reshape import Resampler, at_load, sessions_of
 from tuner.traffic.traces import Trace, Turns
 
 SIZE = 16
@@ -120,3 +120,51 @@ def test_equal_prompts_of_strangers_are_no_session() -> None:
 
 def test_the_load_of_a_load_is_their_product() -> None:
     assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
+
+
+def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:
+    trace = steady(800, per_s=4.0, seed=3)
+    drawn = [Resampler(trace).draw(np.random.default_rng(seed)) for seed in range(30)]
+    sizes = np.array([len(one) for one in drawn])
+    assert sizes.std() > 0
+    assert sizes.mean() == pytest.approx(len(trace), rel=0.03)
+    period_s = trace.duration_s * len(trace) / (len(trace) - 1)
+    for one in drawn:
+        assert 0 <= one.due_s[0] <= one.due_s[-1] <= period_s
+        assert set(one.prompt_tokens) <= set(trace.prompt_tokens)
+
+
+def test_resampled_sessions_stay_whole_and_come_from_other_users() -> None:
+    trace = chats(200, 3)
+    one = Resampler(trace).draw(np.random.default_rng(0))
+    assert one.turns is not None
+    assert one.hashes is not None
+    # Two of three turns wait, but for those whose turn before went round the end.
+    assert one.turns.waiting == pytest.approx(2 / 3 * len(one), rel=0.06)
+    follows = np.flatnonzero(one.turns.after >= 0)
+    for row in follows.tolist():
+        before = one.hashes.row(int(one.turns.after[row]))
+        assert one.hashes.row(row)[: len(before)] == before
+    # A session that was drawn twice does not find itself in the cache.
+    first = [one.hashes.row(row)[1] for row in np.flatnonzero(one.turns.after < 0).tolist()]
+    starts = [one.hashes.row(row)[0] for row in range(len(one))]
+    assert set(starts) == {SYSTEM}
+    assert len(set(first)) > 0.95 * len(first)
+
+
+def test_traffic_that_comes_in_waves_varies_more_than_a_steady_one() -> None:
+    rng = np.random.default_rng(0)
+    even_s = np.sort(rng.uniform(0, 1600, 1600))
+    waves_s = np.sort(np.concatenate([rng.uniform(0, 400, 1300), rng.uniform(400, 1600, 300)]))
+    spreads = []
+    for due_s in (even_s, waves_s):
+        resampler = Resampler(a_trace(due_s, 10, 20))
+        sizes = [len(resampler.draw(np.random.default_rng(s))) for s in range(100)]
+        spreads.append(float(np.std(sizes)))
+    assert spreads[1] > 5 * spreads[0]
+
+
+@pytest.mark.parametrize("requests", [1, 100])
+def test_too_little_traffic_is_not_resampled(requests: int) -> None:
+    with pytest.raises(TooFewSamplesError, match=f"160 arrivals, got {requests}"):
+        Resampler(steady(requests, 1.0))

@@ -22,6 +22,7 @@ from rich.table import Table
 from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
+from tuner.report.summary import gain_words
 from tuner.run.listener import clock_text
 from tuner.run.result import Advice, RunResult
 from tuner.search.objective import Tier
@@ -290,6 +291,8 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
+    if advice.odds is not None:
+        say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
     if ties and not advice.is_thin:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from tuner.cli.console import say, show_result
@@ -22,11 +22,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.inputs import engine_of_profile
+from tuner.run.predict import Predictions
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
-from tuner.search.race import RaceDecision, RaceVerdict, decide_predicted
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
-from tuner.search.trials import Observation
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import at_load
@@ -115,6 +115,7 @@ class PlanRow:
             "present_value": self.present,
             "ratio": None if gain is None else gain.value,
             "ratio_interval": interval,
+            "odds": None if self.decision.odds is None else asdict(self.decision.odds),
         }
 
 
@@ -146,18 +147,15 @@ def _planned(options: PlanOptions, source: ProfiledEngine) -> tuple[list[PlanRow
     window = None if chosen is None else chosen.resolve(trace)
     rows: list[PlanRow] = []
     for load in options.loads:
-        ranked = retune.rank(trace, options.aim(trace, load, window))
-        rows.append(_row(ranked.observations, retune.space.present, load, retune.wrong_ratio))
+        rows.append(_row(retune, retune.rank(trace, options.aim(trace, load, window)), load))
         say(f"load {load:g} x: best {rows[-1].decision.best}")
     return rows, retune
 
 
-def _row(
-    observations: Sequence[Observation], present: EngineLimits, load: float, wrong_ratio: float
-) -> PlanRow:
-    decision = decide_predicted(observations, present, wrong_ratio)
+def _row(retune: Retune, predicted: Predictions, load: float) -> PlanRow:
+    decision, observations = retune.decide(predicted), predicted.observations
     best = next(o for o in observations if o.limits == decision.best)
-    before = next((o for o in observations if o.limits == present), None)
+    before = next((o for o in observations if o.limits == retune.space.present), None)
     comparable = before is not None and before.score.metric == best.score.metric
     return PlanRow(
         load,

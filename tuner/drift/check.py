@@ -1,8 +1,7 @@
 """Whether a configuration still fits today's traffic, and whether a re-tune would pay.
 
-Whether a shift matters is decided by replay: the profile's shadows rank the space on the new
-traffic, and the best is compared with the present configuration on the same requests. Nothing
-is changed by it.
+Whether a shift matters is decided by prediction: the whole space on the new traffic, then the
+best against the current configuration on draws of it. Nothing is changed by it.
 
 Tried and given up: replaying as well what may be chance. Of two samples of the same traffic the
 second is often served better by another configuration than was best for the first, so that
@@ -11,24 +10,24 @@ every check would move it; and no planted shift was found that was missed otherw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
 from tuner.drift.compare import Drift
-from tuner.drift.gains import Gain, gain_over
-from tuner.drift.retune import Ranked, Retune
+from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.replay.loop import ReplayLog
-from tuner.replay.metrics import Measurement, measure
+from tuner.replay.metrics import Measurement
 from tuner.search.budget import Aim
 from tuner.search.objective import Tier
-from tuner.search.race import decide_predicted
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
+from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
@@ -47,6 +46,68 @@ EXIT_CODES: Final = {
     verdict: 10 if verdict is DriftVerdict.PAYS else 0 for verdict in DriftVerdict
 }
 """10 lets a script tell a re-tune that pays from an error, which is 1 to 4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """By how much a metric improves: a latency's fall, or a rate's rise.
+
+    `ratio` is new / old of the score's value, of which less is better, with its interval over
+    other traffic of the kind and the profile's error; `p_better` how sure it is. `meets_more`:
+    the new one surely keeps bounds that the old one does not.
+    """
+
+    metric: str
+    ratio: Estimate
+    p_better: float
+    meets_more: bool = False
+
+    @classmethod
+    def of(cls, decision: RaceDecision) -> Self | None:
+        """Return the gain that was predicted, None where the two do not compare."""
+        if decision.gain is None or decision.odds is None:
+            return None
+        odds = decision.odds
+        return cls(decision.metric, decision.gain, odds.p_better, odds.meets_more)
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more of the metric is better, so that its inverse was compared."""
+        return self.metric.endswith("_per_s") or self.metric == "capacity"
+
+    @property
+    def value(self) -> float:
+        """The gain as a share of what there was."""
+        return self._share(self.ratio.value)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The lower and upper end of the gain, which it lies between in 90 % of cases."""
+        low, high = self.ratio.low or 0.0, self.ratio.high or math.inf
+        return self._share(high), self._share(low)
+
+    def _share(self, ratio: float) -> float:
+        if not self.is_rate:
+            return 1 - ratio
+        return 1 / ratio - 1 if ratio > 0 else math.inf
+
+    @property
+    def text(self) -> str:
+        """Return the gain in words."""
+        low, high = self.interval
+        verb = "rises" if self.is_rate else "falls"
+        return f"{self.metric} {verb} by {self.value:.1%} ({low:.1%} … {high:.1%})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the gain for --json."""
+        low, high = self.interval
+        return {
+            "metric": self.metric,
+            "value": self.value,
+            "interval": [low if math.isfinite(low) else None, high],
+            "p_better": self.p_better,
+            "draws": self.ratio.n,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +179,29 @@ def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     if early is not None:
         return early
     shifted = ", ".join(shift.name for shift in drift.relevant[:3]) + " shifted"
-    ranked = retune.rank(trace, aim)
-    pieces = [part.of(trace) for part in ranked.parts]
-    old = retune.logs(pieces, present, aim)
-    if old is not None and (reason := unlike_server(trace, ranked.parts, measure(old))):
+    predicted = retune.rank(trace, aim)
+    now = predicted.outcomes[present]
+    windows = predicted.workload.windows
+    if isinstance(now, Measurement) and (reason := unlike_server(trace, windows, now)):
         return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, present)
     try:
-        decision = decide_predicted(list(ranked.observations), present, retune.wrong_ratio)
+        decision = retune.decide(predicted)
     except NoFeasibleConfigError as error:
         why = f"{shifted}, and {error.message}"
         return Checked(DriftVerdict.STILL_BEST, why, drift, present)
-    best = next(o for o in ranked.observations if o.limits == decision.best)
+    best = next(o for o in predicted.observations if o.limits == decision.best)
     state = _state(best)
     rest = f"; {state}" if state else ""
     if best.limits == present:
         why = f"{shifted}, and {present} is best for it too{rest}"
         return Checked(DriftVerdict.STILL_BEST, why, drift, present, present, None, state)
-    gain = None if old is None else _gain(retune, pieces, aim, best, old, ranked)
+    gain = Gain.of(decision)
     where = f"at {best.limits} instead of {present}"
-    if gain is not None and gain.pays:
-        why = f"{shifted}: {where} {gain.text}{rest}"
-        return Checked(DriftVerdict.PAYS, why, drift, present, best.limits, gain, state)
-    reason = "the two do not compare" if gain is None else f"{gain.text}: not beyond chance"
-    why = f"{shifted}, but {where} {reason}{rest}"
-    return Checked(DriftVerdict.STILL_BEST, why, drift, present, best.limits, gain, state)
+    text = decision.why if gain is None else f"{gain.text}, {decision.why}"
+    pays = decision.verdict is RaceVerdict.CHANGE
+    verdict = DriftVerdict.PAYS if pays else DriftVerdict.STILL_BEST
+    why = f"{shifted}{':' if pays else ', but'} {where} {text}{rest}"
+    return Checked(verdict, why, drift, present, best.limits, gain, state)
 
 
 def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:
@@ -165,19 +225,6 @@ def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement)
         f"the shadow's cache hits {hit_ratio:.0%} of the prompt tokens and the server's "
         f"{served:.0%}: it computes another load"
     )
-
-
-def _gain(
-    retune: Retune,
-    pieces: Sequence[Trace],
-    aim: Aim,
-    best: Observation,
-    old: Sequence[ReplayLog],
-    ranked: Ranked,
-) -> Gain | None:
-    """Return what the best gains over the present configuration on the same traffic."""
-    new = retune.logs(pieces, best.limits, aim)
-    return None if new is None else gain_over(old, new, ranked.scoring, retune.wrong_ratio)
 
 
 def _state(best: Observation) -> str:

@@ -7,34 +7,24 @@ from dataclasses import dataclass
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError
 from tuner.replay.arrivals import ClockKind, Sessions
-from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.draws import decide
 from tuner.run.inputs import Config, engine_of_profile, fit_lengths, plan_for
-from tuner.run.predict import predict
+from tuner.run.predict import Predictions, predict
 from tuner.search.budget import Aim
-from tuner.search.objective import Objective, Scoring
+from tuner.search.objective import Objective
+from tuner.search.race import RaceDecision
 from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
-from tuner.search.trials import Observation
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import Window, WindowChoice, whole
 
 ReplayOutcome = Measurement | Failure
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """What was predicted for a piece of traffic, the parts replayed, the scoring."""
-
-    observations: tuple[Observation, ...]
-    scoring: Scoring
-    parts: tuple[Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +39,21 @@ class Retune:
         """The profile's error: how wrong a prediction typically is."""
         return self.predictor.wrong_ratio
 
-    def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Ranked:
+    def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Predictions:
         """Predict the whole space on the traffic, or on the given parts of it.
 
         Raises: ShadowError, TooFewSamplesError, UsageError.
         """
         windows = parts or (aim.window or whole(trace),)
         workload = Workload.of("traffic", trace, windows, aim)
-        predicted = predict(self.predictor, self.space, workload)
-        return Ranked(tuple(predicted.observations), workload.scoring, windows)
+        return predict(self.predictor, self.space, workload)
+
+    def decide(self, predicted: Predictions) -> RaceDecision:
+        """Decide by draws of what was predicted, against the current limits.
+
+        Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
+        """
+        return decide(self.predictor, predicted, self.space)
 
     def replay(
         self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
@@ -70,18 +66,6 @@ class Retune:
             limits: [self.predictor.measure([p], limits, aim.plan, aim.slos) for p in pieces]
             for limits in settings
         }
-
-    def logs(
-        self, pieces: Sequence[Trace], limits: EngineLimits, aim: Aim
-    ) -> list[ReplayLog] | None:
-        """Return the log of the setting's replay of each piece, None if one failed.
-
-        Raises: ShadowError, UsageError.
-        """
-        try:
-            return [self.predictor.replay(piece, limits, aim.plan) for piece in pieces]
-        except EngineError:
-            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,7 @@ def counted_distribution(samples: WeightedSamples) -> Distribution | None:
     n = round(samples.total_weight)
     if n == 0:
         return None
-    quantiles = {name: samples.quantile(q) for name, q in QUANTILES.items()}
-    return Distribution(samples.mean(), quantiles, n)
+    return Distribution(samples.mean(), samples.quantiles(QUANTILES), n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,12 +70,18 @@ def _gain(run: RunFiles) -> list[str]:
     if advice.is_change:
         against = f"against the present {limits_words(run.present)}"
         gain = gain_words(result, advice)
-        return [f"{gain} {against}" if gain else f"better {against}: {advice.why}"]
+        first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
+        return [first, *_odds(advice)]
     if run.shown == run.present:
         return [advice.why]
     best = f"the best that was found is {limits_words(run.shown)}"
     gain = gain_words(result, advice)
-    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}"]
+    return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}", *_odds(advice)]
+
+
+def _odds(advice: Advice) -> list[str]:
+    """Return how sure a predicted answer is."""
+    return [] if advice.odds is None else [advice.odds.text]
 
 
 def gain_words(result: RunResult, advice: Advice) -> str:
@@ -86,7 +92,11 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     bounds = advice.gain_interval
     if is_rate(metric):
         ratio, bounds = _inverse(ratio), _inverted(bounds)
-    measured = "predicted, ± the shadow's own error" if advice.rounds == 0 else CONFIDENCE
+    measured = (
+        "predicted; 90% interval over other traffic of the kind and the profile's error"
+        if advice.rounds == 0
+        else CONFIDENCE
+    )
     within = f" ({interval(bounds)}; {measured})" if bounds else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
 

@@ -31,7 +31,7 @@ from tuner.run.evidence import (
     metric_changes,
 )
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
@@ -77,6 +77,7 @@ class Advice(LimitsRecord):
     gain_metric: str = ""
     is_predicted: bool = False
     is_thin: bool = False
+    odds: Odds | None = None
 
     def __str__(self) -> str:
         """Return what to run with, in a line."""
@@ -370,6 +371,7 @@ def _advice(decision: RaceDecision) -> Advice:
         gain_metric=decision.metric,
         is_predicted=decision.is_predicted,
         is_thin=decision.is_thin,
+        odds=decision.odds,
     )
 
 
@@ -445,6 +447,8 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         if advice.best_measured != present and rows:
             best = advice.best_measured
             lines += [f"best that was found, {best}, against the present values:", *rows]
+    if advice.odds is not None:
+        lines.append(advice.odds.text)
     lines.extend(filter(None, [result.load, result.kv]))
     lines.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:

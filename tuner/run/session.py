@@ -20,6 +20,7 @@ from tuner.run.calibrate import Calibrator, calibrate
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
+from tuner.run.draws import decide
 from tuner.run.live_search import has_searched, search_live, searched
 from tuner.run.predict import (
     DISAGREEMENT,
@@ -48,7 +49,6 @@ from tuner.search.race import (
     MIN_AGREED,
     RaceDecision,
     RaceVerdict,
-    decide_predicted,
     paired,
     whole_rounds,
 )
@@ -132,6 +132,17 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
     return predicted
 
 
+def decide_predicted(
+    context: RunContext, predictor: Predictor, predicted: Predictions
+) -> RaceDecision:
+    """Decide by draws of what was predicted.
+
+    Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
+    """
+    with context.stopwatch.stage("draw"):
+        return decide(predictor, predicted, context.space)
+
+
 def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
     known = context.journal.records()
@@ -166,8 +177,8 @@ class ShadowSession:
         context.keep_windows(windows=workload.windows, predicted_windows=workload.windows)
         self._predicted = predict_space(context, predictor)
         context.listener.note(_predicted_text(context, self._predicted))
-        seen, present = self._predicted.observations, context.space.present
-        decision = decide_predicted(seen, present, predictor.wrong_ratio)
+        present = context.space.present
+        decision = decide_predicted(context, predictor, self._predicted)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, present)
@@ -496,12 +507,11 @@ class Session:
 
         Raises: NoFeasibleConfigError if nothing could be predicted.
         """
-        if self._predicted is None:
+        if self._predicted is None or self._predictor is None:
             raise ShadowError("nothing was predicted")
         if not self.chosen:
             self._choose(self._predicted.workload.windows)
-        seen, wrong_ratio = self._predicted.observations, self._predicted.wrong_ratio
-        return decide_predicted(seen, self.context.space.present, wrong_ratio)
+        return decide_predicted(self.context, self._predictor, self._predicted)
 
     def _beside_few_rounds(self, predicted: RaceDecision) -> RaceDecision:
         """Return what was predicted, unless the little that was raced speaks against it."""

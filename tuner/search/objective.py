@@ -75,16 +75,29 @@ class Score:
         if tier is self.tier:
             return self.value
         names = {Tier.NOT_SUSTAINED: RATE, Tier.BREAKS_SLO: WORST_SLACK}
-        value = self.value_of(names.get(tier, self._own_metric))
+        value = self.value_of(names.get(tier, self.own_metric))
         return math.inf if value is None else value
 
     @property
-    def _own_metric(self) -> str:
+    def own_metric(self) -> str:
         """The metric that the objective optimises."""
         if self.tier is Tier.GOOD:
             return self.metric
         own = (name for name, _ in self.others if name not in (RATE, WORST_SLACK))
         return next(own, RATE)
+
+    def times(self, times: float) -> Score:
+        """Return the score of a setting whose every latency is so many times as long."""
+        if self.tier in (Tier.CUT, Tier.FAILED):
+            return self
+        return replace(
+            self,
+            tier=self.tier_at(times),
+            value=self.value * times,
+            others=tuple((name, value * times) for name, value in self.others),
+            slo_used=None if self.slo_used is None else self.slo_used * times,
+            load_used=None if self.load_used is None else self.load_used * times,
+        )
 
     def tier_at(self, times: float) -> Tier:
         """Return the tier of a setting that is so many times as slow as was predicted."""
@@ -137,7 +150,7 @@ class Score:
             return None
         metric, ours, theirs = self.metric, self.value, other.value
         if self.tier is Tier.NOT_SUSTAINED and abs(ours / theirs - 1) <= RATE_TIE_RATIO:
-            metric = self._own_metric
+            metric = self.own_metric
             ours, theirs = self.value_in(Tier.GOOD), other.value_in(Tier.GOOD)
         if not (math.isfinite(ours) and math.isfinite(theirs) and theirs > 0):
             return None

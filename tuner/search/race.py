@@ -15,9 +15,7 @@ from enum import StrEnum
 
 from tuner import stats
 from tuner.engine.limits import EngineLimits
-from tuner.errors import NoFeasibleConfigError
 from tuner.search.objective import RATE, Score, Tier
-from tuner.search.trials import Observation, leader
 from tuner.stats import Estimate
 
 # Three rounds are the fewest with a usable interval; eight separate a few percent on a noisy
@@ -316,6 +314,35 @@ class RaceVerdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Odds:
+    """How sure a decision is, over other traffic of the kind and the model's own error.
+
+    `p_better` is the probability that what is recommended, or was closest to it, is better than
+    the current configuration, `p_slo` and `p_sustained` that it meets every SLO and sustains
+    the load. `loss` is what keeping the current configuration costs in expectation, as a share.
+    `meets_more`: it surely keeps bounds that the current configuration does not.
+    """
+
+    p_better: float
+    p_slo: float
+    p_sustained: float
+    loss: float
+    meets_more: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the probabilities in a line.
+
+        >>> Odds(0.99, 0.97, 1.0, 0.12).text
+        'P(better) 0.99, P(SLOs met) 0.97, P(load sustained) 1.00, keeping loses 12.0%'
+        """
+        return (
+            f"P(better) {self.p_better:.2f}, P(SLOs met) {self.p_slo:.2f}, "
+            f"P(load sustained) {self.p_sustained:.2f}, keeping loses {self.loss:.1%}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RaceDecision:
     """The race's outcome.
 
@@ -335,6 +362,7 @@ class RaceDecision:
     metric: str = ""
     is_thin: bool = False
     is_predicted: bool = False
+    odds: Odds | None = None
 
     @property
     def shown(self) -> EngineLimits:
@@ -583,44 +611,4 @@ def _tied(
                 or agreed(runs, best, limits, predictions) is not None
             )
         )
-    )
-
-
-def decide_predicted(
-    observations: Sequence[Observation], present: EngineLimits, wrong_ratio: float
-) -> RaceDecision:
-    """Return the best of what was predicted; a gain within the prediction's error is none.
-
-    Raises: NoFeasibleConfigError if nothing could be predicted.
-    """
-    best = leader(observations, wrong_ratio)
-    baseline = next((o for o in observations if o.limits == present), None)
-    if best is None:
-        raise NoFeasibleConfigError(
-            "no configuration survived its shadow replay", "see the causes in trials.jsonl"
-        )
-    if best.limits == present or baseline is None:
-        why = "nothing that was tried is better"
-        return RaceDecision(
-            RaceVerdict.KEEP, present, present, (present,), None, 0, why, is_predicted=True
-        )
-    metric, change = "", None
-    if (compared := best.score.ratio_to(baseline.score)) is not None:
-        metric, value = compared
-        change = Estimate(value, value * (1 - wrong_ratio), value * (1 + wrong_ratio), 1)
-    is_better = baseline.score.clearly_worse_than(best.score, wrong_ratio)
-    if not is_better or best.score.tier is Tier.FAILED:
-        verdict, winner, why = (
-            RaceVerdict.KEEP,
-            present,
-            "the gain is within the shadow's error",
-        )
-    else:
-        verdict, winner, why = (
-            RaceVerdict.CHANGE,
-            best.limits,
-            "better beyond the shadow's error",
-        )
-    return RaceDecision(
-        verdict, winner, best.limits, (winner,), change, 0, why, metric, is_predicted=True
     )

@@ -249,7 +249,7 @@ def _proposal(checked: Checked) -> ChangeProposal | None:
     if checked.verdict is not DriftVerdict.PAYS or checked.best is None or checked.gain is None:
         return None
     gain = checked.gain
-    return ChangeProposal(checked.best, gain.value, gain.is_tier_better, checked.present)
+    return ChangeProposal(checked.best, gain.value, gain.meets_more, checked.present)
 
 
 def _one_more(counts: Mapping[str, int], name: str) -> dict[str, int]:

@@ -1,0 +1,148 @@
+"""Draws decide: who surely keeps the bounds, who loses least, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import NoFeasibleConfigError
+from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
+from tuner.search.posterior import TIE_LOSS, Draws
+from tuner.search.race import RaceVerdict
+
+CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
+FAILED = Score(Tier.FAILED, math.inf, "out of memory")
+DRAWS = 400
+
+
+def score(value: float, *, slo: float | None = None, load: float = 0.5) -> Score:
+    """Return the score of a setting with such a tail, so much of its SLO and load used up."""
+    slow = Score(Tier.GOOD, value, "e2e_p99", ((RATE, 1.0),), slo, load)
+    if slo is not None and slo > 1:
+        return replace(
+            slow,
+            tier=Tier.BREAKS_SLO,
+            value=slo,
+            metric=WORST_SLACK,
+            others=(("e2e_p99", value), (RATE, 1.0)),
+        )
+    if load > 1:
+        others = (("e2e_p99", value),)
+        return replace(slow, tier=Tier.NOT_SUSTAINED, value=1.0, metric=RATE, others=others)
+    return slow
+
+
+def draws(*point: Score, error: float = 0.05, common: float = 0.2, seed: int = 0) -> Draws:
+    """Return draws that scatter by an error of each setting's own and by one that all share."""
+    rng = np.random.default_rng(seed)
+    shared = np.exp(rng.normal(0.0, common, DRAWS))
+    own = np.exp(rng.normal(0.0, error, (DRAWS, len(point))))
+    settings = (CURRENT, OTHER, THIRD)[: len(point)]
+    drawn = [
+        [one.times(float(t)) for one, t in zip(point, row, strict=True)]
+        for row in own * shared[:, None]
+    ]
+    return Draws.of(settings, point, drawn, None)
+
+
+def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() -> None:
+    found = draws(score(2.0), score(1.6)).decide(CURRENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert found.gain is not None
+    assert found.odds is not None
+    assert found.gain.value == pytest.approx(0.8)
+    # What all settings share cancels; the errors of two remain.
+    assert found.gain.low == pytest.approx(0.8 * math.exp(-1.645 * 0.05 * 2**0.5), rel=0.03)
+    assert found.gain.high == pytest.approx(0.8 * math.exp(1.645 * 0.05 * 2**0.5), rel=0.03)
+    assert found.odds.p_better > 0.99
+    assert found.odds.loss == pytest.approx(0.25, abs=0.05)
+
+
+def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is() -> None:
+    found = draws(score(2.0), score(1.95)).decide(CURRENT)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, OTHER)
+    assert found.odds is not None
+    assert 0.5 < found.odds.p_better < 0.9
+    assert f"{found.odds.p_better:.2f}" in found.why
+
+
+def test_what_is_as_good_goes_to_the_current_one_and_then_to_the_smallest() -> None:
+    near = 2.0 * (1 - TIE_LOSS / 2)
+    same = draws(score(2.0), score(near), error=1e-4).decide(CURRENT)
+    assert (same.verdict, same.best) == (RaceVerdict.KEEP, CURRENT)
+    among = draws(score(3.0), score(2.0), score(2.0 * 1.005), error=1e-4).decide(CURRENT)
+    assert (among.verdict, among.winner) == (RaceVerdict.CHANGE, THIRD)
+
+
+def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price() -> None:
+    found = draws(score(1.0, slo=0.99), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert found.odds is not None
+    assert found.odds.p_slo == 1.0
+    # The current one may hold as well, and is better then.
+    shaky = draws(score(1.0, slo=0.8), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
+    assert shaky.winner == CURRENT
+
+
+def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None:
+    found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
+    assert (found.winner, found.metric) == (OTHER, WORST_SLACK)
+    assert found.odds is not None
+    assert found.odds.p_slo < 0.2
+
+
+def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
+    found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
+    assert (found.winner, found.metric) == (OTHER, "e2e_p99")
+    assert found.odds is not None
+    assert found.odds.p_sustained < 0.1
+    meets = draws(score(30.0, load=3.0), score(40.0, load=0.8)).decide(CURRENT)
+    assert meets.winner == OTHER
+
+
+def test_a_current_one_that_fails_is_left_without_a_gain_to_quote() -> None:
+    found = draws(FAILED, score(5.0)).decide(CURRENT)
+    assert (found.verdict, found.winner, found.gain) == (RaceVerdict.CHANGE, OTHER, None)
+
+
+def test_when_nothing_survives_it_says_so() -> None:
+    with pytest.raises(NoFeasibleConfigError, match="no configuration survived"):
+        draws(FAILED, FAILED).decide(CURRENT)
+
+
+def test_few_stretches_spread_wider_than_what_was_drawn_of_them() -> None:
+    point, rng = [score(2.0), score(1.6)], np.random.default_rng(1)
+    drawn = [[s.times(float(t)) for s in point] for t in np.exp(rng.normal(0, 0.1, DRAWS))]
+    spreads = [
+        np.log(Draws.of((CURRENT, OTHER), point, drawn, n).values[:, 0]).std()
+        for n in (None, 4, 16)
+    ]
+    assert spreads[1] > 1.5 * spreads[0]
+    assert spreads[0] < spreads[2] < 1.2 * spreads[0]
+
+
+@given(st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.integers(0, 50))
+def test_a_change_is_always_better_by_what_was_predicted(
+    current: float, other: float, seed: int
+) -> None:
+    found = draws(score(current), score(other), seed=seed).decide(CURRENT)
+    assert (found.verdict is RaceVerdict.CHANGE) == (found.winner == OTHER)
+    if found.verdict is RaceVerdict.CHANGE:
+        assert other < current
+
+
+def test_over_many_errors_a_change_is_wrong_as_rarely_as_it_says() -> None:
+    """Two settings that are truly the same, predicted with the error that is stated."""
+    wrong, sure = 0, 0.9
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        seen = np.exp(rng.normal(0.0, 0.05, 2))
+        decided = draws(score(float(seen[0])), score(float(seen[1])), seed=seed)
+        wrong += decided.decide(CURRENT, sure).verdict is RaceVerdict.CHANGE
+    assert 0.04 < wrong / 300 < 0.16
