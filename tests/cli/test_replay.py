@@ -57,3 +57,17 @@ def test_a_profile_and_a_shadow_go_together(
 ) -> None:
     assert run(["replay", "--trace", "t.jsonl", *more]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_lead_in_comes_before_the_window_and_is_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(write_trace(tmp_path / "t.jsonl", n=120))
+    window = ["--trace", trace, "--window", "2s:4s", "--max-num-seqs", "1"]
+    cold, warm = replayed(capsys, *window), replayed(capsys, *window, "--lead-in", "2s")
+    assert cold["offered"] == warm["offered"] > 0
+    # One at a time: whoever comes meets the queue that is there already.
+    assert warm["ttft_s"]["mean"] > cold["ttft_s"]["mean"]
+    # There is no more before the trace begins.
+    longer = replayed(capsys, *window, "--lead-in", "9s")
+    assert longer["ttft_s"] == warm["ttft_s"]

@@ -290,3 +290,29 @@ def test_plans_that_contradict_themselves_are_refused(
 def test_order_of_admission_is_the_traces() -> None:
     line = replay_toy(steady(60, 50.0), EngineLimits(1, 64)).timelines
     assert np.all(np.diff(line.first_s) > 0)
+
+
+def test_a_lead_in_is_replayed_and_not_measured() -> None:
+    """What comes after it meets the queue of before, on a clock that begins with it."""
+    trace, limits = steady(60, per_s=30.0), EngineLimits(2, 256)
+    whole = replay_toy(trace, limits, SLOW)
+    cut = replay_toy(trace, limits, SLOW, ReplayPlan(lead_in_s=1.0, keep_steps=True))
+    rows = trace.due_s >= 1.0
+    assert len(cut.timelines) == rows.sum()
+    np.testing.assert_allclose(cut.timelines.due_s, trace.due_s[rows] - 1.0)
+    np.testing.assert_allclose(cut.timelines.e2e_s, whole.timelines.e2e_s[rows])
+    alone = replay_toy(trace.between(1.0, 99.0), limits, SLOW)
+    assert cut.timelines.e2e_s.mean() > 1.2 * alone.timelines.e2e_s.mean()
+    # The steps are those from then on, and so are the gaps and the time.
+    assert cut.clock_s == pytest.approx(whole.clock_s - 1.0)
+    assert cut.steps.steps < whole.steps.steps
+    assert kept(cut).end_s.min() > 0
+    assert cut.timelines.gap_s.total_weight < whole.timelines.gap_s.total_weight
+    assert measure([cut]).offered == rows.sum()
+
+
+def test_a_lead_in_that_leaves_nothing_is_told() -> None:
+    with pytest.raises(ReplayError, match="no request is due after the lead-in of 9 s"):
+        replay_toy(steady(20, 10.0), LIMITS, ToySource(), ReplayPlan(lead_in_s=9.0))
+    with pytest.raises(UsageError, match="at least 0 s, got -1"):
+        ReplayPlan(lead_in_s=-1.0)

@@ -159,4 +159,6 @@ def _plan(rng: np.random.Generator, trace: Trace) -> ReplayPlan:
         plan = replace(plan, cut=cut)
     elif rng.random() < 0.1:
         plan = replace(plan, cut=CutRule(max_clock_s=float(rng.choice([0.05, 0.5]))))
+    if rng.random() < 0.2:
+        plan = replace(plan, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
     return plan

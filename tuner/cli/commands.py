@@ -377,6 +377,12 @@ def sys_arguments(ctx: click.Context) -> list[str]:
         help="live: measure on vLLM; shadow: predict with --profile.",
     ),
     *SHADOW,
+    time_option(
+        "--lead-in",
+        default="0s",
+        help="How much of the trace before the window is replayed too and not measured, so "
+        "that the engine is warm.",
+    ),
 )
 @traffic_options
 @engine_options

@@ -39,13 +39,16 @@ class ReplayOptions:
     """What is measured: traffic, an engine or the shadow of one, and at which limits.
 
     `limits` are those of the current configuration where they are not named; without `shadow` a
-    live engine is measured.
+    live engine is measured. What came in the `lead_in_s` before the window warms the engine up.
+
+    Units: seconds.
     """
 
     traffic: TrafficOptions
     engine: EngineOptions
     limits: LimitOptions
     shadow: ShadowOptions | None
+    lead_in_s: float
     as_json: bool
 
     @classmethod
@@ -62,6 +65,7 @@ class ReplayOptions:
             engine=EngineOptions.parse(params),
             limits=LimitOptions.parse(params),
             shadow=shadow,
+            lead_in_s=params["lead_in"],
             as_json=params["as_json"],
         )
 
@@ -98,7 +102,7 @@ def _measured(
 ) -> tuple[EngineLimits, Measurement]:
     """Start the engine at the limits and replay."""
     facts = host.facts(engine.values)
-    trace, window = _part(options, traffic, facts)
+    trace, window, plan = _part(options, traffic, facts, plan)
     limits = options.limits.over(facts.present_limits)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
@@ -118,7 +122,7 @@ def _predicted(
 ) -> tuple[EngineLimits, Measurement]:
     """Predict a replay at the limits."""
     facts = profiled.facts(engine.values)
-    trace, window = _part(options, traffic, facts)
+    trace, window, plan = _part(options, traffic, facts, plan)
     limits = options.limits.over(facts.present_limits)
     predictor = Predictor(profiled.profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
@@ -128,11 +132,15 @@ def _predicted(
     return limits, _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
 
 
-def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:
-    """Return the trace as the engine takes it, and what of it is replayed."""
+def _part(
+    options: ReplayOptions, traffic: Traffic, facts: EngineFacts, plan: ReplayPlan
+) -> tuple[Trace, Window, ReplayPlan]:
+    """Return the trace as the engine takes it, what of it is replayed, and how."""
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
     chosen = options.traffic.window
-    return trace, whole(trace) if chosen is None else chosen.resolve(trace)
+    window = whole(trace) if chosen is None else chosen.resolve(trace)
+    longer = window.with_lead_in(options.lead_in_s)
+    return trace, longer, replace(plan, lead_in_s=window.start_s - longer.start_s)
 
 
 def _with_caveats(

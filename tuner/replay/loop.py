@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
@@ -58,6 +59,49 @@ class ReplayLog:
     is_closed_loop: bool = False
 
 
+def log_of(
+    trace: Trace,
+    timelines: Timelines,
+    steps: StepSummary,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    *,
+    clock_s: float,
+    wall_s: float,
+    cut_reason: str | None,
+    kept_steps: StepColumns | None,
+) -> ReplayLog:
+    """Return the log of a replay that has ended, without its lead-in.
+
+    Raises: ReplayError if nothing was due after the lead-in.
+    """
+    lead_in_s = plan.lead_in_s
+    if lead_in_s:
+        measured = timelines.due_s >= lead_in_s
+        if not measured.any():
+            raise ReplayError(
+                f"no request is due after the lead-in of {lead_in_s:g} s",
+                "choose a shorter one, or a longer part of the trace",
+            )
+        trace, timelines = trace.slice_rows(measured), timelines.since(lead_in_s)
+        if kept_steps is not None:
+            kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
+    is_closed = plan.load_model is LoadModel.CLOSED
+    if not is_closed:
+        most = math.inf if plan.batches is None else plan.batches.size
+        work_s = offered_work_s(trace, timelines, steps, limits, most)
+        timelines = replace(timelines, work_s=work_s)
+    return ReplayLog(
+        timelines,
+        steps,
+        max(0.0, clock_s - lead_in_s),
+        wall_s,
+        cut_reason,
+        kept_steps,
+        is_closed,
+    )
+
+
 class Prompts(Protocol):
     """Where a replay takes its prompts from."""
 
@@ -74,8 +118,8 @@ class _Replay:
         self._engine, self._trace, self._prompts, self._plan = engine, trace, prompts, plan
         self._too_long = trace.too_long(engine.info.max_model_len)
         self._record = TimelineRecorder(trace.due_s)
-        predicted = engine.info.kind == "shadow"
-        self._steps = StepLog(keep=plan.keep_steps, predicted=predicted)
+        self._steps = self._new_steps()
+        self._measures = plan.lead_in_s == 0
         self._arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
@@ -86,6 +130,10 @@ class _Replay:
         self._in_flight: dict[int, float] = {}
         self._oldest: deque[int] = deque()
         self._late: set[int] = set()
+
+    def _new_steps(self) -> StepLog:
+        is_predicted = self._engine.info.kind == "shadow"
+        return StepLog(keep=self._plan.keep_steps, predicted=is_predicted)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> ReplayLog:
         """Replay to the end, or until a cut rule or the caller stops it."""
@@ -101,19 +149,24 @@ class _Replay:
         wall_s = self._clock.wall_s
         self._clear()
         steps, step_columns = self._steps.finish()
-        timelines = self._record.finish()
-        is_closed = self._plan.load_model is LoadModel.CLOSED
-        if not is_closed:
-            batches = self._plan.batches
-            most = math.inf if batches is None else batches.size
-            work_s = offered_work_s(self._trace, timelines, steps, self._engine.limits, most)
-            timelines = replace(timelines, work_s=work_s)
-        return ReplayLog(
-            timelines, steps, self._clock.now_s, wall_s, cut, step_columns, is_closed
+        return log_of(
+            self._trace,
+            self._record.finish(),
+            steps,
+            self._engine.limits,
+            self._plan,
+            clock_s=self._clock.now_s,
+            wall_s=wall_s,
+            cut_reason=cut,
+            kept_steps=step_columns,
         )
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
+        if not self._measures and self._clock.now_s >= self._plan.lead_in_s:
+            self._measures = True
+            self._steps = self._new_steps()
+            self._record.begin_to_measure()
         if self._clock.now_s >= self._arrivals.end_s:
             self._leave_unfinished()
             return False
@@ -143,7 +196,7 @@ class _Replay:
             row, due_s = self._arrivals.pop(now_s)
             self._sent += 1
             self._record.due(row, due_s)
-            if self._first_due_s is None:
+            if self._first_due_s is None and due_s >= self._plan.lead_in_s:
                 self._first_due_s = due_s
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
@@ -166,15 +219,16 @@ class _Replay:
             if out.tokens:
                 self._record.tokens(out.row, out.tokens, now_s)
             if out.is_last:
-                self._answered(out.row, now_s - self._in_flight[out.row])
+                self._answered(out.row, self._in_flight[out.row])
 
-    def _answered(self, row: int, e2e_s: float) -> None:
+    def _answered(self, row: int, due_s: float) -> None:
         """Note a full answer; one whose client has gone meanwhile is none."""
+        e2e_s = self._clock.now_s - due_s
         patience_s, late_s = self._plan.timeout_s, self._plan.cut.late_s
         if patience_s is not None and e2e_s > patience_s:
             self._end(row, Outcome.TIMED_OUT)
             return
-        if late_s is not None and e2e_s > late_s:
+        if late_s is not None and e2e_s > late_s and due_s >= self._plan.lead_in_s:
             self._late.add(row)
         self._end(row, Outcome.COMPLETED)
 
@@ -244,7 +298,8 @@ class _Replay:
         for row, due_s in self._in_flight.items():
             if now_s - due_s <= late_s:
                 break
-            self._late.add(row)
+            if due_s >= self._plan.lead_in_s:
+                self._late.add(row)
 
     def _progress(self, wall_s: float) -> Progress:
         return Progress(self._sent, self._ended, len(self._trace), self._clock.now_s, wall_s)

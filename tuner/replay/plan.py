@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tuner.errors import UsageError
@@ -48,7 +49,10 @@ class ReplayPlan:
     `keep_steps` the log holds every step, to fit a step-time model to. `load` is a multiple of
     the trace's arrivals, over the same time. `sessions` says whether the turns of a session
     wait for answers; with `batches` requests go in static batches, in an open loop only.
+    What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache:
+    it is replayed and not measured, and the log's clock is at zero when it is over.
 
+    Units: seconds.
     Raises: UsageError if the parts contradict each other.
     """
 
@@ -61,6 +65,7 @@ class ReplayPlan:
     load: float = 1.0
     sessions: Sessions = Sessions.CAUSAL
     batches: StaticBatches | None = None
+    lead_in_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -72,5 +77,7 @@ class ReplayPlan:
             raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.batches is not None and self.load_model is LoadModel.CLOSED:
             raise UsageError("static batches gather arrivals and need --load-model open")
+        if not (math.isfinite(self.lead_in_s) and self.lead_in_s >= 0):
+            raise UsageError(f"the lead-in must be at least 0 s, got {self.lead_in_s:g}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")

@@ -7,7 +7,7 @@ latencies follow: they are differences of these instants.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -53,6 +53,20 @@ class Timelines:
 
     def __len__(self) -> int:
         return int(self.due_s.size)
+
+    def since(self, start_s: float) -> Timelines:
+        """Return the requests that were due from an instant on, which is the new zero."""
+        rows = np.flatnonzero(self.due_s >= start_s)
+        return replace(
+            self,
+            due_s=self.due_s[rows] - start_s,
+            sent_s=self.sent_s[rows] - start_s,
+            first_s=self.first_s[rows] - start_s,
+            last_s=self.last_s[rows] - start_s,
+            output_tokens=self.output_tokens[rows],
+            outcome=self.outcome[rows],
+            work_s=self.work_s[rows],
+        )
 
     def count(self, outcome: Outcome) -> int:
         """Return how many requests ended so."""
@@ -151,6 +165,11 @@ class TimelineRecorder:
     def _fold(self) -> None:
         self._gaps.add(np.array(self._gap_s), np.array(self._gap_weights))
         self._gap_s, self._gap_weights = array("d"), array("d")
+
+    def begin_to_measure(self) -> None:
+        """Forget the gaps so far, which came while the engine warmed up."""
+        self._gap_s, self._gap_weights = array("d"), array("d")
+        self._gaps = LogHistogram()
 
     def ended(self, row: int, outcome: Outcome) -> None:
         """Note how the row ended."""

@@ -37,7 +37,7 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     STEP, DONE, RUNNING, RUN_LENGTH, DECODING, PREFILLING, LAST_PREFILL, CONTEXT, FREE,
     HEAP, QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
-    FREE_SLOTS, STATUS,
+    FREE_SLOTS, STATUS, MEASURES,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
@@ -46,18 +46,19 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, INTEGERS,
-) = range(70)  # fmt: skip
+) = range(71)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, PREFILL_BASE_S,
-    DECODE_CONTEXT_S, PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, STEPS_N, STEPS_S, PREFILL_N,
-    CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING, PEAK_USAGE,
+    DECODE_CONTEXT_S, PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
+    PREFILL_N, CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
+    PEAK_USAGE,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(33)  # fmt: skip
+) = range(34)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -1221,7 +1222,7 @@ def _admit(g, x, f, r, q, tr):
             return
         row = _take_next(g, x, f, tr)
         g[SENT] += 1
-        if math.isnan(x[FIRST_DUE]):
+        if math.isnan(x[FIRST_DUE]) and f[row, DUE] >= x[LEAD_S]:
             x[FIRST_DUE] = f[row, DUE]
         if tr.prompts[row] + tr.outputs[row] > g[MAX_LENGTH]:
             _end(g, x, q, tr, row, REFUSED)
@@ -1254,7 +1255,7 @@ def _answered(g, x, f, q, r, tr, row):
     if took_s > x[PATIENCE]:
         _end(g, x, q, tr, row, TIMED_OUT)
         return
-    if took_s > x[LATE_S] and not r[row, IS_LATE]:
+    if took_s > x[LATE_S] and not r[row, IS_LATE] and f[row, DUE] >= x[LEAD_S]:
         r[row, IS_LATE] = 1
         g[LATE] += 1
     _end(g, x, q, tr, row, COMPLETED)
@@ -1352,7 +1353,7 @@ def _note_overdue(g, x, f, r, q):
         if q[row, OUTCOME] == GOES_ON:
             if x[NOW] - f[row, DUE] <= x[LATE_S]:
                 return
-            if not r[row, IS_LATE]:
+            if not r[row, IS_LATE] and f[row, DUE] >= x[LEAD_S]:
                 r[row, IS_LATE] = 1
                 g[LATE] += 1
         g[NEXT_LATE] += 1
@@ -1486,6 +1487,8 @@ def _can_leap(g, w):
 def _quiet_until(g, x, f, r, q, due_s):
     """Return before when nothing but decoding happens; a little early does no harm."""
     until_s = min(due_s, x[END_S])
+    if not g[MEASURES]:
+        until_s = min(until_s, x[LEAD_S])
     if x[PATIENCE] < math.inf:
         while g[OLDEST] < g[QUEUE_TAIL]:
             row = _queued(r, g[OLDEST])
@@ -1612,6 +1615,17 @@ def _finish_leap(g, x, w, sl, f, r, q, kv, tr):
 
 
 @_inner
+def _begin_to_measure(g, x, h):
+    """Forget what was counted while the engine warmed up."""
+    g[MEASURES], g[LOGGED] = 1, 0
+    for field in range(STEPS_N, FLOATS):
+        x[field] = 0.0
+    for which in range(HISTOGRAMS):
+        for at in range(BINS):
+            h[which, at, 0] = h[which, at, 1] = 0.0
+
+
+@_inner
 def _leave_unfinished(g, x, f, q):
     """Close the books where the recording ends: of what is in flight, and of the rest."""
     for row in range(g[REQUESTS]):
@@ -1641,6 +1655,8 @@ def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
     for _ in range(turns):
         if g[KEEPS_LOG] and g[LOGGED] >= log.shape[0] - 2:
             return True
+        if not g[MEASURES] and x[NOW] >= x[LEAD_S]:
+            _begin_to_measure(g, x, h)
         if x[NOW] >= x[END_S]:
             stop_all(g, x, w, sl, f, q)
             _leave_unfinished(g, x, f, q)

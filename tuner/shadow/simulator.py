@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -23,8 +23,7 @@ from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, ShadowError
 from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals
-from tuner.replay.load import offered_work_s
-from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog
+from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, Timelines
 from tuner.shadow import schedule as s
@@ -333,6 +332,7 @@ class _Simulation:
         self._began_s, self._reported_s = began_s, 0.0
         self._stopped: str | None = None
         self._kept: list[StepColumns] = []
+        self._measures = plan.lead_in_s == 0
         trace = workload.trace
         n = len(trace)
         self._g = _integers(engine, workload, limits, plan, slots, caches=caches)
@@ -405,6 +405,9 @@ class _Simulation:
 
     def _read_log(self) -> None:
         rows = int(self._g[s.LOGGED])
+        if self._g[s.MEASURES] and not self._measures:
+            self._kept.clear()
+            self._measures = True
         if rows:
             columns = (self._log[:rows, i].copy() for i in range(s.LOG_FIELDS))
             self._kept.append(StepColumns(*columns))
@@ -412,22 +415,16 @@ class _Simulation:
 
     def log(self) -> ReplayLog:
         """Return the finished replay."""
-        steps, plan = self._summary(), self._plan
-        is_closed = plan.load_model is LoadModel.CLOSED
-        timelines = self._timelines()
-        if not is_closed:
-            most = math.inf if plan.batches is None else plan.batches.size
-            trace = self._workload.trace
-            work_s = offered_work_s(trace, timelines, steps, self._limits, most)
-            timelines = replace(timelines, work_s=work_s)
-        return ReplayLog(
-            timelines,
-            steps,
-            float(self._x[s.NOW]),
-            time.perf_counter() - self._began_s,
-            self._cut_reason(),
-            joined(self._kept) if plan.keep_steps else None,
-            is_closed,
+        return log_of(
+            self._workload.trace,
+            self._timelines(),
+            self._summary(),
+            self._limits,
+            self._plan,
+            clock_s=float(self._x[s.NOW]),
+            wall_s=time.perf_counter() - self._began_s,
+            cut_reason=self._cut_reason(),
+            kept_steps=joined(self._kept) if self._plan.keep_steps else None,
         )
 
     def _cut_reason(self) -> str | None:
@@ -519,7 +516,7 @@ def _integers(
     g[s.ARRIVALS], g[s.REQUESTS] = workload.arrivals, n
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.TARGETS] = len(workload.targets)
+    g[s.TARGETS], g[s.MEASURES] = len(workload.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     lengths = trace.prompt_tokens + trace.output_tokens
@@ -539,6 +536,7 @@ def _seconds(model: StepModel, workload: Workload, plan: ReplayPlan) -> Floats:
     x[s.BASE_S], x[s.PREFILL_BASE_S] = model.base_s, model.prefill_base_s
     x[s.DECODE_CONTEXT_S] = model.decode_context_s
     x[s.PREFILL_CONTEXT_S], x[s.TIDY_S] = model.prefill_context_s, model.tidy_s
+    x[s.LEAD_S] = plan.lead_in_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -66,6 +66,10 @@ class Window:
     def of(self, trace: Trace) -> Trace:
         """Return the requests of the window, counted from its start."""
         return trace.between(self.start_s, self.end_s)
+
+    def with_lead_in(self, lead_in_s: float) -> Window:
+        """Return the window begun so much earlier, or where the trace begins."""
+        return replace(self, start_s=max(0.0, self.start_s - lead_in_s))
 
     def overlaps(self, other: Window) -> bool:
         """Return whether an instant belongs to both."""
