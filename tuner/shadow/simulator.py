@@ -257,6 +257,19 @@ def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]
     return count
 
 
+@compiled(nogil=True, error_model="numpy")
+def _filled(counted: Floats, bins: NDArray[np.int64]) -> int:
+    """Write down which bins hold something, that of zeros first; return how many."""
+    last, count = counted.shape[0] - 1, 0
+    if counted[last, 0] > 0:
+        bins[0], count = last, 1
+    for at in range(last):
+        if counted[at, 0] > 0:
+            bins[count] = at
+            count += 1
+    return count
+
+
 def simulate(
     engine: SimulatedEngine,
     workload: Workload,
@@ -347,6 +360,7 @@ class _Simulation:
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
         self._histograms = np.zeros((s.HISTOGRAMS, s.BINS, 2))
+        self._bins = np.empty(s.BINS, np.int64)
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(workload, self._g)
         self._cache = _cache(workload, self._g, caches=caches)
@@ -453,9 +467,7 @@ class _Simulation:
     def _samples(self, which: int) -> WeightedSamples:
         """Return what a histogram has counted, ascending."""
         counted = self._histograms[which]
-        at = np.flatnonzero(counted[:, 0] > 0)
-        if at.size and at[-1] == s.BINS - 1:
-            at = np.concatenate([at[-1:], at[:-1]])
+        at = self._bins[: _filled(counted, self._bins)]
         weights = counted[at, 0]
         return WeightedSamples(counted[at, 1] / weights, weights)
 
