@@ -16,8 +16,6 @@ from tuner.cli.options import (
     ENGINE_FAILED,
     FILE,
     JSON,
-    LOAD_MEANS,
-    LOADS,
     SHADOW,
     SHADOW_FAILED,
     SLOS,
@@ -29,8 +27,10 @@ from tuner.cli.options import (
     engine_options,
     file_option,
     format_option,
+    loads_option,
     one_setting,
     path_of,
+    predicted_options,
     prometheus_options,
     retune_options,
     time_option,
@@ -395,7 +395,7 @@ def replay(**params: Any) -> int:
 
 @command(
     "plan",
-    "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5,1,1.5,2",
+    "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5:2:0.25",
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
     exits=SHADOW_FAILED,
 )
@@ -403,27 +403,11 @@ def replay(**params: Any) -> int:
     "Main options",
     *SHADOW,
     TRACE,
-    click.option(
-        "--loads",
-        type=LOADS,
-        default="0.5,1,1.5,2",
-        show_default=True,
-        metavar="LIST",
-        help=f"Loads to plan for, each a {LOAD_MEANS[0].lower()}{LOAD_MEANS[1:]}.",
-    ),
+    loads_option("0.5,1,1.5,2"),
     SLOS,
     JSON,
 )
-@cloup.option_group(
-    "Search",
-    choice_option(
-        "--objective",
-        among=["balanced", "throughput", "latency", "goodput"],
-        default="balanced",
-        help="What is best.",
-    ),
-    CAPS,
-)
+@predicted_options
 @cloup.option_group(
     "Hours of the day",
     choice_option(
@@ -445,7 +429,7 @@ def plan(**params: Any) -> int:
 
     Predicted from a profile; no engine is started.
     """
-    from tuner.cli.plan import PlanOptions, run_plan
+    from tuner.cli.predict.plan import PlanOptions, run_plan
 
     return run_plan(PlanOptions.parse(params))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,8 +79,37 @@ def _load(text: str) -> float:
     return load
 
 
+# More would be no curve any more, but a slip of the pen: ours.
+_MOST_LOADS = 200
+
+
 def _loads(text: str) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(_load(part) for part in text.split(",")))
+    """Return the loads of a list of loads and ranges FROM:TO:STEP, ascending.
+
+    >>> _loads("1,0.5:1:0.25,3x")
+    (0.5, 0.75, 1.0, 3.0)
+    """
+    loads = sorted({load for part in text.split(",") for load in _load_range(part)})
+    if len(loads) > _MOST_LOADS:
+        raise UsageError(f"must be at most {_MOST_LOADS} loads, got {len(loads):,}")
+    return tuple(loads)
+
+
+def _load_range(text: str) -> list[float]:
+    """Return the loads from the first to the last by a step, or the one that is named."""
+    parts = [_load(part) for part in text.split(":")]
+    if len(parts) == 1:
+        return parts
+    if len(parts) != 3 or parts[0] > parts[1]:
+        raise UsageError(
+            f"a range must be FROM:TO:STEP, got {text!r}", "for example 0.5:3:0.25"
+        )
+    first, last, step = parts
+    steps = math.floor((last - first) / step + 1e-9)
+    if steps > _MOST_LOADS:
+        raise UsageError(f"must be at most {_MOST_LOADS} loads, got {text!r}")
+    # Rounded, so that 0.1:1:0.1 holds 0.3 and not 0.30000000000000004.
+    return [round(first + i * step, 9) for i in range(steps + 1)]
 
 
 def _share(text: str) -> float:
@@ -251,6 +281,18 @@ def one_setting(whose: str, default: str) -> tuple[Added[Any], Added[Any]]:
     )
 
 
+def loads_option(default: str) -> Added[Any]:
+    """Return what adds the option of the loads that are predicted."""
+    return _option(
+        "--loads",
+        type=LOADS,
+        default=default,
+        metavar="LIST",
+        help=f"Loads to predict, each a {LOAD_MEANS[0].lower()}{LOAD_MEANS[1:]}; a range is "
+        "FROM:TO:STEP.",
+    )
+
+
 reading_options = cloup.option_group(
     "Reading the trace",
     click.option(
@@ -385,6 +427,18 @@ engine_options = cloup.option_group(
     ),
 )
 """Which engine is measured, besides --config."""
+
+predicted_options = cloup.option_group(
+    "Search",
+    choice_option(
+        "--objective",
+        among=["balanced", "throughput", "latency", "goodput"],
+        default="balanced",
+        help="What is best.",
+    ),
+    CAPS,
+)
+"""What is tried, and what is best, where nothing but a profile says so."""
 
 retune_options = cloup.option_group(
     "Re-tune in the shadow",

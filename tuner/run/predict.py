@@ -7,7 +7,7 @@ best and its neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
@@ -67,20 +67,29 @@ def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Pre
 
     Raises: ShadowError, UsageError.
     """
+    nothing = Predictions(workload, predictor.wrong_ratio, {})
+    found = predict_more(predictor, nothing, [space.present, *space.grid()])
+    is_capacity = workload.scoring.objective is Objective.CAPACITY
+    for _ in range(0 if is_capacity else REFINEMENTS):
+        found = predict_more(predictor, found, _between(found.observations, space))
+    return found
+
+
+def predict_more(
+    predictor: Predictor, found: Predictions, settings: Sequence[EngineLimits]
+) -> Predictions:
+    """Return what was found, and what is predicted of further settings on the same workload.
+
+    Raises: ShadowError, UsageError.
+    """
+    workload = found.workload
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     ask = predictor.measure_capacity if is_capacity else predictor.measure
-    outcomes: dict[EngineLimits, Outcome] = {}
-
-    def predictions_with(settings: Sequence[EngineLimits]) -> Predictions:
-        for limits in settings:
-            if limits not in outcomes:
-                outcomes[limits] = ask(workload.pieces, limits, workload.plan, workload.slos)
-        return Predictions(workload, predictor.wrong_ratio, outcomes)
-
-    found = predictions_with([space.present, *space.grid()])
-    for _ in range(0 if is_capacity else REFINEMENTS):
-        found = predictions_with(_between(found.observations, space))
-    return found
+    outcomes = dict(found.outcomes)
+    for limits in settings:
+        if limits not in outcomes:
+            outcomes[limits] = ask(workload.pieces, limits, workload.plan, workload.slos)
+    return replace(found, outcomes=outcomes)
 
 
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:

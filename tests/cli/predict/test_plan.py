@@ -1,0 +1,98 @@
+"""`tune plan`: what is best at which load, predicted from a profile alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.shadow_files import a_profile, a_trace_file
+from tuner.cli import run
+from tuner.cli.options import LOADS
+from tuner.shadow.profiles import write_profile
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Return a profile and a trace."""
+    folder = tmp_path_factory.mktemp("plan")
+    write_profile(folder / "profile.yaml", a_profile())
+    return str(folder / "profile.yaml"), str(a_trace_file(folder / "prod.jsonl", 400))
+
+
+def test_more_load_wants_larger_caps_until_a_change_pays(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
+    assert run([*command, "--loads", "0.05,1", "--max-num-seqs", "2,8,24", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["engine"] == "shadow"
+    assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    light, heavy = told["loads"]
+    assert (light["load"], heavy["load"]) == (0.05, 1.0)
+    assert not light["change_pays"]
+    assert heavy["change_pays"]
+    assert heavy["best"]["max_num_seqs"] > 4
+
+
+def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
+    asked = [*command, "--loads", "0.05:0.15:0.05,1", "--max-num-seqs", "2,8"]
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [found["load"] for found in told["loads"]] == [0.05, 0.1, 0.15, 1.0]
+    assert run(asked) == 0
+    lines = capfd.readouterr().out.splitlines()[-4:]
+    for line, found in zip(lines, told["loads"], strict=True):
+        best, present = found["at_best"], found["at_present"]
+        shown = line.split()
+        assert shown[0] == f"{found['load']:g}x"
+        assert [float(shown[i]) for i in (2, 5)] == [
+            float(f"{reached['e2e_s'][told['tail']]:.3g}") for reached in (best, present)
+        ]
+        assert [shown[i] for i in (4, 7)] == [
+            f"{reached['requests_per_s']:.3g}/s" for reached in (best, present)
+        ]
+        assert ("not sustained" in line) is not (best["sustained"] and present["sustained"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "loads"),
+    [
+        ("1", (1.0,)),
+        ("2x,0.5", (0.5, 2.0)),
+        ("0.5:1.5:0.25", (0.5, 0.75, 1.0, 1.25, 1.5)),
+        ("0.1:0.4:0.1,3,0.3", (0.1, 0.2, 0.3, 0.4, 3.0)),
+        ("1:2:0.4", (1.0, 1.4, 1.8)),
+        ("2:2:1", (2.0,)),
+    ],
+)
+def test_loads_are_a_list_of_loads_and_ranges_ascending(
+    typed: str, loads: tuple[float, ...]
+) -> None:
+    assert LOADS.convert(typed, None, None) == loads
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--profile", "x.yaml", "--loads", "2:1:0.5"], "--loads a range must be FROM:TO:STEP"),
+        (["--profile", "x.yaml", "--loads", "1:2"], "--loads a range must be FROM:TO:STEP"),
+        (["--profile", "x.yaml", "--loads", "1:2:0"], "must be a multiple above 0, got '0'"),
+        (["--profile", "x.yaml", "--loads", "1:9:1e-5"], "must be at most 200 loads"),
+        ([], "--profile is missing"),
+        (["--profile", "gone.yaml"], "gone.yaml cannot be read"),
+        (["--profile", "x.yaml", "--loads", "0"], "must be a multiple above 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(a_trace_file(tmp_path / "prod.jsonl", 40))
+    assert run(["plan", "--trace", trace, *more]) == 2
+    assert words in capsys.readouterr().err

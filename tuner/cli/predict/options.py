@@ -1,0 +1,83 @@
+"""What both commands are asked alike: a profile, traffic, loads, an aim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from tuner.cli.console import say
+from tuner.cli.inputs import WHERE_PROFILES_ARE, ShadowOptions, TrafficOptions, announce
+from tuner.cli.options import Params
+from tuner.drift.retune import Retune
+from tuner.errors import UsageError
+from tuner.replay.slo import Slo
+from tuner.run.context import Workload
+from tuner.run.inputs import engine_of_profile
+from tuner.run.surface import Surface, predict_surface
+from tuner.search.budget import Aim
+from tuner.search.objective import Objective
+from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
+from tuner.traffic.reshape import at_load
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window, whole
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsOptions:
+    """Of which engine and traffic, at which loads and settings, for which aim.
+
+    `ladder` are the caps of max_num_seqs to try, `loads` ascending multiples of the recorded
+    arrivals.
+    """
+
+    shadow: ShadowOptions
+    traffic: TrafficOptions
+    loads: tuple[float, ...]
+    slos: tuple[Slo, ...]
+    objective: Objective
+    ladder: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        hint = f"name a profile: {WHERE_PROFILES_ARE}"
+        return cls(
+            shadow=ShadowOptions.parse(params, UsageError("--profile is missing", hint)),
+            traffic=TrafficOptions.parse(params),
+            loads=params["loads"],
+            slos=tuple(params["slo"]),
+            objective=Objective(params["objective"]),
+            ladder=params["max_num_seqs"] or DEFAULT_LADDER,
+        )
+
+    def aim(self, trace: Trace, window: Window | None = None) -> Aim:
+        """Return what is aimed at for a trace. Raises: UsageError."""
+        return Aim(self.objective, self.slos, self.traffic.plan(trace), window)
+
+    def retune(
+        self, source: ProfiledEngine, recorded: Trace, load: float
+    ) -> tuple[Trace, Retune]:
+        """Return the trace as the engine takes it, and what predicts it up to a load.
+
+        Raises: ShadowError if the profile does not fit here; TraceError, UsageError.
+        """
+        profile = source.profile
+        facts = source.facts(engine_of_profile(profile, None, None, {}).values)
+        trace = self.traffic.fitted(recorded, facts.max_model_len)
+        busiest = at_load(trace, load)
+        space = search_space(facts, busiest, self.ladder, facts.present_limits)
+        return trace, Retune(space, Predictor(profile, space.ceiling, self.traffic.seed))
+
+    def surface(self, source: ProfiledEngine) -> tuple[Trace, Surface]:
+        """Return the trace, and what is predicted of it at every load. Raises: TunerError."""
+        traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
+        announce(traffic)
+        trace, retune = self.retune(source, traffic.trace, self.loads[-1])
+        chosen = self.traffic.window
+        window = whole(trace) if chosen is None else chosen.resolve(trace)
+        if remark := retune.predictor.info(retune.space.present).remark:
+            say(remark)
+        workload = Workload.of("traffic", trace, (window,), self.aim(trace))
+        return trace, predict_surface(retune.predictor, retune.space, workload, self.loads, say)

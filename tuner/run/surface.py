@@ -1,0 +1,231 @@
+"""Every setting at several loads, as a profile predicts it, and what is best at each.
+
+At each load the grid is predicted and what lies between its best and their neighbours. The caps
+that came out best at any load are then predicted at all of them, so that loads can be compared
+and none is judged by other settings than the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tuner.engine.limits import EngineLimits
+from tuner.replay.metrics import Measurement
+from tuner.replay.slo import Slo
+from tuner.run.context import Workload
+from tuner.run.draws import decide
+from tuner.run.predict import Outcome, Predictions, predict, predict_more
+from tuner.run.trial_runner import judged
+from tuner.search.objective import Score
+from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.space import SearchSpace
+from tuner.search.trials import Phase, leader, read_metric
+from tuner.shadow.predictor import Predictor
+
+LATENCIES = ("e2e", "ttft", "tpot")
+# What stands in JSON of each setting, beside its latencies.
+_RATES = ("offered_per_s", "requests_per_s", "output_tokens_per_s", "goodput_per_s")
+_LEVELS = ("utilisation", "slo_attainment_ratio", "preemptions", "completed", "offered")
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What one setting reaches at one load, by the prediction.
+
+    `figures` are those of a measurement, None where the replay failed for `cause`; `broken` are
+    those of the SLOs that do not hold.
+    """
+
+    limits: EngineLimits
+    figures: Mapping[str, Any] | None
+    slos: tuple[Slo, ...]
+    broken: tuple[Slo, ...]
+    cause: str = ""
+
+    @classmethod
+    def of(cls, limits: EngineLimits, outcome: Outcome, slos: tuple[Slo, ...]) -> Reached:
+        """Return what an outcome says of a setting."""
+        if not isinstance(outcome, Measurement):
+            return cls(limits, None, slos, slos, outcome.cause)
+        broken = tuple(slo for slo in slos if (slo.slack_ratio(outcome) or 0.0) > 0)
+        return cls(limits, outcome.as_json(), slos, broken)
+
+    @property
+    def is_sustained(self) -> bool:
+        """Whether it keeps up with the load."""
+        return self.figures is not None and bool(self.figures["sustained"])
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps up with the load within every SLO."""
+        return self.is_sustained and not self.broken
+
+    @property
+    def faults(self) -> list[str]:
+        """What does not hold, in a few words each."""
+        if self.figures is None:
+            return ["failed"]
+        unsustained = [] if self.is_sustained else ["not sustained"]
+        return [*unsustained, *(f"breaks {slo.name}" for slo in self.broken)]
+
+    @property
+    def fault(self) -> str:
+        """All that does not hold in a line; empty where all does."""
+        return ", ".join(self.faults)
+
+    def value(self, metric: str) -> float | None:
+        """Return a metric such as `e2e_p99` or `requests_per_s`, None where it has no end."""
+        return None if self.figures is None else read_metric(self.figures, metric)
+
+    def as_json(self, tail: str) -> dict[str, Any]:
+        """Return the figures for --json, latencies at the median and at the tail."""
+        found = self.figures or {}
+        latencies = {
+            f"{name}_s": {s: self.value(f"{name}_{s}") for s in dict.fromkeys(("p50", tail))}
+            for name in LATENCIES
+        }
+        return {
+            "max_num_seqs": self.limits.max_num_seqs,
+            "max_num_batched_tokens": self.limits.max_num_batched_tokens,
+            "sustained": self.is_sustained,
+            "slos_met": not self.broken if self.slos else None,
+            "slos_broken": [str(slo) for slo in self.broken],
+            **latencies,
+            **{name: found.get(name) for name in (*_RATES, *_LEVELS)},
+            "kv_cache_usage_perc": (found.get("kv_cache_usage_perc") or {}).get("max"),
+            "queue_depth": (found.get("queue_depth") or {}).get("mean"),
+            "cause": self.cause,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AtLoad:
+    """What was predicted at one load, a multiple of the recorded arrivals, and what is best."""
+
+    load: float
+    decision: RaceDecision
+    predictions: Predictions
+
+    def reached(self, limits: EngineLimits) -> Reached:
+        """Return what a setting reaches. Raises: KeyError if it was not predicted."""
+        outcome = self.predictions.outcomes[limits]
+        return Reached.of(limits, outcome, self.predictions.workload.slos)
+
+    @property
+    def best(self) -> Reached:
+        """What the best setting reaches."""
+        return self.reached(self.decision.best)
+
+    def score(self, limits: EngineLimits) -> Score:
+        """Return a setting's place among those of this load. Raises: KeyError as `reached`."""
+        outcome = self.predictions.outcomes[limits]
+        return judged(0, limits, Phase.SHADOW, outcome, self.predictions.workload.scoring)[1]
+
+    @property
+    def change_pays(self) -> bool:
+        """Whether the best is surely better than the present one."""
+        return self.decision.verdict is RaceVerdict.CHANGE
+
+    def as_json(self, present: EngineLimits, tail: str) -> dict[str, Any]:
+        """Return what is best for --json, and what it and the present configuration reach."""
+        gain, best = self.decision.gain, self.score(self.decision.best)
+        before = self.score(present)
+        is_comparable = before.metric == best.metric
+        return {
+            "load": self.load,
+            "best": self.decision.best,
+            "change_pays": self.change_pays,
+            "state": str(best.tier)[2:],
+            "metric": best.metric,
+            "value": best.value,
+            "present_value": before.value if is_comparable else None,
+            "ratio": None if gain is None else gain.value,
+            "ratio_interval": None if gain is None else [gain.low, gain.high],
+            "odds": None if self.decision.odds is None else asdict(self.decision.odds),
+            "at_best": self.best.as_json(tail),
+            "at_present": self.reached(present).as_json(tail),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """What a profile predicts of every setting at every load; the loads ascend.
+
+    `doubt` says why vLLM's own scheduler was asked and not the simulator, empty where it was
+    not.
+    """
+
+    present: EngineLimits
+    wrong_ratio: float
+    doubt: str
+    loads: tuple[AtLoad, ...]
+
+    @property
+    def workload(self) -> Workload:
+        """What was replayed, at the first of the loads."""
+        return self.loads[0].predictions.workload
+
+    @property
+    def tail(self) -> str:
+        """The tail quantile that the traffic carries."""
+        return self.workload.scoring.tail
+
+    @property
+    def settings(self) -> list[EngineLimits]:
+        """Every setting, ascending; the same ones at each load."""
+        return sorted(self.loads[0].predictions.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return for --json what is best at each load."""
+        return {
+            "engine": "shadow",
+            "present": self.present,
+            "error_ratio": self.wrong_ratio,
+            "tail": self.tail,
+            "loads": [at.as_json(self.present, self.tail) for at in self.loads],
+        }
+
+
+def predict_surface(
+    predictor: Predictor,
+    space: SearchSpace,
+    workload: Workload,
+    loads: Sequence[float],
+    note: Callable[[str], None] = lambda _: None,
+) -> Surface:
+    """Predict the space at each multiple of the workload's load.
+
+    `note` receives a sentence when a load is predicted, and when it is decided by draws.
+
+    Shapes: loads is [n], n >= 1, ascending.
+    Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
+    """
+    searched = []
+    for load in loads:
+        there = replace(workload, plan=replace(workload.plan, load=load))
+        searched.append(predict(predictor, space, there))
+        note(f"load {load:g} x: {len(searched[-1].outcomes)} settings predicted")
+    settings = _compared(space, searched, predictor.wrong_ratio)
+    found_at = []
+    for load, found in zip(loads, searched, strict=True):
+        whole = predict_more(predictor, found, settings)
+        kept = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
+        decision = decide(predictor, kept, space)
+        found_at.append(AtLoad(load, decision, kept))
+        note(f"load {load:g} x: best {decision.best}")
+    return Surface(space.present, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
+
+
+def _compared(
+    space: SearchSpace, searched: Sequence[Predictions], wrong_ratio: float
+) -> list[EngineLimits]:
+    """Return the settings that every load is judged by, the present one first."""
+    leaders = [leader(found.observations, wrong_ratio) for found in searched]
+    best = [o.limits for o in leaders if o is not None]
+    own = [space.present, *best, *space.grid()]
+    caps = sorted({limits.max_num_seqs for limits in own})
+    budgets = sorted({limits.max_num_batched_tokens for limits in own})
+    crossed = [space.at(cap, budget) for cap in caps for budget in budgets]
+    return list(dict.fromkeys([*own, *(x for x in crossed if x.within(space.ceiling))]))
