@@ -29,6 +29,7 @@ PREDICTING = {
         *("plan", *PROFILE, "--trace", "week.csv", "--by", "hour"),
         *("--max-num-seqs", "2,8"),
     ),
+    "explore": ("explore", *PROFILE, *NOW, "--loads", "0.1,0.2", "--max-num-seqs", "2,8"),
     "check": (
         *("check", "--baseline", "profile.yaml", *NOW, "--baseline-trace", "before.jsonl"),
         *("--config", "best.yaml", "--max-num-seqs", "2,8"),

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.explore_parts import explored
 from support.report_parts import live_run
+from tuner.report.explore import Explored, explore_page, explore_sections
 from tuner.report.page import report_of, sections_of
 from tuner.report.run_files import read_run
 
@@ -29,6 +31,18 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(live: Path) -> str:
     """Return its page."""
     return report_of(live)
+
+
+@pytest.fixture(scope="module")
+def found() -> Explored:
+    """Return what is predicted of a space at a few loads."""
+    return explored()
+
+
+@pytest.fixture(scope="module")
+def explorer(found: Explored) -> str:
+    """Return its page."""
+    return explore_page(found)
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +169,84 @@ def test_without_scripts_every_number_is_still_there(
     shown.goto(path.as_uri())
     assert "On the measured frontier" in shown.locator("#tradeoff").inner_text()
     assert shown.locator("#trials-table tbody tr").count() > 5
+
+
+# --- the page of tune explore -----------------------------------------------------------
+
+
+def choose(visit: Visit, load: int, metric: str) -> None:
+    visit.page.get_by_label("Metric").select_option(label=metric)
+    slider = visit.page.get_by_role("slider", name="Load")
+    slider.focus()
+    visit.page.keyboard.press("Home")
+    for _ in range(load):
+        visit.page.keyboard.press("ArrowRight")
+
+
+def test_the_map_follows_the_load_and_the_metric(
+    browser: Browser, explorer: str, found: Explored, tmp_path: Path
+) -> None:
+    visit = Visit(browser, explorer, tmp_path)
+    section = next(s for s in explore_sections(found) if s.explorer)
+    assert section.explorer is not None
+    data, metrics = section.explorer.data, section.explorer.metrics
+    for load, metric in ((0, "E2E latency p95"), (2, "requests/s"), (1, "TTFT p50")):
+        choose(visit, load, metric)
+        at = metrics.index(metric)
+        told = [
+            [cell["figures"][at] for cell in row if cell]
+            for row in data["levels"][load]["cells"]
+        ]
+        shown = [
+            [cell.evaluate("c => c.firstChild.textContent") for cell in row.locator("td").all()]
+            for row in visit.page.locator("#explorer-map tbody tr").all()
+        ]
+        assert shown == told
+        assert (
+            visit.page.locator(".explorer output").inner_text() == section.explorer.loads[load]
+        )
+        best = visit.page.locator("#explorer-map td.best")
+        assert best.locator("small").inner_text() == "best"
+        assert visit.page.locator(".now").inner_text() == data["levels"][load]["says"]
+    assert visit.complaints == []
+    assert [url[:5] for url in visit.requests if not url.startswith("data:")] == ["file:"]
+
+
+def test_pointer_and_arrow_keys_show_all_figures_of_a_setting(
+    browser: Browser, explorer: str, found: Explored, tmp_path: Path
+) -> None:
+    visit = Visit(browser, explorer, tmp_path)
+    figures = visit.page.locator("#explorer-figures")
+    best = str(found.surface.loads[found.start].decision.best)
+    head = figures.locator("thead th").nth(1)
+    assert head.inner_text() == best
+    current = visit.page.locator("#explorer-map td.current")
+    current.hover()
+    assert head.inner_text() == "4/512"
+    columns = [figures.locator(f"tbody td:nth-child({n})").all_inner_texts() for n in (2, 4)]
+    assert columns[0] == columns[1]
+    assert columns[0][-1] == "not sustained, breaks ttft_p95"
+    visit.page.locator("h1").hover()
+    assert head.inner_text() == best
+    current.focus()
+    visit.page.keyboard.press("ArrowLeft")
+    assert head.inner_text() == "2/512"
+    visit.page.keyboard.press("ArrowUp")
+    assert head.inner_text() == "2/2048"
+    visit.page.keyboard.press("ArrowUp")
+    assert head.inner_text() == "2/2048"
+
+
+def test_the_explorer_suits_narrow_dark_and_scriptless_readers(
+    browser: Browser, explorer: str, found: Explored, tmp_path: Path
+) -> None:
+    visit = Visit(browser, explorer, tmp_path, viewport=NARROW, color_scheme="dark")
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert visit.page.evaluate(ground) == "rgb(20, 24, 29)"
+    plain = browser.new_page(java_script_enabled=False)
+    plain.goto((tmp_path / "report.html").as_uri())
+    assert not plain.get_by_label("Metric").is_visible()
+    assert plain.locator("#explorer-map td.best small").inner_text() == "best"
+    rows = len(found.surface.settings) * len(found.surface.loads)
+    assert plain.locator("#all-table tbody tr").count() == rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from support.shadow_files import a_profile
 from support.traffic import steady
@@ -19,7 +20,7 @@ from tuner.traffic.windows import whole
 
 PRESENT, CEILING = EngineLimits(4, 512), EngineLimits(64, 2048)
 SPACE = SearchSpace(PRESENT, (2, 8, 32), (512, 2048), CEILING)
-LOADS = (0.5, 1.0, 2.0, 3.0)
+LOADS = (0.5, 1.0, 3.0)
 """The current configuration holds at the first, the best at all but the last."""
 PREDICTOR = Predictor(a_profile(), CEILING)
 SLO = "ttft_p95=1s"
@@ -30,6 +31,7 @@ TRACE = replace(
 )
 
 
+@cache
 def a_surface(loads: tuple[float, ...] = LOADS, slos: tuple[str, ...] = (SLO,)) -> Surface:
     """Return what is predicted of the traffic at the loads."""
     aim = Aim(Objective.BALANCED, tuple(map(parse_slo, slos)), ReplayPlan(), None)

@@ -435,6 +435,37 @@ def plan(**params: Any) -> int:
 
 
 @command(
+    "explore",
+    "tune explore --profile runs/…/profile.yaml --trace prod.jsonl --slo ttft_p99=500ms",
+    exits=SHADOW_FAILED,
+)
+@cloup.option_group(
+    "Main options",
+    *SHADOW,
+    TRACE,
+    loads_option("0.5,0.75,1,1.25,1.5,2,3"),
+    SLOS,
+    file_option(
+        "-o",
+        "--output",
+        help="Where the page goes; default: explore.html, and none with --json.",
+    ),
+    JSON,
+)
+@predicted_options
+@traffic_options
+def explore(**params: Any) -> int:
+    """Write a page of what every setting reaches at every load.
+
+    Latency and throughput over both limits and load, on one page that needs no network.
+    Predicted from a profile; no engine is started.
+    """
+    from tuner.cli.predict.explore import ExploreOptions, run_explore
+
+    return run_explore(ExploreOptions.parse(params))
+
+
+@command(
     "worker",
     "tune worker --storage postgresql+psycopg://me@db/tune --run runs/2026-11-20T14-03-00",
     exits=SHADOW_FAILED,
@@ -520,7 +551,7 @@ def emit(**params: Any) -> int:
 
 
 tune.section("Measure", replay, compare, verify)
-tune.section("Predict", plan, calibrate, worker)
+tune.section("Predict", plan, explore, calibrate, worker)
 tune.section("Use the result", emit, report)
 tune.section("Keep it tuned", check, watch)
 tune.section("Traffic and setup", trace, doctor)

@@ -71,6 +71,15 @@ def check_named(paths: Sequence[str]) -> None:
         raise UsageError("--trace is missing", "name the recorded traffic: --trace prod.jsonl")
 
 
+def check_folder(output: Path | None) -> None:
+    """Refuse an -o whose folder is not there before anything is done for it.
+
+    Raises: UsageError.
+    """
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UsageError(f"-o {output}: its folder does not exist", "make it, or name another")
+
+
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
     """Which recorded traffic is replayed, and how.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tuner.cli.console import RunDisplay, say, show_outcome
 from tuner.cli.emit import check_ending, holds_secrets
-from tuner.cli.inputs import EngineOptions, TrafficOptions, check_named
+from tuner.cli.inputs import EngineOptions, TrafficOptions, check_folder, check_named
 from tuner.cli.options import Params, path_of
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, without_lost
@@ -46,8 +46,7 @@ def read_job(params: Params, arguments: Sequence[str]) -> Job:
     """Check everything that can be checked without an engine. Raises: TunerError."""
     run = prepare(tuning_options(params, arguments))
     output, chosen = path_of(params["output"]), Format(params["emit_format"])
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"-o {output}: its folder does not exist", "make it, or name another")
+    check_folder(output)
     check_ending(chosen, output)
     _check_format(chosen, run)
     return Job(run, output, chosen)

@@ -1,5 +1,6 @@
-"""A run as one page: a self-contained HTML file that says and shows the result.
+"""One page, a self-contained HTML file: of a run, or of what a profile predicts.
 
 `run_files` reads the run, `points` and `words` prepare its numbers, one module each makes a
-section out of `parts`, `page` puts the sections into one file.
+section out of `parts`, `page` puts the sections into one file. `explore` and `load_curve` make
+those of a surface of predictions.
 """

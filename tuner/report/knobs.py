@@ -6,12 +6,10 @@ Only one kind of replay stands on it: the one that ranked the space.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from statistics import median
 
 from tuner.engine.limits import EngineLimits
-from tuner.report.parts import Cell, Section, Table
+from tuner.report.parts import Cell, Section, Table, heats
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
 from tuner.search.ladder import same_schedule
@@ -79,26 +77,9 @@ def _by_limits(observations: list[Observation]) -> dict[EngineLimits, Observatio
 
 
 def _heats(values: Mapping[EngineLimits, Observation]) -> dict[EngineLimits, float]:
-    """Return how near to the best each pair of the best tier is: 1 the best, 0 the worst.
-
-    By ratio, and halved at the middle one, so that one hopeless pair does not make all others
-    look alike.
-    """
-    if not values:
-        return {}
-    top = min(o.score.tier for o in values.values())
-    logs = {
-        limits: math.log(o.score.value)
-        for limits, o in values.items()
-        if o.score.tier is top and 0 < o.score.value < math.inf
-    }
-    least = min(logs.values(), default=0.0)
-    usual = median(logs.values()) - least if logs else 0.0
-    scale = usual or max(logs.values(), default=0.0) - least
-    return {
-        limits: 1.0 if scale <= 0 else 2 ** -((value - least) / scale)
-        for limits, value in logs.items()
-    }
+    """Return how near to the best each pair of the best tier is."""
+    top = min((o.score.tier for o in values.values()), default=Tier.FAILED)
+    return heats({x: o.score.value for x, o in values.items() if o.score.tier is top})
 
 
 def _cell(

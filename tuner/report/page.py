@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -52,8 +53,16 @@ def report_of(path: Path) -> str:
     Raises: UsageError if the directory holds no result, or a damaged one.
     """
     run = read_run(path)
-    sections = sections_of(run)
-    library, script = _with_plain_ends(get_plotlyjs()), _template_text("page.js")
+    made = run.result.provenance
+    eyebrow = f"{made.model} · run {run.name} · {made.made_at[:10]}"
+    return page_of(sections_of(run), headline(run), eyebrow, run.name)
+
+
+def page_of(sections: Sequence[Section], headline: str, eyebrow: str, name: str) -> str:
+    """Return one HTML file of the sections, the answer first; `name` stands in its title."""
+    library, scripts = _with_plain_ends(get_plotlyjs()), [_template_text("page.js")]
+    if any(section.explorer for section in sections):
+        scripts.append(_template_text("explorer.js"))
     environment = Environment(
         loader=PackageLoader("tuner.report"),
         autoescape=True,
@@ -62,14 +71,15 @@ def report_of(path: Path) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("page.html").render(
-        run=run,
-        headline=headline(run),
+        headline=headline,
+        eyebrow=eyebrow,
+        name=name,
         sections=sections,
         specs=[plot.spec for section in sections for plot in section.plots],
         style=_template_text("style.css"),
         library=library,
-        script=script,
-        script_hashes=[_hash(library), _hash(script)],
+        scripts=scripts,
+        script_hashes=[_hash(text) for text in (library, *scripts)],
     )
 
 

@@ -6,8 +6,10 @@ Plain values without markup: text is escaped where it becomes HTML, in the templ
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,16 @@ class Plot:
 class Cell:
     """What stands in a table's cell; `order` is what a column is sorted by, None without one.
 
-    `mark` names how the cell looks; `heat` is how much of the map's colour it has, 0 to 1.
+    `mark` names how the cell looks; `heat` is how much of the map's colour it has, 0 to 1;
+    `note` is a second line, `unseen` is read aloud and not shown.
     """
 
     text: str
     order: float | str | None = None
     mark: str = ""
     heat: float | None = None
+    note: str = ""
+    unseen: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,25 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Explorer:
+    """A map that follows a load and a metric, and the figures of the setting that is picked.
+
+    The tables show it at the load numbered `start`, by the first metric, the best one picked;
+    `data` is what the page's script puts in their place.
+    """
+
+    anchor: str
+    loads: tuple[str, ...]
+    start: int
+    metrics: tuple[str, ...]
+    says: str
+    map: Table
+    figures: Table
+    legend: tuple[tuple[str, str], ...]
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """A part of the page under its own heading."""
 
@@ -67,11 +91,34 @@ class Section:
     bullets: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = field(default_factory=tuple)
     tables: tuple[Table, ...] = field(default_factory=tuple)
+    explorer: Explorer | None = None
 
 
 def number(value: float | None, text: str) -> Cell:
     """Return a cell with a number, which sorts by its value."""
     return Cell(text, value, "number")
+
+
+_Key = TypeVar("_Key")
+
+
+def heats(values: Mapping[_Key, float]) -> dict[_Key, float]:
+    """Return how near to the best each is where less is better: 1 the best, 0 the worst.
+
+    By ratio, and halved at the middle one, so that one hopeless value does not make all others
+    look alike. What is not above 0 or has no end has no heat.
+
+    >>> heats({"a": 1.0, "b": 2.0, "c": 4.0})
+    {'a': 1.0, 'b': 0.5, 'c': 0.25}
+    """
+    logs = {key: math.log(value) for key, value in values.items() if 0 < value < math.inf}
+    least = min(logs.values(), default=0.0)
+    usual = median(logs.values()) - least if logs else 0.0
+    scale = usual or max(logs.values(), default=0.0) - least
+    return {
+        key: 1.0 if scale <= 0 else 2 ** -((value - least) / scale)
+        for key, value in logs.items()
+    }
 
 
 LIVE = "#2f7ed8"

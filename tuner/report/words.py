@@ -120,6 +120,15 @@ def limits_words(limits: EngineLimits) -> str:
     )
 
 
+def times(load: float) -> str:
+    r"""Write a multiple.
+
+    >>> times(1.25) == "1.25 \N{MULTIPLICATION SIGN}"
+    True
+    """
+    return f"{load:g} \N{MULTIPLICATION SIGN}"
+
+
 def counted(n: int, one: str, many: str | None = None) -> str:
     """Write a number with its noun.
 

@@ -42,12 +42,12 @@ def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
 ) -> None:
     profile, trace = files
     command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
-    asked = [*command, "--loads", "0.05:0.15:0.05,1", "--max-num-seqs", "2,8"]
+    asked = [*command, "--loads", "0.05:1:0.95", "--max-num-seqs", "2,8"]
     assert run([*asked, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
-    assert [found["load"] for found in told["loads"]] == [0.05, 0.1, 0.15, 1.0]
+    assert [found["load"] for found in told["loads"]] == [0.05, 1.0]
     assert run(asked) == 0
-    lines = capfd.readouterr().out.splitlines()[-4:]
+    lines = capfd.readouterr().out.splitlines()[-2:]
     for line, found in zip(lines, told["loads"], strict=True):
         best, present = found["at_best"], found["at_present"]
         shown = line.split()

@@ -1,1 +1,1 @@
-"""What a profile predicts of traffic at several loads: `tune plan`."""
+"""What a profile predicts of traffic at several loads: `tune plan` and `tune explore`."""

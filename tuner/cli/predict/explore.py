@@ -1,0 +1,82 @@
+"""`tune explore`: every setting at every load, predicted from a profile, on one page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tuner.cli.console import json_text, say
+from tuner.cli.inputs import check_folder
+from tuner.cli.options import Params, path_of
+from tuner.cli.predict.options import LoadsOptions
+from tuner.files import write_atomic
+from tuner.report.explore import Explored, explore_page
+
+PAGE = "explore.html"
+
+
+@dataclass(frozen=True, slots=True)
+class ExploreOptions:
+    """What is predicted, and where the page goes; with `as_json` the data goes to stdout."""
+
+    asked: LoadsOptions
+    output: Path | None
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        return cls(LoadsOptions.parse(params), path_of(params["output"]), params["as_json"])
+
+
+def run_explore(options: ExploreOptions) -> int:
+    """Predict every setting at every load, write the page or the data. Raises: TunerError."""
+    asked = options.asked
+    check_folder(options.output)
+    began_s = time.monotonic()
+    profile, source = asked.shadow.load()
+    trace, surface = asked.surface(source)
+    took_s = time.monotonic() - began_s
+    replays = len(surface.settings) * len(surface.loads)
+    say(f"{replays} replays predicted, and what is best at each load, in {took_s:.1f} s")
+    explored = Explored(
+        surface, profile, str(asked.shadow.profile), trace, str(asked.objective), took_s
+    )
+    if options.as_json:
+        sys.stdout.write(json_text(_content(explored)))
+    if options.output or not options.as_json:
+        target = options.output or Path(PAGE)
+        write_atomic(target, explore_page(explored))
+        say(f"page written to {target}")
+    return 0
+
+
+def _content(explored: Explored) -> dict[str, Any]:
+    """Return the data of the page for --json."""
+    surface, profile, trace = explored.surface, explored.profile, explored.trace
+    content = surface.as_json()
+    for at, found in zip(surface.loads, content["loads"], strict=True):
+        reached = (at.reached(limits) for limits in surface.settings)
+        found["settings"] = [setting.as_json(surface.tail) for setting in reached]
+    return {
+        **content,
+        "objective": explored.objective,
+        "slos": [str(slo) for slo in surface.workload.slos],
+        "profile": {
+            "path": explored.profile_name,
+            "made_at": profile.made_at,
+            "model": profile.shape.model,
+            "device": profile.shape.device,
+            "vllm_version": profile.shape.vllm_version,
+        },
+        "trace": {
+            "source": trace.source,
+            "sha256": trace.sha256,
+            "requests": len(trace),
+            "load": trace.load,
+        },
+        "took_s": explored.took_s,
+    }
