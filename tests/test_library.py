@@ -155,8 +155,10 @@ def test_a_run_that_is_stopped_keeps_the_best_so_far_and_can_go_on(
     assert [result.state for result in listener.results] == [state]
     assert (folder / "report.html").exists()
     assert len((folder / "trials.jsonl").read_text().splitlines()) == 3
-    with pytest.raises(UsageError, match="begun by a Python program"):
-        job_on(ToySource(CROWDED), ["--resume", str(folder), "--trace", str(trace)])
+    with pytest.raises(UsageError, match="program, which gave the trace itself"):
+        job_on(ToySource(CROWDED), ["--resume", str(folder)])
+    with pytest.raises(UsageError, match=r"load cannot change .* it was 1\.0, now 2\.0"):
+        tuner.tune(asked(trace, is_resumed=True, load=2.0), source=ToySource(CROWDED))
     again = Told()
     done = tuner.tune(asked(trace, is_resumed=True), again, source=ToySource(CROWDED))
     assert done.state == "complete"

@@ -38,7 +38,7 @@ AROUND = RunProvenance(
     info=INFO,
     present_source="configuration",
     model="m",
-    options={"arguments": []},
+    options={},
     engine_starts=1,
     wall_s=9.0,
 )

@@ -13,7 +13,8 @@ from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.session import Method, Session
+from tuner.run.options import Method
+from tuner.run.session import Session
 from tuner.search.race import NOTHING_ELSE, RaceVerdict
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO
 from tuner.shadow.predictor import Predictor

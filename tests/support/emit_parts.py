@@ -78,7 +78,7 @@ def an_outcome(
         "info": info,
         "present_source": "configuration",
         "model": "Qwen/Qwen2.5-7B-Instruct",
-        "options": {"arguments": []},
+        "options": {},
         "engine_starts": 1,
         "wall_s": 9.0,
     }

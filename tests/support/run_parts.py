@@ -22,6 +22,8 @@ from tuner.run.context import WINDOW, RunContext, Stopwatch, Workload
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
 from tuner.run.listener import NullListener
+from tuner.run.options import TuningOptions
+from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.time_plan import RacePlan
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
@@ -137,6 +139,19 @@ def a_profile(
     return Profile(**values | changed)
 
 
+def a_record(trace_sha256: str, trace: Trace | str = "t.jsonl", **changed: Any) -> RunRecord:
+    """Return what a run of the toy is begun with; `changed` are options of it."""
+    return RunRecord(
+        study="study",
+        options=StoredOptions.of(TuningOptions(trace, **changed)),
+        trace_sha256=trace_sha256,
+        config_sha256="",
+        ceiling=CEILING,
+        vllm_version="0.0",
+        device="toy",
+    )
+
+
 @contextmanager
 def a_run(
     folder: Path,
@@ -163,6 +178,7 @@ def a_run(
                 journal,
                 run_dir,
                 Heard(),
+                a_record(trace.sha256),
             )
             workload = Workload.of(WINDOW, trace, (whole(trace),), aim)
             yield ToyRun(TrialRunner(context, engine), workload)

@@ -180,7 +180,7 @@ def provenance(run: RunFiles) -> Section:
         **_engine(made.engine),
         "trace": made.trace.source,
         "trace SHA-256": made.trace.sha256,
-        "arguments": _arguments(made),
+        "options": _options(made),
         "tuner": f"{made.tuner_version}, Python {made.python}",
         "engine starts": str(made.engine_starts),
         "time": _time(made),
@@ -205,8 +205,12 @@ def _engine(engine: EngineRecord | None) -> dict[str, str]:
     }
 
 
-def _arguments(made: Provenance) -> str:
-    return " ".join(str(part) for part in made.options.get("arguments", ()))
+def _options(made: Provenance) -> str:
+    """Return the options that the run was given, without those that hold several values."""
+    files = made.options.get("trace") or ()
+    given = {**made.options, "trace": " ".join(files)}.items()
+    shown = [f"{name} {value}" for name, value in given if isinstance(value, (str, int, float))]
+    return ", ".join(shown)
 
 
 def _time(made: Provenance) -> str:

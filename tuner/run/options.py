@@ -11,7 +11,6 @@ from typing import TypeVar
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
-from tuner.run.session import Method
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER
@@ -23,6 +22,14 @@ from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
 DEFAULT_BUDGET_S = 1800.0
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+class Method(StrEnum):
+    """How a run searches."""
+
+    AUTO = "auto"
+    LIVE = "live"
+    SHADOW = "shadow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,8 @@ class TuningOptions:
     fits into the time. `load` is a multiple of the recorded arrival rate, `ladder` the caps of
     max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
     of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
-    None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `arguments` is the
-    command line that this stands for, without secrets, for the record.
+    None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
+    with the run for whoever resumes it, such as where a command writes its file.
 
     Units: seconds.
     Raises: UsageError if a value cannot be used, or two contradict each other.
@@ -93,7 +100,7 @@ class TuningOptions:
     is_resumed: bool = False
     seed: int = 0
     reading: TraceReading = field(default_factory=TraceReading)
-    arguments: Sequence[str] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Bring values into one form and refuse what cannot be used."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
@@ -22,6 +21,7 @@ from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.draws import decide
 from tuner.run.live_search import has_searched, search_live, searched
+from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
     Differences,
@@ -65,14 +65,6 @@ from tuner.traffic.windows import Window, busiest, whole
 COMPARED_S = 600.0
 # The name of what is predicted.
 TRACE = "trace"
-
-
-class Method(StrEnum):
-    """How a run searches."""
-
-    AUTO = "auto"
-    LIVE = "live"
-    SHADOW = "shadow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +166,7 @@ class ShadowSession:
         context, predictor = self.context, self.predictor
         context.stopwatch.begin()
         workload = predicted_on(context)
-        context.keep_windows(windows=workload.windows, predicted_windows=workload.windows)
+        context.keep_windows(workload.windows, workload.windows)
         self._predicted = predict_space(context, predictor)
         context.listener.note(_predicted_text(context, self._predicted))
         present = context.space.present
@@ -424,7 +416,7 @@ class Session:
         """Keep what is replayed, so that a resumed run replays the same."""
         self.chosen = windows
         predicted = () if self._predicted is None else self._predicted.workload.windows
-        self.context.keep_windows(windows=windows, predicted_windows=predicted)
+        self.context.keep_windows(windows, predicted)
         text = window_text(windows, self.context.trace)
         self.context.listener.note(f"replaying {text}")
 

@@ -10,12 +10,13 @@ engine runs in a process of its own, which imports the script anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
+
+import msgspec
 
 from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
@@ -35,7 +36,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
-from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE, RunDir, new_run_path
+from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RunDir, new_run_path
 from tuner.run.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -48,10 +49,11 @@ from tuner.run.inputs import (
     traffic_of,
 )
 from tuner.run.listener import Listener, NullListener, clock_text
-from tuner.run.options import TuningOptions
+from tuner.run.options import Method, TuningOptions
 from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
-from tuner.run.session import AnySession, Method, Session, ShadowSession
+from tuner.run.session import AnySession, Session, ShadowSession
+from tuner.run.stored import RunRecord, StoredOptions, read_record
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
 from tuner.search.objective import Scoring
@@ -64,7 +66,6 @@ from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, TooLong, Trace
-from tuner.traffic.windows import Window
 
 WritePage = Callable[[Path], None]
 """Writes the page of the run in a directory. Raises: UsageError."""
@@ -167,17 +168,17 @@ _TOO_LONG_CAVEATS = {
 
 def run_record(
     prepared: PreparedRun, study: str, ceiling: EngineLimits, facts: EngineFacts
-) -> dict[str, Any]:
-    """Return what `--resume` and workers need besides the windows, without secrets."""
-    return {
-        "study": study,
-        "arguments": list(prepared.options.arguments),
-        "trace_sha256": prepared.traffic.trace.sha256,
-        "config_sha256": prepared.engine.config_sha256,
-        "ceiling": asdict(ceiling),
-        "vllm_version": facts.vllm_version,
-        "device": facts.device,
-    }
+) -> RunRecord:
+    """Return what the run is begun with."""
+    return RunRecord(
+        study=study,
+        options=StoredOptions.of(prepared.options),
+        trace_sha256=prepared.traffic.trace.sha256,
+        config_sha256=prepared.engine.config_sha256,
+        ceiling=ceiling,
+        vllm_version=facts.vllm_version,
+        device=facts.device,
+    )
 
 
 class _Run:
@@ -245,7 +246,7 @@ class _Run:
             if prepared.engine.names_limits
             else "vLLM's default",
             model=prepared.engine.model,
-            options={"arguments": list(prepared.options.arguments)},
+            options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
             method=str(prepared.options.method),
@@ -324,8 +325,9 @@ def tune(
         listener.note(DEMO_NOTE)
     run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        stored = run_dir.read_json(RUN_FILE) if prepared.options.is_resumed else {}
-        _check_same(prepared, stored)
+        stored = read_record(run_dir.path) if prepared.options.is_resumed else None
+        if stored is not None:
+            _check_same(prepared, stored)
         start = _Start(prepared, run_dir, stored, listener, predictor_of)
         with ExitStack() as held:
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
@@ -350,7 +352,7 @@ class _Start:
 
     prepared: PreparedRun
     run_dir: RunDir
-    stored: Mapping[str, Any]
+    stored: RunRecord | None
     listener: Listener
     predictor_of: Callable[[Profile], Predictor] | None
 
@@ -373,13 +375,12 @@ class _Start:
         context, message = self._context(facts)
         ceiling = context.space.ceiling
         engine = EngineRunner(host, prepared.engine.values, ceiling, options.seed)
-        stored = self.stored.get("windows", ())
         session = Session(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
             lambda profile: self._predictor(profile, ceiling),
             options.method,
-            chosen=tuple(Window(w["start_s"], w["end_s"]) for w in stored),
+            chosen=self.stored.windows if self.stored else (),
         )
         return session, message
 
@@ -399,7 +400,8 @@ class _Start:
         space = search_space(facts, trace, tuple(options.ladder), facts.present_limits)
         aim, budget = aim_of(options, trace), Budget(options.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
-        study = self.stored.get("study") or f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
+        new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
+        study = self.stored.study if self.stored else new_study
         storage = options.storage or self.run_dir.storage_url
         journal, restored = open_journal(
             storage, study, self.run_dir, aim.slos, is_resumed=options.is_resumed
@@ -418,7 +420,7 @@ class _Start:
             journal,
             self.run_dir,
             listener,
-            record=run_record(prepared, journal.study_name, space.ceiling, facts),
+            run_record(prepared, journal.study_name, space.ceiling, facts),
             is_shared=options.storage is not None and options.method is not Method.SHADOW,
             caveats=_first_caveats(prepared, aim),
         )
@@ -486,16 +488,14 @@ def _tell_plan(
     )
 
 
-def _check_same(prepared: PreparedRun, stored: Mapping[str, Any]) -> None:
-    """Refuse to resume on another trace or another configuration."""
-    if not stored:
-        return
-    for name, now in (
-        ("trace_sha256", prepared.traffic.trace.sha256),
-        ("config_sha256", prepared.engine.config_sha256),
+def _check_same(prepared: PreparedRun, stored: RunRecord) -> None:
+    """Refuse to resume on another trace, another configuration or with other options."""
+    stored.options.check_goes_on(prepared.options)
+    for what, before, now in (
+        ("trace", stored.trace_sha256, prepared.traffic.trace.sha256),
+        ("config", stored.config_sha256, prepared.engine.config_sha256),
     ):
-        if stored[name] != now:
-            what = name.removesuffix("_sha256")
+        if before != now:
             raise UsageError(
                 f"the {what} is not the one that {prepared.run_path} was begun with",
                 "resume with the same files, or start a new run",
