@@ -179,7 +179,7 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "shown"),
     [
         ({"objective": "fastest"}, "objective must be one of balanced"),
         ({"ladder": ()}, "at least 1"),
@@ -192,9 +192,9 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_once(
-    trace: Path, wrong: dict[str, Any], told: str
+    trace: Path, wrong: dict[str, Any], shown: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=shown):
         asked(trace, **wrong)
 
 

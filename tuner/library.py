@@ -92,7 +92,7 @@ def replay_trace(
         EngineProcess(source, Path(folder) / "engine.log") as host,
     ):
         facts = host.facts(values)
-        at = limits or facts.present_limits
+        at = limits or facts.current_limits
         host.start(values, at)
         fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
         host.load("trace", at_load(fitted, wanted.load) if wanted.load != 1 else fitted, seed)
@@ -105,7 +105,7 @@ def _predicted(
     values = engine_of_profile(profile, None, None, {}).values
     facts = ProfiledEngine(profile).facts(values)
     fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
-    return Predictor(profile, seed=seed).replay(fitted, limits or facts.present_limits, plan)
+    return Predictor(profile, seed=seed).replay(fitted, limits or facts.current_limits, plan)
 
 
 def _source_of(
@@ -192,15 +192,15 @@ def check_drift(
         fit here; TooFewSamplesError.
     """
     path, wanted = Path(baseline), options or RetuneOptions()
-    kept = read_baseline(path, None if profile is None else Path(profile))
-    before = kept.check_has_traffic(path)
+    stored = read_baseline(path, None if profile is None else Path(profile))
+    before = stored.check_has_traffic(path)
     partial = known_in_part(trace.notes.remarks)
     drift = Drift((), (), partial)
     if not partial:
         drift = drift_between(before, sketch_of(trace), wanted.seed)
-    present = None if config is not None else kept.present
-    found = without_replay(drift, present)
+    current = None if config is not None else stored.current
+    found = without_replay(drift, current)
     if found is not None:
         return found
-    ready = retune_on(trace, kept, present, config, wanted)
+    ready = retune_on(trace, stored, current, config, wanted)
     return check(drift, ready.trace, ready.retune, ready.aim)

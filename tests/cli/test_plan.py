@@ -28,10 +28,10 @@ def test_more_load_wants_larger_caps_until_a_change_pays(
     profile, trace = files
     command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
     assert run([*command, "--loads", "0.05,1", "--max-num-seqs", "2,8,24", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["engine"] == "shadow"
-    assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    light, heavy = told["loads"]
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["engine"] == "shadow"
+    assert shown["current"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    light, heavy = shown["loads"]
     assert (light["load"], heavy["load"]) == (0.05, 1.0)
     assert not light["change_pays"]
     assert heavy["change_pays"]

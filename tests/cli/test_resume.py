@@ -110,7 +110,7 @@ def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(
     after = lines_of(run_dir / "trials.jsonl")
     assert after[: len(before)] == before
     assert measured_once(after)
-    assert [t["phase"] for t in after].count("present") == 1
+    assert [t["phase"] for t in after].count("current") == 1
     assert len({trial["number"] for trial in after}) == len(after)
     assert (trace.parent / "best.yaml").exists()
     capsys.readouterr()
@@ -202,8 +202,9 @@ def test_a_file_of_trials_that_cannot_be_restored_is_kept_beside_the_new_one(
     assert job_on(ToySource(CROWDED), again) == 0
     assert (ended / "trials.1.jsonl").read_text() == damaged
     assert path.read_text().splitlines() == lines
-    told = capsys.readouterr().err
-    assert "1 trials that the study does not know and 2 damaged lines" in " ".join(told.split())
+    shown = capsys.readouterr().err
+    message = "1 trials that the study does not know and 2 damaged lines"
+    assert message in " ".join(shown.split())
 
 
 def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:

@@ -20,7 +20,7 @@ from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
 from tuner.errors import TraceError, UsageError
 from tuner.run.journal import Journal
 
-TOY = {"noise_ratio": 0.3, "present": [16, 2048], "pause_s": 4.0}
+TOY = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
 """Replays that differ by noise, and each takes a while, so that workers have time to join."""
 
 

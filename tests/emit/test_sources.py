@@ -11,7 +11,7 @@ import yaml
 from support.emit_parts import (
     CEILING,
     CHANGE,
-    PRESENT,
+    CURRENT,
     QWEN,
     RUN_ID,
     SHA256,
@@ -64,13 +64,13 @@ def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) ->
 
 def test_advice_to_keep_is_said_in_both(tmp_path: Path) -> None:
     keep = RaceDecision(
-        RaceVerdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise"
+        RaceVerdict.KEEP, CURRENT, WINNER, (), None, 3, "the gain is within noise"
     )
     of_run = read_run(a_run_dir(tmp_path, an_outcome(keep)))
     path = tmp_path / "best.yaml"
     path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))
     for source in (of_run, read_emitted(path)):
-        assert source.limits == PRESENT
+        assert source.limits == CURRENT
         assert source.facts["gain"] == "none: keep what you have, the gain is within noise"
 
 
@@ -117,7 +117,7 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
     (began / "result.json").unlink()
     (root / "empty").mkdir()
     cut = a_run_dir(root / "cut")
-    (cut / "result.json").write_text('{"schema": 1')
+    (cut / "result.json").write_text('{"schema": 2')
     bare = broken(a_run_dir(root / "bare"), serve_values=None)
     lacks = a_run_dir(root / "lacks")
     content = json.loads((lacks / "result.json").read_text())
@@ -139,7 +139,7 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
         "a damaged result": (lacks, ("result.json is damaged: ", "`baseline`")),
         "another schema": (
             broken(a_run_dir(root / "old"), schema=0),
-            ("schema must be 1, got 0",),
+            ("schema must be 2, got 0",),
         ),
         "nothing recommended": (unmet, ("recommends nothing: no configuration met the SLOs",)),
         "nothing there": (root / "gone.yaml", ("gone.yaml does not exist",)),
@@ -166,10 +166,10 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_emitted_from_is_told(case: str, tmp_path: Path, capsys: Output) -> None:
-    source, told = bad_sources(tmp_path)[case]
+    source, shown = bad_sources(tmp_path)[case]
     with pytest.raises(UsageError) as raised:
         read_source(source)
-    for words in told:
+    for words in shown:
         assert words in f"{raised.value.message} {raised.value.hint}"
     assert run(["emit", str(source)]) == 2
     out, err = capsys.readouterr()

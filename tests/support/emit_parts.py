@@ -25,7 +25,7 @@ from tuner.search.trials import Phase, Trial
 from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
-WINNER, PRESENT, CEILING = (
+WINNER, CURRENT, CEILING = (
     EngineLimits(48, 4096),
     EngineLimits(64, 8192),
     EngineLimits(128, 16384),
@@ -76,7 +76,7 @@ def an_outcome(
         "replayed_requests": 5985,
         "window": "the whole trace, 60 min",
         "info": info,
-        "present_source": "configuration",
+        "current_source": "configuration",
         "model": "Qwen/Qwen2.5-7B-Instruct",
         "options": {},
         "engine_starts": 1,
@@ -100,12 +100,12 @@ def an_outcome(
             Score(tier, 2.0, "e2e_p99"),
             {**measured, "e2e_s": {"p50": 1.0 * slow, "p99": (2.0 + round_ / 10) * slow}},
         )
-        for limits, slow in ((WINNER, 0.8), (PRESENT, 1.0))
+        for limits, slow in ((WINNER, 0.8), (CURRENT, 1.0))
         for round_ in (0, 1, 2, 3)
     ]
     goal = Scoring(Objective.BALANCED, (), "p99")
     around = RunProvenance(**values | changed)
-    return make_outcome(decision, PRESENT, goal, records, [Caveat.WINDOWED], around, state)
+    return make_outcome(decision, CURRENT, goal, records, [Caveat.WINDOWED], around, state)
 
 
 def a_run_dir(

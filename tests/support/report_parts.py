@@ -30,7 +30,7 @@ from tuner.traffic.traces import Trace
 
 EVIL = "<script>alert('model')</script>"
 # Few blocks, so that the KV cache fills and requests are preempted.
-SOURCE = ToySource(CROWDED, present=EngineLimits(32, 2048), num_blocks=130)
+SOURCE = ToySource(CROWDED, current=EngineLimits(32, 2048), num_blocks=130)
 SHADOW_COSTS = ToyCosts(base_s=0.0103, knee=10, crowd_s=0.0003)
 GRID = [EngineLimits(n, b) for b in (512, 2048) for n in (4, 8, 16, 32)]
 
@@ -51,7 +51,7 @@ def live_run(folder: Path) -> Path:
 
 
 def keep_timelines(run_dir: Path, trace: Trace, result: Mapping[str, Any]) -> None:
-    """Replay the winner and the present configuration once more, with their timelines kept."""
+    """Replay the winner and the current configuration once more, with their timelines kept."""
     path = run_dir / TIMELINES_FILE
     content = json.loads(path.read_text()) if path.exists() else None
     for found in (result["baseline"], result["recommendation"]):

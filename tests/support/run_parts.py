@@ -114,10 +114,10 @@ class ToyRun:
 
 
 def a_space(
-    present: EngineLimits, ladder: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    current: EngineLimits, ladder: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 ) -> SearchSpace:
     """Return a space with three token budgets below the ceiling."""
-    return SearchSpace(present, ladder, (512, 1024, 2048), CEILING)
+    return SearchSpace(current, ladder, (512, 1024, 2048), CEILING)
 
 
 def a_profile(
@@ -133,7 +133,7 @@ def a_profile(
         "metric_error_ratio": wrong_ratio,
         "made_at": "2026-01-31T12:00:00Z",
         "calibrated_on": ("16/2048",),
-        "present_limits": EngineLimits(16, 2048),
+        "current_limits": EngineLimits(16, 2048),
         "serve_values": {"model": "toy"},
     }
     return Profile(**values | changed)

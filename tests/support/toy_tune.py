@@ -145,8 +145,8 @@ def _source(text: str) -> ToySource:
     fields = json.loads(text)
     if "costs" in fields:
         fields["costs"] = ToyCosts(**fields["costs"])
-    if "present" in fields:
-        fields["present"] = EngineLimits(*fields["present"])
+    if "current" in fields:
+        fields["current"] = EngineLimits(*fields["current"])
     return SlowSource(**fields) if "pause_s" in fields else ToySource(**fields)
 
 

@@ -99,7 +99,7 @@ def run_check(options: CheckOptions) -> int:
     drift = Drift((), (), traffic.partial)
     if not traffic.partial:
         drift = drift_between(before, traffic.sketch, options.retune.seed)
-    checked = without_replay(drift, None if options.config else baseline.present)
+    checked = without_replay(drift, None if options.config else baseline.current)
     if checked is None:
         checked = _replayed(traffic.trace, baseline, drift, options)
     show_result(checked.as_json(), checked.lines(), as_json=options.as_json)
@@ -112,7 +112,7 @@ def _sketch_before(baseline: Baseline, options: CheckOptions) -> TrafficSketch:
         return baseline.check_has_traffic(options.baseline)
     trace = options.traffic.reading.read(options.baseline_files)
     if baseline.sha256 and trace.sha256 != baseline.sha256:
-        say(f"--baseline-trace is another file than the run's: it had {baseline.told}")
+        say(f"--baseline-trace is another file than the run's: it had {baseline.label}")
     return sketch_of(trace)
 
 
@@ -133,11 +133,11 @@ def _current(options: CheckOptions, *, is_closed: bool) -> _Traffic:
 
 def _replayed(trace: Trace, baseline: Baseline, drift: Drift, options: CheckOptions) -> Checked:
     """Replay the current traffic and decide. Raises: TunerError."""
-    present = None if options.config else baseline.present
-    ready = retune_on(trace, baseline, present, options.config, options.retune, say)
+    current = None if options.config else baseline.current
+    ready = retune_on(trace, baseline, current, options.config, options.retune, say)
     space = ready.retune.space
     others = len(space.grid())
-    say(f"traffic has shifted: predicting it at {space.present} and {others} others")
+    say(f"traffic has shifted: predicting it at {space.current} and {others} others")
     checked = check(drift, ready.trace, ready.retune, ready.aim)
     remark = ready.retune.predictor.info(space.ceiling).remark
     if remark:

@@ -283,17 +283,17 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
     """Say what to do, what comes of it and what is as good."""
     if advice.is_change:
-        say(f"change to {_words(advice.limits)} (current: {_words(outcome.present)})")
+        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)})")
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
-    if advice.shown != outcome.present:
+    if advice.shown != outcome.current:
         how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
     if advice.odds is not None:
         say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
-    ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
+    ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
     if ties and not advice.is_thin:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
 

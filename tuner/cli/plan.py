@@ -86,7 +86,7 @@ class PlanOptions:
         facts = source.facts(engine_of_profile(profile, None, None, {}).values)
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
-        space = search_space(facts, busiest, self.ladder, facts.present_limits)
+        space = search_space(facts, busiest, self.ladder, facts.current_limits)
         return trace, Retune(space, Predictor(profile, space.ceiling, self.traffic.seed))
 
 
@@ -99,7 +99,7 @@ class PlanRow:
     tier: str
     metric: str
     best: float | None
-    present: float | None
+    current: float | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for --json."""
@@ -112,7 +112,7 @@ class PlanRow:
             "state": self.tier,
             "metric": self.metric,
             "value": self.best,
-            "present_value": self.present,
+            "current_value": self.current,
             "ratio": None if gain is None else gain.value,
             "ratio_interval": interval,
             "odds": None if self.decision.odds is None else asdict(self.decision.odds),
@@ -127,14 +127,14 @@ def run_plan(options: PlanOptions) -> int:
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
         return 0
     rows, retune = _planned(options, source)
-    present, wrong_ratio = retune.space.present, retune.wrong_ratio
+    current, wrong_ratio = retune.space.current, retune.wrong_ratio
     content = {
         "engine": "shadow",
-        "present": present,
+        "current": current,
         "error_ratio": wrong_ratio,
         "loads": [row.as_json() for row in rows],
     }
-    show_result(content, _table(rows, present, wrong_ratio), as_json=options.as_json)
+    show_result(content, _table(rows, current, wrong_ratio), as_json=options.as_json)
     return 0
 
 
@@ -155,7 +155,7 @@ def _planned(options: PlanOptions, source: ProfiledEngine) -> tuple[list[PlanRow
 def _row(retune: Retune, predicted: Predictions, load: float) -> PlanRow:
     decision, observations = retune.decide(predicted), predicted.observations
     best = next(o for o in observations if o.limits == decision.best)
-    before = next((o for o in observations if o.limits == retune.space.present), None)
+    before = next((o for o in observations if o.limits == retune.space.current), None)
     comparable = before is not None and before.score.metric == best.score.metric
     return PlanRow(
         load,
@@ -167,10 +167,10 @@ def _row(retune: Retune, predicted: Predictions, load: float) -> PlanRow:
     )
 
 
-def _table(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -> list[str]:
+def _table(rows: Sequence[PlanRow], current: EngineLimits, wrong_ratio: float) -> list[str]:
     """Return the table for people; a rate stands as such, not as its inverse."""
     lines = [
-        f"current {present} (max_num_seqs/max_num_batched_tokens); predicted, "
+        f"current {current} (max_num_seqs/max_num_batched_tokens); predicted, "
         f"wrong by {wrong_ratio:.0%} on what was measured",
         f"{'load':>6}  {'best':>12}  {'metric':<16} {'there':>10} {'current':>10}  advice",
     ]
@@ -180,7 +180,7 @@ def _table(rows: Sequence[PlanRow], present: EngineLimits, wrong_ratio: float) -
         state = "" if row.tier == "good" else f" [{row.tier}]"
         lines.append(
             f"{row.load:>5g}x  {row.decision.best!s:>12}  {row.metric:<16} "
-            f"{_value(row.best, row.metric):>10} {_value(row.present, row.metric):>10}  "
+            f"{_value(row.best, row.metric):>10} {_value(row.current, row.metric):>10}  "
             f"{advice}{state}"
         )
     return lines

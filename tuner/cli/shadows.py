@@ -95,18 +95,18 @@ class ShadowCheck:
     traffic: PrometheusTraffic
 
     def check(
-        self, trace: Trace, present: EngineLimits, tuned_for: TrafficSketch | None
+        self, trace: Trace, current: EngineLimits, tuned_for: TrafficSketch | None
     ) -> Checked:
         """Return the verdict on traffic at the current limits. Raises: TunerError."""
         partial = known_in_part(trace.notes.remarks)
         if partial:
-            return Checked(DriftVerdict.TOO_LITTLE, partial, Drift((), (), partial), present)
+            return Checked(DriftVerdict.TOO_LITTLE, partial, Drift((), (), partial), current)
         now = self.traffic.sketch(trace)
         drift = drift_between(tuned_for or self.before, now, self.retune.seed)
-        checked = without_replay(drift, present)
+        checked = without_replay(drift, current)
         if checked is not None:
             return checked
-        ready = self._ready(trace, present)
+        ready = self._ready(trace, current)
         return check(drift, ready.trace, ready.retune, ready.aim)
 
     def guard_sample(
@@ -130,9 +130,9 @@ class ShadowCheck:
             return GuardSample(live, {}, why)
         return GuardSample(live, {limits: first for limits, (first, *_) in outcomes.items()})
 
-    def _ready(self, read: Trace, present: EngineLimits) -> Ready:
+    def _ready(self, read: Trace, current: EngineLimits) -> Ready:
         """Return what the profile can predict of the traffic."""
-        return retune_on(read, self.baseline, present, self.config, self.retune, say)
+        return retune_on(read, self.baseline, current, self.config, self.retune, say)
 
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:

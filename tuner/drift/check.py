@@ -38,7 +38,7 @@ class DriftVerdict(StrEnum):
 
     TOO_LITTLE = "too little data"
     UNCHANGED = "unchanged"
-    STILL_BEST = "shifted, present config still best"
+    STILL_BEST = "shifted, current config still best"
     PAYS = "shifted, re-tune pays"
 
 
@@ -114,14 +114,14 @@ class Gain:
 class Checked:
     """A verdict with its reasons.
 
-    `present` is None where it is not known, `best`, the best on the new traffic by the shadows,
+    `current` is None where it is not known, `best`, the best on the new traffic by the shadows,
     where nothing was replayed; `state` names the demand that even the best does not meet.
     """
 
     verdict: DriftVerdict
     why: str
     drift: Drift
-    present: EngineLimits | None
+    current: EngineLimits | None
     best: EngineLimits | None = None
     gain: Gain | None = None
     state: str = ""
@@ -139,7 +139,7 @@ class Checked:
             "engine": "shadow",
             "shifts": [shift.as_json() for shift in self.drift.shifts],
             "not_compared": list(self.drift.not_compared),
-            "present": _limits(self.present),
+            "current": _limits(self.current),
             "best": _limits(self.best),
             "state": self.state or None,
             "gain": None if self.gain is None else self.gain.as_json(),
@@ -157,51 +157,51 @@ class Checked:
         yield f"{self.verdict}{by}: {self.why}"
 
 
-def without_replay(drift: Drift, present: EngineLimits | None) -> Checked | None:
+def without_replay(drift: Drift, current: EngineLimits | None) -> Checked | None:
     """Return the verdict that needs no shadow, None where it takes a replay."""
     if drift.too_little:
-        return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, current)
     if not drift.relevant:
         why = "no difference is beyond chance and large enough to matter"
-        return Checked(DriftVerdict.UNCHANGED, why, drift, present)
+        return Checked(DriftVerdict.UNCHANGED, why, drift, current)
     return None
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     """Return whether traffic that drifted is better served by another configuration.
 
-    `trace` is what of the present traffic is replayed.
+    `trace` is what of the current traffic is replayed.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    present = retune.space.present
-    early = without_replay(drift, present)
+    current = retune.space.current
+    early = without_replay(drift, current)
     if early is not None:
         return early
     shifted = ", ".join(shift.name for shift in drift.relevant[:3]) + " shifted"
     predicted = retune.rank(trace, aim)
-    now = predicted.outcomes[present]
+    now = predicted.outcomes[current]
     windows = predicted.workload.windows
     if isinstance(now, Measurement) and (reason := unlike_server(trace, windows, now)):
-        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, current)
     try:
         decision = retune.decide(predicted)
     except NoFeasibleConfigError as error:
         why = f"{shifted}, and {error.message}"
-        return Checked(DriftVerdict.STILL_BEST, why, drift, present)
+        return Checked(DriftVerdict.STILL_BEST, why, drift, current)
     best = next(o for o in predicted.observations if o.limits == decision.best)
     state = _state(best)
     rest = f"; {state}" if state else ""
-    if best.limits == present:
-        why = f"{shifted}, and {present} is best for it too{rest}"
-        return Checked(DriftVerdict.STILL_BEST, why, drift, present, present, None, state)
+    if best.limits == current:
+        why = f"{shifted}, and {current} is best for it too{rest}"
+        return Checked(DriftVerdict.STILL_BEST, why, drift, current, current, None, state)
     gain = Gain.of(decision)
-    where = f"at {best.limits} instead of {present}"
+    where = f"at {best.limits} instead of {current}"
     text = decision.why if gain is None else f"{gain.text}, {decision.why}"
     pays = decision.verdict is RaceVerdict.CHANGE
     verdict = DriftVerdict.PAYS if pays else DriftVerdict.STILL_BEST
     why = f"{shifted}{':' if pays else ', but'} {where} {text}{rest}"
-    return Checked(verdict, why, drift, present, best.limits, gain, state)
+    return Checked(verdict, why, drift, current, best.limits, gain, state)
 
 
 def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:

@@ -118,14 +118,14 @@ class Ready:
 def retune_on(
     read: Trace,
     baseline: Baseline,
-    present: EngineLimits | None,
+    current: EngineLimits | None,
     config: Config,
     options: RetuneOptions,
     note: Callable[[str], None] = lambda _: None,
 ) -> Ready:
     """Return what the baseline's profile can predict of this traffic.
 
-    `present` is None where the configuration that is named says it. `note` receives what there
+    `current` is None where the configuration that is named says it. `note` receives what there
     is to say of requests that are too long.
 
     Raises: ShadowError if the profile does not fit here; TunerError.
@@ -136,6 +136,6 @@ def retune_on(
     trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
     if message:
         note(message)
-    space = search_space(facts, trace, options.ladder, present or facts.present_limits)
+    space = search_space(facts, trace, options.ladder, current or facts.current_limits)
     aim = options.aim(baseline, trace)
     return Ready(Retune(space, Predictor(profile, space.ceiling, options.seed)), aim, trace)

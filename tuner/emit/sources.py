@@ -65,9 +65,9 @@ def recommendation_of(
     if result.recommendation is None:
         raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
     limits = result.recommendation.limits
-    kept, lost = without_lost(values)
+    remaining, lost = without_lost(values)
     return Recommendation(
-        values=kept,
+        values=remaining,
         limits=limits,
         comments=tuple(comments(result, "", str(folder))[1:]),
         facts=facts_of_run(result, result.recommendation, folder),

@@ -33,9 +33,9 @@ _GAP = 1.05
 
 
 def over_time(run: RunFiles) -> Section:
-    """Return the timelines of the present configuration and of the one that is recommended."""
-    wanted = [("present", run.present)]
-    if run.shown != run.present:
+    """Return the timelines of the current configuration and of the one that is recommended."""
+    wanted = [("current", run.current)]
+    if run.shown != run.current:
         wanted.insert(0, (run.shown_as, run.shown))
     replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
     if not replays:
@@ -46,8 +46,8 @@ def over_time(run: RunFiles) -> Section:
         "Running and waiting requests are means over each bin; KV use is the largest in it. "
         "Both pictures have the same scales."
     ]
-    if run.shown == run.present:
-        sentences.append("The present configuration is the best there was, so it stands alone.")
+    if run.shown == run.current:
+        sentences.append("The current configuration is the best there was, so it stands alone.")
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
     sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
     if any(replay.engine == "shadow" for _, replay in replays):

@@ -81,9 +81,9 @@ class RunFiles:
     strategies: Mapping[str, Sequence[SavedStrategy]] = field(default_factory=dict)
 
     @property
-    def present(self) -> EngineLimits:
+    def current(self) -> EngineLimits:
         """The configuration that the run began with."""
-        return self.result.present
+        return self.result.current
 
     @property
     def shown(self) -> EngineLimits:

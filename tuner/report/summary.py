@@ -38,7 +38,7 @@ def headline(run: RunFiles) -> str:
     if advice is None:
         return "No configuration meets the SLOs"
     if not advice.is_change:
-        return f"Keep what you have: {limits_words(run.present)}"
+        return f"Keep what you have: {limits_words(run.current)}"
     return f"Change to {limits_words(advice.limits)}"
 
 
@@ -68,11 +68,11 @@ def _gain(run: RunFiles) -> list[str]:
     if advice is None:
         return _broken(result)
     if advice.is_change:
-        against = f"against the present {limits_words(run.present)}"
+        against = f"against the current {limits_words(run.current)}"
         gain = gain_words(result, advice)
         first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
         return [first, *_odds(advice)]
-    if run.shown == run.present:
+    if run.shown == run.current:
         return [advice.why]
     best = f"the best that was found is {limits_words(run.shown)}"
     gain = gain_words(result, advice)

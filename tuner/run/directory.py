@@ -109,10 +109,10 @@ class RunDir:
     def set_aside(self, name: str) -> Path:
         """Rename a file to one that nothing writes to, and return that."""
         path, count = self.path / name, 1
-        while (kept := path.with_name(f"{path.stem}.{count}{path.suffix}")).exists():
+        while (aside := path.with_name(f"{path.stem}.{count}{path.suffix}")).exists():
             count += 1
-        path.rename(kept)
-        return kept
+        path.rename(aside)
+        return aside
 
     def write_json(self, name: str, content: object) -> None:
         """Replace a JSON file whole."""
@@ -139,7 +139,7 @@ class RunDir:
 
 
 def new_run_path(root: Path) -> Path:
-    """Return a path for a new run, named by the present time."""
+    """Return a path for a new run, named by the current time."""
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
     path, count = root / stamp, 1
     while path.exists():

@@ -122,9 +122,9 @@ def engine_of_profile(
 
     Raises: UsageError.
     """
-    kept = profile.serve_values.items()
-    values = {key: value for key, value in kept if value != REDACTED}
-    hidden = [key for key, value in kept if value == REDACTED]
+    stored = profile.serve_values.items()
+    values = {key: value for key, value in stored if value != REDACTED}
+    hidden = [key for key, value in stored if value == REDACTED]
     sha256 = ""
     if config is not None:
         values, sha256 = _config_values(config)
@@ -191,7 +191,7 @@ def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, s
     count = int(too_long.sum())
     if not count:
         return trace, ""
-    told = f"{count} of {len(trace)} requests exceed max_model_len {max_model_len}"
+    message = f"{count} of {len(trace)} requests exceed max_model_len {max_model_len}"
     if count == len(trace) and policy != TooLong.CLIP:
         raise TraceError(
             f"{trace.source}: all {count} requests exceed max_model_len {max_model_len}",
@@ -199,4 +199,4 @@ def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, s
         )
     fitted = trace.limit_lengths(max_model_len, TooLong(policy))
     done = {"refuse": "will be refused", "clip": "were clipped", "drop": "were dropped"}
-    return fitted, f"{told}: they {done[policy]} (--too-long {policy})"
+    return fitted, f"{message}: they {done[policy]} (--too-long {policy})"

@@ -77,7 +77,7 @@ def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Pre
                 outcomes[limits] = ask(workload.pieces, limits, workload.plan, workload.slos)
         return Predictions(workload, predictor.wrong_ratio, outcomes)
 
-    found = predictions_with([space.present, *space.grid()])
+    found = predictions_with([space.current, *space.grid()])
     for _ in range(0 if is_capacity else REFINEMENTS):
         found = predictions_with(_between(found.observations, space))
     return found

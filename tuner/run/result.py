@@ -36,7 +36,7 @@ from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
 RELAX: Final = "relax an SLO, or lower --load, and run again"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
@@ -85,7 +85,7 @@ class Advice(LimitsRecord):
 
     @property
     def is_change(self) -> bool:
-        """Whether the present configuration should go."""
+        """Whether the current configuration should go."""
         return self.verdict is RaceVerdict.CHANGE
 
     @property
@@ -95,7 +95,7 @@ class Advice(LimitsRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresentConfiguration(LimitsRecord):
+class CurrentConfiguration(LimitsRecord):
     """What the run began with, and who had set it."""
 
     source: str = ""
@@ -107,8 +107,8 @@ class ColdConfirmation:
 
     metric: str
     winner: float | None
-    present_metric: str = ""
-    present: float | None
+    current_metric: str = ""
+    current: float | None
     ratio: float | None = None
 
 
@@ -117,7 +117,7 @@ class CapacityRecord:
     """At which multiples of the recorded load the SLOs hold, and the sentence that says so."""
 
     winner: float | None = None
-    present: float | None = None
+    current: float | None = None
     confirmed_live: bool | None = None
     is_shown: bool = True
     text: str = "not told"
@@ -228,7 +228,7 @@ class RunResult:
     tail: str
     slos: tuple[str, ...]
     recommendation: Advice | None
-    baseline: PresentConfiguration
+    baseline: CurrentConfiguration
     evidence: tuple[MetricChange, ...]
     limited_by: str
     load: str = ""
@@ -248,7 +248,7 @@ class RunResult:
         return self.recommendation is not None
 
     @property
-    def present(self) -> EngineLimits:
+    def current(self) -> EngineLimits:
         """The configuration that the run began with."""
         return self.baseline.limits
 
@@ -256,7 +256,7 @@ class RunResult:
     def shown(self) -> EngineLimits:
         """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
-        return self.present if advice is None else advice.shown
+        return self.current if advice is None else advice.shown
 
     @property
     def gain(self) -> Estimate | None:
@@ -277,7 +277,7 @@ class RunResult:
         """How full the KV cache became with what is recommended, in words."""
         advice = self.recommendation
         if advice is None:
-            return kv_text(self.trials, self.present)
+            return kv_text(self.trials, self.current)
         trials = predictions(self.trials) if advice.is_predicted else self.trials
         return kv_text(trials, advice.limits)
 
@@ -296,7 +296,7 @@ class RunProvenance:
     replayed_requests: int
     window: str
     info: EngineInfo | None
-    present_source: str
+    current_source: str
     model: str
     options: Mapping[str, Any]
     engine_starts: int
@@ -318,7 +318,7 @@ class RunProvenance:
 
 def make_outcome(
     decision: RaceDecision,
-    present: EngineLimits,
+    current: EngineLimits,
     goal: Scoring,
     records: Sequence[Trial],
     caveats: Sequence[Caveat],
@@ -329,7 +329,7 @@ def make_outcome(
     trials = predictions(records) if decision.is_predicted else records
     best = leader([t.observation for t in decisive(trials)])
     is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
-    changes = metric_changes(trials, decision.shown, present, goal.tail, around.predicted)
+    changes = metric_changes(trials, decision.shown, current, goal.tail, around.predicted)
     return RunResult(
         state=state,
         method=around.method,
@@ -337,7 +337,7 @@ def make_outcome(
         tail=goal.tail,
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
-        baseline=PresentConfiguration(**asdict(present), source=around.present_source),
+        baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
         evidence=tuple(changes),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail),
         load=load_text(trials, decision.shown),
@@ -425,7 +425,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     advice, made = result.recommendation, result.provenance
     if advice is None:
         raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
-    trace, present = made.trace, result.present
+    trace, current = made.trace, result.current
     vllm_version, device = (
         (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)
     )
@@ -436,17 +436,17 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
     ]
     if result.state != "complete":
-        lines.append(f"{result.state}: best so far, not raced against the present values")
-    before = f"max-num-seqs {present.max_num_seqs}, max-num-batched-tokens "
-    before += str(present.max_num_batched_tokens)
+        lines.append(f"{result.state}: best so far, not raced against the current values")
+    before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
+    before += str(current.max_num_batched_tokens)
     rows = [f"  {row.text}" for row in result.evidence]
     if advice.is_change:
-        lines += [f"against the present {before}:", *rows]
+        lines += [f"against the current {before}:", *rows]
     else:
         lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")
-        if advice.best_measured != present and rows:
+        if advice.best_measured != current and rows:
             best = advice.best_measured
-            lines += [f"best that was found, {best}, against the present values:", *rows]
+            lines += [f"best that was found, {best}, against the current values:", *rows]
     if advice.odds is not None:
         lines.append(advice.odds.text)
     lines.extend(filter(None, [result.load, result.kv]))

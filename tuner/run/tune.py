@@ -131,9 +131,9 @@ def _profile(options: TuningOptions) -> Profile | None:
     if named is None or isinstance(named, Profile):
         return named
     if options.is_resumed and options.run_dir:
-        kept = Path(options.run_dir) / PROFILE_FILE
+        copy = Path(options.run_dir) / PROFILE_FILE
         # The run has its own copy; what was named may be gone, or another by now.
-        return read_profile(kept if kept.exists() else Path(named))
+        return read_profile(copy if copy.exists() else Path(named))
     return read_profile(Path(named))
 
 
@@ -142,13 +142,13 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
     given = (options.config, options.model, options.engine_args)
     if profile is None:
         return configured_engine(*given)
-    kept = engine_of_profile(profile, *given)
+    engine = engine_of_profile(profile, *given)
     if options.method is Method.SHADOW:
-        return kept
-    if is_demo_model(kept.values.get("model")):
-        values = {**kept.values, "model": str(DEMO_MODEL_DIR)}
-        return replace(kept, values=values, is_demo=True)
-    check_model(kept.values)
+        return engine
+    if is_demo_model(engine.values.get("model")):
+        values = {**engine.values, "model": str(DEMO_MODEL_DIR)}
+        return replace(engine, values=values, is_demo=True)
+    check_model(engine.values)
     there = {hyphenated(key) for key in options.engine_args}
     hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
     missing = [key for key in hidden if options.config is None and hyphenated(key) not in there]
@@ -157,7 +157,7 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
             f"the profile keeps no secrets, so these are missing: {', '.join(missing)}",
             "give them again with --engine-arg, or the whole configuration with --config",
         )
-    return kept
+    return engine
 
 
 _TOO_LONG_CAVEATS = {
@@ -217,10 +217,10 @@ class _Run:
         """Return the leader of an unfinished search, which nothing has confirmed."""
         context = self._context
         best = leader([t.observation for t in decisive(context.journal.records())])
-        limits = best.limits if best else context.space.present
-        kind = RaceVerdict.KEEP if limits == context.space.present else RaceVerdict.CHANGE
+        limits = best.limits if best else context.space.current
+        kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
         runs = context.journal.race_runs()
-        gain = ratio(runs, limits, context.space.present)
+        gain = ratio(runs, limits, context.space.current)
         return RaceDecision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:
@@ -242,7 +242,7 @@ class _Run:
             info=found.info,
             cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
-            present_source="configuration"
+            current_source="configuration"
             if prepared.engine.names_limits
             else "vLLM's default",
             model=prepared.engine.model,
@@ -262,7 +262,7 @@ class _Run:
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
         outcome = make_outcome(
-            decision, context.space.present, scoring, records, caveats, around, state
+            decision, context.space.current, scoring, records, caveats, around, state
         )
         context.run_dir.write_json(RESULT_FILE, outcome)
         write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(prepared.traffic.trace))
@@ -397,7 +397,7 @@ class _Start:
         )
         if message:
             listener.note(message)
-        space = search_space(facts, trace, tuple(options.ladder), facts.present_limits)
+        space = search_space(facts, trace, tuple(options.ladder), facts.current_limits)
         aim, budget = aim_of(options, trace), Budget(options.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
         new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
@@ -470,7 +470,7 @@ def _tell_plan(
     """Say what will be done, and for how long at most."""
     origin = "the configuration" if prepared.engine.names_limits else "vLLM's default here"
     listener.note(
-        f"current configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
+        f"current configuration {facts.current_limits} (max_num_seqs/max_num_batched_tokens), "
         f"from {origin}; "
         f"vLLM {facts.vllm_version} on {facts.device}"
     )

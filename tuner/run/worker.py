@@ -113,10 +113,10 @@ class _Worker:
         number, one = claimed
         workload = workload_of(one, self.trace, self.aim)
         found = replay_round(self.engine, one, workload, attempt, _go_on)
-        if all(record.cause for record, _ in found.kept):
+        if all(record.cause for record, _ in found.records):
             # What nothing survives here says nothing of the run's own engine.
-            raise EngineError(f"no setting survived its replay: {found.kept[0][0].cause}")
-        counts = self.journal.finish_round(number, found.kept, {STEPS: packed(found.steps)})
+            raise EngineError(f"no setting survived its replay: {found.records[0][0].cause}")
+        counts = self.journal.finish_round(number, found.records, {STEPS: packed(found.steps)})
         settings = ", ".join(map(str, one.settings))
         late = "" if counts else ", too late to count"
         self.note(f"{one.phase} round {one.number}: {settings}{late}")

@@ -26,7 +26,7 @@ from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
 from tuner.shadow.step_model import FitError, StepModel
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """The form of the file; a file of another form is refused, for it may mean other units."""
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
@@ -68,7 +68,7 @@ class Profile:
     `metric_error_ratio` compares replays through the model with the measured ones it was fitted
     to: the largest of the median errors of requests per second, TPOT p50 and E2E latency, None
     where nobody compared. `made_at` is an ISO date and time in UTC. `calibrated_on` names the
-    measured limits as in "8/512". `present_limits` are what `serve_values`, the user's
+    measured limits as in "8/512". `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared.
 
@@ -82,7 +82,7 @@ class Profile:
     metric_error_ratio: float | None
     made_at: str
     calibrated_on: tuple[str, ...]
-    present_limits: EngineLimits
+    current_limits: EngineLimits
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
 
@@ -254,7 +254,7 @@ class _File(_Record):
     metric_error_ratio: _Amount | None
     made_at: str
     calibrated_on: tuple[str, ...]
-    present_limits: _Limits
+    current_limits: _Limits
     serve_values: Mapping[str, object]
     agreement: _Agreement | None = None
 
@@ -271,7 +271,7 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         metric_error_ratio=profile.metric_error_ratio,
         made_at=profile.made_at,
         calibrated_on=profile.calibrated_on,
-        present_limits=_Limits(**_parts(profile.present_limits)),
+        current_limits=_Limits(**_parts(profile.current_limits)),
         serve_values=profile.serve_values,
         agreement=None
         if profile.agreement is None
@@ -306,7 +306,7 @@ def _from_file(found: _File) -> Profile:
             metric_error_ratio=found.metric_error_ratio,
             made_at=found.made_at,
             calibrated_on=found.calibrated_on,
-            present_limits=_made(EngineLimits, found.present_limits, "present_limits"),
+            current_limits=_made(EngineLimits, found.current_limits, "current_limits"),
             serve_values=found.serve_values,
             agreement=None
             if found.agreement is None

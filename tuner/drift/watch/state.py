@@ -25,7 +25,7 @@ from tuner.files import ExpectedText, lock, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 
 STATE_FILE: Final = "state.json"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 
 class Stage(StrEnum):
@@ -98,14 +98,14 @@ class Last:
 class WatchState:
     """All that a watch remembers.
 
-    `present` is what was handed over last, None before that. `traffic` names the file of what
+    `current` is what was handed over last, None before that. `traffic` names the file of what
     it was tuned for, empty for the profile's own.
     """
 
     schema: int = SCHEMA
     profile_sha256: str = ""
     memory: Memory = field(default_factory=Memory)
-    present: EngineLimits | None = None
+    current: EngineLimits | None = None
     traffic: str = ""
     handover: RolloutRecord | None = None
     counts: Counts = field(default_factory=Counts)
