@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tuner.drift.baseline import read_baseline
-from tuner.drift.check import Checked, check, without_replay
-from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import RetuneOptions, retune_on
+from tuner.drift.check import Checked, check_traffic
+from tuner.drift.retune import RetuneOptions
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
@@ -37,7 +36,6 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats import read_traces as read_files
-from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import sketch_of
 from tuner.traffic.traces import TooLong, Trace
@@ -166,7 +164,7 @@ def render_config(
     except ValueError:
         known = ", ".join(Format)
         raise UsageError(f"format must be one of {known}, got {format!r}") from None
-    values: Mapping[str, object] = result.serve_values or {}
+    values: Mapping[str, object] = result.serve_values
     if config is not None:
         values = config if isinstance(config, Mapping) else read_config(Path(config)).values
     folder = Path() if run_dir is None else Path(run_dir)
@@ -193,14 +191,6 @@ def check_drift(
     """
     path, wanted = Path(baseline), options or RetuneOptions()
     stored = read_baseline(path, None if profile is None else Path(profile))
-    before = stored.check_has_traffic(path)
-    partial = known_in_part(trace.notes.remarks)
-    drift = Drift((), (), partial)
-    if not partial:
-        drift = drift_between(before, sketch_of(trace), wanted.seed)
+    sketches = stored.check_has_traffic(path), sketch_of(trace)
     current = None if config is not None else stored.current
-    found = without_replay(drift, current)
-    if found is not None:
-        return found
-    ready = retune_on(trace, stored, current, config, wanted)
-    return check(drift, ready.trace, ready.retune, ready.aim)
+    return check_traffic(trace, sketches, stored, current, config, wanted)

@@ -34,12 +34,9 @@ Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
 
 
-@pytest.mark.parametrize("in_result", [True, False], ids=["result", "profile"])
-def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(
-    tmp_path: Path, *, in_result: bool
-) -> None:
+def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(tmp_path: Path) -> None:
     outcome = an_outcome()
-    folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET, in_result=in_result)
+    folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET)
     again = emit(Format.VLLM, read_run(folder), Names("best.yaml"))
     wrote = render(WITHOUT_SECRET, 48, 4096, comments(outcome, "best.yaml", str(folder)))
     assert again == wrote
@@ -118,7 +115,6 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
     (root / "empty").mkdir()
     cut = a_run_dir(root / "cut")
     (cut / "result.json").write_text('{"schema": 2')
-    bare = broken(a_run_dir(root / "bare"), serve_values=None)
     lacks = a_run_dir(root / "lacks")
     content = json.loads((lacks / "result.json").read_text())
     del content["baseline"]
@@ -135,7 +131,6 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
         "a run that did not end": (began, ("result.json is missing", "--resume")),
         "no run at all": (root / "empty", ("result.json is missing", "run directory")),
         "half a result": (cut, ("result.json cannot be read",)),
-        "no configuration": (bare, ("does not hold the engine's configuration",)),
         "a damaged result": (lacks, ("result.json is damaged: ", "`baseline`")),
         "another schema": (
             broken(a_run_dir(root / "old"), schema=0),
@@ -153,7 +148,6 @@ CASES = (
     "a run that did not end",
     "no run at all",
     "half a result",
-    "no configuration",
     "a damaged result",
     "another schema",
     "nothing recommended",

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import TESTS
-from support.toy import EXIT_CODE, LAST_WORDS, CURRENT, ToyEngine, ToySource
+from support.toy import CURRENT, EXIT_CODE, LAST_WORDS, ToyEngine, ToySource
 from support.traffic import a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts

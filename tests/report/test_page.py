@@ -183,12 +183,11 @@ def test_keeping_is_told_with_what_was_found_and_why_it_does_not_count(
     assert "but the gain is within noise" in sections_of(run)[0].says[0]
 
 
-def test_a_run_without_timelines_or_description_says_so(live: Path, tmp_path: Path) -> None:
-    run_dir = changed(live, tmp_path, trace_description=None, caveats=[])
+def test_a_run_without_timelines_says_so(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path, caveats=[])
     (run_dir / "timelines.json").unlink()
     said = {s.anchor: " ".join(s.says) for s in sections_of(read_run(run_dir))}
     assert "kept no timelines" in said["over-time"]
-    assert "no more of the trace's description" in said["trace"]
     assert said["caveats"].startswith("None")
     assert Outline(report_of(run_dir)).sections == ORDER
 

@@ -74,6 +74,7 @@ def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text
         after=value,
         change_ratio=None,
         change_interval=None,
+        is_helped=False,
         rounds=1,
     ).text
     assert f"{text} s ->" in shown

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from support.run_parts import a_profile
 from support.traffic import a_trace
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
@@ -22,7 +21,6 @@ from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial
-from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
 WINNER, CURRENT, CEILING = (
@@ -112,19 +110,12 @@ def a_run_dir(
     root: Path,
     outcome: RunResult | None = None,
     values: dict[str, object] | None = None,
-    *,
-    in_result: bool = True,
 ) -> Path:
-    """Return a run directory; its configuration stands in the result or in the profile."""
+    """Return a run directory whose result holds a configuration."""
     folder = root / RUN_ID
     folder.mkdir(parents=True)
     content = msgspec.to_builtins(outcome or an_outcome())
-    kept = redacted(QWEN if values is None else values)
-    if in_result:
-        content["serve_values"] = kept
-    else:
-        del content["serve_values"]
-        write_profile(folder / "profile.yaml", a_profile(serve_values=kept))
+    content["serve_values"] = redacted(QWEN if values is None else values)
     (folder / "result.json").write_text(json.dumps(content))
     (folder / "run.json").write_text("{}")
     return folder

@@ -70,7 +70,13 @@ def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Pat
     trace = read_trace(live.parent / "a&b <b>.jsonl")
     result["trials"] = [*predicted(trace, GRID, 1 + max(t["number"] for t in raced)), *raced]
     result["method"] = "auto"
-    result["provenance"]["profile"] = {"error_ratio": 0.05, "made_at": "2026-01-31T12:00:00Z"}
+    result["provenance"]["profile"] = {
+        "error_ratio": 0.05,
+        "made_at": "2026-01-31T12:00:00Z",
+        "device": "toy",
+        "vllm_version": "0.0",
+        "calibrated_on": ["16/2048"],
+    }
     write(run_dir, RESULT_FILE, result)
     run = read(run_dir, RUN_FILE)
     run["predicted_windows"] = run["windows"] if same_requests else []

@@ -11,24 +11,28 @@ every check would move it; and no planted shift was found that was missed otherw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Self
 
 import numpy as np
 
-from tuner.drift.compare import Drift
-from tuner.drift.retune import Retune
+from tuner.drift.baseline import Baseline
+from tuner.drift.compare import Drift, drift_between
+from tuner.drift.retune import Retune, RetuneOptions, retune_on
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
+from tuner.run.inputs import Config
 from tuner.search.budget import Aim
 from tuner.search.objective import Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
+from tuner.traffic.prometheus import known_in_part
+from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
@@ -165,6 +169,38 @@ def without_replay(drift: Drift, current: EngineLimits | None) -> Checked | None
         why = "no difference is beyond chance and large enough to matter"
         return Checked(DriftVerdict.UNCHANGED, why, drift, current)
     return None
+
+
+def check_traffic(
+    trace: Trace,
+    sketches: tuple[TrafficSketch, TrafficSketch],
+    baseline: Baseline,
+    current: EngineLimits | None,
+    config: Config,
+    options: RetuneOptions,
+    note: Callable[[str], None] = lambda _: None,
+) -> Checked:
+    """Return whether traffic has shifted from before, and whether a re-tune would pay.
+
+    `sketches` are of what was tuned for and of the trace. `current` is None where `config` says
+    it. The baseline's profile predicts only if something shifted that can be felt. `note`
+    receives what there is to say meanwhile.
+
+    Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
+    """
+    partial = known_in_part(trace.notes.remarks)
+    drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
+    found = without_replay(drift, current)
+    if found is not None:
+        return found
+    ready = retune_on(trace, baseline, current, config, options, note)
+    space = ready.retune.space
+    others = len(space.grid())
+    note(f"traffic has shifted: predicting it at {space.current} and {others} others")
+    checked = check(drift, ready.trace, ready.retune, ready.aim)
+    if remark := ready.retune.predictor.info(space.ceiling).remark:
+        note(remark)
+    return checked
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:

@@ -221,9 +221,8 @@ def _time(made: Provenance) -> str:
 def _profile(profile: ProfileRecord | None) -> dict[str, str]:
     if profile is None:
         return {}
-    wrong = profile.error_ratio
-    known = "" if wrong is None else f", wrong by {percent(wrong)}"
-    made = f"made {profile.made_at or NOTHING} on {profile.device or NOTHING}{known}"
+    wrong = percent(profile.error_ratio)
+    made = f"made {profile.made_at} on {profile.device}, wrong by {wrong}"
     return {"profile": made, "calibrated on": ", ".join(profile.calibrated_on)}
 
 
@@ -239,9 +238,6 @@ def trace_facts(run: RunFiles) -> Section:
         f"{made.window}, {made.replayed_requests:,} requests.",
     )
     description = run.result.trace_description
-    if description is None:
-        more = "This run kept no more of the trace's description."
-        return Section("trace", TITLE, (*sentences, more))
     tables = (_facts(description), _lengths(description))
     warnings = [
         w.get("text", "") for w in description.get("warnings", ()) if isinstance(w, dict)

@@ -55,7 +55,7 @@ class MetricChange:
     change_ratio: float | None
     change_interval: Bounds | None
     rounds: int
-    is_helped: bool = False
+    is_helped: bool
 
     @property
     def moved_ratio(self) -> float:

@@ -39,6 +39,42 @@ Config = str | Path | Mapping[str, object] | None
 """A `vllm serve --config` file, or its keys and values."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """How a trace is replayed.
+
+    None stands for the load model and the concurrency that were recorded; without
+    `request_timeout_s` clients wait forever.
+
+    Units: seconds.
+    """
+
+    load_model: LoadModel | None = None
+    concurrency: int | None = None
+    sessions: Sessions = Sessions.CAUSAL
+    clock: ClockKind = ClockKind.VIRTUAL
+    request_timeout_s: float | None = None
+    too_long: TooLong = TooLong.REFUSE
+
+    def plan(self, trace: Trace) -> ReplayPlan:
+        """Return how this trace is replayed; a recording of concurrency as a closed loop.
+
+        Raises: UsageError, TraceError.
+        """
+        usual = LoadModel.OPEN if trace.concurrency is None else LoadModel.CLOSED
+        plan = ReplayPlan(
+            load_model=self.load_model or usual,
+            concurrency=self.concurrency,
+            clock=self.clock,
+            timeout_s=self.request_timeout_s,
+            sessions=self.sessions,
+        )
+        check_arrivals(trace, plan.load_model)
+        if plan.load_model is LoadModel.CLOSED and plan.concurrency is None:
+            trace.recorded_concurrency()
+        return plan
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The trace as it will be replayed, and what reading it raised doubts about."""
@@ -153,33 +189,6 @@ def check_model(values: Mapping[str, object]) -> None:
         raise UsageError(
             f"model folder {model} does not exist", "check --model, or `model:` in --config"
         )
-
-
-def plan_for(
-    trace: Trace,
-    *,
-    load_model: LoadModel | None = None,
-    concurrency: int | None = None,
-    clock: ClockKind = ClockKind.VIRTUAL,
-    timeout_s: float | None = None,
-    sessions: Sessions = Sessions.CAUSAL,
-) -> ReplayPlan:
-    """Return how the trace is replayed; a recording of concurrency as a closed loop.
-
-    Raises: UsageError, TraceError.
-    """
-    usual = LoadModel.OPEN if trace.concurrency is None else LoadModel.CLOSED
-    plan = ReplayPlan(
-        load_model=load_model or usual,
-        concurrency=concurrency,
-        clock=clock,
-        timeout_s=timeout_s,
-        sessions=sessions,
-    )
-    check_arrivals(trace, plan.load_model)
-    if plan.load_model is LoadModel.CLOSED and plan.concurrency is None:
-        trace.recorded_concurrency()
-    return plan
 
 
 def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, str]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
+from tuner.run.inputs import ReplaySettings
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER
@@ -59,7 +60,7 @@ class TraceReading:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningOptions:
+class TuningOptions(ReplaySettings):
     """Everything that a run can be asked for; the defaults are those of the command `tune`.
 
     `trace` is a trace or the files of one, which are read as `reading` says. `config` is the
@@ -85,12 +86,6 @@ class TuningOptions:
     budget_s: float = DEFAULT_BUDGET_S
     window: WindowChoice | Window | str | None = None
     load: float = 1.0
-    load_model: LoadModel | None = None
-    concurrency: int | None = None
-    sessions: Sessions = Sessions.CAUSAL
-    clock: ClockKind = ClockKind.VIRTUAL
-    request_timeout_s: float | None = None
-    too_long: TooLong = TooLong.REFUSE
     ladder: Sequence[int] = DEFAULT_LADDER
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None

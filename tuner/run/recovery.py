@@ -14,7 +14,7 @@ import msgspec
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
-from tuner.run.journal import Journal, Recorded, NoStudyError
+from tuner.run.journal import Journal, NoStudyError, Recorded
 from tuner.search.trials import Trial
 
 

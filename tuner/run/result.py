@@ -2,7 +2,6 @@
 
 One schema, written and read here alone: decision, evidence, trials, caveats and provenance.
 What is said of the winner is worked out in `evidence`, wording for a terminal in `console`.
-Keys that came later have a default, so that the results of older runs stay readable.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ class Advice(LimitsRecord):
     rounds: int
     gain_ratio: float | None
     gain_interval: Bounds | None
-    gain_metric: str = ""
-    is_predicted: bool = False
-    is_thin: bool = False
+    gain_metric: str
+    is_predicted: bool
+    is_thin: bool
     odds: Odds | None = None
 
     def __str__(self) -> str:
@@ -98,7 +97,7 @@ class Advice(LimitsRecord):
 class CurrentConfiguration(LimitsRecord):
     """What the run began with, and who had set it."""
 
-    source: str = ""
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +106,20 @@ class ColdConfirmation:
 
     metric: str
     winner: float | None
-    current_metric: str = ""
+    current_metric: str
     current: float | None
-    ratio: float | None = None
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRecord:
     """At which multiples of the recorded load the SLOs hold, and the sentence that says so."""
 
-    winner: float | None = None
-    current: float | None = None
-    confirmed_live: bool | None = None
-    is_shown: bool = True
-    text: str = "not told"
+    winner: float | None
+    current: float | None
+    confirmed_live: bool | None
+    is_shown: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class TraceRecord:
     source: str
     format: str
     sha256: str
-    rows: int = 0
+    rows: int
     requests: int
     replayed_requests: int
     window: str
@@ -179,11 +178,11 @@ class ColdEngine(LimitsRecord):
 class ProfileRecord:
     """Where a prediction comes from, and by how much it may be wrong."""
 
-    made_at: str = ""
-    device: str = ""
-    vllm_version: str = ""
-    calibrated_on: tuple[str, ...] = ()
-    error_ratio: float | None = None
+    made_at: str
+    device: str
+    vllm_version: str
+    calibrated_on: tuple[str, ...]
+    error_ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +194,13 @@ class Provenance:
     python: str
     trace: TraceRecord
     engine: EngineRecord | None
-    cold_engines: tuple[ColdEngine, ...] = ()
+    cold_engines: tuple[ColdEngine, ...]
     model: str
     options: dict[str, Any]
     engine_starts: int
     wall_s: float
-    stages_s: dict[str, float] = field(default_factory=dict)
-    profile: ProfileRecord | None = None
+    stages_s: dict[str, float]
+    profile: ProfileRecord | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +217,7 @@ class RunResult:
     """What a finished or interrupted run came to: the content of `result.json`, in its order.
 
     `recommendation` is None where no configuration meets the SLOs. `serve_values` is the
-    engine's configuration without secrets, which older runs kept in their profile alone.
+    engine's configuration without secrets.
     """
 
     schema: int = SCHEMA
@@ -231,14 +230,14 @@ class RunResult:
     baseline: CurrentConfiguration
     evidence: tuple[MetricChange, ...]
     limited_by: str
-    load: str = ""
+    load: str
     confirmed_cold: ColdConfirmation | None
     capacity: CapacityRecord | None
     provenance: Provenance
-    serve_values: dict[str, Any] | None = None
-    trace_description: dict[str, Any] | None = None
-    live_against_shadow: tuple[Compared, ...] | None = None
-    ladder: tuple[int, ...] = ()
+    serve_values: dict[str, Any]
+    trace_description: dict[str, Any]
+    live_against_shadow: tuple[Compared, ...]
+    ladder: tuple[int, ...]
     caveats: tuple[CaveatRecord, ...]
     trials: tuple[Trial, ...]
 
@@ -307,7 +306,7 @@ class RunProvenance:
     capacity: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
     serve_values: Mapping[str, object] = field(default_factory=dict)
-    description: Mapping[str, object] | None = None
+    description: Mapping[str, object] = field(default_factory=dict)
     compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
         default_factory=dict
     )
@@ -345,7 +344,7 @@ def make_outcome(
         capacity=msgspec.convert(around.capacity, CapacityRecord | None),
         provenance=_provenance(around),
         serve_values=dict(around.serve_values),
-        trace_description=None if around.description is None else dict(around.description),
+        trace_description=dict(around.description),
         live_against_shadow=tuple(
             Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
             for (limits, metric), (live, shadow) in around.compared.items()

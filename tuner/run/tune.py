@@ -32,7 +32,6 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.redact import REDACTED, redacted
-from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
@@ -45,7 +44,6 @@ from tuner.run.inputs import (
     configured_engine,
     engine_of_profile,
     fit_lengths,
-    plan_for,
     traffic_of,
 )
 from tuner.run.listener import Listener, NullListener, clock_text
@@ -95,7 +93,7 @@ def prepare(options: TuningOptions) -> PreparedRun:
         options.window_choice,
         largest_cap=max(options.ladder) * PAST_LADDER,
     )
-    plan_of(options, traffic.trace)
+    options.plan(traffic.trace)
     return PreparedRun(
         options,
         engine,
@@ -111,18 +109,6 @@ def read_traffic(options: TuningOptions) -> Trace:
     if isinstance(trace, Trace):
         return trace
     return options.reading.read([trace] if isinstance(trace, (str, Path)) else trace)
-
-
-def plan_of(options: TuningOptions, trace: Trace) -> ReplayPlan:
-    """Return how the trace is replayed. Raises: UsageError, TraceError."""
-    return plan_for(
-        trace,
-        load_model=options.load_model,
-        concurrency=options.concurrency,
-        clock=options.clock,
-        timeout_s=options.request_timeout_s,
-        sessions=options.sessions,
-    )
 
 
 def _profile(options: TuningOptions) -> Profile | None:
@@ -459,7 +445,7 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     return Aim(
         options.objective,
         tuple(options.slos),
-        plan_of(options, trace),
+        options.plan(trace),
         None if chosen is None else chosen.resolve(trace),
     )
 
