@@ -19,7 +19,7 @@ from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner import library
 from tuner.errors import NoFeasibleConfigError, UsageError
-from tuner.run.listener import NullListener
+from tuner.run.listener import Listener
 from tuner.run.result import RunResult
 from tuner.search.trials import Trial
 
@@ -48,7 +48,7 @@ def asked(trace: Path, **more: Any) -> tuner.TuningOptions:
 
 
 @dataclass(slots=True)
-class Told(NullListener):
+class Told(Listener):
     """A listener that remembers, and stops the run after some trials."""
 
     stop: BaseException | None = None

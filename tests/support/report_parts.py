@@ -19,7 +19,7 @@ from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.series import timeline_record, with_replay
+from tuner.replay.series import ReplayTimelines, SavedTimelines, timeline_record
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.trial_runner import judged
 from tuner.search.objective import Objective, Scoring
@@ -53,12 +53,16 @@ def live_run(folder: Path) -> Path:
 def keep_timelines(run_dir: Path, trace: Trace, result: Mapping[str, Any]) -> None:
     """Replay the winner and the current configuration once more, with their timelines kept."""
     path = run_dir / TIMELINES_FILE
-    content = json.loads(path.read_text()) if path.exists() else None
+    saved = SavedTimelines()
+    if path.exists():
+        saved = msgspec.json.decode(path.read_bytes(), type=SavedTimelines)
     for found in (result["baseline"], result["recommendation"]):
         limits = EngineLimits(found["max_num_seqs"], found["max_num_batched_tokens"])
         log = replay_toy(trace, limits, SOURCE, ReplayPlan(keep_steps=True))
-        content = with_replay(content, limits, "live", [timeline_record(log)])
-    path.write_text(json.dumps(content))
+        windows = [timeline_record(log)]
+        caps = limits.max_num_seqs, limits.max_num_batched_tokens
+        saved = saved.with_replay(ReplayTimelines("live", *caps, windows))
+    path.write_bytes(msgspec.json.encode(saved))
 
 
 def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Path:

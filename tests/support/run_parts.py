@@ -21,7 +21,7 @@ from tuner.replay.slo import Slo
 from tuner.run.context import WINDOW, RunContext, Stopwatch, Workload
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
-from tuner.run.listener import NullListener
+from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.time_plan import RacePlan
@@ -40,7 +40,7 @@ CEILING = EngineLimits(128, 8192)
 
 
 @dataclass(slots=True)
-class Heard(NullListener):
+class Heard(Listener):
     """A listener that remembers what was noted and which trials began."""
 
     notes: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class ToyRun:
 
     def trial(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> Trial:
         """Replay the workload whole."""
-        return self.runner.trial(limits, phase, self.workload, CutRule(), race_round)
+        return self.runner.measure(limits, phase, self.workload, CutRule(), race_round)[1]
 
 
 def a_space(

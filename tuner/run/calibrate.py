@@ -263,7 +263,7 @@ class _Rounds:
 
     def _replay(self, limits: EngineLimits, most_s: float) -> float:
         """Replay the traffic at a setting, observe its steps; return how many ran at once."""
-        record = self.runner.trial(
+        _, record = self.runner.measure(
             limits,
             Phase.CALIBRATE,
             self.workload,

@@ -17,7 +17,7 @@ from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import EngineRunner, Failure
-from tuner.replay.series import TimelineRecord, with_replay
+from tuner.replay.series import ReplayTimelines, SavedTimelines, TimelineRecord
 from tuner.replay.slo import Slo
 from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.journal import Journal
@@ -176,8 +176,10 @@ class RunContext:
         self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
     ) -> None:
         """Put on disk what a replay looked like over time, window by window."""
-        held = None
+        held = SavedTimelines()
         if (self.run_dir.path / TIMELINES_FILE).exists():
-            held = self.run_dir.read_json(TIMELINES_FILE)
-        content = with_replay(held, limits, engine, windows)
-        self.run_dir.write_json(TIMELINES_FILE, content)
+            held = self.run_dir.read_json(TIMELINES_FILE, SavedTimelines)
+        added = ReplayTimelines(
+            engine, limits.max_num_seqs, limits.max_num_batched_tokens, list(windows)
+        )
+        self.run_dir.write_json(TIMELINES_FILE, held.with_replay(added))

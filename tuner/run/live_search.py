@@ -53,7 +53,7 @@ def search_live(
             break
         on_log = None if observe is None else partial(observe, proposal.limits)
         cut = _cut(plan, proposal.phase)
-        runner.trial(proposal.limits, proposal.phase, workload, cut, on_log=on_log)
+        runner.measure(proposal.limits, proposal.phase, workload, cut, on_log=on_log)
     return fitting(runner, replace(plan, settings=tuple(finalists(searched(context), space))))
 
 

@@ -101,7 +101,7 @@ def race(
                 _share_rounds(runner, plan, runs, race_round)
             else:
                 cut = _within_time(context)
-                runner.trial(limits, Phase.RACE, plan.workload, cut, race_round)
+                runner.measure(limits, Phase.RACE, plan.workload, cut, race_round)
 
 
 def _share_rounds(
@@ -148,7 +148,7 @@ def _first_round(
         if observe is not None:
             observe(limits, log)
 
-    runner.trial(limits, Phase.RACE, workload, _within_time(runner.context), 1, keep)
+    runner.measure(limits, Phase.RACE, workload, _within_time(runner.context), 1, keep)
     if windows:
         runner.context.keep_timelines(limits, "live", windows)
 
@@ -229,4 +229,4 @@ def _cold_score(runner: TrialRunner, workload: Workload, limits: EngineLimits) -
     if known is not None:
         return known
     cut = _within_time(runner.context)
-    return runner.trial(limits, Phase.COLD, workload, cut, is_cold=True).score
+    return runner.measure(limits, Phase.COLD, workload, cut, is_cold=True)[1].score

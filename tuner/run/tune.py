@@ -46,7 +46,7 @@ from tuner.run.inputs import (
     fit_lengths,
     traffic_of,
 )
-from tuner.run.listener import Listener, NullListener, clock_text
+from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
 from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
@@ -303,7 +303,7 @@ def tune(
         KeyboardInterrupt. What was measured by then is kept with the best so far, and can be
         resumed.
     """
-    listener = listener or NullListener()
+    listener = listener or Listener()
     prepared = options if isinstance(options, PreparedRun) else prepare(options)
     for line in prepared.traffic.lines:
         listener.note(line)

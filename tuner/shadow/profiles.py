@@ -41,6 +41,11 @@ _HEADER = """\
 """
 
 
+# No figure of a profile can be negative or endless.
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
+
+
 @dataclass(frozen=True, slots=True)
 class KvStart:
     """How many KV-cache blocks an engine had that was started with the limits."""
@@ -49,15 +54,14 @@ class KvStart:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many steps of vLLM's scheduler the simulator was compared with, and how it went.
 
     `departs` names the first step that differs and what of it, empty where none does.
     """
 
     vllm_version: str
-    steps: int
+    steps: _Natural
     departs: str = ""
 
 
@@ -171,10 +175,6 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-# No figure of a profile can be negative or endless.
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
-
 _Made = TypeVar("_Made", EngineLimits, EngineShape, StepModel, FitError)
 
 
@@ -240,12 +240,6 @@ class _Fit(_Record):
     distorted_ratio: _Amount
 
 
-class _Agreement(_Record):
-    vllm_version: str
-    steps: _Natural
-    departs: str
-
-
 class _File(_Record):
     engine: _Shape
     kv_starts: tuple[_KvStart, ...]
@@ -256,7 +250,7 @@ class _File(_Record):
     calibrated_on: tuple[str, ...]
     current_limits: _Limits
     serve_values: Mapping[str, object]
-    agreement: _Agreement | None = None
+    agreement: Agreement | None = None
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
@@ -273,17 +267,13 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         calibrated_on=profile.calibrated_on,
         current_limits=_Limits(**_parts(profile.current_limits)),
         serve_values=profile.serve_values,
-        agreement=None
-        if profile.agreement is None
-        else _Agreement(**_parts(profile.agreement)),
+        agreement=profile.agreement,
     )
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     return plain
 
 
-def _parts(
-    value: EngineLimits | EngineShape | StepModel | FitError | Agreement,
-) -> dict[str, Any]:
+def _parts(value: EngineLimits | EngineShape | StepModel | FitError) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
@@ -308,9 +298,7 @@ def _from_file(found: _File) -> Profile:
             calibrated_on=found.calibrated_on,
             current_limits=_made(EngineLimits, found.current_limits, "current_limits"),
             serve_values=found.serve_values,
-            agreement=None
-            if found.agreement is None
-            else Agreement(**msgspec.structs.asdict(found.agreement)),
+            agreement=found.agreement,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
