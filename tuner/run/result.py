@@ -76,7 +76,7 @@ class Advice(LimitsRecord):
     gain_metric: str
     is_predicted: bool
     is_thin: bool
-    odds: Odds | None = None
+    odds: Odds | None
 
     def __str__(self) -> str:
         """Return what to run with, in a line."""
