@@ -27,7 +27,7 @@ from tuner.shadow.profiles import read_profile
 RENAMED = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"} | {
     f"vllm:gpu_prefix_cache_{what}" for what in ("hits", "queries")
 }
-"""What older versions of vLLM called a metric; the present ones are looked up in vLLM."""
+"""What older versions of vLLM called a metric; the current ones are looked up in vLLM."""
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def a_page(folder: Path) -> str:
             rollout=Rollout(store, publisher, None, None, Noon(), print),
             policy=Policy(),
             every_s=900,
-            tuned_for=profile.present_limits,
+            tuned_for=profile.current_limits,
             sample=lambda _: pytest.fail("a page asks nobody"),
             sketch=lambda _: pytest.fail("a page measures nothing"),
             check=lambda *_: pytest.fail("a page decides nothing"),

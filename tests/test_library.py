@@ -19,7 +19,7 @@ from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner import library
 from tuner.errors import NoFeasibleConfigError, UsageError
-from tuner.run.listener import NullListener
+from tuner.run.listener import Listener
 from tuner.run.result import RunResult
 from tuner.search.trials import Trial
 
@@ -48,7 +48,7 @@ def asked(trace: Path, **more: Any) -> tuner.TuningOptions:
 
 
 @dataclass(slots=True)
-class Told(NullListener):
+class Told(Listener):
     """A listener that remembers, and stops the run after some trials."""
 
     stop: BaseException | None = None
@@ -155,8 +155,10 @@ def test_a_run_that_is_stopped_keeps_the_best_so_far_and_can_go_on(
     assert [result.state for result in listener.results] == [state]
     assert (folder / "report.html").exists()
     assert len((folder / "trials.jsonl").read_text().splitlines()) == 3
-    with pytest.raises(UsageError, match="begun by a Python program"):
-        job_on(ToySource(CROWDED), ["--resume", str(folder), "--trace", str(trace)])
+    with pytest.raises(UsageError, match="program, which gave the trace itself"):
+        job_on(ToySource(CROWDED), ["--resume", str(folder)])
+    with pytest.raises(UsageError, match=r"load cannot change .* it was 1\.0, now 2\.0"):
+        tuner.tune(asked(trace, is_resumed=True, load=2.0), source=ToySource(CROWDED))
     again = Told()
     done = tuner.tune(asked(trace, is_resumed=True), again, source=ToySource(CROWDED))
     assert done.state == "complete"
@@ -177,7 +179,7 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "shown"),
     [
         ({"objective": "fastest"}, "objective must be one of balanced"),
         ({"ladder": ()}, "at least 1"),
@@ -190,9 +192,9 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_once(
-    trace: Path, wrong: dict[str, Any], told: str
+    trace: Path, wrong: dict[str, Any], shown: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=shown):
         asked(trace, **wrong)
 
 

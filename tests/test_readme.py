@@ -102,9 +102,9 @@ def test_a_figure_stands_beside_a_benchmark_that_knows_the_options() -> None:
     assert len(found) >= 8
     for script in sorted({script for script, _ in found}):
         command = [sys.executable, str(ROOT / script), "--help"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         options = {o for s, more in found if s == script for o in re.findall(r"--[\w-]+", more)}
-        missing = [option for option in sorted(options) if option not in told]
+        missing = [option for option in sorted(options) if option not in reported]
         assert not missing, f"{script} does not know {missing}"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.toy import PRESENT, ToyCosts, ToyEngine, ToySource
+from support.toy import CURRENT, ToyCosts, ToyEngine, ToySource
 from support.traffic import a_trace, kept, replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
@@ -102,7 +102,7 @@ def test_it_runs_out_of_memory_where_it_was_told_to() -> None:
 def test_the_source_travels_between_processes() -> None:
     source = ToySource(ToyCosts(knee=3), noise_ratio=0.1)
     assert pickle.loads(pickle.dumps(source)) == source  # noqa: S301 - our own bytes
-    assert source.facts({}).present_limits == PRESENT
+    assert source.facts({}).current_limits == CURRENT
 
 
 @given(

@@ -139,7 +139,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.BUDGET_SPENT: "the time budget ended the search",
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
-    Caveat.NOT_RACED: "predicted, not raced against the present configuration",
+    Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",
     Caveat.SHADOW_DISAGREES: (
         "shadow and live differed beyond the stated error; the live numbers decided"

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tuner.drift.baseline import read_baseline
-from tuner.drift.check import Checked, check, without_replay
-from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import RetuneOptions, retune_on
+from tuner.drift.check import Checked, check_traffic
+from tuner.drift.retune import RetuneOptions
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import recommendation_of
@@ -37,7 +36,6 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats import read_traces as read_files
-from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import sketch_of
 from tuner.traffic.traces import TooLong, Trace
@@ -92,7 +90,7 @@ def replay_trace(
         EngineProcess(source, Path(folder) / "engine.log") as host,
     ):
         facts = host.facts(values)
-        at = limits or facts.present_limits
+        at = limits or facts.current_limits
         host.start(values, at)
         fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
         host.load("trace", at_load(fitted, wanted.load) if wanted.load != 1 else fitted, seed)
@@ -105,7 +103,7 @@ def _predicted(
     values = engine_of_profile(profile, None, None, {}).values
     facts = ProfiledEngine(profile).facts(values)
     fitted, _ = fit_lengths(trace, facts.max_model_len, TooLong.REFUSE)
-    return Predictor(profile, seed=seed).replay(fitted, limits or facts.present_limits, plan)
+    return Predictor(profile, seed=seed).replay(fitted, limits or facts.current_limits, plan)
 
 
 def _source_of(
@@ -166,7 +164,7 @@ def render_config(
     except ValueError:
         known = ", ".join(Format)
         raise UsageError(f"format must be one of {known}, got {format!r}") from None
-    values: Mapping[str, object] = result.serve_values or {}
+    values: Mapping[str, object] = result.serve_values
     if config is not None:
         values = config if isinstance(config, Mapping) else read_config(Path(config)).values
     folder = Path() if run_dir is None else Path(run_dir)
@@ -192,15 +190,7 @@ def check_drift(
         fit here; TooFewSamplesError.
     """
     path, wanted = Path(baseline), options or RetuneOptions()
-    kept = read_baseline(path, None if profile is None else Path(profile))
-    before = kept.check_has_traffic(path)
-    partial = known_in_part(trace.notes.remarks)
-    drift = Drift((), (), partial)
-    if not partial:
-        drift = drift_between(before, sketch_of(trace), wanted.seed)
-    present = None if config is not None else kept.present
-    found = without_replay(drift, present)
-    if found is not None:
-        return found
-    ready = retune_on(trace, kept, present, config, wanted)
-    return check(drift, ready.trace, ready.retune, ready.aim)
+    stored = read_baseline(path, None if profile is None else Path(profile))
+    sketches = stored.check_has_traffic(path), sketch_of(trace)
+    current = None if config is not None else stored.current
+    return check_traffic(trace, sketches, stored, current, config, wanted)

@@ -1,7 +1,7 @@
 # sh serve.sh
 # tuned 2026-11-22 on 233 requests of translation.jsonl (sha256 b069b002…), busiest 87 s to 91 s (4 of 120 s)
 # vLLM 0.32.0, CPU (2 cores, x86_64), 13 settings replayed in the shadow, measured live, 4 rounds in turns, confirmed on engines started cold
-# against the present max-num-seqs 8, max-num-batched-tokens 2048:
+# against the current max-num-seqs 8, max-num-batched-tokens 2048:
 #   e2e_p95          11.1 s -> 4.82 s   (-54.3%, interval -67.6% … -35.5%)
 #   e2e_p50          5.97 s -> 2.17 s   (-63.3%, interval -66.4% … -59.9%)
 #   ttft_p95         10.4 s -> 0.327 s   (-96.7%, interval -99.4% … -81.7%)
@@ -12,7 +12,7 @@
 # offered 58/s, finished 33/s: overloaded 1.5 x
 # gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.08, no preemption
 # limited by: the load, 1.5 x what it can sustain
-# capacity at the SLOs: holds up to 0.67 x today's load (the present one 0.28 x), foretold by the shadow and confirmed live
+# capacity at the SLOs: holds up to 0.67 x today's load (the current one 0.28 x), predicted and confirmed live
 # caveat: the engine did not keep up with the load
 # caveat: the window is too small for a p99: fewer than ten requests exceed it
 # caveat: the best value lies at the edge of what was searched

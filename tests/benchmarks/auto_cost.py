@@ -5,7 +5,7 @@
     python tests/benchmarks/auto_cost.py --alone [--budget 150] [--again] [-o FILE]
 
 Both methods tune the demo model on the same window of traces/translation.jsonl from the same
-present limits, over ten caps and six token budgets. What `vllm bench sweep serve` costs for
+current limits, over ten caps and six token budgets. What `vllm bench sweep serve` costs for
 each setting is measured over --restarts of them and multiplied by the number of settings. With
 --every-setting each of the sixty is replayed live once, on one engine, and nothing cut short:
 what it takes to know of all of them without a shadow. With --alone only the command itself is
@@ -33,7 +33,7 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32)
 # to what is due within the busiest second, four times over.
 CAPS, BUDGETS = (*LADDER, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
 SETTINGS = [(cap, budget) for cap in CAPS for budget in BUDGETS]
-PRESENT = ("max-num-seqs=8", "max-num-batched-tokens=2048")
+CURRENT = ("max-num-seqs=8", "max-num-batched-tokens=2048")
 AGAIN = "auto with its profile"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def tune(
     command = [
         *(sys.executable, "-m", "tuner.cli", "--method", method),
         *("--trace", str(ROOT / "traces" / "translation.jsonl")),
-        *(word for value in PRESENT for word in ("--engine-arg", value)),
+        *(word for value in CURRENT for word in ("--engine-arg", value)),
         *("--max-num-seqs", ",".join(map(str, LADDER))),
         *("--window", f"peak:{window_s:g}s", "--budget", f"{budget_s:g}s"),
         *("--run-dir", str(run_dir), "-o", str(folder / f"{run_dir.name}.yaml")),

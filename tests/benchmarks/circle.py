@@ -45,7 +45,7 @@ from support.prometheus_parts import answers, free_port, prometheus, wait_for
 TUNE = (sys.executable, "-m", "tuner.cli")
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 MODEL = "demo"
-PRESENT = {"max-num-seqs": 8, "max-num-batched-tokens": 2048}
+CURRENT = {"max-num-seqs": 8, "max-num-batched-tokens": 2048}
 PATIENCE_S = 180.0
 RECORD_S, CALM_S, SINCE_S, GUARD_S = 150.0, 100.0, 90, 60
 MAX_IN_FLIGHT = 128
@@ -127,7 +127,7 @@ class Load:
             return
         self.answered.append(Answered(at_s, time.monotonic() - began_s))
 
-    def told(self, since_s: float, until_s: float) -> dict[str, float]:
+    def shown(self, since_s: float, until_s: float) -> dict[str, float]:
         """Return how the requests did that were sent in a stretch of time."""
         e2e_s = [one.e2e_s for one in list(self.answered) if since_s <= one.at_s < until_s]
         if not e2e_s:
@@ -210,13 +210,13 @@ def limits_in(path: Path) -> str:
 
 
 def recorded(diary: Diary, folder: Path, server: Server, load: Load) -> Path:
-    """Record calm traffic on the present configuration; return the trace."""
-    present, prod = folder / "present.yaml", folder / "prod.jsonl"
-    values = {**demo_engine_args(), **PRESENT, "served-model-name": MODEL}
-    present.write_text(yaml.safe_dump(values))
+    """Record calm traffic on the current configuration; return the trace."""
+    current, prod = folder / "current.yaml", folder / "prod.jsonl"
+    values = {**demo_engine_args(), **CURRENT, "served-model-name": MODEL}
+    current.write_text(yaml.safe_dump(values))
     door = ("--middleware", "tuner.recorder.TraceRecorder")
-    server.start(present, *door, **{FILE: str(prod)})
-    diary.note(f"serving {limits_in(present)} under record")
+    server.start(current, *door, **{FILE: str(prod)})
+    diary.note(f"serving {limits_in(current)} under record")
     with load.running():
         time.sleep(RECORD_S)
     server.stop()
@@ -285,9 +285,9 @@ def shifted(
         )
         end_s = time.time()
     return {
-        "before the shift": load.told(0, shift_s),
-        "shifted, old limits": load.told(shift_s, handed_s - 5),
-        "shifted, new limits": load.told(up_s + 15, end_s - 5),
+        "before the shift": load.shown(0, shift_s),
+        "shifted, old limits": load.shown(shift_s, handed_s - 5),
+        "shifted, new limits": load.shown(up_s + 15, end_s - 5),
     }
 
 
@@ -298,7 +298,7 @@ def circle(diary: Diary, folder: Path, seed: int) -> dict[str, object]:
     load = Load(server.port, rng)
     try:
         prod = recorded(diary, folder, server, load)
-        words = ("--config", "present.yaml", "--budget", "3m", "--run-dir", "run")
+        words = ("--config", "current.yaml", "--budget", "3m", "--run-dir", "run")
         tune(diary, folder, "--trace", prod.name, *words, "-o", "best.yaml")
         tuned = limits_in(folder / "best.yaml")
         server.start(folder / "best.yaml")
@@ -328,7 +328,7 @@ def main(options: argparse.Namespace) -> int:
         except AssertionError as lost:
             diary.note(f"the circle broke: {lost}")
     agreed = diary.has("does as well as predicted")
-    # A served engine is slower than the profile of one in process foretells.
+    # A served engine is slower than the profile of one in process predicts.
     abstained = diary.has("guard: gave up without a verdict")
     judged = "agrees" if agreed else "abstains" if abstained else "does not agree"
     diary.note(f"the guard {judged}")

@@ -4,12 +4,12 @@
     python tests/benchmarks/drift_truth.py --pairs 4
 
 A pair is one recording dealt into two: its time is cut into blocks, and chance gives each block
-to the baseline or to the present traffic. So both come from the same traffic, bursts within a
+to the baseline or to the current traffic. So both come from the same traffic, bursts within a
 block included, until a shift is planted into the second: a rate of 1.5 times, outputs of twice
 the length, arrivals pressed into the first third of every half minute, or prompts that share
 no prefix any more. Every other pair has none.
 
-The shadows tune the baseline, `check` says what to do about the present traffic, and a full
+The shadows tune the baseline, `check` says what to do about the current traffic, and a full
 re-tune on that traffic says what would have been right. The engine is a step model that is
 exactly true, so that its stated error is the least there is. Prints, each with n and a 95 %
 interval: unshifted pairs that are called shifted, or are told to re-tune; of the planted shifts
@@ -89,7 +89,7 @@ class Tried:
     planted: str
     verdict: str
     shifts: tuple[str, ...]
-    present: str
+    current: str
     best: str
     pays: float | None
     regret: float | None
@@ -177,14 +177,14 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
     if tuned is None:
         raise SystemExit(f"{source}: no setting survived the baseline")
     drift = drift_between(sketch_of(before), sketch_of(now), seed)
-    retune = replace(retune, space=replace(retune.space, present=tuned.limits))
+    retune = replace(retune, space=replace(retune.space, current=tuned.limits))
     found = check(drift, now, retune, AIM)
     seen = retune.rank(now, AIM).observations
     best = leader(seen)
     if best is None:
         raise SystemExit(f"{source}: no setting survived {planted}")
-    present = score_of(seen, tuned.limits)
-    pays = _gain(present, best.score)
+    current = score_of(seen, tuned.limits)
+    pays = _gain(current, best.score)
     paid_anyway = pays
     if planted != "none":
         seen_still = retune.rank(pair.still, AIM).observations
@@ -201,7 +201,7 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
         planted=planted,
         verdict=str(found.verdict),
         shifts=tuple(shift.name for shift in drift.relevant),
-        present=str(tuned.limits),
+        current=str(tuned.limits),
         best=str(best.limits),
         pays=pays,
         regret=None if advised.metric != ideal.metric else advised.value / ideal.value - 1,
@@ -210,11 +210,11 @@ def tried(retune: Retune, pair: Pair, seed: int) -> Tried:
     )
 
 
-def _gain(present: Score, best: Score) -> float | None:
-    """Return what a full re-tune gains; 1 where it mends what the present one breaks."""
-    if present.tier is not best.tier:
+def _gain(current: Score, best: Score) -> float | None:
+    """Return what a full re-tune gains; 1 where it mends what the current one breaks."""
+    if current.tier is not best.tier:
         return 1.0
-    return 1 - best.value / present.value if present.metric == best.metric else None
+    return 1 - best.value / current.value if current.metric == best.metric else None
 
 
 def pairs(folder: Path | None, count: int, seed: int) -> Iterator[Pair]:
@@ -283,16 +283,16 @@ def summary(found: Sequence[Tried]) -> dict[str, object]:
             *(("planted", moved), ("paying", paying), ("all", found)),
         )
     }
-    told = {}
+    shown = {}
     for name, values in regrets.items():
         if values:
             middle, p95, worst = mean(values), float(np.quantile(values, 0.95)), max(values)
-            told[name] = {"n": len(values), "mean": middle, "p95": p95, "max": worst}
+            shown[name] = {"n": len(values), "mean": middle, "p95": p95, "max": worst}
             print(
                 f"regret, {name}: mean {middle:.2%}, p95 {p95:.2%}, worst {worst:.2%}, "
                 f"n {len(values)}"
             )
-    return {"shares": shares, "regret": told}
+    return {"shares": shares, "regret": shown}
 
 
 def main() -> None:

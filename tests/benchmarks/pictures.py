@@ -151,12 +151,12 @@ def _value(trial: dict[str, Any], metric: str) -> float:
 def ladder() -> str:
     """Return what the demo run found at each cap of the ladder: rate and tail latency."""
     run = json.loads((ROOT / "examples" / "demo" / "run" / "result.json").read_text())
-    present = run["baseline"]["max_num_batched_tokens"]
+    current = run["baseline"]["max_num_batched_tokens"]
     rungs = {t["max_num_seqs"]: t for t in run["trials"] if t["engine"] == "shadow"}
     rungs |= {
         t["max_num_seqs"]: t
         for t in run["trials"]
-        if t["engine"] == "shadow" and t["max_num_batched_tokens"] == present
+        if t["engine"] == "shadow" and t["max_num_batched_tokens"] == current
     }
     raced = [t for t in run["trials"] if t["phase"] == "race"]
     parts = []
@@ -172,7 +172,7 @@ def ladder() -> str:
         parts.append(_text(area.left + area.width / 2, 300, "max_num_seqs", _MIDDLE))
     parts += [
         f'<circle cx="70" cy="328" r="4" fill="#ffffff" stroke="{SHADOW}" stroke-width="2"/>',
-        _text(82, 332, f"predicted by the shadow ({present:,} tokens a step)"),
+        _text(82, 332, f"predicted by the shadow ({current:,} tokens a step)"),
         f'<circle cx="450" cy="328" r="3.5" fill="{LIVE}"/>',
         _text(462, 332, "measured live, one dot a replay (the race)"),
     ]

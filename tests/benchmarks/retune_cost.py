@@ -1,12 +1,12 @@
 """How long a re-tune without an engine takes: an hour of traffic over sixty settings.
 
-    python tests/benchmarks/retune_cost.py TRACE [--hours 1] [--runs 3] [--present 32/2048]
+    python tests/benchmarks/retune_cost.py TRACE [--hours 1] [--runs 3] [--current 32/2048]
                                            [--budget 30m] [-o results.json]
 
 TRACE is repeated until it lasts --hours. The whole command is timed from its start to its end,
 the import of vLLM and the report included. The engine is the demo's profile with the steps of a
 larger model: 16 ms, 0.15 ms more for a sequence and 0.01 ms more for a prompt token. The
-present limits are replayed whole in any case, so those of a cap that is far too small, whose
+current limits are replayed whole in any case, so those of a cap that is far too small, whose
 queue never ends, make it slower. A small --budget has the command replay stretches of the
 traffic, the busiest and a typical one, instead of all of it; which is told.
 """
@@ -63,10 +63,10 @@ def prepare(folder: Path, path: str, hours: float) -> int:
     return len(long)
 
 
-def timed(folder: Path, number: int, present: str, budget: str) -> dict[str, Any]:
+def timed(folder: Path, number: int, current: str, budget: str) -> dict[str, Any]:
     """Run the command once."""
     run_dir = folder / f"run-{number}"
-    seqs, tokens = present.split("/")
+    seqs, tokens = current.split("/")
     command = [
         *(sys.executable, "-m", "tuner.cli", "--method", "shadow", "--force-profile"),
         *("--profile", str(folder / "profile.yaml"), "--trace", str(folder / "hour.jsonl")),
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--present", default="32/2048", metavar="SEQS/TOKENS")
+    parser.add_argument("--current", default="32/2048", metavar="SEQS/TOKENS")
     parser.add_argument("--budget", default="30m")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
@@ -112,7 +112,7 @@ def main() -> None:
         requests = prepare(folder, args.trace, args.hours)
         runs = []
         for number in range(args.runs):
-            runs.append(timed(folder, number, args.present, args.budget))
+            runs.append(timed(folder, number, args.current, args.budget))
             print(f"{runs[-1]['wall_s']:.1f} s, {runs[-1]['ranked']}", file=sys.stderr)
     walls_s = [run["wall_s"] for run in runs]
     print(
@@ -128,7 +128,7 @@ def main() -> None:
             "machine": platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "requests": requests,
-            "present": args.present,
+            "current": args.current,
             "budget": args.budget,
             "runs": runs,
         }

@@ -90,8 +90,8 @@ def busy_core() -> Iterator[None]:
 def figures_of(log: ReplayLog) -> Figures:
     """Return the latencies of a replay, in seconds, and its rate."""
     found = measure([log])
-    told = {f"{m} {s}": found.latency(m, s) or 0.0 for m, s in SHOWN}
-    return {**told, "requests/s": found.requests_per_s}
+    shown = {f"{m} {s}": found.latency(m, s) or 0.0 for m, s in SHOWN}
+    return {**shown, "requests/s": found.requests_per_s}
 
 
 def over_http(

@@ -1,4 +1,4 @@
-"""How true the shadow is: calibrate on three settings, foretell others, measure them live.
+"""How true the shadow is: calibrate on three settings, predict others, measure them live.
 
     python tests/benchmarks/shadow_truth.py --suite cpu --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --suite gpu --traces DIR -o results.json
@@ -55,7 +55,7 @@ from tuner.traffic.traces import TooLong, Trace
 from tuner.traffic.windows import busiest
 
 CALIBRATED = ("2/2048", "8/512", "64/4096")
-FORETOLD = ("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512")
+PREDICTED = ("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512")
 DEMO_BLOCK_BYTES = 393_216  # 128 tokens of the demo model
 
 
@@ -71,11 +71,11 @@ class Scenario:
     shrink: int = 1
     values: dict[str, str] = field(default_factory=dict)
     calibrated: tuple[str, ...] = CALIBRATED
-    foretold: tuple[str, ...] = FORETOLD
+    predicted: tuple[str, ...] = PREDICTED
 
 
 GPU_CALIBRATED = ("256/8192", "8/2048", "64/1024")
-GPU_FORETOLD = ("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512")
+GPU_PREDICTED = ("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512")
 
 
 def gpu_suite(folder: Path) -> list[Scenario]:
@@ -90,7 +90,7 @@ def gpu_suite(folder: Path) -> list[Scenario]:
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
     moon = str(folder / "mooncake_conversation.open.jsonl")
-    fixed = (GPU_CALIBRATED, GPU_FORETOLD)
+    fixed = (GPU_CALIBRATED, GPU_PREDICTED)
     return [
         Scenario("conv", conv, 60, 6.0, 16000, 1, values, *fixed),
         Scenario("conv, KV tight", conv, 60, 6.0, 16000, 1, tight, *fixed),
@@ -143,7 +143,7 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     """Measure one scenario and return everything."""
     window = traffic(scenario)
     known = [limits_of(text) for text in scenario.calibrated]
-    others = [limits_of(text) for text in scenario.foretold]
+    others = [limits_of(text) for text in scenario.predicted]
     ceiling = known[0]
     for limits in (*known, *others):
         ceiling = ceiling.covering(limits)
@@ -189,7 +189,7 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
         "walls_s": walls,
         "live": {str(limits): found for limits, found in live.items()},
         "shadow": {str(limits): found for limits, found in shadow.items()},
-        "foretold": [str(limits) for limits in others],
+        "predicted": [str(limits) for limits in others],
     }
     show(result)
     return result
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--clip", type=int, default=8192)
     parser.add_argument("--value", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--calibrate", default=",".join(CALIBRATED))
-    parser.add_argument("--settings", default=",".join(FORETOLD))
+    parser.add_argument("--settings", default=",".join(PREDICTED))
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--again", type=Path, metavar="FILE", help="results to sum up anew")

@@ -3,7 +3,7 @@
     python tests/benchmarks/structure.py [CHECKOUT ...]
 
 Each checkout is one column; without any it is this one. Nothing is imported but import-linter's
-graph, so older commits can be set beside the present one.
+graph, so older commits can be set beside the current one.
 """
 
 from __future__ import annotations

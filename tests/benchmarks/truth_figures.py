@@ -1,4 +1,4 @@
-"""What replays, live and foretold, say of a shadow: its errors, how it ranks, what it costs.
+"""What replays, live and predicted, say of a shadow: its errors, how it ranks, what it costs.
 
 Pure: kept results in, figures out. Measuring is done by `shadow_truth`.
 """
@@ -43,7 +43,7 @@ def limits_of(text: str) -> EngineLimits:
 def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
     """Return by metric the shadow's errors, and the differences of live runs, all relative."""
     found: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
-    for name in result["foretold"]:
+    for name in result["predicted"]:
         for metric in METRICS:
             measured = [read_metric(m, metric) for m in result["live"][name]]
             predicted = read_metric(result["shadow"][name], metric)
@@ -105,9 +105,9 @@ def against_grid(result: dict[str, Any]) -> float:
 
 
 def _values(result: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what is foretold, [schedules], and what was measured, [runs, schedules]."""
+    """Return what is predicted, [schedules], and what was measured, [runs, schedules]."""
     metric = f"e2e_{tail_statistic(result['requests'])}"
-    told, live = result["shadow"], result["live"]
+    shown, live = result["shadow"], result["live"]
     kinds: list[list[str]] = []
     for name in live:
         kind = next((k for k in kinds if _is_same_schedule(live, name, k[0])), None)
@@ -117,8 +117,8 @@ def _values(result: dict[str, Any]) -> tuple[NDArray[np.float64], NDArray[np.flo
             kind.append(name)
     values = {name: [read_metric(m, metric) or np.inf for m in live[name]] for name in live}
     measured = [np.median([values[name] for name in kind], axis=0) for kind in kinds]
-    foretold = [read_metric(told[kind[0]], metric) or np.inf for kind in kinds]
-    return np.array(foretold), np.array(measured).T
+    predicted = [read_metric(shown[kind[0]], metric) or np.inf for kind in kinds]
+    return np.array(predicted), np.array(measured).T
 
 
 def _is_same_schedule(live: dict[str, list[dict[str, Any]]], a: str, b: str) -> bool:
@@ -141,13 +141,13 @@ def _judged(values: NDArray[np.float64], truth: NDArray[np.float64]) -> Ranking:
 def show(result: dict[str, Any]) -> None:
     """Print one scenario."""
     print(f"{'':>10} " + " ".join(f"{metric:>24}" for metric in METRICS))
-    for name in result["foretold"]:
+    for name in result["predicted"]:
         cells = []
         for metric in METRICS:
             real = [read_metric(m, metric) or float("nan") for m in result["live"][name]]
-            told = read_metric(result["shadow"][name], metric) or float("nan")
+            shown = read_metric(result["shadow"][name], metric) or float("nan")
             both = " ".join(f"{value:.4g}" for value in real)
-            cells.append(f"{both} / {told:.4g} {told / median(real) - 1:+.1%}")
+            cells.append(f"{both} / {shown:.4g} {shown / median(real) - 1:+.1%}")
         print(f"{name:>10} " + " ".join(f"{cell:>24}" for cell in cells))
     walls = ", ".join(f"{k} {v:.2f} s" for k, v in result["walls_s"].items())
     print(f"stated error {result['error_ratio']:.1%}; {walls}", flush=True)

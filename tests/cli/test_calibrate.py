@@ -35,10 +35,10 @@ def test_a_corrected_profile_gives_back_what_was_recorded(
     command = ["calibrate", "--profile", str(kept), "--trace", trace, *AT_LIMITS]
     capfd.readouterr()  # what vLLM said while it was recorded
     assert run([*command, "-o", str(corrected), "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["limits"] == {"max_num_seqs": 8, "max_num_batched_tokens": 512}
-    assert told["added_step_s"] == pytest.approx(0.004, abs=0.0005)
-    assert abs(told["off_now"]["e2e p50"]) < abs(told["off_before"]["e2e p50"]) / 3
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["limits"] == {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+    assert shown["added_step_s"] == pytest.approx(0.004, abs=0.0005)
+    assert abs(shown["off_now"]["e2e p50"]) < abs(shown["off_before"]["e2e p50"]) / 3
     assert read_profile(kept).step_model == STEPS
 
     shadow = ["replay", "--engine", "shadow", "--profile", str(corrected), "--trace", trace]

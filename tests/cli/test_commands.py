@@ -105,9 +105,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("typed", "told"), BAD_INPUT, ids=[typed for typed, _ in BAD_INPUT])
+@pytest.mark.parametrize(("typed", "shown"), BAD_INPUT, ids=[typed for typed, _ in BAD_INPUT])
 def test_bad_input_is_told_in_one_form_before_anything_starts(
-    folder: Path, capsys: Output, typed: str, told: tuple[str, ...]
+    folder: Path, capsys: Output, typed: str, shown: tuple[str, ...]
 ) -> None:
     before = sorted(folder.rglob("*"))
     assert run(typed.split()) == 2
@@ -117,7 +117,7 @@ def test_bad_input_is_told_in_one_form_before_anything_starts(
     assert lines[0].startswith("error: ")
     assert [line[:7] for line in lines[1:]] in ([], ["hint:  "])
     assert not lines[0].endswith(".")
-    for words in told:
+    for words in shown:
         assert words in err
     assert sorted(folder.rglob("*")) == before
     assert multiprocessing.active_children() == []

@@ -61,7 +61,7 @@ def test_the_model_may_have_another_name_where_it_is_served(
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "shown"),
     [
         (["--format", "helm"], "'helm' is not one of"),
         (["-o", "best.txt"], "-o best.txt must end in .yaml or .yml, got .txt"),
@@ -82,7 +82,7 @@ def test_the_model_may_have_another_name_where_it_is_served(
 )
 def test_what_cannot_be_written_is_told(
     more: list[str],
-    told: str,
+    shown: str,
     tmp_path: Path,
     capsys: Output,
     monkeypatch: pytest.MonkeyPatch,
@@ -93,4 +93,4 @@ def test_what_cannot_be_written_is_told(
     assert run(["emit", folder, *more]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert told in err
+    assert shown in err

@@ -27,13 +27,13 @@ def test_what_is_not_named_is_the_configurations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(write_trace(tmp_path / "t.jsonl", n=60))
-    present = replayed(capsys, "--trace", trace)
+    current = replayed(capsys, "--trace", trace)
     named = replayed(capsys, "--trace", trace, "--max-num-seqs", "3", "--window", "0s:2s")
-    assert present["limits"] == {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
+    assert current["limits"] == {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
     assert named["limits"] == {"max_num_seqs": 3, "max_num_batched_tokens": 2048}
-    assert named["offered"] < present["offered"] == 60
+    assert named["offered"] < current["offered"] == 60
     assert "windowed" in named["caveats"]
-    assert "windowed" not in present["caveats"]
+    assert "windowed" not in current["caveats"]
 
 
 def test_a_live_replay_is_not_blamed_on_a_profile(

@@ -7,26 +7,28 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from support.run_parts import a_record
 from support.toy import ToySource
 from support.toy_tune import CROWDED, command, job_on, lines_of, wait_for, write_trace
+from support.traffic import a_trace
 from tuner.cli.commands import tune
-from tuner.cli.resume import (
-    _drop_redacted,
-    _refuse_changes,
-    _without_secrets,
-    with_stored,
-    with_tuning,
-)
+from tuner.cli.tune import resumed, with_tuning
 from tuner.errors import UsageError
 from tuner.redact import REDACTED
 from tuner.replay.slo import parse_slo
 from tuner.run.directory import RunDir
+from tuner.run.options import TraceReading, TuningOptions
+from tuner.run.stored import StoredOptions, read_record
+from tuner.traffic.formats import ReadOptions, TimeUnit
+from tuner.traffic.traces import LoadModel
 
 COSTS = {"knee": 10, "crowd_s": 0.0003}
 """Those of CROWDED, as the program takes them."""
@@ -108,7 +110,7 @@ def test_a_run_killed_in_the_middle_is_resumed_without_loss_or_repetition(
     after = lines_of(run_dir / "trials.jsonl")
     assert after[: len(before)] == before
     assert measured_once(after)
-    assert [t["phase"] for t in after].count("present") == 1
+    assert [t["phase"] for t in after].count("current") == 1
     assert len({trial["number"] for trial in after}) == len(after)
     assert (trace.parent / "best.yaml").exists()
     capsys.readouterr()
@@ -200,8 +202,9 @@ def test_a_file_of_trials_that_cannot_be_restored_is_kept_beside_the_new_one(
     assert job_on(ToySource(CROWDED), again) == 0
     assert (ended / "trials.1.jsonl").read_text() == damaged
     assert path.read_text().splitlines() == lines
-    told = capsys.readouterr().err
-    assert "1 trials that the study does not know and 2 damaged lines" in " ".join(told.split())
+    shown = capsys.readouterr().err
+    message = "1 trials that the study does not know and 2 damaged lines"
+    assert message in " ".join(shown.split())
 
 
 def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:
@@ -266,8 +269,9 @@ def test_another_trace_is_refused(ended: Path) -> None:
 
 
 def test_a_secret_has_to_be_given_again(ended: Path) -> None:
-    assert f"api-key={REDACTED}" in json.loads((ended / "run.json").read_text())["arguments"]
-    with pytest.raises(UsageError, match="api-key is a secret and was not kept"):
+    kept = json.loads((ended / "run.json").read_text())["options"]
+    assert kept["engine_args"] == {"api-key": REDACTED}
+    with pytest.raises(UsageError, match="--engine-arg api-key is a secret"):
         job_on(ToySource(CROWDED), ["--resume", str(ended)])
     again = ["--resume", str(ended), "--engine-arg", "api-key=sk-secret"]
     assert job_on(ToySource(CROWDED), again) == 0
@@ -281,17 +285,16 @@ def test_a_directory_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         job_on(ToySource(), ["--resume", str(tmp_path)])
 
 
-def test_a_damaged_run_says_so(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"arguments": [')
-    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
-        job_on(ToySource(), ["--resume", str(tmp_path)])
-
-
-def test_options_that_hold_for_once_are_not_kept() -> None:
-    typed = ["--trace", "t", "--run-dir", "r", "--resume=x", "--engine-arg=hf-token=abc"]
-    context = tune.make_context("tune", ["--trace", "t"])
-    kept, _ = with_stored(tune, typed, context.params)
-    assert kept == ["--trace", "t", f"--engine-arg=hf-token={REDACTED}"]
+def test_a_run_that_is_damaged_or_of_another_version_says_so(tmp_path: Path) -> None:
+    for content, reason in (
+        ('{"arguments": [', "cannot be read"),
+        ('{"schema": 2, "study": "x"}', "cannot be read: Object missing required field"),
+        ('{"study": "x", "arguments": ["--trace", "t"]}', "schema must be 2, got 1"),
+    ):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(UsageError, match=reason) as caught:
+            job_on(ToySource(), ["--resume", str(tmp_path)])
+        assert "start a new" in caught.value.hint
 
 
 def test_a_profile_fills_in_what_the_command_line_leaves_open() -> None:
@@ -307,18 +310,68 @@ def test_a_profile_fills_in_what_the_command_line_leaves_open() -> None:
     assert (mine["objective"], mine["max_num_seqs"]) == ("latency", (3,))
 
 
+def resumed_with(folder: Path, *typed: str) -> TuningOptions:
+    return resumed(tune.make_context("tune", ["--resume", str(folder), *typed]))
+
+
+def stored(folder: Path, **options: Any) -> None:
+    content = msgspec.json.encode(a_record("0" * 64, **options))
+    (folder / "run.json").write_bytes(content)
+
+
 def test_a_resumed_run_refuses_what_would_mix_measurements(tmp_path: Path) -> None:
-    for changed in (["--load", "2"], ["--seed=3"], ["--engine-arg", "dtype=float16"]):
-        with pytest.raises(UsageError, match="cannot change when a run is resumed"):
-            _refuse_changes(["--resume", str(tmp_path), *changed], set())
-    _refuse_changes(["--resume", str(tmp_path), "--budget", "5m", "-o", "b.yaml"], set())
-    _refuse_changes(["--engine-arg", "hf-token=x"], {"hf-token"})
+    stored(tmp_path)
+    for changed in (["--load", "2"], ["--seed=3"], ["--slo", "e2e_p50=9s"]):
+        with pytest.raises(UsageError, match=f"{changed[0][:6]}.* cannot change when a run"):
+            resumed_with(tmp_path, *changed)
+    with pytest.raises(UsageError, match="engine_args cannot change when a run is resumed"):
+        read_record(tmp_path).options.check_goes_on(
+            resumed_with(tmp_path, "--engine-arg", "dtype=float16")
+        )
 
 
-def test_the_login_of_a_storage_is_not_kept() -> None:
+def test_every_option_comes_back_from_disk_as_it_was_given(tmp_path: Path) -> None:
+    rows = ReadOptions(only_model="m", time_unit=TimeUnit.MILLISECONDS, seed=7)
+    options = TuningOptions(
+        trace=("a.jsonl", "b.jsonl"),
+        config={"max-num-seqs": 8},
+        engine_args={"dtype": "bfloat16"},
+        slos=(parse_slo("ttft_p99=0.1234567s"),),
+        window="peak:300s",
+        load=1.1,
+        load_model=LoadModel.CLOSED,
+        concurrency=4,
+        ladder=(1, 3),
+        seed=7,
+        reading=TraceReading("csv", rows, is_spread=True),
+        notes={"output": "best.yaml"},
+    )
+    kept = msgspec.json.encode(StoredOptions.of(options))
+    again = msgspec.json.decode(kept, type=StoredOptions).restored(tmp_path, {})
+    assert again == replace(options, run_dir=tmp_path, is_resumed=True)
+
+
+def test_what_may_be_typed_anew_replaces_what_was_kept(tmp_path: Path) -> None:
+    stored(tmp_path, load=2.0, notes={"output": "old.yaml", "emit_format": "args"})
+    typed = ("--trace", "moved.jsonl", "--budget", "5m", "-o", "new.yaml")
+    options = resumed_with(tmp_path, *typed)
+    assert options.trace == ("moved.jsonl",)
+    assert (options.budget_s, options.load) == (300.0, 2.0)
+    assert options.notes == {"output": "new.yaml", "emit_format": "args"}
+
+
+def test_the_login_of_a_storage_has_to_be_given_again(tmp_path: Path) -> None:
     url = "postgresql://tune:sekrit@127.0.0.1/study"
-    for arguments in (["--storage", url, "--seed", "1"], [f"--storage={url}", "--seed", "1"]):
-        kept = _without_secrets(arguments)
-        assert "sekrit" not in " ".join(kept)
-        assert kept[-2:] == ["--seed", "1"]
-        assert _drop_redacted(kept) == ["--seed", "1"]
+    stored(tmp_path, storage=url)
+    assert "sekrit" not in (tmp_path / "run.json").read_text()
+    with pytest.raises(UsageError, match="--storage is a secret or holds one"):
+        resumed_with(tmp_path)
+    assert resumed_with(tmp_path, "--storage", url).storage == url
+
+
+def test_a_trace_that_a_program_gave_has_to_be_named(tmp_path: Path) -> None:
+    stored(tmp_path, trace=a_trace([0.0, 1.0]))
+    with pytest.raises(UsageError, match="which gave the trace itself") as caught:
+        resumed_with(tmp_path)
+    assert "--trace" in caught.value.hint
+    assert resumed_with(tmp_path, "--trace", "t.jsonl").trace == ("t.jsonl",)

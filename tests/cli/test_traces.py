@@ -84,7 +84,7 @@ def test_without_a_name_the_trace_goes_to_standard_output(
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "shown"),
     [
         ("slice prod.jsonl", "either --window or --rows"),
         ("slice prod.jsonl --rows 100:", "holds no request of 100"),
@@ -99,11 +99,11 @@ def test_without_a_name_the_trace_goes_to_standard_output(
     ],
 )
 def test_bad_input_is_said_in_one_line(
-    prod: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, typed: str, told: str
+    prod: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, typed: str, shown: str
 ) -> None:
     monkeypatch.chdir(prod.parent)
     assert run(["trace", *typed.split()]) == 2
-    assert told in capsys.readouterr().err.lower().replace("prod.jsonl", "prod.jsonl")
+    assert shown in capsys.readouterr().err.lower().replace("prod.jsonl", "prod.jsonl")
 
 
 def published() -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
             world.lasts(pays())
             first = values(page(port, "/metrics")[1])
             status, text = page(port, "/healthz")
-            assert (status, json.loads(text)["present"]) == (200, str(EIGHT))
+            assert (status, json.loads(text)["current"]) == (200, str(EIGHT))
             assert page(port, "/")[0] == 404
             world.clock.sleep(HOUR_S)
             status, text = page(port, "/healthz")
@@ -82,8 +82,8 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
         "tune_watch_last_check_timestamp_seconds": checked_s,
         "tune_watch_gain_ratio": pytest.approx(0.3),
         "tune_watch_on_guard": 0,
-        "tune_watch_present_max_num_seqs": 8,
-        "tune_watch_present_max_num_batched_tokens": 2048,
+        "tune_watch_current_max_num_seqs": 8,
+        "tune_watch_current_max_num_batched_tokens": 2048,
     }
     with a_world(tmp_path) as again, serving("127.0.0.1:0", again.watcher) as port:
         assert values(page(port, "/metrics")[1]) == first
@@ -113,10 +113,10 @@ def test_a_daemon_waits_for_a_prometheus_that_is_down_and_stops_when_told(home: 
     try:
         wait_for(lambda: page(port, "/healthz")[0] == 200)
         assert process.stderr is not None
-        told = [process.stderr.readline() for _ in range(2)]
-        assert told[0].startswith("watching ")
-        assert "Prometheus at 127.0.0.1:9 cannot be reached: Connection refused" in told[1]
-        assert "asking again in 2 s" in told[1]
+        shown = [process.stderr.readline() for _ in range(2)]
+        assert shown[0].startswith("watching ")
+        assert "Prometheus at 127.0.0.1:9 cannot be reached: Connection refused" in shown[1]
+        assert "asking again in 2 s" in shown[1]
         # A second one on the same state is refused at once.
         other = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
         assert other.returncode == 2
@@ -181,9 +181,9 @@ def test_a_token_is_sent_and_never_shown(
             with pytest.raises(UsageError, match=r"refuses without a login \(HTTP 401\)"):
                 run_watch(options_of(home, *given), NoWait())
     assert set(seen) == {"Bearer tok-env", "Bearer tok-file"}
-    told = "".join(capsys.readouterr())
+    shown = "".join(capsys.readouterr())
     kept = (home / "best.yaml.watch" / "state.json").read_text()
-    assert "tok-" not in told + kept
+    assert "tok-" not in shown + kept
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_a_token_is_sent_and_never_shown(
 def test_what_cannot_be_watched_is_told_at_once(
     home: Path, more: tuple[str, ...], words: str
 ) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as shown:
         run_watch(options_of(home, "--once", "--force-profile", *more), NoWait())
-    assert words in told.value.message
+    assert words in shown.value.message
 
 
 def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
@@ -222,9 +222,9 @@ def test_a_watch_without_a_guard_has_no_time_for_one(home: Path) -> None:
 
 def test_a_profile_of_another_vllm_is_refused_before_it_is_needed(home: Path) -> None:
     options = options_of(home, "--once", "--prometheus", "http://p:9")
-    with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as told:
+    with pytest.raises(UsageError, match=r"the profile was made with vLLM 0, here is") as shown:
         run_watch(options, NoWait())
-    assert "--force-profile" in told.value.hint
+    assert "--force-profile" in shown.value.hint
 
 
 def test_help_opens_with_an_example_and_states_every_default() -> None:

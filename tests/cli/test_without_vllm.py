@@ -118,10 +118,10 @@ def test_a_live_engine_is_told_to_need_vllm_and_what_to_install(
 
 
 def test_the_doctor_says_what_there_is_to_install(folder: Path) -> None:
-    told = typed(folder, "doctor").stdout
-    assert "ok       predictions from a profile" in told
-    assert "absent   live replays                vLLM is not installed" in told
-    assert "pip install 'max-num-seqs-tuner[gpu]'" in told
+    shown = typed(folder, "doctor").stdout
+    assert "ok       predictions from a profile" in shown
+    assert "absent   live replays                vLLM is not installed" in shown
+    assert "pip install 'max-num-seqs-tuner[gpu]'" in shown
 
 
 def test_a_trace_in_csv_is_told_to_need_polars(folder: Path) -> None:

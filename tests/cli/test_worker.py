@@ -10,15 +10,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from optuna.trial import TrialState
 
+from support.run_parts import a_record
 from support.toy import ToySource
 from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
 from tuner.errors import TraceError, UsageError
 from tuner.run.journal import Journal
 
-TOY = {"noise_ratio": 0.3, "present": [16, 2048], "pause_s": 4.0}
+TOY = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
 """Replays that differ by noise, and each takes a while, so that workers have time to join."""
 
 
@@ -83,9 +85,10 @@ def test_workers_that_join_and_die_neither_lose_nor_double_a_round(tmp_path: Pat
 
 def a_stored_run(folder: Path, trace: Path, **changed: Any) -> None:
     """Leave what a run of the toy has begun with."""
-    options = ["--trace", str(trace), "--method", "live", "--storage", f"sqlite:///{folder}/s"]
-    stored = {"arguments": options, "trace_sha256": "0" * 64, "study": "x", **changed}
-    (folder / "run.json").write_text(json.dumps(stored))
+    record = a_record("0" * 64, trace=str(trace), storage=f"sqlite:///{folder}/s")
+    (folder / "run.json").write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(record, **changed))
+    )
 
 
 def test_a_worker_refuses_a_folder_without_a_run_and_another_trace(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_a_worker_refuses_to_measure_on_another_kind_of_machine(tmp_path: Path) 
 
     trace = write_trace(tmp_path / "t.jsonl", n=60)
     url = f"sqlite:///{tmp_path / 's.db'}"
-    Journal(url, "x").close()
+    Journal(url, "study").close()
     a_stored_run(
         tmp_path,
         trace,

@@ -171,10 +171,10 @@ def test_a_busy_hour_and_a_quiet_one_are_replayed_and_told() -> None:
     retune, _ = a_retune(EngineLimits(1, 2048), CROWDED, ladder=(1, 4, 16))
     found = calendar_of(trace, hours, retune, an_aim(), said.append)
     assert len(said) == 2
-    told: dict[str, Any] = json.loads(json.dumps(found.as_json()))
-    assert [hour["hour"] for hour in told["hours"]] == [0, 1]
-    assert told["present"]["max_num_seqs"] == 1
-    assert told["plans"]["fixed"]["settings"][0]["max_num_seqs"] > 1
+    shown: dict[str, Any] = json.loads(json.dumps(found.as_json()))
+    assert [hour["hour"] for hour in shown["hours"]] == [0, 1]
+    assert shown["current"]["max_num_seqs"] == 1
+    assert shown["plans"]["fixed"]["settings"][0]["max_num_seqs"] > 1
     assert any(line.startswith("one for all hours: ") for line in found.lines())
 
 
@@ -209,9 +209,9 @@ def test_a_week_is_planned_by_the_hour_from_its_file(
             lines.append(f"{clock},200,80")
     path.write_text("\n".join(lines) + "\n")
     assert run_plan(plan_options(tmp_path, path)) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert [hour["hour"] for hour in told["hours"]] == [9, 21]
-    assert [hour["requests"] for hour in told["hours"]] == [180, 720]
+    shown = json.loads(capfd.readouterr().out)
+    assert [hour["hour"] for hour in shown["hours"]] == [9, 21]
+    assert [hour["requests"] for hour in shown["hours"]] == [180, 720]
 
 
 def test_a_recording_without_dates_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -38,23 +38,23 @@ BEFORE, TODAY = (busy_traffic(seed, minutes=4, per_s=1.5, output=30.0) for seed 
 
 def checked(
     now: Trace,
-    present: int,
+    current: int,
     costs: ToyCosts = CROWDED,
     wrong_ratio: float = 0.03,
 ) -> tuple[Checked, int]:
     """Check new traffic on a toy; return the verdict and how many replays it took."""
     drift = drift_between(sketch_of(BEFORE), sketch_of(now))
-    retune, predictor = a_retune(EngineLimits(present, 2048), costs, wrong_ratio)
+    retune, predictor = a_retune(EngineLimits(current, 2048), costs, wrong_ratio)
     return check(drift, now, retune, an_aim()), len(predictor.asked)
 
 
 def test_unchanged_traffic_takes_no_replay() -> None:
-    found, replays = checked(TODAY, present=2)
+    found, replays = checked(TODAY, current=2)
     assert (found.verdict, found.exit_code, replays) == (DriftVerdict.UNCHANGED, 0, 0)
 
 
-def test_a_shift_that_the_present_cap_does_not_bear_pays() -> None:
-    found, _ = checked(longer_outputs(TODAY), present=2)
+def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
+    found, _ = checked(longer_outputs(TODAY), current=2)
     assert (found.verdict, found.exit_code) == (DriftVerdict.PAYS, 10)
     assert found.best is not None
     assert found.best.max_num_seqs > 2
@@ -62,19 +62,19 @@ def test_a_shift_that_the_present_cap_does_not_bear_pays() -> None:
     assert 0 < found.gain.interval[0] < found.gain.value < found.gain.interval[1]
     assert list(found.lines())[-1].startswith("shifted, re-tune pays ")
 
-    again, _ = checked(longer_outputs(TODAY), present=2)
+    again, _ = checked(longer_outputs(TODAY), current=2)
     assert again == found
 
 
 def test_a_shift_that_no_other_cap_serves_better_is_told_as_such() -> None:
-    found, replays = checked(longer_outputs(TODAY), present=5)
+    found, replays = checked(longer_outputs(TODAY), current=5)
     assert (found.verdict, found.exit_code) == (DriftVerdict.STILL_BEST, 0)
     assert replays > 0
     assert "output_tokens" in found.why
 
 
 def test_a_gain_within_the_shadows_error_does_not_pay() -> None:
-    found, _ = checked(longer_outputs(TODAY), present=2, wrong_ratio=50.0)
+    found, _ = checked(longer_outputs(TODAY), current=2, wrong_ratio=50.0)
     assert found.verdict is DriftVerdict.STILL_BEST
     assert found.gain is not None
     assert found.gain.interval[0] < 0 < found.gain.value
@@ -115,16 +115,16 @@ def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
         *("--max-num-seqs", "6,12", "--json"),
     ]
     assert run_check(*command) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert (told["verdict"], told["gain"]) == ("unchanged", None)
+    shown = json.loads(capfd.readouterr().out)
+    assert (shown["verdict"], shown["gain"]) == ("unchanged", None)
 
-    # Three times the load: more than the present cap of four can bear.
+    # Three times the load: more than the current cap of four can bear.
     assert run_check(*command, "--load", "3") == 10
-    told = json.loads(capfd.readouterr().out)
-    assert told["verdict"] == "shifted, re-tune pays"
-    assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    assert told["gain"]["interval"][0] > 0
-    rate = next(shift for shift in told["shifts"] if shift["name"] == "arrival_rate")
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["verdict"] == "shifted, re-tune pays"
+    assert shown["current"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    assert shown["gain"]["interval"][0] > 0
+    rate = next(shift for shift in shown["shifts"] if shift["name"] == "arrival_rate")
     assert rate["matters"]
     assert rate["interval"][0] < rate["effect"] < rate["interval"][1]
 
@@ -150,9 +150,9 @@ def test_a_live_run_is_checked_at_what_it_recommends(
     capsys.readouterr()
     same = ("--baseline", str(run_dir), "--baseline-trace", str(trace), "--trace", str(trace))
     assert run_check(*same, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == "unchanged"
-    assert told["present"]["max_num_seqs"] == advised["max_num_seqs"]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "unchanged"
+    assert shown["current"]["max_num_seqs"] == advised["max_num_seqs"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_cannot_be_checked_is_told(
         run_check(*arguments, "--trace", "today.jsonl")
 
 
-def test_the_present_traffic_has_one_source(tmp_path: Path) -> None:
+def test_the_current_traffic_has_one_source(tmp_path: Path) -> None:
     profile = str(a_kept_profile(tmp_path))
     both = ("--trace", "today.jsonl", "--prometheus", "http://localhost:9")
     for given in ((), both):
@@ -196,10 +196,10 @@ def test_of_a_server_that_prometheus_saw_in_part_there_is_no_verdict(
     with with_history(tmp_path, SHAKEN) as url:
         asked = ("--prometheus", url, "--since", "490m", "--step", "30s", "--json")
         assert run_check("--baseline", profile, *asked) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == "too little data"
-    assert "there is no data for" in told["why"]
-    assert told["shifts"] == []
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "too little data"
+    assert "there is no data for" in shown["why"]
+    assert shown["shifts"] == []
 
 
 HIT_RATIO, CHAT_S = 0.7, 300.0
@@ -229,7 +229,7 @@ def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
         a_profile(),
         shape=a_shape(prefix_caching=prefix_caching),
         step_model=replace(steps, decode_knots=knots, decode_slopes_s=slopes_s),
-        present_limits=EngineLimits(8, 512),
+        current_limits=EngineLimits(8, 512),
     )
 
 
@@ -261,14 +261,14 @@ def test_a_server_whose_prompts_hit_its_prefix_cache_is_not_told_to_re_tune_for_
 ) -> None:
     with chat_served(tmp_path, a_chat_profile(), HIT_RATIO) as arguments:
         assert run_check(*arguments) == 0
-        told = json.loads(capfd.readouterr().out)
-        assert told["verdict"] == "shifted, present config still best"
+        shown = json.loads(capfd.readouterr().out)
+        assert shown["verdict"] == "shifted, current config still best"
         # Of a server on which nothing hits the same counters are another story.
         (tmp_path / "cold").mkdir()
     with chat_served(tmp_path / "cold", a_chat_profile(), 0.0) as arguments:
         assert run_check(*arguments) == 10
-        told = json.loads(capfd.readouterr().out)
-        assert told["gain"]["interval"][0] > 0.3
+        shown = json.loads(capfd.readouterr().out)
+        assert shown["gain"]["interval"][0] > 0.3
 
 
 @pytest.mark.slow
@@ -279,10 +279,10 @@ def test_a_shadow_that_finds_other_hits_than_the_server_had_gives_no_verdict(
     profile = a_chat_profile(prefix_caching=False)
     with chat_served(tmp_path, profile, HIT_RATIO) as arguments:
         assert run_check(*arguments) == 0
-    told = json.loads(capfd.readouterr().out)
-    assert told["verdict"] == "too little data"
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["verdict"] == "too little data"
     assert (
-        "the shadow's cache hits 0% of the prompt tokens and the server's 70%" in (told["why"])
+        "the shadow's cache hits 0% of the prompt tokens and the server's 70%" in (shown["why"])
     )
 
 
@@ -292,6 +292,6 @@ def test_hits_that_cannot_be_imitated_give_no_verdict(
     # Whatever these prompts share, their last block is always computed.
     with chat_served(tmp_path, a_chat_profile(), 0.999) as arguments:
         assert run_check(*arguments) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == "too little data"
-    assert "prefix hits cannot be imitated: 100% of the prompt tokens hit" in told["why"]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] == "too little data"
+    assert "prefix hits cannot be imitated: 100% of the prompt tokens hit" in shown["why"]

@@ -124,7 +124,7 @@ def test_what_came_recently_is_what_a_plain_search_finds() -> None:
 )
 def test_too_little_data_is_said_and_nothing_else(now: Trace, words: str) -> None:
     found = drift_between(sketch_of(busy_traffic(0)), sketch_of(now))
-    assert "the present traffic" in found.too_little
+    assert "the current traffic" in found.too_little
     assert words in found.too_little
     assert found.shifts == ()
 

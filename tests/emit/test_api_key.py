@@ -205,12 +205,12 @@ def test_a_run_refuses_before_it_starts_what_it_could_not_write(
 
 def test_a_watch_refuses_at_its_start_a_file_without_the_key(tmp_path: Path) -> None:
     path, profile = tmp_path / "out.yaml", a_profile()
-    for chosen, told in (
+    for chosen, shown in (
         (Format.VLLM, "an api-key which is not kept here"),
         (Format.KSERVE, "answers without one"),
         (Format.VLLM_RUNTIME, "changes an object that exists"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=shown):
             Publisher(path, chosen, profile, {"model": "m"}, ("api_key",))
     Publisher(path, Format.ARGS, profile, {"model": "m"}, ("api_key",))
     path.write_text("model: m\nmax-num-seqs: 4\nmax-num-batched-tokens: 64\n")

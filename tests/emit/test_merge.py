@@ -191,9 +191,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("chosen", "text", "told"), REFUSED)
+@pytest.mark.parametrize(("chosen", "text", "shown"), REFUSED)
 def test_a_file_without_a_place_is_refused_and_stays(
-    chosen: Format, text: str, told: str, tmp_path: Path, capsys: Output
+    chosen: Format, text: str, shown: str, tmp_path: Path, capsys: Output
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
@@ -201,7 +201,7 @@ def test_a_file_without_a_place_is_refused_and_stays(
     assert run(["emit", str(folder), "--format", str(chosen), "--merge", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert told in err
+    assert shown in err
     assert err.startswith(f"error: {path} ") or chosen is Format.ARGS
     assert path.read_text() == text
 
@@ -257,12 +257,12 @@ def test_an_edit_made_while_the_difference_was_shown_is_not_written_over(
         others = VLLM + "seed: 7\n"
         path.write_text(others)
         with os.fdopen(reading, "rb") as terminal:
-            told = terminal.read().decode().lstrip(".")
+            shown = terminal.read().decode().lstrip(".")
         assert process.wait(30) == 2
     finally:
         process.kill()
         process.wait()
-    assert f"error: {path} was changed by others meanwhile and is left alone" in told
+    assert f"error: {path} was changed by others meanwhile and is left alone" in shown
     assert path.read_text() == others
     assert run(["emit", command[-1], "--merge", str(path)]) == 0
     assert path.read_text().endswith("seed: 7\n")

@@ -234,8 +234,8 @@ def test_a_patch_of_what_has_these_values_changes_nothing(
     assert run(command) == 0
     capsys.readouterr()
     assert run([*command, "--patch", "-o", str(patch)]) == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "has these values already: the patch changes nothing" in told
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "has these values already: the patch changes nothing" in shown
     assert yaml.safe_load(patch.read_text()) == []
     (tmp_path / "tuned").mkdir()
     component = tmp_path / "tuned" / "kustomization.yaml"

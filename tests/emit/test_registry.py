@@ -205,16 +205,16 @@ def test_a_run_on_a_cpu_asks_for_no_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "shadow", "told"),
+    ("version", "shadow", "shown"),
     [("0.31.2", False, "0.32 or later, the run had 0.31.2"), ("0.33.0", True, "predicted")],
 )
 def test_the_exact_form_is_refused_where_it_would_not_repeat_the_point(
-    version: str, told: str, tmp_path: Path, *, shadow: bool
+    version: str, shown: str, tmp_path: Path, *, shadow: bool
 ) -> None:
     rec = read_run(a_run_dir(tmp_path, an_outcome(version=version)))
     if shadow:
         rec = replace(rec, facts={**rec.facts, "method": "shadow"})
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=shown):
         emit(Format.VLLM_EXACT, rec)
     unknown = Recommendation({"model": "m"}, EngineLimits(8, 512))
     with pytest.raises(UsageError, match="limits that the engine was started with"):

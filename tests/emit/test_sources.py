@@ -11,7 +11,7 @@ import yaml
 from support.emit_parts import (
     CEILING,
     CHANGE,
-    PRESENT,
+    CURRENT,
     QWEN,
     RUN_ID,
     SHA256,
@@ -34,12 +34,9 @@ Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
 
 
-@pytest.mark.parametrize("in_result", [True, False], ids=["result", "profile"])
-def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(
-    tmp_path: Path, *, in_result: bool
-) -> None:
+def test_a_run_directory_gives_the_file_that_the_run_itself_wrote(tmp_path: Path) -> None:
     outcome = an_outcome()
-    folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET, in_result=in_result)
+    folder = a_run_dir(tmp_path, outcome, WITHOUT_SECRET)
     again = emit(Format.VLLM, read_run(folder), Names("best.yaml"))
     wrote = render(WITHOUT_SECRET, 48, 4096, comments(outcome, "best.yaml", str(folder)))
     assert again == wrote
@@ -64,13 +61,13 @@ def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) ->
 
 def test_advice_to_keep_is_said_in_both(tmp_path: Path) -> None:
     keep = RaceDecision(
-        RaceVerdict.KEEP, PRESENT, WINNER, (), None, 3, "the gain is within noise"
+        RaceVerdict.KEEP, CURRENT, WINNER, (), None, 3, "the gain is within noise"
     )
     of_run = read_run(a_run_dir(tmp_path, an_outcome(keep)))
     path = tmp_path / "best.yaml"
     path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))
     for source in (of_run, read_emitted(path)):
-        assert source.limits == PRESENT
+        assert source.limits == CURRENT
         assert source.facts["gain"] == "none: keep what you have, the gain is within noise"
 
 
@@ -117,8 +114,7 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
     (began / "result.json").unlink()
     (root / "empty").mkdir()
     cut = a_run_dir(root / "cut")
-    (cut / "result.json").write_text('{"schema": 1')
-    bare = broken(a_run_dir(root / "bare"), serve_values=None)
+    (cut / "result.json").write_text('{"schema": 2')
     lacks = a_run_dir(root / "lacks")
     content = json.loads((lacks / "result.json").read_text())
     del content["baseline"]
@@ -135,11 +131,10 @@ def bad_sources(root: Path) -> dict[str, tuple[Path, tuple[str, ...]]]:
         "a run that did not end": (began, ("result.json is missing", "--resume")),
         "no run at all": (root / "empty", ("result.json is missing", "run directory")),
         "half a result": (cut, ("result.json cannot be read",)),
-        "no configuration": (bare, ("does not hold the engine's configuration",)),
         "a damaged result": (lacks, ("result.json is damaged: ", "`baseline`")),
         "another schema": (
             broken(a_run_dir(root / "old"), schema=0),
-            ("schema must be 1, got 0",),
+            ("schema must be 2, got 0",),
         ),
         "nothing recommended": (unmet, ("recommends nothing: no configuration met the SLOs",)),
         "nothing there": (root / "gone.yaml", ("gone.yaml does not exist",)),
@@ -153,7 +148,6 @@ CASES = (
     "a run that did not end",
     "no run at all",
     "half a result",
-    "no configuration",
     "a damaged result",
     "another schema",
     "nothing recommended",
@@ -166,10 +160,10 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_emitted_from_is_told(case: str, tmp_path: Path, capsys: Output) -> None:
-    source, told = bad_sources(tmp_path)[case]
+    source, shown = bad_sources(tmp_path)[case]
     with pytest.raises(UsageError) as raised:
         read_source(source)
-    for words in told:
+    for words in shown:
         assert words in f"{raised.value.message} {raised.value.hint}"
     assert run(["emit", str(source)]) == 2
     out, err = capsys.readouterr()

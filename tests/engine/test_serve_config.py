@@ -45,7 +45,7 @@ def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("", "got nothing"),
         ("- a\n", "got a list"),
@@ -67,13 +67,13 @@ def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None
     ],
 )
 def test_a_file_that_vllm_would_misread_is_refused_by_name_and_key(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, shown: str
 ) -> None:
     path = written(tmp_path, text)
     with pytest.raises(UsageError) as caught:
         read_config(path)
     assert str(path) in caught.value.message
-    assert told in caught.value.message
+    assert shown in caught.value.message
     assert caught.value.hint
 
 

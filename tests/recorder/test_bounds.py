@@ -101,9 +101,9 @@ steps = st.one_of(
 
 @settings(max_examples=300)
 @given(st.lists(steps, max_size=30))
-def test_prompts_are_found_as_by_searching_all_of_them(told: list[tuple[object, ...]]) -> None:
+def test_prompts_are_found_as_by_searching_all_of_them(shown: list[tuple[object, ...]]) -> None:
     quick, searched = OpenPrompts(), Searched()
-    for number, step in enumerate(told):
+    for number, step in enumerate(shown):
         match step:
             case ("ask", str(name), token_ids, int(answers)):
                 assert token_ids is None or isinstance(token_ids, list)

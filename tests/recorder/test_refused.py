@@ -56,7 +56,7 @@ class Service:
             for prompt in prompts
         ]
         if body.get("stream"):
-            return responses.StreamingResponse(told(streams), media_type="text/event-stream")
+            return responses.StreamingResponse(shown(streams), media_type="text/event-stream")
         if body.get("background"):
             self.tasks.append(asyncio.create_task(answered(streams, f"cmpl-{name}")))
             return responses.JSONResponse({})
@@ -74,7 +74,7 @@ async def answered(streams: list[Any], request_id: str) -> None:
             the_recorder().offer(finished(Reported(request_id)))
 
 
-async def told(streams: list[Any]) -> Any:
+async def shown(streams: list[Any]) -> Any:
     """Give events, among them the refusal: with a stream the status has long been sent."""
     try:
         for stream in streams:

@@ -84,9 +84,9 @@ def test_counts_are_those_the_server_tells(both: Server) -> None:
     answers = [
         completed(both.port, TEXT * n, tokens) for n, tokens in [(1, 5), (9, 1), (3, 20)]
     ]
-    told = [answer["usage"] for answer in answers]
+    shown = [answer["usage"] for answer in answers]
     rows = both.new_rows(3)
-    assert [row["input_length"] for row in rows] == [one["prompt_tokens"] for one in told]
+    assert [row["input_length"] for row in rows] == [one["prompt_tokens"] for one in shown]
     assert [row["output_length"] for row in rows] == [5, 1, 20]
     assert {row["status"] for row in rows} == {"length"}
     for row in rows:

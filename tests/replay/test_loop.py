@@ -166,7 +166,7 @@ def test_what_the_end_of_the_recording_left_is_no_arrival_and_no_step_is_lost() 
     assert log.timelines.outcome.tolist() == [Outcome.UNFINISHED] * 3
     assert log.timelines.output_tokens.tolist() == [4, 0, 0]
     assert measure([log]).output_tokens_per_s == pytest.approx(10.0)
-    assert timeline_record(log).arrivals.sum() == 1
+    assert sum(timeline_record(log).arrivals) == 1
 
 
 def test_a_concurrency_that_was_not_recorded_is_refused_before_anything_runs() -> None:

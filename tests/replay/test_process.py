@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import TESTS
-from support.toy import EXIT_CODE, LAST_WORDS, PRESENT, ToyEngine, ToySource
+from support.toy import CURRENT, EXIT_CODE, LAST_WORDS, ToyEngine, ToySource
 from support.traffic import a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
@@ -95,7 +95,7 @@ def test_one_process_serves_all_requests(host: EngineProcess) -> None:
 
 def test_facts_are_told_before_anything_is_started(log_path: Path) -> None:
     with EngineProcess(ToySource(), log_path) as host:
-        assert host.facts({}) == EngineFacts(PRESENT, 4096, True, "0.0", "toy")
+        assert host.facts({}) == EngineFacts(CURRENT, 4096, True, "0.0", "toy")
 
 
 def test_progress_is_heard_and_the_caller_may_stop(host: EngineProcess) -> None:

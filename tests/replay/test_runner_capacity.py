@@ -81,12 +81,12 @@ def test_what_always_holds_has_no_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("found", "shown"),
     [
         (Capacity(None, MIN_LOAD), "breaks an SLO already at 0.016 x today's load"),
         (Capacity(LARGEST_LOAD, None), "holds beyond 64 x today's load"),
         (Capacity(1.234, 1.25), "holds up to 1.23 x today's load"),
     ],
 )
-def test_it_is_said_in_words(found: Capacity, told: str) -> None:
-    assert found.text == told
+def test_it_is_said_in_words(found: Capacity, shown: str) -> None:
+    assert found.text == shown

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import pytest
 
 from support.explore_parts import explored
-from support.surface_parts import LOADS, PREDICTOR, PRESENT, TRACE
+from support.surface_parts import LOADS, PREDICTOR, CURRENT, TRACE
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
@@ -124,7 +124,7 @@ def test_marks_say_what_is_best_current_unsustained_and_in_breach(found: Explore
                 assert ("unsustained" in marks) is not reached.is_sustained
                 assert ("breaks" in marks) is bool(reached.broken)
                 assert ("best" in marks) is (reached.limits == at.decision.best)
-                assert ("current" in marks) is (name == str(PRESENT))
+                assert ("current" in marks) is (name == str(CURRENT))
                 # Only what is in the running is coloured.
                 assert (cell["heats"][0] is not None) is (reached.holds or not at.best.holds)
 
@@ -140,11 +140,11 @@ def test_the_curve_says_where_each_line_ends_and_marks_it(found: Explored) -> No
     )
     plot = load.plots[0]
     assert [shape["x0"] for shape in plot.layout["shapes"]] == [3.0, 1.0]
-    best, present = plot.traces[:2]
+    best, current = plot.traces[:2]
     assert best["marker"]["symbol"] == ["circle", "circle", "x"]
-    assert present["marker"]["symbol"] == ["circle", "x", "x"]
-    tails = [predicted(PRESENT, x).latency("e2e_s", "p95") for x in LOADS]
-    assert present["y"] == tails
+    assert current["marker"]["symbol"] == ["circle", "x", "x"]
+    tails = [predicted(CURRENT, x).latency("e2e_s", "p95") for x in LOADS]
+    assert current["y"] == tails
     go.Figure(plot.traces, plot.layout)  # raises for an attribute it does not know
 
 
@@ -160,7 +160,7 @@ def test_a_single_load_and_no_slo_make_a_page_too() -> None:
 
 def test_a_setting_that_failed_has_no_figure_and_says_so(found: Explored) -> None:
     at = found.surface.loads[1]
-    outcomes = {**at.predictions.outcomes, PRESENT: Failure("no blocks are left")}
+    outcomes = {**at.predictions.outcomes, CURRENT: Failure("no blocks are left")}
     failing = replace(at, predictions=replace(at.predictions, outcomes=outcomes))
     surface = replace(found.surface, loads=(failing,))
     page = explore_page(replace(found, surface=surface))

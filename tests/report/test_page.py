@@ -110,7 +110,7 @@ def test_the_page_is_one_file_of_bounded_size_that_loads_nothing(page: str) -> N
 def test_every_figure_is_one_that_plotly_draws(live: Path, shadowed: Path) -> None:
     for run_dir in (live, shadowed):
         plots = [plot for section in sections_of(read_run(run_dir)) for plot in section.plots]
-        assert {"gain-plot", "tradeoff-e2e_p95", "sweep-plot", "over-time-present"} <= {
+        assert {"gain-plot", "tradeoff-e2e_p95", "sweep-plot", "over-time-current"} <= {
             plot.anchor for plot in plots
         }
         for plot in plots:
@@ -175,20 +175,19 @@ def test_keeping_is_told_with_what_was_found_and_why_it_does_not_count(
     live: Path, tmp_path: Path
 ) -> None:
     found = read(live, RESULT_FILE)
-    advice, present = found["recommendation"], found["baseline"]
+    advice, current = found["recommendation"], found["baseline"]
     best = {name: advice[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-    kept = {**advice, **present, "verdict": "keep", "why": "the gain is within noise"}
+    kept = {**advice, **current, "verdict": "keep", "why": "the gain is within noise"}
     run = read_run(changed(live, tmp_path, recommendation={**kept, "best_measured": best}))
     assert headline(run).startswith("Keep what you have: max_num_seqs 32")
     assert "but the gain is within noise" in sections_of(run)[0].says[0]
 
 
-def test_a_run_without_timelines_or_description_says_so(live: Path, tmp_path: Path) -> None:
-    run_dir = changed(live, tmp_path, trace_description=None, caveats=[])
+def test_a_run_without_timelines_says_so(live: Path, tmp_path: Path) -> None:
+    run_dir = changed(live, tmp_path, caveats=[])
     (run_dir / "timelines.json").unlink()
     said = {s.anchor: " ".join(s.says) for s in sections_of(read_run(run_dir))}
     assert "kept no timelines" in said["over-time"]
-    assert "no more of the trace's description" in said["trace"]
     assert said["caveats"].startswith("None")
     assert Outline(report_of(run_dir)).sections == ORDER
 
@@ -224,32 +223,32 @@ def test_an_unfinished_run_and_a_prediction_say_it_first(live: Path, tmp_path: P
 
 
 def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
-    for path, told in (
+    for path, shown in (
         (tmp_path / "none", "not a run directory"),
         (tmp_path, "holds no result"),
     ):
-        with pytest.raises(UsageError, match=told) as caught:
+        with pytest.raises(UsageError, match=shown) as caught:
             report_of(path)
         assert caught.value.exit_code == 2
         assert caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "shown"),
     [
         ("{", "cannot be read"),
-        ('{"schema": 99}', "schema must be 1, got 99"),
-        ('{"schema": 1}', "missing required field"),
+        ('{"schema": 99}', "schema must be 2, got 99"),
+        ('{"schema": 2}', "missing required field"),
     ],
 )
 def test_a_damaged_result_is_told_and_the_last_page_stays(
-    live: Path, tmp_path: Path, damage: str, told: str
+    live: Path, tmp_path: Path, damage: str, shown: str
 ) -> None:
     run_dir = changed(live, tmp_path)
     (run_dir / RESULT_FILE).write_text(damage)
     target = tmp_path / "report.html"
     target.write_text("the last page")
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=shown):
         run_report(run_dir, target)
     assert target.read_text() == "the last page"
 

@@ -39,8 +39,8 @@ from tuner.traffic.formats import read_trace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PRESENT = EngineLimits(4, 2048)
-SOURCE = InstalledSource(present=PRESENT, num_blocks=20_000)
+CURRENT = EngineLimits(4, 2048)
+SOURCE = InstalledSource(current=CURRENT, num_blocks=20_000)
 LADDER = ("--max-num-seqs", "4,16")
 REQUESTS = 120
 GOAL = Scoring(Objective.BALANCED, (), "p90")
@@ -54,7 +54,7 @@ class Said:
     err: str
 
 
-def told(call: Callable[[], int]) -> Said:
+def shown(call: Callable[[], int]) -> Said:
     """Run something that has to succeed and return what it wrote."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -73,7 +73,7 @@ def arguments_for(folder: Path, *more: str) -> list[str]:
 
 def auto(folder: Path, source: InstalledSource, *more: str) -> Run:
     arguments = arguments_for(folder, "--budget", "4m", *more)
-    said = told(lambda: job_on(source, arguments))
+    said = shown(lambda: job_on(source, arguments))
     return Run(folder, said.err, said.out)
 
 
@@ -107,9 +107,9 @@ def test_it_recommends_what_the_toy_is_known_to_like(tuned: Run) -> None:
     winner = value_at(found["max_num_seqs"], found["max_num_batched_tokens"])
     # The toy's best is flat above what ever runs; the race calls 2 % a tie.
     assert winner <= best * 1.03
-    (present,) = [t for t in by_phase(tuned, "cold") if t["max_num_seqs"] == 4]
-    if present["tier"] == "0 good":
-        expected = winner / value_at(PRESENT.max_num_seqs, PRESENT.max_num_batched_tokens)
+    (current,) = [t for t in by_phase(tuned, "cold") if t["max_num_seqs"] == 4]
+    if current["tier"] == "0 good":
+        expected = winner / value_at(CURRENT.max_num_seqs, CURRENT.max_num_batched_tokens)
         assert found["gain_ratio"] == pytest.approx(expected - 1, rel=1e-6)
     else:
         assert found["gain_ratio"] is None
@@ -125,8 +125,8 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     taught = Counter(key_of(trial) for trial in by_phase(tuned, "calibrate"))
     assert len(taught) == 4
     assert len(set(taught.values())) == 1
-    assert 3 <= taught[4, PRESENT.max_num_batched_tokens] <= 6
-    # One engine for calibration and race, one each for the winner and the present one, cold.
+    assert 3 <= taught[4, CURRENT.max_num_batched_tokens] <= 6
+    # One engine for calibration and race, one each for the winner and the current one, cold.
     assert tuned.result["provenance"]["engine_starts"] == 3
     assert tuned.result["method"] == "auto"
     stages = tuned.result["provenance"]["stages_s"]
@@ -184,15 +184,15 @@ def test_the_shadow_predicted_what_was_then_measured(tuned: Run) -> None:
 
 def test_a_profile_is_left_that_reads_back(tuned: Run, profile_path: Path) -> None:
     profile = read_profile(profile_path)
-    assert profile.present_limits == PRESENT
+    assert profile.current_limits == CURRENT
     assert profile.shape.vllm_version == serve.vllm_version()
     assert profile.metric_error_ratio is not None
     assert profile.metric_error_ratio < 0.05
-    assert str(PRESENT) in profile.calibrated_on
+    assert str(CURRENT) in profile.calibrated_on
     starts = {start.limits for start in profile.kv_starts}
     found = tuned.result["recommendation"]
     winner = EngineLimits(found["max_num_seqs"], found["max_num_batched_tokens"])
-    assert {PRESENT, winner} <= starts
+    assert {CURRENT, winner} <= starts
     facts = tuned.result["provenance"]["profile"]
     assert facts["calibrated_on"] == list(profile.calibrated_on)
 
@@ -293,7 +293,7 @@ def test_an_engine_without_a_shadow_is_searched_live_and_that_is_told(tmp_path: 
     assert "shadow_unfit" in found.caveats
     assert "no predictions: the shadow cannot stand in for a toy" in found.talk
     assert {t["engine"] for t in found.trials} == {"live"}
-    assert "present" in {t["phase"] for t in found.trials}
+    assert "current" in {t["phase"] for t in found.trials}
     assert found.result["recommendation"]["verdict"] == "change"
     assert not (found.run_dir / "profile.yaml").exists()
 
@@ -311,7 +311,7 @@ def run_shadow(arguments: list[str]) -> int:
 def test_a_profile_alone_gives_a_prediction_that_says_so(
     tmp_path: Path, profile_path: Path, tuned: Run
 ) -> None:
-    said = told(lambda: run_shadow(shadow_arguments(tmp_path, profile_path)))
+    said = shown(lambda: run_shadow(shadow_arguments(tmp_path, profile_path)))
     done = Run(tmp_path, said.err, said.out)
     assert "shadow_only" in done.caveats
     assert "profile_forced" not in done.caveats
@@ -340,7 +340,7 @@ def test_a_key_that_the_profile_hides_is_still_asked_for(
         hidden, replace(profile, serve_values={**profile.serve_values, "api-key": "k3y-value"})
     )
     folder, few = tmp_path / "run", ("--max-num-seqs", "4", "--window", "peak:2s")
-    said = told(lambda: run_shadow(shadow_arguments(folder, hidden, *few, "--format", "args")))
+    said = shown(lambda: run_shadow(shadow_arguments(folder, hidden, *few, "--format", "args")))
     done = Run(folder, said.err, said.out)
     assert 'VLLM_API_KEY="${VLLM_API_KEY:?' in done.emitted.read_text()
     assert done.result["serve_values"]["api-key"] == "<redacted>"
@@ -384,7 +384,7 @@ def test_a_profile_of_another_vllm_is_used_when_forced_and_that_is_told(
 ) -> None:
     other = elsewhere(tmp_path, profile_path)
     folder, few = tmp_path / "forced", ("--max-num-seqs", "4", "--window", "peak:2s")
-    said = told(lambda: run_shadow(shadow_arguments(folder, other, *few, "--force-profile")))
+    said = shown(lambda: run_shadow(shadow_arguments(folder, other, *few, "--force-profile")))
     done = Run(folder, said.err, said.out)
     assert {"shadow_only", "profile_forced"} <= done.caveats
     assert done.result["provenance"]["profile"]["vllm_version"] == "0.1.0"
@@ -396,7 +396,7 @@ def replayed(folder: Path, *more: str, source: InstalledSource | None = None) ->
     limits = ("--max-num-seqs", "8", "--max-num-batched-tokens", "1024")
     arguments = ["--json", "--trace", str(trace), *limits, *more]
     params = tune.commands["replay"].make_context("replay", arguments).params
-    said = told(lambda: run_replay(ReplayOptions.parse(params), source))
+    said = shown(lambda: run_replay(ReplayOptions.parse(params), source))
     found: dict[str, Any] = json.loads(said.out)
     return found
 

@@ -44,11 +44,11 @@ CEILING = EngineLimits(512, 16384)
 def spaces(draw: st.DrawFn) -> SearchSpace:
     ladder = draw(st.lists(st.integers(1, 128), min_size=1, max_size=8, unique=True))
     budgets = draw(st.lists(st.sampled_from(TOKEN_BUDGETS), min_size=1, unique=True))
-    present = EngineLimits(draw(st.integers(1, 256)), draw(st.sampled_from(TOKEN_BUDGETS)))
-    top = max(present.max_num_seqs, 4 * max(ladder))
-    most = max(present.max_num_batched_tokens, *budgets, top)
+    current = EngineLimits(draw(st.integers(1, 256)), draw(st.sampled_from(TOKEN_BUDGETS)))
+    top = max(current.max_num_seqs, 4 * max(ladder))
+    most = max(current.max_num_batched_tokens, *budgets, top)
     ceiling = EngineLimits(top, most)
-    return SearchSpace(present, tuple(sorted(ladder)), tuple(sorted(budgets)), ceiling)
+    return SearchSpace(current, tuple(sorted(ladder)), tuple(sorted(budgets)), ceiling)
 
 
 @given(spaces(), st.floats(0, 512))
@@ -57,7 +57,7 @@ def test_settings_are_few_distinct_startable_and_none_that_was_replayed(
 ) -> None:
     found = calibration_settings(space, running)
     assert len(set(found)) == len(found) <= 2
-    assert not {space.present, space.ceiling} & {*found}
+    assert not {space.current, space.ceiling} & {*found}
     for limits in found:
         assert limits.within(space.ceiling)
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
@@ -187,7 +187,7 @@ def a_calibration(source: ToySource) -> Calibration:
 
 
 def test_the_toys_costs_are_learnt_from_its_steps() -> None:
-    """The toy's costs are linear, so a fit on two settings foretells any batch."""
+    """The toy's costs are linear, so a fit on two settings predicts any batch."""
     costs = ToyCosts()
     source, calibration = ToySource(costs), a_calibration(ToySource())
     for limits in (EngineLimits(32, 2048), EngineLimits(8, 512)):
@@ -198,7 +198,7 @@ def test_the_toys_costs_are_learnt_from_its_steps() -> None:
     profile = calibration.profile(0.01)
     assert profile.calibrated_on == ("32/2048", "8/512")
     assert profile.metric_error_ratio == 0.01
-    assert profile.present_limits == EngineLimits(16, 2048)
+    assert profile.current_limits == EngineLimits(16, 2048)
     for decodes, tokens in ((3, 0), (16, 0), (5, 200), (0, 100)):
         seqs = 1 if tokens else 0
         batch = Batch(decodes, tokens, seqs, decodes * 100, tokens * 50, 0, 0)

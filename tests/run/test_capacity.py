@@ -94,8 +94,8 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS) as run:
         found = predict_capacity(predictor, run.workload, decision, SMALL)
         assert found.winner is not None
-        assert found.present is not None
-        assert found.winner > found.present
+        assert found.current is not None
+        assert found.winner > found.current
 
         def confirmed(claim: CapacityResult) -> bool | None:
             on = [run.workload]

@@ -12,7 +12,7 @@ from tuner.run.evidence import MetricChange, kv_text, limited_by, metric_changes
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial
 
-WINNER, PRESENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
+WINNER, CURRENT = EngineLimits(8, 2048), EngineLimits(32, 2048)
 
 
 def a_record(
@@ -37,8 +37,8 @@ def a_record(
 
 def test_rows_pair_the_rounds_that_both_raced() -> None:
     records = [a_record(WINNER, 2.0, Phase.RACE, n) for n in (1, 2, 3, 4)]
-    records += [a_record(PRESENT, 4.0, Phase.RACE, n) for n in (1, 2, 3)]
-    made = {row.metric: row for row in metric_changes(records, WINNER, PRESENT, "p99")}
+    records += [a_record(CURRENT, 4.0, Phase.RACE, n) for n in (1, 2, 3)]
+    made = {row.metric: row for row in metric_changes(records, WINNER, CURRENT, "p99")}
     row = made["e2e_p99"]
     assert (row.before, row.after, row.rounds) == (4.0, 2.0, 3)
     assert row.change_ratio == pytest.approx(-0.5)
@@ -49,12 +49,12 @@ def test_rows_pair_the_rounds_that_both_raced() -> None:
 
 
 def test_one_round_has_a_gain_but_no_interval_and_none_has_no_row() -> None:
-    records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(PRESENT, 4.0, Phase.RACE, 1)]
-    (row, *_) = metric_changes(records, WINNER, PRESENT, "p99")
+    records = [a_record(WINNER, 2.0, Phase.RACE, 1), a_record(CURRENT, 4.0, Phase.RACE, 1)]
+    (row, *_) = metric_changes(records, WINNER, CURRENT, "p99")
     assert row.change_ratio is None
     assert row.text.endswith("(-50.0%, too few rounds for an interval)")
-    searched = [a_record(WINNER, 2.0), a_record(PRESENT, 4.0)]
-    assert metric_changes(searched, WINNER, PRESENT, "p99") == []
+    searched = [a_record(WINNER, 2.0), a_record(CURRENT, 4.0)]
+    assert metric_changes(searched, WINNER, CURRENT, "p99") == []
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def test_numbers_have_three_digits_that_count_and_no_exponent(value: float, text
         after=value,
         change_ratio=None,
         change_interval=None,
+        is_helped=False,
         rounds=1,
     ).text
     assert f"{text} s ->" in shown
@@ -84,8 +85,8 @@ def test_a_full_cache_and_preemptions_are_told_under_both_names() -> None:
     text = kv_text([full], WINNER)
     assert text == "gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.99, 3 preemptions"
     assert "KV cache" in limited_by([full], WINNER, (), "p99")
-    assert kv_text([full], PRESENT) == "KV cache not measured"
-    assert limited_by([full], PRESENT, (), "p99") == "nothing that was measured"
+    assert kv_text([full], CURRENT) == "KV cache not measured"
+    assert limited_by([full], CURRENT, (), "p99") == "nothing that was measured"
 
 
 def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:
@@ -108,7 +109,7 @@ def test_neighbours_that_are_worse_are_named_with_what_they_raise() -> None:
 
 def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
     failed = Trial.of(
-        1, PRESENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
+        1, CURRENT, Phase.LADDER, 0, Score(Tier.FAILED, 1, "failed"), None, "no memory"
     )
     cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")
     said = limited_by([failed, a_record(WINNER, 2.0), cut], WINNER, (), "p99")

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.run.journal import Journal, Kept, Round
+from tuner.run.journal import Journal, Recorded, Round
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial, race_records
 from tuner.traffic.windows import Window
@@ -115,7 +115,7 @@ def a_round(number: int, *settings: EngineLimits, phase: Phase = Phase.RACE) -> 
     return Round(phase, number, chosen, (30.0,) * len(chosen), (Window(0.0, 10.0),), 1.0)
 
 
-def replays_of(one: Round, value: float = 1.5) -> list[Kept]:
+def replays_of(one: Round, value: float = 1.5) -> list[Recorded]:
     """Return what a worker measured."""
     score = Score(Tier.GOOD, value, "e2e_p99")
     return [
@@ -280,7 +280,7 @@ def test_whoever_dies_each_round_is_measured_exactly_once(
 
 
 def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
-    record = Trial.of(0, LIMITS, Phase.PRESENT, 0, GOOD, {"decode_step_s": None})
+    record = Trial.of(0, LIMITS, Phase.CURRENT, 0, GOOD, {"decode_step_s": None})
     seen = record.observation
     assert (seen.decode_step_s, seen.peak_running) == (None, 0)
     assert url
@@ -288,7 +288,7 @@ def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
 
 def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) -> None:
     first, second = (Journal(f"sqlite:///{tmp_path / name}.db") for name in ("a", "b"))
-    kept(first, GOOD, Phase.PRESENT)
+    kept(first, GOOD, Phase.CURRENT)
     first.begin(LIMITS)  # and interrupted
     kept(first, Score(Tier.CUT, math.inf, "cut short"))
     kept(first, FAILED)

@@ -28,7 +28,7 @@ from tuner.search.trials import TIE_RATIO, Phase, leader, predictions
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 
-PRESENT = EngineLimits(16, 2048)
+CURRENT = EngineLimits(16, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)
 GOAL = Scoring(Objective.BALANCED, (), "p95")
 
@@ -54,7 +54,7 @@ def value_at(limits: EngineLimits, source: ToySource, trace: Trace) -> float:
 
 
 def test_the_grid_is_every_cap_past_the_ladder_times_every_budget() -> None:
-    found = a_space(PRESENT, (4, 16, 48)).grid()
+    found = a_space(CURRENT, (4, 16, 48)).grid()
     expected = {
         EngineLimits(cap, budget) for cap in (4, 16, 48, 96) for budget in (512, 1024, 2048)
     }
@@ -62,7 +62,7 @@ def test_the_grid_is_every_cap_past_the_ladder_times_every_budget() -> None:
     assert len(found) == len(expected)
 
 
-def test_the_grid_holds_the_present_budget_and_stays_within_the_ceiling() -> None:
+def test_the_grid_holds_the_current_budget_and_stays_within_the_ceiling() -> None:
     space = SearchSpace(EngineLimits(16, 3000), (64, 128), (64, 512), CEILING)
     found = space.grid()
     assert EngineLimits(64, 3000) in found
@@ -72,9 +72,9 @@ def test_the_grid_holds_the_present_budget_and_stays_within_the_ceiling() -> Non
 
 
 def test_every_setting_is_predicted_once_on_the_whole_workload() -> None:
-    source, space = ToySource(CROWDED), a_space(PRESENT)
+    source, space = ToySource(CROWDED), a_space(CURRENT)
     found = predicted(TRACE, space, source)
-    assert {PRESENT, *space.grid()} <= set(found.outcomes)
+    assert {CURRENT, *space.grid()} <= set(found.outcomes)
     assert all(isinstance(m, Measurement) and not m.cut_reason for m in found.outcomes.values())
     best = leader(found.observations)
     assert best is not None
@@ -88,7 +88,7 @@ def test_every_setting_is_predicted_once_on_the_whole_workload() -> None:
 
 def test_what_lies_between_the_best_and_its_neighbours_is_looked_at() -> None:
     """The toy likes a cap of 11; of the ladder 8 is best, and 16 is the next above it."""
-    source, space = ToySource(CROWDED), a_space(PRESENT)
+    source, space = ToySource(CROWDED), a_space(CURRENT)
     seen = predicted(TRACE, space, source).observations
     best = leader(seen)
     values = [value_at(EngineLimits(cap, 2048), source, TRACE) for cap in range(1, 33)]
@@ -131,7 +131,7 @@ def test_a_smaller_cap_with_room_to_spare_goes_before_the_largest() -> None:
 
 def test_what_is_as_good_as_the_current_one_does_not_replace_it() -> None:
     """No cap binds at one request in two seconds, neither the current one of 16."""
-    trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(PRESENT)
+    trace, space = steady(60, per_s=0.5, prompt=50, output=20), a_space(CURRENT)
     found = predicted(trace, space, ToySource())
     assert decide(ToyPredictor(a_profile()), found, space).verdict is RaceVerdict.KEEP
 
@@ -149,7 +149,7 @@ def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:
 
 
 def test_predictions_of_a_later_profile_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
-    space = a_space(PRESENT, (4, 16))
+    space = a_space(CURRENT, (4, 16))
     with a_run(tmp_path, TRACE, space) as run:
         for costs in (ToyCosts(), CROWDED):
             source = ToySource(costs)
@@ -165,7 +165,7 @@ def test_predictions_of_a_later_profile_take_the_place_of_earlier_ones(tmp_path:
 
 
 def test_a_window_that_was_asked_for_is_what_is_predicted() -> None:
-    found = predicted(TRACE, a_space(PRESENT, (4,)), ToySource(), (Window(2.0, 9.0),))
+    found = predicted(TRACE, a_space(CURRENT, (4,)), ToySource(), (Window(2.0, 9.0),))
     offered = {m.offered for m in found.outcomes.values() if isinstance(m, Measurement)}
     assert offered == {int(((TRACE.due_s >= 2.0) & (TRACE.due_s < 9.0)).sum())}
 
@@ -174,15 +174,15 @@ def test_what_raced_is_compared_with_what_was_predicted_of_it(tmp_path: Path) ->
     """Steps that take twice as long as the profile says, and a setting that did not race."""
     slow, other = ToySource(ToyCosts().scaled(2.0)), EngineLimits(4, 2048)
     quick = ToyPredictor(a_profile())
-    with a_run(tmp_path, TRACE, a_space(PRESENT), slow) as run:
-        run.trial(PRESENT, Phase.RACE, 1)
-        told = {
-            limits: quick.measure([TRACE], limits, ReplayPlan()) for limits in (PRESENT, other)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), slow) as run:
+        run.trial(CURRENT, Phase.RACE, 1)
+        shown = {
+            limits: quick.measure([TRACE], limits, ReplayPlan()) for limits in (CURRENT, other)
         }
-        whole_ones = {s: m for s, m in told.items() if isinstance(m, Measurement)}
+        whole_ones = {s: m for s, m in shown.items() if isinstance(m, Measurement)}
         differences = cross_check(whole_ones, run.context.journal.records())
-    assert {limits for limits, _ in differences} == {PRESENT}
-    measured, predicted_s = differences[PRESENT, "tpot_p50"]
+    assert {limits for limits, _ in differences} == {CURRENT}
+    measured, predicted_s = differences[CURRENT, "tpot_p50"]
     assert predicted_s < 0.7 * measured
     assert "tpot_p50 at 16/2048 by -" in disagreement(differences, 0.05)
     assert disagreement(differences, 10.0) == ""

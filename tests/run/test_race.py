@@ -25,17 +25,17 @@ from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.stats import Estimate
 
-PRESENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
+CURRENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)
 GOAL = Scoring(Objective.BALANCED, (), "p95")
 CROWDED_TOY = ToySource(CROWDED)
 
 
 def known_ratio(winner: EngineLimits) -> float:
-    """Return the score's ratio to the present one, by replays on fresh toys."""
+    """Return the score's ratio to the current one, by replays on fresh toys."""
     ours, theirs = (
         GOAL.score(measure([replay_toy(TRACE, limits, CROWDED_TOY)]))
-        for limits in (winner, PRESENT)
+        for limits in (winner, CURRENT)
     )
     assert ours.tier is theirs.tier is Tier.GOOD
     return ours.value / theirs.value
@@ -49,71 +49,71 @@ def a_change(winner: EngineLimits, gain: float | None) -> RaceDecision:
 
 def cold_of(run: ToyRun, decision: RaceDecision) -> tuple[RaceDecision, Cold | None]:
     """Start both cold, as at the end of a race of the winner."""
-    return confirm_cold(run.runner, run.plan(decision.winner, PRESENT), decision)
+    return confirm_cold(run.runner, run.plan(decision.winner, CURRENT), decision)
 
 
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
     gain = known_ratio(BETTER)
     assert gain < 0.95
     decision = a_change(BETTER, gain)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.ensure_started()
         found, cold = cold_of(run, decision)
         records = run.context.journal.records()
         assert run.engine.starts == 3
-        assert set(run.engine.cold_blocks) == {BETTER, PRESENT}
+        assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
     assert found == decision
     assert cold is not None
     assert cold.ratio == pytest.approx(gain, rel=1e-6)
     assert run.context.caveats == set()
     assert [(r.phase, r.engine, r.max_num_seqs) for r in records] == [
         ("cold", "live", BETTER.max_num_seqs),
-        ("cold", "live", PRESENT.max_num_seqs),
+        ("cold", "live", CURRENT.max_num_seqs),
     ]
     assert cold.as_json()["winner"] == records[0].value
-    assert cold.as_json()["present"] == records[1].value
+    assert cold.as_json()["current"] == records[1].value
     assert run.context.stopwatch.stages_s["cold"] > 0
 
 
 def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
     tmp_path: Path,
 ) -> None:
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.ensure_started()
         cold_of(run, a_change(BETTER, 0.9))
         # What raced is another engine than those two, and stays the one that is told of.
         assert run.engine.info is not None
         assert run.engine.info.ceiling == run.context.space.ceiling
-        assert set(run.engine.cold_blocks) == {BETTER, PRESENT}
+        assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
         # The next replay needs an engine that takes any limits again.
         assert run.engine.ensure_started().info.ceiling == run.context.space.ceiling
 
 
-@pytest.mark.parametrize("winner", [WORSE, PRESENT])
+@pytest.mark.parametrize("winner", [WORSE, CURRENT])
 def test_a_winner_that_is_not_better_cold_is_not_recommended(
     tmp_path: Path, winner: EngineLimits
 ) -> None:
     assert known_ratio(winner) > 0.99
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         found, cold = cold_of(run, a_change(winner, 0.8))
-    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, PRESENT, winner)
+    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, winner)
     assert found.why == "the gain did not show on engines started cold"
     assert cold is not None
 
 
 def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
     gain = known_ratio(BETTER)
-    for folder, claimed, told in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
+    for folder, claimed, shown in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
         (tmp_path / folder).mkdir()
-        with a_run(tmp_path / folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+        with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
             found, _ = cold_of(run, a_change(BETTER, claimed))
         assert found.verdict is RaceVerdict.CHANGE
-        assert (Caveat.COLD_DIFFERS in run.context.caveats) is told
+        assert (Caveat.COLD_DIFFERS in run.context.caveats) is shown
 
 
 def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> None:
     decision = a_change(BETTER, 0.8)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.started = replace(run.engine.ensure_started(), start_s=1e6)
         assert cold_of(run, decision) == (decision, None)
         assert run.engine.starts == 1
@@ -122,8 +122,8 @@ def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> Non
 
 
 def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
-    kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=PRESENT)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=CURRENT)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         assert cold_of(run, kept) == (kept, None)
         assert run.engine.starts == 0
     assert run.context.caveats == set()
@@ -132,8 +132,8 @@ def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
 def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Path) -> None:
     decision = a_change(BETTER, 0.8)
     source = replace(CROWDED_TOY, hides_limits=True)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
-        run.engine.ensure_started(PRESENT)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
+        run.engine.ensure_started(CURRENT)
         starts = run.engine.starts
         assert cold_of(run, decision) == (decision, None)
         assert run.engine.starts == starts
@@ -142,10 +142,10 @@ def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Pa
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bool) -> None:
     source = FragileSource(CROWDED, fails_above=16, dies=dies)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
-        run.trial(PRESENT, Phase.RACE, 1)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
+        run.trial(CURRENT, Phase.RACE, 1)
         found, cold = cold_of(run, a_change(WORSE, 0.8))
-    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
     assert cold is not None
     assert cold.winner.tier is Tier.FAILED
     assert cold.ratio is None
@@ -178,31 +178,31 @@ def logged(folder: Path, refuses: int = 0) -> LoggedSource:
 def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
     tmp_path: Path, refuses: int
 ) -> None:
-    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses)) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), logged(tmp_path, refuses)) as run:
         run.engine.ensure_started()
         found, _ = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
     assert found.verdict is RaceVerdict.CHANGE
     starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
     assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
-        str(PRESENT)
+        str(CURRENT)
     ]
     assert len({pid for _, pid in starts}) == len(starts)
 
 
 def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
-    with a_run(tmp_path, TRACE, a_space(PRESENT), logged(tmp_path, refuses=2)) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), logged(tmp_path, refuses=2)) as run:
         run.engine.ensure_started()
         found, cold = cold_of(run, a_change(BETTER, 0.8))
-    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, PRESENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
     assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
     assert cold is not None
 
 
-def test_a_present_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
+def test_a_current_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
     tmp_path: Path,
 ) -> None:
     source = FragileSource(CROWDED, fails_above=15)
-    with a_run(tmp_path, TRACE, a_space(PRESENT), source) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
         found, cold = cold_of(run, a_change(BETTER, None))
         assert found.verdict is RaceVerdict.CHANGE
         assert cold is not None
@@ -224,8 +224,8 @@ def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None
         assert len(log.kept_steps)
         heard.append(limits)
 
-    field = [BETTER, PRESENT]
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    field = [BETTER, CURRENT]
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         race(run.runner, run.plan(*field), on_log, until_round=1)
         assert sorted(heard) == field
         assert {r.round for r in run.context.journal.race_runs()} == {1}
@@ -241,12 +241,12 @@ def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None
 
 def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> None:
     """Of 300 s two starts of 55 s are for them, and a replay takes two thirds of the rest."""
-    with a_run(tmp_path, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.started = replace(run.engine.ensure_started(), start_s=55.0)
         (slow,) = (
             replace(m, busy_s=0.01) for m in [measure([replay_toy(TRACE, BETTER, CROWDED_TOY)])]
         )
-        plan = run.plan(BETTER, PRESENT, predicted={BETTER: slow, PRESENT: slow})
+        plan = run.plan(BETTER, CURRENT, predicted={BETTER: slow, CURRENT: slow})
         assert 110 < reserve_s(run.runner, plan) < 120
         run.context.stopwatch.total_s = 112.0
         assert reserve_s(run.runner, plan) == 0.0

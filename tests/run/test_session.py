@@ -62,7 +62,7 @@ def test_it_climbs_past_the_ladder_while_the_edge_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write_trace(tmp_path / "t.jsonl", per_s=80)
-    source = ToySource(ToyCosts(per_seq_s=0.0), present=EngineLimits(2, 2048))
+    source = ToySource(ToyCosts(per_seq_s=0.0), current=EngineLimits(2, 2048))
     done = run(capsys, source, trace, "--max-num-seqs", "2,4,8", "--budget", "60s")
     assert done.result["recommendation"]["max_num_seqs"] > 8
     assert "extend" in {trial["phase"] for trial in done.trials}
@@ -73,7 +73,7 @@ def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
 ) -> None:
     trace = write_trace(tmp_path / "t.jsonl", per_s=20, tick_s=1.0)
     costs = ToyCosts(per_seq_s=0.0, per_prefill_token_s=0.0, flood_tokens=600, flood_s=0.001)
-    source = ToySource(costs, present=EngineLimits(64, 8192))
+    source = ToySource(costs, current=EngineLimits(64, 8192))
     done = run(capsys, source, trace, "--max-num-seqs", "32,64", "--budget", "60s")
     best = done.result["recommendation"]["best_measured"]["max_num_batched_tokens"]
     assert best < 8192
@@ -83,7 +83,7 @@ def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
 def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = values_by_cap(trace, ToySource(CROWDED), range(8, 17))
     best = min(values, key=lambda cap: values[cap])
-    source = ToySource(CROWDED, noise_ratio=0.02, present=EngineLimits(best, 2048))
+    source = ToySource(CROWDED, noise_ratio=0.02, current=EngineLimits(best, 2048))
     done = run(capsys, source, trace, *SHORT)
     assert done.result["recommendation"]["verdict"] == "keep"
     assert limits_of(read_config(done.emitted).values) == (best, 2048)
@@ -135,12 +135,12 @@ def test_secrets_reach_the_emitted_file_and_nothing_else(
     assert emitted["port"] == 8000
     assert done.emitted.stat().st_mode & 0o777 == 0o600
     kept = b"".join(p.read_bytes() for p in done.run_dir.rglob("*") if p.is_file())
-    told = (done.talk + done.stdout).encode()
+    shown = (done.talk + done.stdout).encode()
     comments = "".join(
         line for line in done.emitted.read_text().splitlines() if line.startswith("#")
     )
     for secret in SECRETS:
-        assert secret.encode() not in kept + told + comments.encode()
+        assert secret.encode() not in kept + shown + comments.encode()
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +162,14 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
     assert [trial["number"] for trial in finished.trials] == list(range(len(finished.trials)))
     first = finished.trials[0]
     assert (first["phase"], first["max_num_seqs"], first["max_num_batched_tokens"]) == (
-        "present",
+        "current",
         16,
         2048,
     )
     for trial in finished.trials:
-        told = trial["measurement"]
-        ended = told["completed"] + told["refused"] + told["timed_out"] + told["aborted"]
-        assert told["offered"] == 240 == ended
+        shown = trial["measurement"]
+        ended = shown["completed"] + shown["refused"] + shown["timed_out"] + shown["aborted"]
+        assert shown["offered"] == 240 == ended
     assert set(finished.result) == {
         *("schema", "state", "method", "objective", "tail", "slos", "recommendation"),
         *("load", "ladder"),
@@ -181,7 +181,7 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
     assert finished.result["baseline"]["max_num_seqs"] == 16
     made = finished.result["provenance"]
     assert made["trace"]["requests"] == made["trace"]["replayed_requests"] == 240
-    # One start for the whole search and race, and one each for winner and present one, cold.
+    # One start for the whole search and race, and one each for winner and current one, cold.
     assert (made["engine"]["kind"], made["engine_starts"]) == ("toy", 3)
 
 

@@ -20,7 +20,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("policy", "told", "refused", "offered"),
+    ("policy", "shown", "refused", "offered"),
     [("refuse", "will be refused", 40, 240), ("drop", "were dropped", 0, 200)],
 )
 def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
@@ -28,7 +28,7 @@ def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
     capsys: pytest.CaptureFixture[str],
     *,
     policy: str,
-    told: str,
+    shown: str,
     refused: int,
     offered: int,
 ) -> None:
@@ -36,7 +36,7 @@ def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
     long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
     path.write_text(path.read_text() + "".join(long % second for second in range(40)))
     done = run(capsys, ToySource(CROWDED), path, "--too-long", policy, *SHORT)
-    assert f"40 of 240 requests exceed max_model_len 4096: they {told}" in done.talk
+    assert f"40 of 240 requests exceed max_model_len 4096: they {shown}" in done.talk
     whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
     assert {m["refused"] for m in whole} == {refused}
     assert {m["offered"] for m in whole} == {offered}
@@ -77,27 +77,27 @@ def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dies", "told"), [(False, "no memory for"), (True, "the toy died of its limits")]
+    ("dies", "shown"), [(False, "no memory for"), (True, "the toy died of its limits")]
 )
 def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_goes_on(
-    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, told: str
+    trace: Path, capsys: pytest.CaptureFixture[str], *, dies: bool, shown: str
 ) -> None:
     source = FragileSource(fails_above=16, dies=dies)
     done = run(capsys, source, trace, "--max-num-seqs", "4,8,16,32", "--budget", "60s")
     failed = [t for t in done.trials if t["tier"] == "4 failed"]
     assert {t["max_num_seqs"] for t in failed} >= {32}
     for trial in failed:
-        assert told in trial["cause"]
+        assert shown in trial["cause"]
         assert trial["value"] is None
         assert trial["measurement"] is None
     assert done.result["recommendation"]["max_num_seqs"] <= 16
     cold = [t for t in done.trials if t["phase"] == "cold"]
     assert len(cold) == 2 * (done.result["recommendation"]["verdict"] == "change")
     assert done.result["provenance"]["engine_starts"] == 1 + len(failed) + len(cold)
-    assert told in done.talk
+    assert shown in done.talk
 
 
-def test_caps_that_all_fail_above_the_present_do_not_end_the_run(
+def test_caps_that_all_fail_above_the_current_do_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three failures in a row are the fault of three caps while a lower one works."""
@@ -118,7 +118,7 @@ def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path
     assert not (trace.parent / "best.yaml").exists()
 
 
-def test_a_present_configuration_that_fails_is_an_infeasible_trial_0(
+def test_a_current_configuration_that_fails_is_an_infeasible_trial_0(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = FragileSource(CROWDED, fails_above=15)

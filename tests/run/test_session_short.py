@@ -13,13 +13,14 @@ from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.session import Method, Session
+from tuner.run.options import Method
+from tuner.run.session import Session
 from tuner.search.race import NOTHING_ELSE, RaceVerdict
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 
-PRESENT = EngineLimits(16, 2048)
+CURRENT = EngineLimits(16, 2048)
 TRACE = steady(240, per_s=14.0, prompt=110, output=35)
 CROWDED_TOY = ToySource(CROWDED)
 
@@ -27,7 +28,7 @@ CROWDED_TOY = ToySource(CROWDED)
 @contextmanager
 def out_of_time(folder: Path, method: Method = Method.AUTO) -> Iterator[Session]:
     """Yield a run whose profile is unfit and whose time holds one replay of the live search."""
-    with a_run(folder, TRACE, a_space(PRESENT), CROWDED_TOY) as run:
+    with a_run(folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         unfit = a_profile(2 * LARGEST_ERROR_RATIO)
         write_profile(run.context.run_dir.path / PROFILE_FILE, unfit)
         run.context.stopwatch.total_s = 0.0
@@ -48,12 +49,12 @@ def test_where_nothing_else_was_replayed_the_steps_seen_predict(
         kept = read_profile(session.context.run_dir.path / PROFILE_FILE)
         phases = {t.phase for t in session.context.journal.records()}
     assert (decision.verdict, decision.is_predicted) == (RaceVerdict.CHANGE, True)
-    assert decision.winner.max_num_seqs < PRESENT.max_num_seqs
-    assert {"present", "shadow"} <= phases
+    assert decision.winner.max_num_seqs < CURRENT.max_num_seqs
+    assert {"current", "shadow"} <= phases
     assert Caveat.NOT_RACED in caveats
     assert Caveat.SHADOW_UNFIT not in caveats
     # The steps of the run itself, not those of the profile that was unfit.
-    assert kept.calibrated_on == (str(PRESENT),)
+    assert kept.calibrated_on == (str(CURRENT),)
 
 
 def test_a_search_that_is_to_be_live_says_nothing_of_others(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.surface_parts import LOADS, PREDICTOR, PRESENT, SPACE, TRACE, a_surface
+from support.surface_parts import LOADS, PREDICTOR, CURRENT, SPACE, TRACE, a_surface
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
@@ -27,7 +27,7 @@ def test_every_setting_of_the_grid_is_there_at_every_load_as_predicted(
     surface: Surface,
 ) -> None:
     assert [at.load for at in surface.loads] == list(LOADS)
-    assert {PRESENT, *SPACE.grid()} <= set(surface.settings)
+    assert {CURRENT, *SPACE.grid()} <= set(surface.settings)
     for at in surface.loads:
         for limits in surface.settings:
             expected, reached = measured(limits, at.load, surface), at.reached(limits)
@@ -60,16 +60,16 @@ def test_no_setting_holds_with_a_clearly_smaller_tail_than_the_best(surface: Sur
 def test_more_load_ends_the_current_configuration_first_and_then_the_best(
     surface: Surface,
 ) -> None:
-    present = [at.reached(PRESENT).fault for at in surface.loads]
-    assert present[0] == ""
-    assert present[1:] == ["not sustained, breaks ttft_p95"] * 2
+    current = [at.reached(CURRENT).fault for at in surface.loads]
+    assert current[0] == ""
+    assert current[1:] == ["not sustained, breaks ttft_p95"] * 2
     assert [at.best.holds for at in surface.loads] == [True, True, False]
 
 
 def test_json_says_for_each_load_what_both_reach(surface: Surface) -> None:
     half, whole, _ = surface.as_json()["loads"]
-    assert half["at_present"]["slos_met"] is half["at_present"]["sustained"] is True
-    told, expected = whole["at_present"], measured(PRESENT, 1.0, surface)
+    assert half["at_current"]["slos_met"] is half["at_current"]["sustained"] is True
+    told, expected = whole["at_current"], measured(CURRENT, 1.0, surface)
     assert (told["sustained"], told["slos_met"]) == (False, False)
     assert told["slos_broken"] == ["ttft_p95=1s"]
     assert told["e2e_s"]["p95"] == expected.latency("e2e_s", "p95")
@@ -85,7 +85,7 @@ def test_without_an_slo_none_is_said_to_be_met() -> None:
 
 
 def test_a_replay_that_failed_has_a_cause_and_no_figure(surface: Surface) -> None:
-    failed = Reached.of(PRESENT, Failure("no blocks are left"), surface.workload.slos)
+    failed = Reached.of(CURRENT, Failure("no blocks are left"), surface.workload.slos)
     assert (failed.holds, failed.fault) == (False, "failed")
     assert failed.value("e2e_p95") is None
     told = failed.as_json("p95")

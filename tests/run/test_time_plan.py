@@ -19,15 +19,15 @@ from tuner.run.time_plan import RacePlan, cold_cost_s, fitting, plan_race, reser
 from tuner.search.race import MIN_ROUNDS
 from tuner.search.trials import Phase
 
-PRESENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
-FIELD = [BEST, SECOND, THIRD, PRESENT]
+CURRENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
+FIELD = [BEST, SECOND, THIRD, CURRENT]
 TRACE = steady(60, per_s=14.0, prompt=110, output=35)
 
 
 def planned(run: ToyRun, left_s: float, *replays_s: float) -> RacePlan:
     """Return a race whose replays are predicted to take so long, with so much time left."""
     run.context.stopwatch.total_s += left_s - run.context.left_s
-    replayed = measure([replay_toy(TRACE, PRESENT)])
+    replayed = measure([replay_toy(TRACE, CURRENT)])
     predicted = {
         limits: replace(replayed, busy_s=took_s)
         for limits, took_s in zip(FIELD, replays_s, strict=True)
@@ -37,7 +37,7 @@ def planned(run: ToyRun, left_s: float, *replays_s: float) -> RacePlan:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[ToyRun]:
-    with a_run(tmp_path, TRACE, a_space(PRESENT), ToySource()) as run:
+    with a_run(tmp_path, TRACE, a_space(CURRENT), ToySource()) as run:
         yield run
 
 
@@ -45,9 +45,9 @@ def run(tmp_path: Path) -> Iterator[ToyRun]:
     ("left_s", "field"),
     [
         # Three rounds of 10 + 10 + 10 + 30 s, and 10 + 30 s on cold engines that start at once.
-        *((221.0, FIELD), (219.0, [BEST, SECOND, PRESENT]), (189.0, [BEST, PRESENT])),
+        *((221.0, FIELD), (219.0, [BEST, SECOND, CURRENT]), (189.0, [BEST, CURRENT])),
         # Somebody races against the current one, however little time there is.
-        (5.0, [BEST, PRESENT]),
+        (5.0, [BEST, CURRENT]),
     ],
 )
 def test_as_many_race_as_three_rounds_fit_into_the_time(
@@ -58,7 +58,7 @@ def test_as_many_race_as_three_rounds_fit_into_the_time(
 
 
 def test_three_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
-    plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, PRESENT))
+    plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, CURRENT))
     assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, BEST) == 40.0
     planned(run, 150.0, 10.0, 10.0, 10.0, 30.0)
     assert reserve_s(run.runner, plan) == 0.0
@@ -82,11 +82,11 @@ def test_more_time_never_means_fewer_who_race(
     data: st.DataObject,
 ) -> None:
     more_s = data.draw(st.floats(left_s, 4000))
-    with a_run(tmp_path_factory.mktemp("r"), TRACE, a_space(PRESENT), ToySource()) as run:
+    with a_run(tmp_path_factory.mktemp("r"), TRACE, a_space(CURRENT), ToySource()) as run:
         few = fitting(run.runner, planned(run, left_s, *replays_s)).settings
         many = fitting(run.runner, planned(run, more_s, *replays_s)).settings
     assert many[: len(few) - 1] == few[:-1]
-    assert few[-1] == many[-1] == PRESENT
+    assert few[-1] == many[-1] == CURRENT
     if len(few) > 2:
         assert MIN_ROUNDS * sum(replays_s[FIELD.index(s)] for s in few) <= left_s
 
@@ -96,14 +96,14 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     predictor = ToyPredictor(a_profile())
     context = run.context
     wanted = run.workload.windows
-    whole_plan = plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted)
+    whole_plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted)
     assert whole_plan is not None
     assert whole_plan.workload.windows == wanted
     took_s = sum(m.busy_s for m in whole_plan.predicted.values())
     context.stopwatch.total_s += 2.0 * took_s - context.left_s
-    shorter = plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted)
+    shorter = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted)
     assert shorter is not None
     assert shorter.workload.requests < run.workload.requests
     assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
     context.stopwatch.total_s = 0.0
-    assert plan_race(context, predictor, context.aim, [BEST, PRESENT], wanted) is None
+    assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted) is None

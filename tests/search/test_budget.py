@@ -26,8 +26,8 @@ from tuner.search.budget import (
 from tuner.search.space import PAST_LADDER, search_space
 from tuner.traffic.windows import Window, whole
 
-PRESENT = EngineLimits(64, 2048)
-FACTS = EngineFacts(PRESENT, 4096, chunks_prefill=True, vllm_version="0", device="toy")
+CURRENT = EngineLimits(64, 2048)
+FACTS = EngineFacts(CURRENT, 4096, chunks_prefill=True, vllm_version="0", device="toy")
 
 
 def test_a_budget_that_cannot_hold_one_trial_is_refused() -> None:
@@ -41,11 +41,11 @@ def test_the_pilot_takes_a_small_share_of_the_budget_and_never_long() -> None:
     assert Budget(36_000).pilot_s == 15.0
 
 
-def test_the_ceiling_holds_the_present_limits_and_room_past_the_ladder() -> None:
+def test_the_ceiling_holds_the_current_limits_and_room_past_the_ladder() -> None:
     trace = steady(200, per_s=10, prompt=100)
-    small = search_space(FACTS, trace, (1, 2, 4), PRESENT)
+    small = search_space(FACTS, trace, (1, 2, 4), CURRENT)
     assert small.ceiling.max_num_seqs == 64
-    large = search_space(FACTS, trace, (8, 2, 32, 8), PRESENT)
+    large = search_space(FACTS, trace, (8, 2, 32, 8), CURRENT)
     assert large.ladder == (2, 8, 32)
     assert large.ceiling.max_num_seqs == 32 * PAST_LADDER
     assert large.ceiling.max_num_batched_tokens >= max(large.budgets)
@@ -53,14 +53,14 @@ def test_the_ceiling_holds_the_present_limits_and_room_past_the_ladder() -> None
 
 def test_token_budgets_end_at_what_the_busiest_second_or_longest_prompt_can_use() -> None:
     quiet = a_trace([0.0, 5.0, 10.0], prompt=[10, 200, 10])
-    assert search_space(FACTS, quiet, (4,), PRESENT).budgets == (512, 1024)
+    assert search_space(FACTS, quiet, (4,), CURRENT).budgets == (512, 1024)
     burst = a_trace([0.0] * 50, prompt=200)
-    assert search_space(FACTS, burst, (4,), PRESENT).budgets[-1] == 16384
+    assert search_space(FACTS, burst, (4,), CURRENT).budgets[-1] == 16384
 
 
 def test_without_chunked_prefill_no_budget_is_below_the_models_length() -> None:
-    facts = EngineFacts(PRESENT, 4096, chunks_prefill=False, vllm_version="0", device="toy")
-    space = search_space(facts, steady(50, per_s=1), (1, 4), PRESENT)
+    facts = EngineFacts(CURRENT, 4096, chunks_prefill=False, vllm_version="0", device="toy")
+    space = search_space(facts, steady(50, per_s=1), (1, 4), CURRENT)
     assert min(space.budgets) >= 4096
     assert space.at(4, 512).max_num_batched_tokens == 4096
 
@@ -135,9 +135,9 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
 def test_what_the_time_can_answer_is_told_with_the_option_that_helps(
     replay_s: float, words: str
 ) -> None:
-    told = outlook(Budget(240), 226.0, 0.3, replay_s, cold_s=30.0)
-    assert words in told
-    assert "calibrating takes up to 72 s of the 226 s left" in told
+    shown = outlook(Budget(240), 226.0, 0.3, replay_s, cold_s=30.0)
+    assert words in shown
+    assert "calibrating takes up to 72 s of the 226 s left" in shown
 
 
 def test_one_window_is_named_by_its_ends() -> None:

@@ -25,8 +25,8 @@ from tuner.search.trials import TIE_RATIO, Observation, Phase, leader
 from tuner.traffic.traces import Trace
 
 BALANCED = Scoring(Objective.BALANCED, (), "p95")
-PRESENT = EngineLimits(16, 2048)
-SPACE = SearchSpace(PRESENT, (1, 2, 4, 8, 16, 32), (512, 1024, 2048), EngineLimits(256, 8192))
+CURRENT = EngineLimits(16, 2048)
+SPACE = SearchSpace(CURRENT, (1, 2, 4, 8, 16, 32), (512, 1024, 2048), EngineLimits(256, 8192))
 LONGEST_SEARCH = 40
 FLOODED = ToyCosts(base_s=0.05, per_seq_s=0.0, flood_tokens=500, flood_s=0.002)
 
@@ -77,8 +77,8 @@ def searched(measured: Measure, space: SearchSpace = SPACE) -> list[Observation]
             assert proposal.limits.max_num_batched_tokens >= space.min_budget
         history.append(measured(proposal.limits, proposal.phase, len(history), history))
         assert len(history) <= LONGEST_SEARCH
-    assert history[0].limits == space.present
-    assert [o.phase is Phase.PRESENT for o in history] == [True] + [False] * (len(history) - 1)
+    assert history[0].limits == space.current
+    assert [o.phase is Phase.CURRENT for o in history] == [True] + [False] * (len(history) - 1)
     return history
 
 
@@ -109,7 +109,7 @@ def test_it_finds_the_cap_beyond_which_a_crowd_hurts(knee: int, objective: Objec
 def test_it_stops_climbing_once_more_gains_nothing() -> None:
     costs = ToyCosts(base_s=0.02, per_seq_s=0.0002, knee=2, crowd_s=0.02)
     on = OnToy(ToySource(costs), steady(250, 60.0))
-    space = replace(SPACE, present=EngineLimits(2, 2048))
+    space = replace(SPACE, current=EngineLimits(2, 2048))
     history = searched(on, space)
     assert max(o.limits.max_num_seqs for o in history) == 8
     assert won(history).limits.max_num_seqs == 2
@@ -144,10 +144,10 @@ def test_where_the_cap_never_binds_it_tries_little_and_takes_the_smallest_that_i
     assert not at_edge(best, history)
 
 
-def test_a_present_configuration_far_above_the_ladder_does_not_hide_the_small_ones() -> None:
+def test_a_current_configuration_far_above_the_ladder_does_not_hide_the_small_ones() -> None:
     costs = ToyCosts(base_s=0.02, per_seq_s=0.0002, knee=6, crowd_s=0.01)
     on = OnToy(ToySource(costs), steady(250, 60.0))
-    space = replace(SPACE, present=EngineLimits(256, 2048))
+    space = replace(SPACE, current=EngineLimits(256, 2048))
     assert 5 <= won(searched(on, space)).limits.max_num_seqs <= 7
 
 
@@ -162,7 +162,7 @@ def test_a_lower_budget_is_found_where_floods_hurt() -> None:
 def test_the_budget_goes_on_down_as_long_as_that_helps() -> None:
     costs = replace(FLOODED, flood_tokens=600)
     on = OnToy(ToySource(costs), steady(150, 6.0, prompt=400, output=40))
-    history = searched(on, replace(SPACE, present=EngineLimits(32, 2048)))
+    history = searched(on, replace(SPACE, current=EngineLimits(32, 2048)))
     moved = [o.limits.max_num_batched_tokens for o in history if o.phase is Phase.BUDGET]
     assert moved == [1024, 512]
     assert won(history).limits.max_num_batched_tokens == 512
@@ -170,11 +170,11 @@ def test_the_budget_goes_on_down_as_long_as_that_helps() -> None:
 
 def test_a_lower_budget_is_found_though_the_next_lower_ones_change_nothing() -> None:
     on = OnToy(ToySource(FLOODED), steady(150, 3.0, prompt=330, output=60))
-    present = EngineLimits(16, 8192)
-    space = replace(SPACE, present=present, budgets=(512, 1024, 2048, 4096, 8192))
+    current = EngineLimits(16, 8192)
+    space = replace(SPACE, current=current, budgets=(512, 1024, 2048, 4096, 8192))
     history = searched(on, space)
     peak = history[0].peak_step_tokens
-    assert 512 < peak < 4096, "the case wants budgets between the fullest step and the present"
+    assert 512 < peak < 4096, "the case wants budgets between the fullest step and the current"
     assert won(history).limits.max_num_batched_tokens == 512
     tried = [o.limits.max_num_batched_tokens for o in history if o.phase is Phase.BUDGET]
     assert tried == [512]
@@ -210,7 +210,7 @@ def test_the_budget_stops_where_it_begins_to_hurt() -> None:
 def test_a_higher_budget_is_found_where_steps_are_dear() -> None:
     costs = ToyCosts(base_s=0.05, per_seq_s=0.0, per_prefill_token_s=1e-6)
     on = OnToy(ToySource(costs), steady(250, 12.0, prompt=600, output=4))
-    space = replace(SPACE, present=EngineLimits(16, 512))
+    space = replace(SPACE, current=EngineLimits(16, 512))
     best = won(searched(on, space)).limits
     assert best.max_num_batched_tokens > 512
     assert best.max_num_batched_tokens >= best.max_num_seqs
@@ -238,10 +238,10 @@ def test_what_fails_is_infeasible_and_never_a_score() -> None:
     assert not set(finalists(history, SPACE)) & {o.limits for o in failed}
 
 
-def test_where_everything_fails_it_ends_and_races_nobody_but_the_present() -> None:
+def test_where_everything_fails_it_ends_and_races_nobody_but_the_current() -> None:
     history = searched(OnToy(ToySource(no_memory_above=0), steady(50, 5.0)))
     assert leader(history) is None
-    assert finalists(history, SPACE) == [PRESENT]
+    assert finalists(history, SPACE) == [CURRENT]
     assert len(history) <= 8
 
 
@@ -290,8 +290,8 @@ def test_the_climb_is_over_when_decode_and_tail_both_degrade_twice() -> None:
     assert not climb_is_over([])
 
 
-def test_finalists_are_few_near_and_end_with_the_present_one() -> None:
-    history = [replace(seen_at(64, 2.0), limits=PRESENT, peak_running=16)]
+def test_finalists_are_few_near_and_end_with_the_current_one() -> None:
+    history = [replace(seen_at(64, 2.0), limits=CURRENT, peak_running=16)]
     history += [seen_at(cap, 1.0 + cap / 1000) for cap in (2, 4, 5, 6)] + [seen_at(8, 1.2)]
     chosen = finalists(history, SPACE)
     assert [limits.max_num_seqs for limits in chosen] == [2, 4, 5, 16]
@@ -314,9 +314,9 @@ def bounded(
 
 
 def racing(*history: Observation, near_ratio: float = 0.1) -> list[int]:
-    """Return the caps that race against the present one."""
-    present = replace(bounded(16, 50.0, 5.0), limits=PRESENT)
-    chosen = finalists([present, *history], SPACE, near_ratio)
+    """Return the caps that race against the current one."""
+    current = replace(bounded(16, 50.0, 5.0), limits=CURRENT)
+    chosen = finalists([current, *history], SPACE, near_ratio)
     return [limits.max_num_seqs for limits in chosen[:-1]]
 
 
@@ -382,7 +382,7 @@ def test_any_search_ends_and_repeats_nothing(world: tuple[Measure, SearchSpace])
     measured, space = world
     history = searched(measured, space)
     chosen = finalists(history, space)
-    assert chosen[-1] == space.present
+    assert chosen[-1] == space.current
     assert len(set(chosen)) == len(chosen) <= FINALISTS + 1
 
 

@@ -77,7 +77,7 @@ def test_a_decision_rests_on_the_live_windows_where_there_are_any() -> None:
         a_record(2, Phase.RACE, 1),
         a_record(3, Phase.COLD),
         a_record(4, Phase.CAPACITY),
-        a_record(5, Phase.PRESENT),
+        a_record(5, Phase.CURRENT),
     ]
     assert numbers(decisive(records)) == [2, 5]
     assert numbers(ranked(records)) == [5]

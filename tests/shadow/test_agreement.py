@@ -18,7 +18,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.agreement import compare, first_departure, singly, together
 from tuner.shadow.profiles import Agreement
-from tuner.shadow.reference import Asked, ask
+from tuner.shadow.reference import ReferenceReplay, replay_reference
 from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Trace
@@ -105,13 +105,13 @@ def an_engine(*, asynchronous: bool, num_blocks: int = 40) -> SimulatedEngine:
 
 
 def compared(
-    engine: SimulatedEngine, trace: Trace, plan: ReplayPlan, asked_s: float = LONG_S
+    engine: SimulatedEngine, trace: Trace, plan: ReplayPlan, replay_s: float = LONG_S
 ) -> Agreement:
     """Ask vLLM's scheduler here, and compare."""
     parts = (engine.shape, engine.ceiling, engine.num_blocks, engine.step_model)
-    asked = ask(*parts, trace, LIMITS, plan, asked_s)
-    assert asked is not None
-    return compare(engine, trace, LIMITS, plan, asked)
+    reference = replay_reference(*parts, trace, LIMITS, plan, replay_s)
+    assert reference is not None
+    return compare(engine, trace, LIMITS, plan, reference)
 
 
 @pytest.mark.engine
@@ -169,8 +169,8 @@ def test_traffic_that_cannot_be_replayed_gives_no_agreement() -> None:
     # Both refuse it: nothing departs, and nothing is known to agree.
     found = compared(engine, a_trace([0.0], 100, 4), ReplayPlan())
     assert (found.steps, found.departs) == (0, "")
-    asked = Asked("0", None, error="out of memory")
-    found = compare(engine, a_trace([0.0], 8, 4), LIMITS, ReplayPlan(), asked)
+    reference = ReferenceReplay("0", None, error="out of memory")
+    found = compare(engine, a_trace([0.0], 8, 4), LIMITS, ReplayPlan(), reference)
     assert (found.steps, found.departs) == (0, "a replay of it ends in: out of memory")
 
 
@@ -180,9 +180,11 @@ def test_a_simulator_that_goes_on_too_long_departs() -> None:
     steps = simulate(engine, Workload(trace, plan), LIMITS, plan).kept_steps
     assert steps is not None
     fewer = singly(steps, 2)
-    found = compare(engine, trace, LIMITS, ReplayPlan(), Asked("0", fewer, is_whole=True))
+    found = compare(
+        engine, trace, LIMITS, ReplayPlan(), ReferenceReplay("0", fewer, is_whole=True)
+    )
     assert (found.steps, found.departs) == (2, "step 3: vLLM has ended")
-    found = compare(engine, trace, LIMITS, ReplayPlan(), Asked("0", fewer))
+    found = compare(engine, trace, LIMITS, ReplayPlan(), ReferenceReplay("0", fewer))
     assert (found.steps, found.departs) == (2, "")
 
 
@@ -192,11 +194,11 @@ from support.shadow_parts import a_shape
 from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.reference import ask
+from tuner.shadow.reference import replay_reference
 from tuner.shadow.step_model import StepModel
 
 limits, model = EngineLimits(8, 128), StepModel.linear(0.01, 0.0, 0.0)
-found = ask(a_shape(), limits, 40, model, a_trace([0.0]), limits, ReplayPlan())
+found = replay_reference(a_shape(), limits, 40, model, a_trace([0.0]), limits, ReplayPlan())
 print(found, "vllm" in sys.modules)
 """
 

@@ -34,7 +34,7 @@ def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "shown"),
     [
         (put("speed", value=1), "unknown key `speed`"),
         (put("step_model", "speed", value=1), "step_model: unknown key `speed`"),
@@ -85,7 +85,7 @@ def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:
         (put("engine", "scheduler", value={"a": [1]}), "engine.scheduler"),
         (put("kv_starts", value=[]), "kv_starts must hold a start"),
         (put("kv_starts", 0, "num_blocks", value=0), "num_blocks of at least 1"),
-        (put("present_limits", "max_num_batched_tokens", value=4), "present_limits: max_num_b"),
+        (put("current_limits", "max_num_batched_tokens", value=4), "current_limits: max_num_b"),
         (
             put("kv_starts", 1, "limits", "max_num_seqs", value=0),
             "kv_starts[1].limits: max_num_seqs must be at least 1, got 0",
@@ -106,9 +106,9 @@ def put(*keys: str | int, value: object) -> Callable[[dict[str, Any]], object]:
     ],
 )
 def test_damage_is_told_with_its_key(
-    damage: Callable[[dict[str, Any]], object], told: str, tmp_path: Path
+    damage: Callable[[dict[str, Any]], object], shown: str, tmp_path: Path
 ) -> None:
-    assert told in refusal(damaged(tmp_path, damage))
+    assert shown in refusal(damaged(tmp_path, damage))
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "shown"),
     [
         (b"", "got None"),
         (b"# only a comment\n", "got None"),
         (b"- 1\n", "got [1]"),
         (b"schema\n", "got 'schema'"),
         (b"schema: [1\n", "is not YAML"),
-        (b"schema: 1\n\tfit: 2\n", "is not YAML"),
+        (b"schema: 2\n\tfit: 2\n", "is not YAML"),
         (b"\x7fELF\x02\x01\x00\x00\xff", "is not YAML"),
         (b"\x00\x00", "is not YAML"),
         (b"schema: !!int x\n", "is not YAML"),
@@ -136,10 +136,10 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         (b"{[1]: 2}\n", "is not YAML"),
     ],
 )
-def test_what_is_no_profile_at_all_is_told(content: bytes, told: str, tmp_path: Path) -> None:
+def test_what_is_no_profile_at_all_is_told(content: bytes, shown: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.yaml"
     path.write_bytes(content)
-    assert told in refusal(path)
+    assert shown in refusal(path)
 
 
 def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:

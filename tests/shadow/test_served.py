@@ -16,7 +16,7 @@ from tuner.shadow.served import fit_serving_overhead
     ("added_s", "ratio", "frontend_s"),
     [(0.003, 1.0, 0.0), (0.003, 0.7, 0.005), (-0.002, 1.5, 0.002), (0.0, 1.0, 0.0)],
 )
-def test_what_serving_adds_is_found_and_foretells_later_requests(
+def test_what_serving_adds_is_found_and_predicts_later_requests(
     added_s: float, ratio: float, frontend_s: float
 ) -> None:
     trace = recorded(CALM.trace(), STEPS.served(added_s, ratio), frontend_s)

@@ -317,18 +317,18 @@ def test_the_caller_is_told_and_may_stop(
 ) -> None:
     monkeypatch.setattr("tuner.shadow.simulator._TURNS", 1)
     monkeypatch.setattr("tuner.shadow.simulator.PROGRESS_EVERY_S", 0.0)
-    told: list[Progress] = []
+    shown: list[Progress] = []
 
     def listen(progress: Progress) -> bool:
-        told.append(progress)
+        shown.append(progress)
         return False
 
     plan, trace = ReplayPlan(), a_trace([0.0, 0.0, 99.0], 4, 50)
     engine = SimulatedEngine(a_shape(asynchronous=asynchronous), 1000, STEPS, LIMITS)
     log = simulate(engine, Workload(trace, plan), EngineLimits(1, 256), plan, listen)
-    assert [(one.sent, one.ended, one.offered) for one in told] == [(2, 0, 3)]
+    assert [(one.sent, one.ended, one.offered) for one in shown] == [(2, 0, 3)]
     assert log.cut_reason == "stopped by the caller"
-    assert log.clock_s == told[0].clock_s == clock_s
+    assert log.clock_s == shown[0].clock_s == clock_s
     # Two were in flight, of which one ran; the third was not yet due.
     assert log.timelines.outcome.tolist() == [Outcome.ABORTED] * 3
     assert log.timelines.output_tokens.tolist() == [tokens, 0, 0]
@@ -341,15 +341,15 @@ def test_a_caller_who_lets_it_go_on_changes_nothing(monkeypatch: pytest.MonkeyPa
     alone = simulate(engine, workload, LIMITS, plan)
     monkeypatch.setattr("tuner.shadow.simulator._TURNS", 7)
     monkeypatch.setattr("tuner.shadow.simulator.PROGRESS_EVERY_S", 0.0)
-    told: list[float] = []
+    shown: list[float] = []
 
     def listen(progress: Progress) -> bool:
-        told.append(progress.clock_s)
+        shown.append(progress.clock_s)
         return True
 
     assert_same_replay(simulate(engine, workload, LIMITS, plan, listen), alone)
-    assert len(told) > 2
-    assert told == sorted(told)
+    assert len(shown) > 2
+    assert shown == sorted(shown)
 
 
 @example(25990)  # steps that are read out one by one

@@ -28,7 +28,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
 
 def test_the_facts_are_those_of_the_profile(profile: Profile) -> None:
     facts = ProfiledEngine(profile).facts(SERVED)
-    assert facts.present_limits == EngineLimits(16, 2048)
+    assert facts.current_limits == EngineLimits(16, 2048)
     assert facts.max_model_len == profile.shape.max_model_len
     assert facts.chunks_prefill
     assert (facts.vllm_version, facts.device) == ("0.0", "toy")
@@ -37,22 +37,22 @@ def test_the_facts_are_those_of_the_profile(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "shown"),
     [
         ({"vllm_version": "0.1"}, "made with vLLM 0.1, here is 0.0"),
         ({"device": "NVIDIA H200"}, "made with the device NVIDIA H200, here is toy"),
     ],
 )
 def test_a_profile_of_another_vllm_or_device_is_refused_unless_forced(
-    profile: Profile, changed: dict[str, Any], told: str
+    profile: Profile, changed: dict[str, Any], shown: str
 ) -> None:
     elsewhere = replace(profile, shape=replace(profile.shape, **changed))
-    with pytest.raises(ShadowError, match=told) as caught:
+    with pytest.raises(ShadowError, match=shown) as caught:
         ProfiledEngine(elsewhere).facts(SERVED)
     assert caught.value.exit_code == 2
     assert "--force-profile" in caught.value.hint
     forced = ProfiledEngine(elsewhere, is_forced=True).facts(SERVED)
-    assert forced.present_limits == EngineLimits(16, 2048)
+    assert forced.current_limits == EngineLimits(16, 2048)
 
 
 def test_without_an_accelerator_the_device_is_not_compared(
@@ -71,13 +71,13 @@ def test_without_vllm_the_profile_alone_counts_and_the_configuration_must_fit(
     source = ProfiledEngine(replace(profile, shape=elsewhere))
     facts = source.facts(SERVED | {"max_num_seqs": 4})
     assert (facts.vllm_version, facts.device) == ("0.1", "NVIDIA H200")
-    assert facts.present_limits == EngineLimits(4, 2048)
+    assert facts.current_limits == EngineLimits(4, 2048)
     with pytest.raises(ShadowError, match="made with dtype: float16, here it is bfloat16"):
         source.facts(SERVED | {"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "shown"),
     [
         ({"dtype": "bfloat16"}, "made with dtype: float16, here it is bfloat16"),
         ({"model": "other"}, "made with model: toy, here it is other"),
@@ -85,9 +85,9 @@ def test_without_vllm_the_profile_alone_counts_and_the_configuration_must_fit(
     ],
 )
 def test_another_configuration_is_refused_unless_forced(
-    profile: Profile, values: dict[str, object], told: str
+    profile: Profile, values: dict[str, object], shown: str
 ) -> None:
-    with pytest.raises(ShadowError, match=told):
+    with pytest.raises(ShadowError, match=shown):
         ProfiledEngine(profile).facts(SERVED | values)
     ProfiledEngine(profile, is_forced=True).facts(SERVED | values)
 
@@ -103,7 +103,7 @@ def test_all_differences_are_told_at_once(profile: Profile) -> None:
 def test_what_is_tuned_and_what_belongs_to_the_server_may_differ(profile: Profile) -> None:
     free: dict[str, object] = {"port": 9, "api_key": "sk-secret", "max-num-batched-tokens": 512}
     facts = ProfiledEngine(profile).facts(SERVED | free | {"max_num_seqs": 4})
-    assert facts.present_limits == EngineLimits(4, 512)
+    assert facts.current_limits == EngineLimits(4, 512)
 
 
 def test_spelling_makes_no_difference(profile: Profile) -> None:
@@ -112,10 +112,10 @@ def test_spelling_makes_no_difference(profile: Profile) -> None:
 
 
 def test_limits_that_nobody_names_are_those_of_the_profile(profile: Profile) -> None:
-    known = replace(profile, present_limits=EngineLimits(48, 4096))
-    assert ProfiledEngine(known).facts({}).present_limits == EngineLimits(48, 4096)
+    known = replace(profile, current_limits=EngineLimits(48, 4096))
+    assert ProfiledEngine(known).facts({}).current_limits == EngineLimits(48, 4096)
     some = ProfiledEngine(known).facts({"max-num-seqs": "24"})
-    assert some.present_limits == EngineLimits(24, 4096)
+    assert some.current_limits == EngineLimits(24, 4096)
 
 
 def test_a_limit_that_is_no_number_is_refused(profile: Profile) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from support.run_parts import a_profile
 from support.traffic import a_trace
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
@@ -22,10 +21,9 @@ from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial
-from tuner.shadow.profiles import write_profile
 from tuner.stats import Estimate
 
-WINNER, PRESENT, CEILING = (
+WINNER, CURRENT, CEILING = (
     EngineLimits(48, 4096),
     EngineLimits(64, 8192),
     EngineLimits(128, 16384),
@@ -76,9 +74,9 @@ def an_outcome(
         "replayed_requests": 5985,
         "window": "the whole trace, 60 min",
         "info": info,
-        "present_source": "configuration",
+        "current_source": "configuration",
         "model": "Qwen/Qwen2.5-7B-Instruct",
-        "options": {"arguments": []},
+        "options": {},
         "engine_starts": 1,
         "wall_s": 9.0,
     }
@@ -100,31 +98,24 @@ def an_outcome(
             Score(tier, 2.0, "e2e_p99"),
             {**measured, "e2e_s": {"p50": 1.0 * slow, "p99": (2.0 + round_ / 10) * slow}},
         )
-        for limits, slow in ((WINNER, 0.8), (PRESENT, 1.0))
+        for limits, slow in ((WINNER, 0.8), (CURRENT, 1.0))
         for round_ in (0, 1, 2, 3)
     ]
     goal = Scoring(Objective.BALANCED, (), "p99")
     around = RunProvenance(**values | changed)
-    return make_outcome(decision, PRESENT, goal, records, [Caveat.WINDOWED], around, state)
+    return make_outcome(decision, CURRENT, goal, records, [Caveat.WINDOWED], around, state)
 
 
 def a_run_dir(
     root: Path,
     outcome: RunResult | None = None,
     values: dict[str, object] | None = None,
-    *,
-    in_result: bool = True,
 ) -> Path:
-    """Return a run directory; its configuration stands in the result or in the profile."""
+    """Return a run directory whose result holds a configuration."""
     folder = root / RUN_ID
     folder.mkdir(parents=True)
     content = msgspec.to_builtins(outcome or an_outcome())
-    kept = redacted(QWEN if values is None else values)
-    if in_result:
-        content["serve_values"] = kept
-    else:
-        del content["serve_values"]
-        write_profile(folder / "profile.yaml", a_profile(serve_values=kept))
+    content["serve_values"] = redacted(QWEN if values is None else values)
     (folder / "result.json").write_text(json.dumps(content))
     (folder / "run.json").write_text("{}")
     return folder

@@ -61,7 +61,7 @@ PROFILE = Profile(
     metric_error_ratio=0.05,
     made_at="2026-01-31T12:00:00Z",
     calibrated_on=("8/512", "32/2048"),
-    present_limits=EngineLimits(32, 2048),
+    current_limits=EngineLimits(32, 2048),
     serve_values={"model": "org/model-7b", "max-num-seqs": 32},
 )
 
@@ -139,7 +139,7 @@ profiles = st.builds(
     metric_error_ratio=st.none() | amounts,
     made_at=st.datetimes().map(lambda at: at.isoformat(timespec="seconds") + "Z"),
     calibrated_on=st.lists(limits.map(str), max_size=3).map(tuple),
-    present_limits=limits,
+    current_limits=limits,
     serve_values=st.dictionaries(harmless, nested, max_size=4),
 )
 

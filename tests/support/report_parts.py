@@ -19,7 +19,7 @@ from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.series import timeline_record, with_replay
+from tuner.replay.series import ReplayTimelines, SavedTimelines, timeline_record
 from tuner.run.directory import RESULT_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.trial_runner import judged
 from tuner.search.objective import Objective, Scoring
@@ -30,7 +30,7 @@ from tuner.traffic.traces import Trace
 
 EVIL = "<script>alert('model')</script>"
 # Few blocks, so that the KV cache fills and requests are preempted.
-SOURCE = ToySource(CROWDED, present=EngineLimits(32, 2048), num_blocks=130)
+SOURCE = ToySource(CROWDED, current=EngineLimits(32, 2048), num_blocks=130)
 SHADOW_COSTS = ToyCosts(base_s=0.0103, knee=10, crowd_s=0.0003)
 GRID = [EngineLimits(n, b) for b in (512, 2048) for n in (4, 8, 16, 32)]
 
@@ -51,14 +51,18 @@ def live_run(folder: Path) -> Path:
 
 
 def keep_timelines(run_dir: Path, trace: Trace, result: Mapping[str, Any]) -> None:
-    """Replay the winner and the present configuration once more, with their timelines kept."""
+    """Replay the winner and the current configuration once more, with their timelines kept."""
     path = run_dir / TIMELINES_FILE
-    content = json.loads(path.read_text()) if path.exists() else None
+    saved = SavedTimelines()
+    if path.exists():
+        saved = msgspec.json.decode(path.read_bytes(), type=SavedTimelines)
     for found in (result["baseline"], result["recommendation"]):
         limits = EngineLimits(found["max_num_seqs"], found["max_num_batched_tokens"])
         log = replay_toy(trace, limits, SOURCE, ReplayPlan(keep_steps=True))
-        content = with_replay(content, limits, "live", [timeline_record(log)])
-    path.write_text(json.dumps(content))
+        windows = [timeline_record(log)]
+        caps = limits.max_num_seqs, limits.max_num_batched_tokens
+        saved = saved.with_replay(ReplayTimelines("live", *caps, windows))
+    path.write_bytes(msgspec.json.encode(saved))
 
 
 def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Path:
@@ -70,7 +74,13 @@ def shadowed_run(live: Path, folder: Path, *, same_requests: bool = True) -> Pat
     trace = read_trace(live.parent / "a&b <b>.jsonl")
     result["trials"] = [*predicted(trace, GRID, 1 + max(t["number"] for t in raced)), *raced]
     result["method"] = "auto"
-    result["provenance"]["profile"] = {"error_ratio": 0.05, "made_at": "2026-01-31T12:00:00Z"}
+    result["provenance"]["profile"] = {
+        "error_ratio": 0.05,
+        "made_at": "2026-01-31T12:00:00Z",
+        "device": "toy",
+        "vllm_version": "0.0",
+        "calibrated_on": ["16/2048"],
+    }
     write(run_dir, RESULT_FILE, result)
     run = read(run_dir, RUN_FILE)
     run["predicted_windows"] = run["windows"] if same_requests else []

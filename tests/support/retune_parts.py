@@ -22,13 +22,13 @@ def an_aim(objective: Objective = Objective.BALANCED, slos: tuple[Slo, ...] = ()
 
 
 def a_retune(
-    present: EngineLimits,
+    current: EngineLimits,
     costs: ToyCosts | None = None,
     wrong_ratio: float = 0.03,
     ladder: tuple[int, ...] = (2, 8, 16),
 ) -> tuple[Retune, ToyPredictor]:
     """Return a re-tune whose predictions are made by toys of these costs, and these."""
     source = ToySource(costs=costs or ToyCosts())
-    space = SearchSpace(present, ladder, (2048,), CEILING)
+    space = SearchSpace(current, ladder, (2048,), CEILING)
     predictor = ToyPredictor(a_profile(wrong_ratio, costs), toy=source)
     return Retune(space, predictor), predictor

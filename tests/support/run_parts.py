@@ -21,7 +21,9 @@ from tuner.replay.slo import Slo
 from tuner.run.context import WINDOW, RunContext, Stopwatch, Workload
 from tuner.run.directory import RunDir
 from tuner.run.journal import Journal
-from tuner.run.listener import NullListener
+from tuner.run.listener import Listener
+from tuner.run.options import TuningOptions
+from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.time_plan import RacePlan
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
@@ -38,7 +40,7 @@ CEILING = EngineLimits(128, 8192)
 
 
 @dataclass(slots=True)
-class Heard(NullListener):
+class Heard(Listener):
     """A listener that remembers what was noted and which trials began."""
 
     notes: list[str] = field(default_factory=list)
@@ -108,14 +110,14 @@ class ToyRun:
 
     def trial(self, limits: EngineLimits, phase: Phase, race_round: int = 0) -> Trial:
         """Replay the workload whole."""
-        return self.runner.trial(limits, phase, self.workload, CutRule(), race_round)
+        return self.runner.measure(limits, phase, self.workload, CutRule(), race_round)[1]
 
 
 def a_space(
-    present: EngineLimits, ladder: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    current: EngineLimits, ladder: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 ) -> SearchSpace:
     """Return a space with three token budgets below the ceiling."""
-    return SearchSpace(present, ladder, (512, 1024, 2048), CEILING)
+    return SearchSpace(current, ladder, (512, 1024, 2048), CEILING)
 
 
 def a_profile(
@@ -131,10 +133,23 @@ def a_profile(
         "metric_error_ratio": wrong_ratio,
         "made_at": "2026-01-31T12:00:00Z",
         "calibrated_on": ("16/2048",),
-        "present_limits": EngineLimits(16, 2048),
+        "current_limits": EngineLimits(16, 2048),
         "serve_values": {"model": "toy"},
     }
     return Profile(**values | changed)
+
+
+def a_record(trace_sha256: str, trace: Trace | str = "t.jsonl", **changed: Any) -> RunRecord:
+    """Return what a run of the toy is begun with; `changed` are options of it."""
+    return RunRecord(
+        study="study",
+        options=StoredOptions.of(TuningOptions(trace, **changed)),
+        trace_sha256=trace_sha256,
+        config_sha256="",
+        ceiling=CEILING,
+        vllm_version="0.0",
+        device="toy",
+    )
 
 
 @contextmanager
@@ -163,6 +178,7 @@ def a_run(
                 journal,
                 run_dir,
                 Heard(),
+                a_record(trace.sha256),
             )
             workload = Workload.of(WINDOW, trace, (whole(trace),), aim)
             yield ToyRun(TrialRunner(context, engine), workload)

@@ -31,7 +31,7 @@ def a_profile() -> Profile:
         metric_error_ratio=0.01,
         made_at="2026-01-31T12:00:00Z",
         calibrated_on=("8/512",),
-        present_limits=EngineLimits(4, 512),
+        current_limits=EngineLimits(4, 512),
         serve_values={"model": "none"},
     )
 

@@ -18,8 +18,8 @@ from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import whole
 
-PRESENT, CEILING = EngineLimits(4, 512), EngineLimits(64, 2048)
-SPACE = SearchSpace(PRESENT, (2, 8, 32), (512, 2048), CEILING)
+CURRENT, CEILING = EngineLimits(4, 512), EngineLimits(64, 2048)
+SPACE = SearchSpace(CURRENT, (2, 8, 32), (512, 2048), CEILING)
 LOADS = (0.5, 1.0, 3.0)
 """The current configuration holds at the first, the best at all but the last."""
 PREDICTOR = Predictor(a_profile(), CEILING)

@@ -22,7 +22,7 @@ from tuner.errors import EngineError, ShadowError, UsageError
 
 LAST_WORDS = "ToyMemoryError: the toy died of its limits"
 EXIT_CODE = 7
-PRESENT = EngineLimits(16, 2048)
+CURRENT = EngineLimits(16, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ToySource:
     vocab_size: int = 1000
     block_size: int = 16
     num_blocks: int = 1_000_000
-    present: EngineLimits = PRESENT
+    current: EngineLimits = CURRENT
     no_memory_above: int = 1_000_000
     dies_above: int = 1_000_000
     dies_at: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class ToySource:
         """
         if "toy-refuses" in values:
             raise UsageError("the toy refuses the key toy-refuses", "leave it out")
-        return EngineFacts(self.present, self.max_model_len, True, "0.0", "toy")
+        return EngineFacts(self.current, self.max_model_len, True, "0.0", "toy")
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
         """Start a toy at the ceiling."""

@@ -23,7 +23,6 @@ import numpy as np
 from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
-from tuner.cli.resume import with_stored, with_tuning
 from tuner.cli.tune import read_job, run_job
 from tuner.cli.worker import WorkerOptions, run_worker
 from tuner.engine.limits import EngineLimits
@@ -99,8 +98,7 @@ class SlowEngine(ToyEngine):
 def job_on(source: ToySource | None, arguments: Sequence[str]) -> int:
     """Run the main job as `tune` does, but on the toy if there is one. Raises: TunerError."""
     context = tune.make_context("tune", list(arguments))
-    kept, options = with_stored(tune, arguments, context.params)
-    return run_job(read_job(with_tuning(options), kept), source)
+    return run_job(read_job(context), source)
 
 
 def write_trace(
@@ -147,15 +145,15 @@ def _source(text: str) -> ToySource:
     fields = json.loads(text)
     if "costs" in fields:
         fields["costs"] = ToyCosts(**fields["costs"])
-    if "present" in fields:
-        fields["present"] = EngineLimits(*fields["present"])
+    if "current" in fields:
+        fields["current"] = EngineLimits(*fields["current"])
     return SlowSource(**fields) if "pause_s" in fields else ToySource(**fields)
 
 
 def worker_on(source: ToySource, arguments: Sequence[str]) -> int:
     """Work for a run as `tune worker` does, but with a toy. Raises: TunerError."""
     context = tune.commands["worker"].make_context("worker", list(arguments))
-    return run_worker(tune, WorkerOptions.parse(context.params), source)
+    return run_worker(WorkerOptions.parse(context.params), source)
 
 
 def main(fields: str, arguments: Sequence[str]) -> int:

@@ -95,16 +95,16 @@ class Script:
         return TRAFFIC
 
     def check(
-        self, trace: Trace, present: EngineLimits, before: TrafficSketch | None
+        self, trace: Trace, current: EngineLimits, before: TrafficSketch | None
     ) -> Checked:
         """Return the verdict; others may do something meanwhile."""
         assert trace is TRAFFIC
-        self.checked_at.append(present)
+        self.checked_at.append(current)
         self.tuned_for.append(before)
         if self.meanwhile is not None:
             self.meanwhile()
         found = self.verdict(*self.looked[-1]) if callable(self.verdict) else self.verdict
-        return replace(found, present=present)
+        return replace(found, current=current)
 
 
 @dataclass(slots=True)

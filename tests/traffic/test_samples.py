@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.make_samples import SAMPLES, chat, main, shared_prefix, translation
 from support.paths import ROOT
 from support.traffic import request_at
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.sources import write_trace
-from tuner.traffic.samples import SAMPLES, chat, main, shared_prefix, translation
 from tuner.traffic.traces import Trace
 
 FOLDER = ROOT / "traces"
@@ -81,4 +81,4 @@ def test_the_command_without_a_folder_says_how_it_is_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([]) == 2
-    assert "python -m tuner.traffic.samples DIR" in capsys.readouterr().err
+    assert "python tests/support/make_samples.py DIR" in capsys.readouterr().err

@@ -23,7 +23,6 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
         signal.signal(kind, signal.default_int_handler)
     try:
         context = tune_command.make_context("tune", list(arguments))
-        context.meta["tuner.arguments"] = list(arguments)
         with context:
             code = tune_command.invoke(context)
     except click.exceptions.Exit as leave:

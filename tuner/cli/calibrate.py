@@ -85,7 +85,7 @@ def _corrected(
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
     trace = options.traffic.part_of(trace)
     plan = options.traffic.plan(trace)
-    limits = options.served.over(facts.present_limits)
+    limits = options.served.over(facts.current_limits)
 
     def replay(model: StepModel) -> Timelines:
         predictor = Predictor(replace(profile, step_model=model), seed=options.traffic.seed)

@@ -12,11 +12,9 @@ from tuner.cli.options import Params, path_of
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.cli.shadows import retune_of
 from tuner.drift.baseline import Baseline, read_baseline
-from tuner.drift.check import Checked, check, without_replay
-from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import RetuneOptions, retune_on
+from tuner.drift.check import check_traffic
+from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
-from tuner.traffic.prometheus import known_in_part
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
@@ -59,15 +57,7 @@ class CheckOptions:
                 "--baseline is missing", "name a run directory, or the profile.yaml of one"
             )
         traffic, url = TrafficOptions.parse(params), params["prometheus"]
-        retune = replace(
-            retune_of(params),
-            window=traffic.window,
-            load_model=traffic.load_model,
-            concurrency=traffic.concurrency,
-            clock=traffic.clock,
-            request_timeout_s=traffic.request_timeout_s,
-            sessions=traffic.sessions,
-        )
+        retune = replace(retune_of(params), window=traffic.window, **traffic.settings)
         return cls(
             baseline=Path(params["baseline"]),
             profile=path_of(params["profile"]),
@@ -82,26 +72,15 @@ class CheckOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """The current traffic, and why it is known in part only, if it is."""
-
-    trace: Trace
-    sketch: TrafficSketch
-    partial: str
-
-
 def run_check(options: CheckOptions) -> int:
     """Check, print, and return the exit code. Raises: TunerError."""
     baseline = read_baseline(options.baseline, options.profile)
     before = _sketch_before(baseline, options)
-    traffic = _current(options, is_closed=before.is_closed)
-    drift = Drift((), (), traffic.partial)
-    if not traffic.partial:
-        drift = drift_between(before, traffic.sketch, options.retune.seed)
-    checked = without_replay(drift, None if options.config else baseline.present)
-    if checked is None:
-        checked = _replayed(traffic.trace, baseline, drift, options)
+    trace, now = _current(options, is_closed=before.is_closed)
+    current = None if options.config else baseline.current
+    checked = check_traffic(
+        trace, (before, now), baseline, current, options.config, options.retune, say
+    )
     show_result(checked.as_json(), checked.lines(), as_json=options.as_json)
     return checked.exit_code
 
@@ -112,12 +91,12 @@ def _sketch_before(baseline: Baseline, options: CheckOptions) -> TrafficSketch:
         return baseline.check_has_traffic(options.baseline)
     trace = options.traffic.reading.read(options.baseline_files)
     if baseline.sha256 and trace.sha256 != baseline.sha256:
-        say(f"--baseline-trace is another file than the run's: it had {baseline.told}")
+        say(f"--baseline-trace is another file than the run's: it had {baseline.label}")
     return sketch_of(trace)
 
 
-def _current(options: CheckOptions, *, is_closed: bool) -> _Traffic:
-    """Return the current traffic. Raises: TraceError, UsageError."""
+def _current(options: CheckOptions, *, is_closed: bool) -> tuple[Trace, TrafficSketch]:
+    """Return the current traffic and its sketch. Raises: TraceError, UsageError."""
     traffic, server = options.traffic, options.prometheus
     if server is None:
         trace, drawn_s = traffic.reading.read(traffic.files), None
@@ -128,18 +107,4 @@ def _current(options: CheckOptions, *, is_closed: bool) -> _Traffic:
             say(remark)
     if traffic.load != 1:
         trace = at_load(trace, traffic.load)
-    return _Traffic(trace, sketch_of(trace, drawn_s), known_in_part(trace.notes.remarks))
-
-
-def _replayed(trace: Trace, baseline: Baseline, drift: Drift, options: CheckOptions) -> Checked:
-    """Replay the current traffic and decide. Raises: TunerError."""
-    present = None if options.config else baseline.present
-    ready = retune_on(trace, baseline, present, options.config, options.retune, say)
-    space = ready.retune.space
-    others = len(space.grid())
-    say(f"traffic has shifted: predicting it at {space.present} and {others} others")
-    checked = check(drift, ready.trace, ready.retune, ready.aim)
-    remark = ready.retune.predictor.info(space.ceiling).remark
-    if remark:
-        say(remark)
-    return checked
+    return trace, sketch_of(trace, drawn_s)

@@ -27,6 +27,7 @@ from tuner.cli.options import (
     engine_options,
     file_option,
     format_option,
+    given_in,
     loads_option,
     one_setting,
     path_of,
@@ -333,7 +334,7 @@ def doctor() -> int:
 )
 @click.version_option(package_name="max-num-seqs-tuner", prog_name="tune")
 @click.pass_context
-def tune(ctx: click.Context, /, **params: Any) -> int | None:
+def tune(ctx: click.Context, /, **_: Any) -> int | None:
     """Find the best max_num_seqs and max_num_batched_tokens for your own traffic.
 
     Replays a recorded trace against vLLM in this machine's own process, sweeps both limits on
@@ -341,20 +342,12 @@ def tune(ctx: click.Context, /, **params: Any) -> int | None:
     """
     if ctx.invoked_subcommand is not None:
         return None
-    if not ctx.args and not sys_arguments(ctx):
+    if not given_in(ctx):
         click.echo(ctx.get_help())
         return 0
-    from tuner.cli.resume import with_stored, with_tuning
     from tuner.cli.tune import read_job, run_job
 
-    arguments, stored = with_stored(tune, sys_arguments(ctx), params)
-    return run_job(read_job(with_tuning(stored), arguments))
-
-
-def sys_arguments(ctx: click.Context) -> list[str]:
-    """Return the arguments as they were typed."""
-    arguments: list[str] = ctx.meta.get("tuner.arguments", [])
-    return arguments
+    return run_job(read_job(ctx))
 
 
 @command(
@@ -485,7 +478,7 @@ def worker(**params: Any) -> int:
     """
     from tuner.cli.worker import WorkerOptions, run_worker
 
-    return run_worker(tune, WorkerOptions.parse(params))
+    return run_worker(WorkerOptions.parse(params))
 
 
 @command(

@@ -94,8 +94,8 @@ def _compared(
     """Measure every strategy on one engine, on the lengths as recorded and if asked uniform."""
     # What vLLM does by itself: the configuration without its limits.
     facts = host.facts(_without_limits(engine))
-    tuned = _tuned(options, facts.present_limits)
-    compared = strategies(facts.present_limits, tuned, options.batches)
+    tuned = _tuned(options, facts.current_limits)
+    compared = strategies(facts.current_limits, tuned, options.batches)
     trace = options.traffic.fitted(recorded, facts.max_model_len)
     trace = options.traffic.part_of(trace)
     ceiling = compared[0].limits
@@ -164,10 +164,10 @@ def _show(options: CompareOptions, rows_of: Mapping[str, Sequence[StrategyRow]])
     """Keep the comparison in its run, if it has one, and print it."""
     content = {name: [row.as_json() for row in rows] for name, rows in rows_of.items()}
     if options.run_dir is not None:
-        kept, page = options.run_dir / COMPARE_FILE, options.run_dir / REPORT_FILE
-        write_atomic(kept, json_text(content), secret=False)
+        target, page = options.run_dir / COMPARE_FILE, options.run_dir / REPORT_FILE
+        write_atomic(target, json_text(content), secret=False)
         write_report(options.run_dir, page)
-        say(f"kept in {kept}, and shown in {page}")
+        say(f"kept in {target}, and shown in {page}")
     lines = []
     for name, rows in rows_of.items():
         lines += [f"{name} lengths, latencies in ms", *table(rows), ""]

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -23,7 +22,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
-from tuner.run.listener import clock_text
+from tuner.run.listener import Listener, clock_text
 from tuner.run.result import Advice, RunResult
 from tuner.search.objective import Tier
 from tuner.search.trials import Phase, Trial, leader
@@ -71,8 +70,8 @@ def show_result(content: object, lines: Iterable[str], *, as_json: bool) -> None
     sys.stdout.write(json_text(content) if as_json else "\n".join(lines) + "\n")
 
 
-class RunDisplay:
-    """Shows a run while it goes on, from its first trial as a table; a Listener of the run.
+class RunDisplay(Listener):
+    """Shows a run while it goes on, from its first trial as a table.
 
     `result` is the last that was put on disk.
     """
@@ -91,12 +90,7 @@ class RunDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -194,12 +188,7 @@ class ProgressLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_live:
             self._live.stop()
 
@@ -283,17 +272,17 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
     """Say what to do, what comes of it and what is as good."""
     if advice.is_change:
-        say(f"change to {_words(advice.limits)} (current: {_words(outcome.present)})")
+        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)})")
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
-    if advice.shown != outcome.present:
+    if advice.shown != outcome.current:
         how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
     if advice.odds is not None:
         say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
-    ties = [t for t in advice.tied if t not in (advice.limits, outcome.present)]
+    ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
     if ties and not advice.is_thin:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
 

@@ -6,9 +6,9 @@ Each command's own options hold some of these; below them nothing sees click's p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tuner.cli.console import say
 from tuner.cli.options import Params, path_of
@@ -16,15 +16,14 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
-from tuner.replay.plan import ReplayPlan
 from tuner.run.inputs import (
     DEMO_NOTE,
     EngineChoice,
+    ReplaySettings,
     Traffic,
     configured_engine,
     engine_of_profile,
     fit_lengths,
-    plan_for,
     traffic_of,
 )
 from tuner.run.options import TraceReading
@@ -81,26 +80,17 @@ def check_folder(output: Path | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficOptions:
+class TrafficOptions(ReplaySettings):
     """Which recorded traffic is replayed, and how.
 
     `files` are those of one trace, "-" being standard input. `load` is a multiple of the
-    recorded arrivals. None stands for the command's own choice of a `window`, and for the load
-    model and concurrency that were recorded; without `request_timeout_s` clients wait forever.
-
-    Units: seconds.
+    recorded arrivals. None stands for the command's own choice of a `window`.
     """
 
     files: tuple[str, ...]
     reading: TraceReading
     load: float
     window: WindowChoice | None
-    load_model: LoadModel | None
-    concurrency: int | None
-    sessions: Sessions
-    clock: ClockKind
-    request_timeout_s: float | None
-    too_long: TooLong
 
     @classmethod
     def parse(cls, params: Params, aborted: Aborted = Aborted.DRAW) -> Self:
@@ -120,6 +110,11 @@ class TrafficOptions:
         )
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `ReplaySettings`, for options that have them too."""
+        return {field.name: getattr(self, field.name) for field in fields(ReplaySettings)}
+
+    @property
     def seed(self) -> int:
         """The seed of everything that is drawn at random."""
         return self.reading.rows.seed
@@ -131,17 +126,6 @@ class TrafficOptions:
         """
         check_named(self.files)
         return traffic_of(self.reading.read(self.files), self.load, self.window, largest_cap)
-
-    def plan(self, trace: Trace) -> ReplayPlan:
-        """Return how the trace is replayed. Raises: UsageError, TraceError."""
-        return plan_for(
-            trace,
-            load_model=self.load_model,
-            concurrency=self.concurrency,
-            clock=self.clock,
-            timeout_s=self.request_timeout_s,
-            sessions=self.sessions,
-        )
 
     def fitted(self, trace: Trace, max_model_len: int) -> Trace:
         """Return the trace with lengths that the engine takes, and say what was too long.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 import cloup
+from click.core import ParameterSource
 
 from tuner.emit.names import Format
 from tuner.errors import TunerError, UsageError
@@ -145,6 +146,15 @@ Params = Mapping[str, Any]
 def path_of(named: str | None) -> Path | None:
     """Return the path that an option names, None where it is left out."""
     return Path(named) if named else None
+
+
+def given_in(ctx: click.Context) -> dict[str, Any]:
+    """Return the parameters that the command line names, with their values."""
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -103,7 +103,7 @@ def _measured(
     """Start the engine at the limits and replay."""
     facts = host.facts(engine.values)
     trace, window, plan = _part(options, traffic, facts, plan)
-    limits = options.limits.over(facts.present_limits)
+    limits = options.limits.over(facts.current_limits)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
     host.load("trace", window.of(trace), options.traffic.seed)
@@ -123,7 +123,7 @@ def _predicted(
     """Predict a replay at the limits."""
     facts = profiled.facts(engine.values)
     trace, window, plan = _part(options, traffic, facts, plan)
-    limits = options.limits.over(facts.present_limits)
+    limits = options.limits.over(facts.current_limits)
     predictor = Predictor(profiled.profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
         say(remark)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from tuner.cli.console import say
 from tuner.cli.options import Params
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.drift.baseline import Baseline
-from tuner.drift.check import Checked, DriftVerdict, check, unlike_server, without_replay
-from tuner.drift.compare import Drift, drift_between
-from tuner.drift.retune import Ready, RetuneOptions, retune_on
+from tuner.drift.check import Checked, check_traffic, unlike_server
+from tuner.drift.retune import RetuneOptions, retune_on
 from tuner.drift.watch.guard import GuardSample
 from tuner.drift.watch.handover import Clock
 from tuner.engine.limits import EngineLimits
@@ -22,14 +20,11 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.traffic.prometheus import hits_missed, known_in_part
+from tuner.traffic.prometheus import hits_missed
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import TooLong, Trace
 from tuner.traffic.windows import whole
-
-MAX_REPLAYED: Final = 20_000
-"""Ours: twenty times what a p99 asks for; of a busier server the end of a stretch is judged."""
 
 
 def retune_of(params: Params) -> RetuneOptions:
@@ -95,19 +90,13 @@ class ShadowCheck:
     traffic: PrometheusTraffic
 
     def check(
-        self, trace: Trace, present: EngineLimits, tuned_for: TrafficSketch | None
+        self, trace: Trace, current: EngineLimits, tuned_for: TrafficSketch | None
     ) -> Checked:
         """Return the verdict on traffic at the current limits. Raises: TunerError."""
-        partial = known_in_part(trace.notes.remarks)
-        if partial:
-            return Checked(DriftVerdict.TOO_LITTLE, partial, Drift((), (), partial), present)
-        now = self.traffic.sketch(trace)
-        drift = drift_between(tuned_for or self.before, now, self.retune.seed)
-        checked = without_replay(drift, present)
-        if checked is not None:
-            return checked
-        ready = self._ready(trace, present)
-        return check(drift, ready.trace, ready.retune, ready.aim)
+        sketches = tuned_for or self.before, self.traffic.sketch(trace)
+        return check_traffic(
+            trace, sketches, self.baseline, current, self.config, self.retune, say
+        )
 
     def guard_sample(
         self, start_s: float, end_s: float, settings: Sequence[EngineLimits]
@@ -116,12 +105,9 @@ class ShadowCheck:
         live = self.traffic.live(start_s, end_s)
         if not live.requests:
             return GuardSample(live, {}, "no request finished")
-        if live.requests > MAX_REPLAYED:
-            start_s = end_s - (end_s - start_s) * MAX_REPLAYED / live.requests
-            live = self.traffic.live(start_s, end_s)
         try:
             trace = self.traffic.between(start_s, end_s)
-            ready = self._ready(trace, settings[0])
+            ready = retune_on(trace, self.baseline, settings[0], self.config, self.retune, say)
             outcomes = ready.retune.replay([ready.trace], settings, ready.aim)
         except TunerError as error:
             return GuardSample(live, {}, error.message)
@@ -129,10 +115,6 @@ class ShadowCheck:
         if why := _unlike(trace, in_use):
             return GuardSample(live, {}, why)
         return GuardSample(live, {limits: first for limits, (first, *_) in outcomes.items()})
-
-    def _ready(self, read: Trace, present: EngineLimits) -> Ready:
-        """Return what the profile can predict of the traffic."""
-        return retune_on(read, self.baseline, present, self.config, self.retune, say)
 
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import click
 
 from tuner.cli.console import RunDisplay, say, show_outcome
 from tuner.cli.emit import check_ending, holds_secrets
 from tuner.cli.inputs import EngineOptions, TrafficOptions, check_folder, check_named
-from tuner.cli.options import Params, path_of
+from tuner.cli.options import LADDER, SLO, Params, given_in, path_of
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, without_lost
 from tuner.emit.registry import checked_writer, emit
 from tuner.emit.sources import recommendation_of
 from tuner.emit.target import Names
+from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineSource
+from tuner.engine.serve_config import parse_engine_args, read_tuning
 from tuner.errors import UsageError
 from tuner.files import write_atomic
 from tuner.library import tune
 from tuner.report.page import REPORT_FILE
-from tuner.run.directory import TRIALS_FILE
-from tuner.run.options import DEFAULT_BUDGET_S, TuningOptions
+from tuner.run.directory import TRIALS_FILE, RunDir
+from tuner.run.options import DEFAULT_BUDGET_S, Method, TuningOptions
 from tuner.run.result import RunResult
-from tuner.run.session import Method
+from tuner.run.stored import read_record
 from tuner.run.tune import PreparedRun, prepare
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
+
+OUTPUT, FORMAT = "output", "emit_format"
+_RETYPED = {"trace": "trace", "config": "config", "budget": "budget_s", "storage": "storage"}
+"""Which options may be typed anew with --resume, and the fields that they set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +51,19 @@ class Job:
     chosen: Format
 
 
-def read_job(params: Params, arguments: Sequence[str]) -> Job:
+def read_job(ctx: click.Context) -> Job:
     """Check everything that can be checked without an engine. Raises: TunerError."""
-    run = prepare(tuning_options(params, arguments))
-    output, chosen = path_of(params["output"]), Format(params["emit_format"])
+    options = resumed(ctx) if ctx.params["resume"] else tuning_options(with_tuning(ctx.params))
+    run = prepare(options)
+    output, chosen = path_of(options.notes.get(OUTPUT)), options.notes.get(FORMAT, Format.VLLM)
     check_folder(output)
-    check_ending(chosen, output)
-    _check_format(chosen, run)
-    return Job(run, output, chosen)
+    form = Format(chosen)
+    check_ending(form, output)
+    _check_format(form, run)
+    return Job(run, output, form)
 
 
-def tuning_options(params: Params, arguments: Sequence[str] = ()) -> TuningOptions:
+def tuning_options(params: Params) -> TuningOptions:
     """Return what the command line asks for. Raises: UsageError."""
     check_named(params["trace"])
     traffic, engine = TrafficOptions.parse(params), EngineOptions.parse(params)
@@ -66,23 +77,73 @@ def tuning_options(params: Params, arguments: Sequence[str] = ()) -> TuningOptio
         budget_s=params["budget"] or DEFAULT_BUDGET_S,
         window=traffic.window,
         load=traffic.load,
-        load_model=traffic.load_model,
-        concurrency=traffic.concurrency,
-        sessions=traffic.sessions,
-        clock=traffic.clock,
-        request_timeout_s=traffic.request_timeout_s,
-        too_long=traffic.too_long,
+        **traffic.settings,
         ladder=params["max_num_seqs"] or DEFAULT_LADDER,
         method=Method(params["method"]),
         profile=path_of(params["profile"]),
         is_forced=params["force_profile"],
         storage=params["storage"],
-        run_dir=path_of(params["resume"] or params["run_dir"]),
-        is_resumed=bool(params["resume"]),
+        run_dir=path_of(params["run_dir"]),
         seed=traffic.seed,
         reading=traffic.reading,
-        arguments=arguments,
+        notes=_notes(params),
     )
+
+
+def _notes(params: Params) -> dict[str, str]:
+    """Return what the command keeps with the run: where its file goes, and in which form."""
+    return {name: str(params[name]) for name in (OUTPUT, FORMAT) if params.get(name)}
+
+
+def resumed(ctx: click.Context) -> TuningOptions:
+    """Return the options that --resume goes on with: the run's, and those typed anew.
+
+    Raises: UsageError if the directory holds no run, an option cannot change, or the trace or a
+        secret has to be given again.
+    """
+    typed = given_in(ctx)
+    for option in ctx.command.params:
+        if option.name in typed.keys() - {"resume", "engine_args", OUTPUT, FORMAT, *_RETYPED}:
+            raise UsageError(
+                f"{max(option.opts, key=len)} cannot change when a run is resumed",
+                "only --budget, -o, --format and --storage can; start a new run for the rest",
+            )
+    path = Path(typed["resume"])
+    RunDir(path, resume=True).close()
+    stored = read_record(path).options
+    given = {field: typed[name] for name, field in _RETYPED.items() if name in typed}
+    given["engine_args"] = parse_engine_args(typed.get("engine_args", ()))
+    return stored.restored(path, {**given, "notes": stored.notes | _notes(typed)})
+
+
+def with_tuning(params: Params) -> dict[str, Any]:
+    """Fill what the command line leaves open: from the tuning profile, then by default."""
+    filled = dict(params)
+    if params["tuning"]:
+        tuning = read_tuning(_tuning_path(params["tuning"]))
+        filled["objective"] = params["objective"] or tuning.objective
+        slos = [SLO.convert(text, None, None) for text in tuning.slos]
+        filled["slo"] = params["slo"] or tuple(slos)
+        if tuning.max_num_seqs and not params["max_num_seqs"]:
+            filled["max_num_seqs"] = LADDER.convert(tuning.max_num_seqs, None, None)
+    filled["objective"] = filled["objective"] or "balanced"
+    return filled
+
+
+def _tuning_path(name: str) -> Path:
+    """Return the file of a tuning profile, by path or by the name of a bundled one."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    found = bundled("profiles") / f"{name}.yaml"
+    if not found.is_file():
+        found_there = bundled("profiles").glob("*.yaml")
+        known = sorted(p.stem for p in found_there if "." not in p.stem)
+        raise UsageError(
+            f"--tuning {name} is not known, expected {' or '.join(known)} or a YAML file",
+            "name one of them, or a path that ends in .yaml",
+        )
+    return found
 
 
 def _check_format(chosen: Format, run: PreparedRun) -> None:

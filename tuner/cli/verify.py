@@ -104,7 +104,7 @@ class _Tried:
     @property
     def limits(self) -> EngineLimits:
         """The limits of the configuration."""
-        return self.facts.present_limits
+        return self.facts.current_limits
 
 
 def run_verify(options: VerifyOptions) -> int:

@@ -157,10 +157,10 @@ def run_watch(options: WatchOptions, clock: Clock | None = None) -> int:
     with ExitStack() as held:
         store = _state_store(held.enter_context(StateDir(options.state)), options.profile)
         watcher = _watcher(options, baseline, before, store, publisher, clock or WallClock())
-        present = watcher.present
+        current = watcher.current
         if options.listen:
             held.enter_context(serving(options.listen, watcher))
-        say(f"watching {options.output} at {present}, state in {options.state}")
+        say(f"watching {options.output} at {current}, state in {options.state}")
         if options.is_once:
             error = watcher.round()
             if error is not None:
@@ -198,9 +198,9 @@ def _tuned_for(baseline: Baseline, options: WatchOptions) -> TrafficSketch:
     return sketch_of(reading.read(options.baseline_files))
 
 
-def _state_store(kept: StateDir, path: Path) -> StateStore:
+def _state_store(directory: StateDir, path: Path) -> StateStore:
     """Return the state as it stands for the profile."""
-    state, damage = kept.load()
+    state, damage = directory.load()
     if damage:
         say(damage)
     profile = path / PROFILE_FILE if path.is_dir() else path
@@ -209,7 +209,7 @@ def _state_store(kept: StateDir, path: Path) -> StateStore:
         last = replace(state.last, error=damage, error_s=time.time())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         state = replace(state, last=last, counts=counts)
-    return StateStore(kept, state.for_profile(sha256))
+    return StateStore(directory, state.for_profile(sha256))
 
 
 def _watcher(
@@ -235,7 +235,7 @@ def _watcher(
         rollout=Rollout(store, publisher, hook, guard, clock, say),
         policy=options.policy,
         every_s=options.every_s,
-        tuned_for=_configured(options.config) or baseline.present,
+        tuned_for=_configured(options.config) or baseline.current,
         sample=traffic.since,
         sketch=traffic.sketch,
         check=shadow.check,
@@ -251,10 +251,10 @@ def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:
     check_ending(options.format, output)
     if not output.resolve().parent.is_dir():
         raise UsageError(f"the folder of --emit {output} does not exist", "make it first")
-    kept = baseline.profile.serve_values
+    served = baseline.profile.serve_values
     if options.config is not None:
-        kept = read_config(options.config).values
-    values, lost = without_lost(kept)
+        served = read_config(options.config).values
+    values, lost = without_lost(served)
     return Publisher(output, options.format, baseline.profile, values, lost)
 
 

@@ -22,24 +22,24 @@ from tuner.traffic.sketch import TRAFFIC_FILE, TrafficSketch, read_sketch
 class Baseline:
     """A profile and what was decided with it.
 
-    `present` is what the run recommends, or what the profile was made with. `sketch` is None
-    where nothing was kept of the traffic; `told` then says which it was, `sha256` identifies
-    its file; both are empty where not even that is known.
+    `current` is what the run recommends, or what the profile was made with. `sketch` is None
+    where nothing was kept of the traffic; `label` then names it, `sha256` identifies its
+    file; both are empty where not even that is known.
     """
 
     profile: Profile
-    present: EngineLimits
+    current: EngineLimits
     objective: Objective
     slos: tuple[Slo, ...]
     sketch: TrafficSketch | None
-    told: str = ""
+    label: str = ""
     sha256: str = ""
 
     def check_has_traffic(self, path: Path) -> TrafficSketch:
         """Return the sketch. Raises: UsageError if none was kept, with what to name instead."""
         if self.sketch is not None:
             return self.sketch
-        of_it = f"; the run was tuned for {self.told}" if self.told else ""
+        of_it = f"; the run was tuned for {self.label}" if self.label else ""
         raise UsageError(
             f"{path} keeps nothing of the traffic that it was tuned for: {TRAFFIC_FILE} is "
             f"missing beside {PROFILE_FILE}{of_it}",
@@ -62,13 +62,13 @@ def read_baseline(path: Path, profile_path: Path | None = None) -> Baseline:
         )
     profile = read_profile(profile_path or path)
     sketch = _sketch_in(path.parent)
-    return Baseline(profile, profile.present_limits, Objective.BALANCED, (), sketch)
+    return Baseline(profile, profile.current_limits, Objective.BALANCED, (), sketch)
 
 
 def _of_run(path: Path, profile_path: Path | None) -> Baseline:
     result = read_result(path)
-    kept = profile_path or path / PROFILE_FILE
-    if not kept.exists():
+    profile_file = profile_path or path / PROFILE_FILE
+    if not profile_file.exists():
         raise UsageError(
             f"{path} keeps no {PROFILE_FILE}: its engine cannot be replayed",
             "name a profile of that engine with --profile, from a run with a shadow",
@@ -76,12 +76,12 @@ def _of_run(path: Path, profile_path: Path | None) -> Baseline:
     limits = result.recommendation or result.baseline
     trace = result.provenance.trace
     return Baseline(
-        profile=read_profile(kept),
-        present=limits.limits,
+        profile=read_profile(profile_file),
+        current=limits.limits,
         objective=result.objective,
         slos=tuple(parse_slo(text) for text in result.slos),
         sketch=_sketch_in(path),
-        told=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
+        label=f"{trace.requests:,} requests of {trace.source} (sha256 {trace.sha256[:8]}…)",
         sha256=trace.sha256,
     )
 

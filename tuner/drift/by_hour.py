@@ -282,7 +282,7 @@ class Calendar:
     hours: tuple[Hour, ...]
     plans: DayPlans
     metric: str
-    present: EngineLimits
+    current: EngineLimits
     wrong_ratio: float
 
     def as_json(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class Calendar:
         plans = {"fixed": self.plans.fixed, "two": self.plans.two, "hourly": self.plans.hourly}
         return {
             "engine": "shadow",
-            "present": _limits(self.present),
+            "current": _limits(self.current),
             "error_ratio": self.wrong_ratio,
             "metric": self.metric,
             "hours": [
@@ -322,7 +322,7 @@ class Calendar:
     def lines(self) -> list[str]:
         """Return the calendar for people."""
         lines = [
-            f"present {self.present} (max_num_seqs/max_num_batched_tokens); predicted, "
+            f"current {self.current} (max_num_seqs/max_num_batched_tokens); predicted, "
             f"wrong by {self.wrong_ratio:.0%} on what was measured",
             f"{'hour':<6} {'dates':>5} {'requests':>9}  {'best':>12}  {'with two':>12}",
         ]
@@ -364,8 +364,8 @@ def calendar_of(
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    present = retune.space.present
-    candidates = {present}
+    current = retune.space.current
+    candidates = {current}
     for hour in hours:
         best = leader(retune.rank(trace, aim, hour.parts).observations)
         if best is not None:
@@ -379,7 +379,7 @@ def calendar_of(
     metric, table = served(outcomes, scoring)
     by_hour = {limits: _by_hour(row, hours) for limits, row in table.items()}
     plans = day_plans(hours, by_hour, retune.wrong_ratio)
-    return Calendar(hours, plans, metric, present, retune.wrong_ratio)
+    return Calendar(hours, plans, metric, current, retune.wrong_ratio)
 
 
 def served(

@@ -11,24 +11,28 @@ every check would move it; and no planted shift was found that was missed otherw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Self
 
 import numpy as np
 
-from tuner.drift.compare import Drift
-from tuner.drift.retune import Retune
+from tuner.drift.baseline import Baseline
+from tuner.drift.compare import Drift, drift_between
+from tuner.drift.retune import Retune, RetuneOptions, retune_on
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
+from tuner.run.inputs import Config
 from tuner.search.budget import Aim
 from tuner.search.objective import Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
 from tuner.stats import Estimate
 from tuner.traffic.describe import hits_differ, reused_tokens
+from tuner.traffic.prometheus import known_in_part
+from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
 
@@ -38,7 +42,7 @@ class DriftVerdict(StrEnum):
 
     TOO_LITTLE = "too little data"
     UNCHANGED = "unchanged"
-    STILL_BEST = "shifted, present config still best"
+    STILL_BEST = "shifted, current config still best"
     PAYS = "shifted, re-tune pays"
 
 
@@ -114,14 +118,14 @@ class Gain:
 class Checked:
     """A verdict with its reasons.
 
-    `present` is None where it is not known, `best`, the best on the new traffic by the shadows,
+    `current` is None where it is not known, `best`, the best on the new traffic by the shadows,
     where nothing was replayed; `state` names the demand that even the best does not meet.
     """
 
     verdict: DriftVerdict
     why: str
     drift: Drift
-    present: EngineLimits | None
+    current: EngineLimits | None
     best: EngineLimits | None = None
     gain: Gain | None = None
     state: str = ""
@@ -139,7 +143,7 @@ class Checked:
             "engine": "shadow",
             "shifts": [shift.as_json() for shift in self.drift.shifts],
             "not_compared": list(self.drift.not_compared),
-            "present": _limits(self.present),
+            "current": _limits(self.current),
             "best": _limits(self.best),
             "state": self.state or None,
             "gain": None if self.gain is None else self.gain.as_json(),
@@ -157,51 +161,83 @@ class Checked:
         yield f"{self.verdict}{by}: {self.why}"
 
 
-def without_replay(drift: Drift, present: EngineLimits | None) -> Checked | None:
+def without_replay(drift: Drift, current: EngineLimits | None) -> Checked | None:
     """Return the verdict that needs no shadow, None where it takes a replay."""
     if drift.too_little:
-        return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, drift.too_little, drift, current)
     if not drift.relevant:
         why = "no difference is beyond chance and large enough to matter"
-        return Checked(DriftVerdict.UNCHANGED, why, drift, present)
+        return Checked(DriftVerdict.UNCHANGED, why, drift, current)
     return None
+
+
+def check_traffic(
+    trace: Trace,
+    sketches: tuple[TrafficSketch, TrafficSketch],
+    baseline: Baseline,
+    current: EngineLimits | None,
+    config: Config,
+    options: RetuneOptions,
+    note: Callable[[str], None] = lambda _: None,
+) -> Checked:
+    """Return whether traffic has shifted from before, and whether a re-tune would pay.
+
+    `sketches` are of what was tuned for and of the trace. `current` is None where `config` says
+    it. The baseline's profile predicts only if something shifted that can be felt. `note`
+    receives what there is to say meanwhile.
+
+    Raises: ShadowError if the profile does not fit here; TooFewSamplesError; UsageError.
+    """
+    partial = known_in_part(trace.notes.remarks)
+    drift = Drift((), (), partial) if partial else drift_between(*sketches, options.seed)
+    found = without_replay(drift, current)
+    if found is not None:
+        return found
+    ready = retune_on(trace, baseline, current, config, options, note)
+    space = ready.retune.space
+    others = len(space.grid())
+    note(f"traffic has shifted: predicting it at {space.current} and {others} others")
+    checked = check(drift, ready.trace, ready.retune, ready.aim)
+    if remark := ready.retune.predictor.info(space.ceiling).remark:
+        note(remark)
+    return checked
 
 
 def check(drift: Drift, trace: Trace, retune: Retune, aim: Aim) -> Checked:
     """Return whether traffic that drifted is better served by another configuration.
 
-    `trace` is what of the present traffic is replayed.
+    `trace` is what of the current traffic is replayed.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    present = retune.space.present
-    early = without_replay(drift, present)
+    current = retune.space.current
+    early = without_replay(drift, current)
     if early is not None:
         return early
     shifted = ", ".join(shift.name for shift in drift.relevant[:3]) + " shifted"
     predicted = retune.rank(trace, aim)
-    now = predicted.outcomes[present]
+    now = predicted.outcomes[current]
     windows = predicted.workload.windows
     if isinstance(now, Measurement) and (reason := unlike_server(trace, windows, now)):
-        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, present)
+        return Checked(DriftVerdict.TOO_LITTLE, f"{shifted}, but {reason}", drift, current)
     try:
         decision = retune.decide(predicted)
     except NoFeasibleConfigError as error:
         why = f"{shifted}, and {error.message}"
-        return Checked(DriftVerdict.STILL_BEST, why, drift, present)
+        return Checked(DriftVerdict.STILL_BEST, why, drift, current)
     best = next(o for o in predicted.observations if o.limits == decision.best)
     state = _state(best)
     rest = f"; {state}" if state else ""
-    if best.limits == present:
-        why = f"{shifted}, and {present} is best for it too{rest}"
-        return Checked(DriftVerdict.STILL_BEST, why, drift, present, present, None, state)
+    if best.limits == current:
+        why = f"{shifted}, and {current} is best for it too{rest}"
+        return Checked(DriftVerdict.STILL_BEST, why, drift, current, current, None, state)
     gain = Gain.of(decision)
-    where = f"at {best.limits} instead of {present}"
+    where = f"at {best.limits} instead of {current}"
     text = decision.why if gain is None else f"{gain.text}, {decision.why}"
     pays = decision.verdict is RaceVerdict.CHANGE
     verdict = DriftVerdict.PAYS if pays else DriftVerdict.STILL_BEST
     why = f"{shifted}{':' if pays else ', but'} {where} {text}{rest}"
-    return Checked(verdict, why, drift, present, best.limits, gain, state)
+    return Checked(verdict, why, drift, current, best.limits, gain, state)
 
 
 def unlike_server(trace: Trace, parts: Sequence[Window], predicted: Measurement) -> str:

@@ -221,10 +221,10 @@ def _reuse_feature(baseline: TrafficSketch, now: TrafficSketch) -> DriftFeature 
     if baseline.held is None or now.held is None:
         if baseline.held is None and now.held is None:
             return ""
-        which = "baseline" if baseline.held is None else "present"
+        which = "baseline" if baseline.held is None else "current"
         return f"prefix_reuse: the {which} traffic has no hash ids"
     if bool(baseline.sampled_from) != bool(now.sampled_from):
-        which = "baseline" if baseline.sampled_from else "present"
+        which = "baseline" if baseline.sampled_from else "current"
         return f"prefix_reuse: the {which} traffic has only what a server's cache hit"
     shortest_s = min(baseline.duration_s, now.duration_s)
     fitting = [s for s in baseline.held if s * LOOKBACKS_IN_TRACE <= shortest_s]
@@ -338,7 +338,7 @@ class Side(StrEnum):
     """Which of the two pieces of traffic."""
 
     BASELINE = "baseline"
-    NOW = "present"
+    NOW = "current"
 
 
 def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) -> Drift:
@@ -349,7 +349,7 @@ def drift_between(baseline: TrafficSketch, now: TrafficSketch, seed: int = 0) ->
     if baseline.is_closed != now.is_closed:
         names = {True: "requests in flight", False: "arrivals"}
         raise UsageError(
-            f"the baseline records {names[baseline.is_closed]}, the present traffic "
+            f"the baseline records {names[baseline.is_closed]}, the current traffic "
             f"{names[now.is_closed]}: the two do not compare",
             "check traffic of the kind that the run was tuned for",
         )

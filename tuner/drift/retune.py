@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
-from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.draws import decide
-from tuner.run.inputs import Config, engine_of_profile, fit_lengths, plan_for
+from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
 from tuner.run.predict import Predictions, predict
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
@@ -21,7 +20,7 @@ from tuner.search.race import RaceDecision
 from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.traffic.traces import LoadModel, TooLong, Trace
+from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice, whole
 
 ReplayOutcome = Measurement | Failure
@@ -69,7 +68,7 @@ class Retune:
 
 
 @dataclass(frozen=True, slots=True)
-class RetuneOptions:
+class RetuneOptions(ReplaySettings):
     """What a re-tune by prediction aims at; what is None is the baseline's.
 
     Units: seconds; `ladder` caps of max_num_seqs.
@@ -79,29 +78,15 @@ class RetuneOptions:
     slos: tuple[Slo, ...] = ()
     ladder: tuple[int, ...] = DEFAULT_LADDER
     window: WindowChoice | None = None
-    load_model: LoadModel | None = None
-    concurrency: int | None = None
-    clock: ClockKind = ClockKind.VIRTUAL
-    request_timeout_s: float | None = None
-    sessions: Sessions = Sessions.CAUSAL
-    too_long: TooLong = TooLong.REFUSE
     seed: int = 0
     is_forced: bool = False
 
     def aim(self, baseline: Baseline, trace: Trace) -> Aim:
         """Return what is aimed at on this trace. Raises: UsageError, TraceError."""
-        plan = plan_for(
-            trace,
-            load_model=self.load_model,
-            concurrency=self.concurrency,
-            clock=self.clock,
-            timeout_s=self.request_timeout_s,
-            sessions=self.sessions,
-        )
         return Aim(
             self.objective or baseline.objective,
             self.slos or baseline.slos,
-            plan,
+            self.plan(trace),
             None if self.window is None else self.window.resolve(trace),
         )
 
@@ -118,14 +103,14 @@ class Ready:
 def retune_on(
     read: Trace,
     baseline: Baseline,
-    present: EngineLimits | None,
+    current: EngineLimits | None,
     config: Config,
     options: RetuneOptions,
     note: Callable[[str], None] = lambda _: None,
 ) -> Ready:
     """Return what the baseline's profile can predict of this traffic.
 
-    `present` is None where the configuration that is named says it. `note` receives what there
+    `current` is None where the configuration that is named says it. `note` receives what there
     is to say of requests that are too long.
 
     Raises: ShadowError if the profile does not fit here; TunerError.
@@ -136,6 +121,6 @@ def retune_on(
     trace, message = fit_lengths(read, facts.max_model_len, options.too_long)
     if message:
         note(message)
-    space = search_space(facts, trace, options.ladder, present or facts.present_limits)
+    space = search_space(facts, trace, options.ladder, current or facts.current_limits)
     aim = options.aim(baseline, trace)
     return Ready(Retune(space, Predictor(profile, space.ceiling, options.seed)), aim, trace)

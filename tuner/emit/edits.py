@@ -51,8 +51,8 @@ def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> di
         return fit[0]
     wanted = " or ".join(kinds) + (f" named {name}" if name else "")
     if not fit:
-        present = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
-        raise no_place(f"kind: {wanted}", present or "no object of Kubernetes")
+        found = ", ".join(f"{d.get('kind')} {_name_of(d)}" for d in maps if "kind" in d)
+        raise no_place(f"kind: {wanted}", found or "no object of Kubernetes")
     names = ", ".join(map(_name_of, fit))
     raise no_place(f"one {wanted}", f"{len(fit)}: {names}", "choose one with --name")
 

@@ -244,7 +244,7 @@ def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, s
         "vllm-version": engine and engine.vllm_version,
         "device": engine and engine.device,
         "limits": spelled(advice.limits),
-        "against": spelled(result.present),
+        "against": spelled(result.current),
         "gain": _gain(result, advice),
         "tuner-version": made.tuner_version,
     }
@@ -265,7 +265,7 @@ def _gain(result: RunResult, advice: Advice) -> str:
     if not advice.is_change:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:
-        return "not compared with the present values"
+        return "not compared with the current values"
     return _gain_of(result.evidence[0].text)
 
 

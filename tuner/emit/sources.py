@@ -30,9 +30,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
-from tuner.run.directory import PROFILE_FILE, RESULT_FILE
 from tuner.run.result import NOTHING_FEASIBLE, RELAX, RunResult, comments, read_result
-from tuner.shadow.profiles import read_profile
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
 
@@ -52,7 +50,7 @@ def read_source(path: Path) -> Recommendation:
 def read_run(folder: Path) -> Recommendation:
     """Return what a run recommends. Raises: UsageError, naming what is missing."""
     result = read_result(folder)
-    return recommendation_of(result, _serve_values(folder, result), folder)
+    return recommendation_of(result, result.serve_values, folder)
 
 
 def recommendation_of(
@@ -65,9 +63,9 @@ def recommendation_of(
     if result.recommendation is None:
         raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
     limits = result.recommendation.limits
-    kept, lost = without_lost(values)
+    remaining, lost = without_lost(values)
     return Recommendation(
-        values=kept,
+        values=remaining,
         limits=limits,
         comments=tuple(comments(result, "", str(folder))[1:]),
         facts=facts_of_run(result, result.recommendation, folder),
@@ -117,23 +115,6 @@ def read_emitted(path: Path) -> Recommendation:
 def _limits_in(values: Mapping[str, object]) -> EngineLimits:
     """Return both limits of a configuration that names them. Raises: UsageError."""
     return EngineLimits(*(number or 1 for number in limits_of(values)))
-
-
-def _serve_values(folder: Path, result: RunResult) -> dict[str, object]:
-    """Return the engine's configuration, which older runs kept in their profile alone.
-
-    Raises: UsageError if neither holds it.
-    """
-    if result.serve_values is not None:
-        return result.serve_values
-    profile = folder / PROFILE_FILE
-    if not profile.is_file():
-        raise UsageError(
-            f"{folder} does not hold the engine's configuration: neither {RESULT_FILE} nor "
-            f"{PROFILE_FILE} has it",
-            "emit from the YAML file that the run wrote",
-        )
-    return dict(read_profile(profile).serve_values)
 
 
 def _started_at(result: RunResult, winner: EngineLimits) -> EngineLimits | None:

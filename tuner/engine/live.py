@@ -113,7 +113,7 @@ class LiveSource:
         """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
         config = serve.resolve_config(serve.parse_serve_values(values))
         return EngineFacts(
-            present_limits=serve.config_limits(config),
+            current_limits=serve.config_limits(config),
             max_model_len=serve.config_max_model_len(config),
             chunks_prefill=serve.config_chunks_prefill(config),
             vllm_version=serve.vllm_version(),

@@ -118,11 +118,11 @@ class Step:
 class EngineFacts:
     """What a configuration comes to before any engine is started with it.
 
-    `present_limits` are those of the user's configuration, vLLM's own default where it says
+    `current_limits` are those of the user's configuration, vLLM's own default where it says
     nothing.
     """
 
-    present_limits: EngineLimits
+    current_limits: EngineLimits
     max_model_len: int
     chunks_prefill: bool
     vllm_version: str

@@ -319,7 +319,7 @@ def replay(
     plan: ReplayPlan,
     on_progress: Callable[[Progress], bool] | None = None,
 ) -> ReplayLog:
-    """Replay the trace on the engine at its present limits and return every instant.
+    """Replay the trace on the engine at its current limits and return every instant.
 
     The engine starts with an empty prefix cache and is idle again afterwards. on_progress is
     called a few times a second; when it returns False the replay stops and what was in flight

@@ -7,10 +7,8 @@ preempted, from bin to bin.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +25,7 @@ MAX_POINTS = 500
 _DIGITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineRecord:
+class TimelineRecord(msgspec.Struct, frozen=True):
     """One replay in bins of equal width.
 
     `running`, `waiting` and `kv_usage_ratio` are means over a bin, weighted by time, idle time
@@ -41,26 +38,44 @@ class TimelineRecord:
 
     start_s: float
     bin_s: float
-    arrivals: Floats
-    running: Floats
-    waiting: Floats
-    kv_usage_ratio: Floats
-    kv_peak_ratio: Floats
-    preemptions: Floats
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the record as plain values."""
-        content: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_series = isinstance(value, np.ndarray)
-            content[field.name] = [_short(v) for v in value] if is_series else value
-        return content
+    arrivals: list[float]
+    running: list[float]
+    waiting: list[float]
+    kv_usage_ratio: list[float]
+    kv_peak_ratio: list[float]
+    preemptions: list[float]
 
 
-def _short(value: float) -> float:
-    """Return a number without the digits that no plot shows."""
-    return float(f"{value:.{_DIGITS}g}")
+class ReplayTimelines(msgspec.Struct, frozen=True):
+    """A replay's timelines, one for each window, by a live engine or the shadow."""
+
+    engine: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    windows: list[TimelineRecord]
+
+    @property
+    def limits(self) -> EngineLimits:
+        """At which limits it was replayed."""
+        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class SavedTimelines(msgspec.Struct, frozen=True):
+    """What the file of a run's timelines holds."""
+
+    schema: int = SCHEMA
+    replays: tuple[ReplayTimelines, ...] = ()
+
+    def with_replay(self, added: ReplayTimelines) -> SavedTimelines:
+        """Return these with a replay in place of the same engine's at the same limits."""
+        key = (added.engine, added.limits)
+        others = [r for r in self.replays if (r.engine, r.limits) != key]
+        return SavedTimelines(replays=(*others, added))
+
+
+def _short(values: Floats) -> list[float]:
+    """Return numbers without the digits that no plot shows."""
+    return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
 def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRecord:
@@ -91,12 +106,12 @@ def timeline_record(log: ReplayLog, most_points: int = MAX_POINTS) -> TimelineRe
     return TimelineRecord(
         start_s=start_s,
         bin_s=bin_s,
-        arrivals=np.bincount(arrivals, minlength=bins).astype(np.float64),
-        running=_means(steps, steps.running, edges_s),
-        waiting=_means(steps, steps.waiting, edges_s),
-        kv_usage_ratio=usage,
-        kv_peak_ratio=np.maximum(peaks, usage),
-        preemptions=preemptions,
+        arrivals=_short(np.bincount(arrivals, minlength=bins).astype(np.float64)),
+        running=_short(_means(steps, steps.running, edges_s)),
+        waiting=_short(_means(steps, steps.waiting, edges_s)),
+        kv_usage_ratio=_short(usage),
+        kv_peak_ratio=_short(np.maximum(peaks, usage)),
+        preemptions=_short(preemptions),
     )
 
 
@@ -132,30 +147,3 @@ def _means(steps: StepColumns, values: Floats, edges_s: Floats) -> Floats:
     areas = np.column_stack([reached[:-1], reached[1:]]).ravel()
     means: Floats = np.diff(np.interp(edges_s, instants_s, areas)) / np.diff(edges_s)
     return means
-
-
-def with_replay(
-    content: Mapping[str, Any] | None,
-    limits: EngineLimits,
-    engine: str,
-    windows: Sequence[TimelineRecord],
-) -> dict[str, Any]:
-    """Return what the timelines' file is to hold once a replay is added to it.
-
-    `content` is what it held, None where there is no file. A replay of limits that are there
-    already, by the same kind of engine, takes their place.
-    """
-    key = (engine, limits.max_num_seqs, limits.max_num_batched_tokens)
-    replays = [] if content is None else list(content["replays"])
-    others = [r for r in replays if _key(r) != key]
-    added = {
-        "engine": engine,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "windows": [window.as_json() for window in windows],
-    }
-    return {"schema": SCHEMA, "replays": [*others, added]}
-
-
-def _key(replay: Mapping[str, Any]) -> tuple[str, int, int]:
-    return replay["engine"], replay["max_num_seqs"], replay["max_num_batched_tokens"]

@@ -91,7 +91,7 @@ def _headline(explored: Explored) -> str:
     where = "" if load == 1 else f" at {times(load)}"
     if at.change_pays:
         return f"Predicted best{where}: {limits_words(at.decision.best)}"
-    return f"Predicted{where}: keep {limits_words(explored.surface.present)}"
+    return f"Predicted{where}: keep {limits_words(explored.surface.current)}"
 
 
 def _at(load: float) -> str:
@@ -116,14 +116,14 @@ def _says(explored: Explored, i: int) -> str:
     """Return what the best and the current configuration reach at a load."""
     surface = explored.surface
     at, metric = surface.loads[i], explored.metrics[0]
-    best, present = at.best, at.reached(surface.present)
+    best, current = at.best, at.reached(surface.current)
     offered = (best.figures or {}).get("offered_per_s")
     rate = "" if offered is None else f" ({plain(offered)} requests/s)"
     told = f"{_at(explored.loads[i])}{rate} the best is {_told(best, metric)}"
-    if best.limits == present.limits:
+    if best.limits == current.limits:
         return f"{told}, which is the current configuration: {at.decision.why}"
     advice = "change" if at.change_pays else "keep it"
-    told = f"{told}; the current configuration is {_told(present, metric)}: {advice}"
+    told = f"{told}; the current configuration is {_told(current, metric)}: {advice}"
     return f"{told}, {at.decision.why}"
 
 
@@ -208,7 +208,7 @@ def _level(explored: Explored, i: int) -> dict[str, Any]:
     return {
         "says": sentence(_says(explored, i)),
         "best": str(at.decision.best),
-        "present": str(surface.present),
+        "current": str(surface.current),
         "cells": _rows(surface, cell),
     }
 
@@ -226,7 +226,7 @@ def _mark(reached: Reached, at: AtLoad, surface: Surface) -> str:
     """Return the names of how a cell looks."""
     marks = {
         BEST: reached.limits == at.decision.best,
-        CURRENT: reached.limits == surface.present,
+        CURRENT: reached.limits == surface.current,
         _UNSUSTAINED: not reached.is_sustained,
         _BREAKS: bool(reached.broken),
     }
@@ -234,7 +234,7 @@ def _mark(reached: Reached, at: AtLoad, surface: Surface) -> str:
 
 
 def _current(limits: EngineLimits, surface: Surface) -> str:
-    return CURRENT if limits == surface.present else ""
+    return CURRENT if limits == surface.current else ""
 
 
 def _figures(reached: Reached, metrics: Sequence[str]) -> list[Cell]:
@@ -285,10 +285,10 @@ def _figures_table(explored: Explored) -> Table:
     surface = explored.surface
     at = surface.loads[explored.start]
     best = _figures(at.best, explored.metrics)
-    present = _figures(at.reached(surface.present), explored.metrics)
+    current = _figures(at.reached(surface.current), explored.metrics)
     rows = tuple(
         (Cell(name), ours, ours, theirs)
-        for name, ours, theirs in zip(_figure_names(explored), best, present, strict=True)
+        for name, ours, theirs in zip(_figure_names(explored), best, current, strict=True)
     )
     heads = ("predicted", str(at.decision.best), BEST, CURRENT)
     caption = "Point at a setting, or walk with the arrow keys"

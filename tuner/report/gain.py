@@ -1,4 +1,4 @@
-"""What the answer gains over the present configuration, metric by metric."""
+"""What the answer gains over the current configuration, metric by metric."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _COLOURS = {"better": BETTER, "worse": WORSE}
 
 
 def gain(run: RunFiles) -> Section:
-    """Return the comparison with the present configuration."""
-    title = "Gain over the present configuration"
+    """Return the comparison with the current configuration."""
+    title = "Gain over the current configuration"
     rows = run.result.evidence
-    if run.shown == run.present or not rows:
+    if run.shown == run.current or not rows:
         return Section("gain", title, (_nothing(run),))
     sentences = [
-        f"{limits_words(run.shown)} beside the present {limits_words(run.present)}. "
+        f"{limits_words(run.shown)} beside the current {limits_words(run.current)}. "
         f"{_how(rows)}",
         *_cold(run),
     ]
     meanings = [_meaning(row, shadow_error(run.result) or 0.0) for row in rows]
-    table = _table(rows, meanings, f"Present and {run.shown_as} values")
+    table = _table(rows, meanings, f"Current and {run.shown_as} values")
     return Section(
         "gain", title, tuple(sentences), plots=(_plot(rows, meanings),), tables=(table,)
     )
 
 
 def _nothing(run: RunFiles) -> str:
-    if run.shown == run.present:
-        return "Nothing that was tried is better than the present configuration."
+    if run.shown == run.current:
+        return "Nothing that was tried is better than the current configuration."
     return "The two were not replayed on the same requests, so there is no gain to show."
 
 
@@ -108,7 +108,7 @@ def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) 
             Cell(meaning),
         )
         made.append(shown)
-    heads = ("metric", "present", "then", "change", "interval", "rounds", "meaning")
+    heads = ("metric", "current", "then", "change", "interval", "rounds", "meaning")
     return Table("gain-table", caption, heads, tuple(made))
 
 
@@ -139,7 +139,7 @@ def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:
     return Plot(
         "gain-plot",
         "Change of each metric in percent, with its interval",
-        sentence(f"against the present configuration: {_text(rows, meanings)}"),
+        sentence(f"against the current configuration: {_text(rows, meanings)}"),
         [trace],
         layout(
             xaxis=axis("change, %", ticksuffix="%"),
@@ -181,15 +181,15 @@ def _cold(run: RunFiles) -> list[str]:
         (
             t.metric
             for t in run.result.trials
-            if t.phase is Phase.COLD and t.limits == run.present
+            if t.phase is Phase.COLD and t.limits == run.current
         ),
         metric,
     )
-    ours, theirs = _scored(metric, cold.winner), _scored(judged_by, cold.present)
+    ours, theirs = _scored(metric, cold.winner), _scored(judged_by, cold.current)
     other = "" if judged_by == metric else f"{metric_name(judged_by)} "
     return [
         f"On engines started cold with these values, as they would be deployed, "
-        f"{metric_name(metric)} was {ours}, with the present ones {other}{theirs}."
+        f"{metric_name(metric)} was {ours}, with the current ones {other}{theirs}."
     ]
 
 

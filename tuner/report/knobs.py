@@ -108,6 +108,6 @@ def _cell(
 
 def _marks(run: RunFiles, limits: EngineLimits) -> str:
     """Return what the pair is, beside its value."""
-    if limits == run.present:
-        return " (present)"
+    if limits == run.current:
+        return " (current)"
     return f" ({run.shown_as})" if limits == run.shown else ""

@@ -50,10 +50,10 @@ def load_curve(surface: Surface, loads: Sequence[float]) -> Section:
 
 def _lines(surface: Surface) -> tuple[_Line, _Line]:
     best = tuple(at.best for at in surface.loads)
-    present = tuple(at.reached(surface.present) for at in surface.loads)
+    current = tuple(at.reached(surface.current) for at in surface.loads)
     return (
         _Line("best of each load", "best", CHOSEN, "solid", best),
-        _Line(f"current {surface.present}", "current", INK, "dash", present),
+        _Line(f"current {surface.current}", "current", INK, "dash", current),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
+from tuner.replay.series import ReplayTimelines, TimelineRecord
 from tuner.report.parts import (
     BETTER,
     INK,
@@ -21,7 +22,7 @@ from tuner.report.parts import (
     layout,
     stacked,
 )
-from tuner.report.run_files import RunFiles, SavedReplay, SavedTimeline
+from tuner.report.run_files import RunFiles
 from tuner.report.words import counted, limits_words, percent, plain
 
 TITLE = "The replay over time"
@@ -33,9 +34,9 @@ _GAP = 1.05
 
 
 def over_time(run: RunFiles) -> Section:
-    """Return the timelines of the present configuration and of the one that is recommended."""
-    wanted = [("present", run.present)]
-    if run.shown != run.present:
+    """Return the timelines of the current configuration and of the one that is recommended."""
+    wanted = [("current", run.current)]
+    if run.shown != run.current:
         wanted.insert(0, (run.shown_as, run.shown))
     replays = [(name, replay) for name, limits in wanted if (replay := _replay(run, limits))]
     if not replays:
@@ -46,8 +47,8 @@ def over_time(run: RunFiles) -> Section:
         "Running and waiting requests are means over each bin; KV use is the largest in it. "
         "Both pictures have the same scales."
     ]
-    if run.shown == run.present:
-        sentences.append("The present configuration is the best there was, so it stands alone.")
+    if run.shown == run.current:
+        sentences.append("The current configuration is the best there was, so it stands alone.")
     missing = [name for name, limits in wanted if _replay(run, limits) is None]
     sentences.extend(f"No timeline of the {name} configuration was kept." for name in missing)
     if any(replay.engine == "shadow" for _, replay in replays):
@@ -59,13 +60,13 @@ def over_time(run: RunFiles) -> Section:
     return Section("over-time", TITLE, tuple(sentences), plots=plots)
 
 
-def _replay(run: RunFiles, limits: EngineLimits) -> SavedReplay | None:
+def _replay(run: RunFiles, limits: EngineLimits) -> ReplayTimelines | None:
     """Return the configuration's replay, a live one where there is one."""
     mine = [r for r in run.timelines if r.limits == limits and _is_drawable(r)]
     return min(mine, key=lambda r: r.engine != "live", default=None)
 
 
-def _is_drawable(replay: SavedReplay) -> bool:
+def _is_drawable(replay: ReplayTimelines) -> bool:
     """Whether every series of every window has the same bins, and there are some."""
     return bool(replay.windows) and all(
         len(w.arrivals) > 0
@@ -88,7 +89,7 @@ class _Series:
     widths_s: tuple[float, ...]
 
 
-def _series(windows: Sequence[SavedTimeline]) -> list[_Series]:
+def _series(windows: Sequence[TimelineRecord]) -> list[_Series]:
     """Return what is drawn; what is counted stands in coarser bins than levels."""
     times = [math.ceil(len(w.arrivals) / _COUNT_BINS) for w in windows]
     fine = tuple(w.bin_s for w in windows)
@@ -112,7 +113,7 @@ def _sums(counts: Sequence[float], times: int) -> tuple[float, ...]:
     return tuple(sum(counts[i : i + times]) for i in range(0, len(counts), times))
 
 
-def _tops(replays: Sequence[SavedReplay]) -> tuple[float, ...]:
+def _tops(replays: Sequence[ReplayTimelines]) -> tuple[float, ...]:
     """Return how high each panel must reach, so that all replays share their scales."""
     drawn = [line for replay in replays for line in _series(replay.windows)]
     return tuple(
@@ -124,7 +125,7 @@ def _tops(replays: Sequence[SavedReplay]) -> tuple[float, ...]:
     )
 
 
-def _plot(name: str, replay: SavedReplay, tops: Sequence[float]) -> Plot:
+def _plot(name: str, replay: ReplayTimelines, tops: Sequence[float]) -> Plot:
     spans_s = [w.bin_s * len(w.arrivals) for w in replay.windows]
     traces = [_line(line, spans_s) for line in _series(replay.windows)]
     domains = stacked(len(_PANELS))
@@ -179,7 +180,7 @@ def _line(line: _Series, spans_s: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _text(replay: SavedReplay) -> str:
+def _text(replay: ReplayTimelines) -> str:
     windows = replay.windows
     arrivals = round(sum(sum(w.arrivals) for w in windows))
     total_s = sum(w.bin_s * len(w.arrivals) for w in windows)

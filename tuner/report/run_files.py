@@ -16,53 +16,21 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.replay.series import ReplayTimelines, SavedTimelines
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
-from tuner.run.result import RunResult, read_result
+from tuner.run.result import LimitsRecord, RunResult, read_result
 from tuner.search.trials import Trial, predictions
 
 T = TypeVar("T")
 
 
-class SavedTimeline(msgspec.Struct, frozen=True):
-    """One window of a replay in bins, as `timeline_record` describes it."""
-
-    start_s: float
-    bin_s: float
-    arrivals: list[float]
-    running: list[float]
-    waiting: list[float]
-    kv_usage_ratio: list[float]
-    kv_peak_ratio: list[float]
-    preemptions: list[float]
-
-
-class _Limits(msgspec.Struct, frozen=True):
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Both as the engine knows them."""
-        return EngineLimits(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-class SavedReplay(_Limits, frozen=True):
-    """A replay's timelines, one for each window."""
-
-    engine: str
-    windows: list[SavedTimeline]
-
-
-class SavedStrategy(_Limits, frozen=True):
-    """One strategy of the field, as `strategies.Row` keeps it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStrategy(LimitsRecord):
+    """One strategy of the field, as `strategies.StrategyRow` keeps it."""
 
     strategy: str
     measurement: dict[str, Any] | None
     failure: str | None = None
-
-
-class _Timelines(msgspec.Struct, frozen=True):
-    replays: list[SavedReplay]
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -76,14 +44,14 @@ class RunFiles:
 
     name: str
     result: RunResult
-    timelines: tuple[SavedReplay, ...]
+    timelines: tuple[ReplayTimelines, ...]
     predicted_same_requests: bool
     strategies: Mapping[str, Sequence[SavedStrategy]] = field(default_factory=dict)
 
     @property
-    def present(self) -> EngineLimits:
+    def current(self) -> EngineLimits:
         """The configuration that the run began with."""
-        return self.result.present
+        return self.result.current
 
     @property
     def shown(self) -> EngineLimits:
@@ -112,7 +80,7 @@ def read_run(path: Path) -> RunFiles:
     return RunFiles(
         name=path.resolve().name,
         result=result,
-        timelines=tuple(_read(saved, _Timelines).replays) if saved.is_file() else (),
+        timelines=_read(saved, SavedTimelines).replays if saved.is_file() else (),
         predicted_same_requests=bool(run.windows) and run.windows == run.predicted_windows,
         strategies=_read(compared, dict[str, list[SavedStrategy]])
         if compared.is_file()

@@ -38,7 +38,7 @@ def headline(run: RunFiles) -> str:
     if advice is None:
         return "No configuration meets the SLOs"
     if not advice.is_change:
-        return f"Keep what you have: {limits_words(run.present)}"
+        return f"Keep what you have: {limits_words(run.current)}"
     return f"Change to {limits_words(advice.limits)}"
 
 
@@ -68,11 +68,11 @@ def _gain(run: RunFiles) -> list[str]:
     if advice is None:
         return _broken(result)
     if advice.is_change:
-        against = f"against the present {limits_words(run.present)}"
+        against = f"against the current {limits_words(run.current)}"
         gain = gain_words(result, advice)
         first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
         return [first, *_odds(advice)]
-    if run.shown == run.present:
+    if run.shown == run.current:
         return [advice.why]
     best = f"the best that was found is {limits_words(run.shown)}"
     gain = gain_words(result, advice)
@@ -180,7 +180,7 @@ def provenance(run: RunFiles) -> Section:
         **_engine(made.engine),
         "trace": made.trace.source,
         "trace SHA-256": made.trace.sha256,
-        "arguments": _arguments(made),
+        "options": _options(made),
         "tuner": f"{made.tuner_version}, Python {made.python}",
         "engine starts": str(made.engine_starts),
         "time": _time(made),
@@ -205,8 +205,12 @@ def _engine(engine: EngineRecord | None) -> dict[str, str]:
     }
 
 
-def _arguments(made: Provenance) -> str:
-    return " ".join(str(part) for part in made.options.get("arguments", ()))
+def _options(made: Provenance) -> str:
+    """Return the options that the run was given, without those that hold several values."""
+    files = made.options.get("trace") or ()
+    given = {**made.options, "trace": " ".join(files)}.items()
+    shown = [f"{name} {value}" for name, value in given if isinstance(value, (str, int, float))]
+    return ", ".join(shown)
 
 
 def _time(made: Provenance) -> str:
@@ -217,9 +221,8 @@ def _time(made: Provenance) -> str:
 def _profile(profile: ProfileRecord | None) -> dict[str, str]:
     if profile is None:
         return {}
-    wrong = profile.error_ratio
-    known = "" if wrong is None else f", wrong by {percent(wrong)}"
-    made = f"made {profile.made_at or NOTHING} on {profile.device or NOTHING}{known}"
+    wrong = percent(profile.error_ratio)
+    made = f"made {profile.made_at} on {profile.device}, wrong by {wrong}"
     return {"profile": made, "calibrated on": ", ".join(profile.calibrated_on)}
 
 
@@ -235,9 +238,6 @@ def trace_facts(run: RunFiles) -> Section:
         f"{made.window}, {made.replayed_requests:,} requests.",
     )
     description = run.result.trace_description
-    if description is None:
-        more = "This run kept no more of the trace's description."
-        return Section("trace", TITLE, (*sentences, more))
     tables = (_facts(description), _lengths(description))
     warnings = [
         w.get("text", "") for w in description.get("warnings", ()) if isinstance(w, dict)

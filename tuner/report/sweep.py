@@ -47,9 +47,9 @@ def sweep(run: RunFiles) -> Section:
     if not points or not rungs:
         return Section("sweep", title, ("No max_num_seqs was replayed.",))
     stop = stop_of(rungs)
-    budget = run.present.max_num_batched_tokens
+    budget = run.current.max_num_batched_tokens
     sentences = (
-        f"At the present max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
+        f"At the current max_num_batched_tokens, {budget:,} (or the same batches with fewer). "
         "gpu_cache_usage_perc is the name that vLLM gave to kv_cache_usage_perc before its V1 "
         "engine; it is a share from 0 to 1, the largest of the replay is shown.",
         f"The climb ends at {stop.cap}: {stop.why}.",
@@ -58,12 +58,12 @@ def sweep(run: RunFiles) -> Section:
 
 
 def rungs_of(run: RunFiles) -> list[Observation]:
-    """Return one observation for each cap along the present token budget, by cap.
+    """Return one observation for each cap along the current token budget, by cap.
 
-    Where the present budget itself was not replayed at a cap, a smaller one that never bound
+    Where the current budget itself was not replayed at a cap, a smaller one that never bound
     stands for it: it made the same batches.
     """
-    budget = run.present.max_num_batched_tokens
+    budget = run.current.max_num_batched_tokens
     observations = [trial.observation for trial in ranked(run.result.trials)]
     rungs: dict[int, Observation] = {}
     for o in sorted(observations, key=lambda o: o.limits):
@@ -93,7 +93,7 @@ def stop_of(rungs: Sequence[Observation]) -> Stop:
 def climb_of(rungs: Sequence[Observation]) -> list[Observation]:
     """Return the rungs that were climbed one after the other.
 
-    Looking between two rungs comes later, and the present cap is a rung only where the climb
+    Looking between two rungs comes later, and the current cap is a rung only where the climb
     came to it. A shadow tries every cap, so there all of them are rungs.
     """
     tops = [o.limits for o in rungs if o.phase in (Phase.LADDER, Phase.EXTEND)]
@@ -122,17 +122,17 @@ def _why(climbed: Sequence[Observation]) -> str:
 
 
 def rung_points(run: RunFiles) -> list[Point]:
-    """Return a point for every cap of the ladder along the present token budget, by cap.
+    """Return a point for every cap of the ladder along the current token budget, by cap.
 
     What was replayed to its end there, or what made the same batches; what was predicted where
     that was not measured; else as far as its replay came.
     """
-    result, budget = run.result, run.present.max_num_batched_tokens
+    result, budget = run.result, run.current.max_num_batched_tokens
     caps = {o.limits.max_num_seqs for o in rungs_of(run)} | set(result.ladder)
     kinds = [ranked_points(result), shadow_points(result)]
     trials = [list(ranked(result.trials)), predictions(result.trials)]
     along = []
-    for cap in sorted({run.present.max_num_seqs, *caps}):
+    for cap in sorted({run.current.max_num_seqs, *caps}):
         limits = EngineLimits(cap, max(budget, cap))
         made = (
             _twin(limits, points, observations)
@@ -243,8 +243,8 @@ def _caps_axis(caps: Sequence[int]) -> dict[str, Any]:
 
 def _named(run: RunFiles, stop: Stop) -> dict[int, list[str]]:
     """Return what the caps are that deserve a line."""
-    named = {run.present.max_num_seqs: ["present"]}
-    if run.shown != run.present:
+    named = {run.current.max_num_seqs: ["current"]}
+    if run.shown != run.current:
         named.setdefault(run.shown.max_num_seqs, []).append(run.shown_as)
     named.setdefault(stop.cap, []).append("climb ends")
     return named

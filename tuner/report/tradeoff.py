@@ -160,9 +160,9 @@ def _bounds(slos: Sequence[Slo], points: Sequence[Point]) -> list[dict[str, Any]
 
 
 def _ringed(run: RunFiles, points: Sequence[Point], latency: str) -> list[dict[str, Any]]:
-    """Mark the present configuration and the one whose gain is shown."""
-    wanted = [("present", run.present, "square-open", INK)]
-    if run.shown != run.present:
+    """Mark the current configuration and the one whose gain is shown."""
+    wanted = [("current", run.current, "square-open", INK)]
+    if run.shown != run.current:
         wanted.append((run.shown_as, run.shown, "circle-open", CHOSEN))
     made: list[dict[str, Any]] = []
     for name, limits, symbol, colour in wanted:

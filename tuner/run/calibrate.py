@@ -40,11 +40,11 @@ from tuner.traffic.windows import Window, busiest
 
 # The share of the budget that calibrating may take: ours; mostly it ends before.
 CALIBRATION_SHARE = 0.30
-# The present limits, the ceiling, and two more: `calibration_settings`.
+# The current limits, the ceiling, and two more: `calibration_settings`.
 SETTINGS = 4
 # The first round's replays are cut at this many times the time they are planned to take, which
-# the present configuration exceeds where it is overloaded, and the low cap always: ours.
-MAX_PRESENT, MAX_OTHERS, MAX_LOW = 4.0, 2.0, 1.0
+# the current configuration exceeds where it is overloaded, and the low cap always: ours.
+MAX_CURRENT, MAX_OTHERS, MAX_LOW = 4.0, 2.0, 1.0
 # The first round's part of the calibration's time: ours, so that the least rounds fit.
 FIRST_SHARE = 0.5
 # Later rounds show the machine's mood and little else that is new but at the ceiling, whose
@@ -79,9 +79,9 @@ class Calibrator:
     def of(
         cls,
         started: EngineStart,
-        present: EngineLimits,
+        current: EngineLimits,
         serve_values: Mapping[str, object],
-        kept: Profile | None = None,
+        stored: Profile | None = None,
     ) -> Self:
         """Return one for an engine that was started, with the starts that a profile knows.
 
@@ -93,10 +93,10 @@ class Calibrator:
             shape=started.shape,
             starts=(KvStart(started.info.ceiling, started.info.num_blocks),),
             steps=(),
-            present=present,
+            current=current,
             serve_values=serve_values,
         )
-        for start in kept.kv_starts if kept is not None else ():
+        for start in stored.kv_starts if stored is not None else ():
             if start.limits != started.info.ceiling:
                 calibration = calibration.and_start(start.limits, start.num_blocks)
         return cls(calibration)
@@ -193,7 +193,7 @@ class _Rounds:
         context = runner.context
         share_s = CALIBRATION_SHARE * context.budget.total_s
         length_s = replay_length_s(context.trace, pilot, share_s / SETTINGS)
-        all_times = MAX_PRESENT + MAX_LOW + (SETTINGS - 2) * MAX_OTHERS
+        all_times = MAX_CURRENT + MAX_LOW + (SETTINGS - 2) * MAX_OTHERS
         planned_s = min(length_s * pilot.wall_per_trace_s, FIRST_SHARE * share_s / all_times)
         window = busiest(context.trace, length_s)
         workload = Workload.of_calibration(context.trace, (window,), context.aim)
@@ -206,10 +206,10 @@ class _Rounds:
         The low cap, which has the longest queue, soon has shown what it can.
         """
         space = self.runner.context.space
-        settings = list(dict.fromkeys([space.present, space.ceiling]))
+        settings = list(dict.fromkeys([space.current, space.ceiling]))
         most_running = 0.0
         for limits in settings:
-            times = MAX_PRESENT if limits == space.present else MAX_OTHERS
+            times = MAX_CURRENT if limits == space.current else MAX_OTHERS
             most_running = max(most_running, self._replay(limits, times * self.planned_s))
         more = calibration_settings(space, most_running)
         for limits in more:
@@ -263,7 +263,7 @@ class _Rounds:
 
     def _replay(self, limits: EngineLimits, most_s: float) -> float:
         """Replay the traffic at a setting, observe its steps; return how many ran at once."""
-        record = self.runner.trial(
+        _, record = self.runner.measure(
             limits,
             Phase.CALIBRATE,
             self.workload,
@@ -294,7 +294,7 @@ def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
 
 
 def calibration_settings(space: SearchSpace, most_running: float) -> list[EngineLimits]:
-    """Return what to replay live after the present limits and the ceiling.
+    """Return what to replay live after the current limits and the ceiling.
 
     The ceiling shows the fullest batches and the largest prefills that the traffic makes, with
     `most_running` requests at once. Half as many with a small token budget show what lies
@@ -307,7 +307,7 @@ def calibration_settings(space: SearchSpace, most_running: float) -> list[Engine
     half = max(1, int(most_running) // 2)
     middle = max(low, 1 << (half.bit_length() - 1))
     wanted = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
-    known = (space.present, space.ceiling)
+    known = (space.current, space.ceiling)
     return list(dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s not in known))
 
 

@@ -25,7 +25,7 @@ COST_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True)
 class CapacityResult:
-    """The loads that winner and present configuration bear, as multiples of the recorded one.
+    """The loads that winner and current configuration bear, as multiples of the recorded one.
 
     None where the SLOs hold at no load. `is_shown` says whether what was replayed is long
     enough to show what becomes of a queue at the winner's load, `live` whether the SLOs held at
@@ -34,7 +34,7 @@ class CapacityResult:
     """
 
     winner: float | None
-    present: float | None
+    current: float | None
     live: bool | None
     is_shown: bool = True
     replay_s: float = 0.0
@@ -48,7 +48,7 @@ class CapacityResult:
         """
         if self.winner is None:
             return "the SLOs hold at no load, predicted"
-        before = "none" if self.present is None else f"{self.present:.2g} x"
+        before = "none" if self.current is None else f"{self.current:.2g} x"
         judged = {
             None: "predicted",
             True: "predicted and confirmed live",
@@ -66,7 +66,7 @@ class CapacityResult:
         """Return the loads for result.json."""
         return {
             "winner": self.winner,
-            "present": self.present,
+            "current": self.current,
             "confirmed_live": self.live,
             "is_shown": self.is_shown,
             "text": self.text,
@@ -74,20 +74,20 @@ class CapacityResult:
 
 
 def predict_capacity(
-    predictor: Predictor, workload: Workload, decision: RaceDecision, present: EngineLimits
+    predictor: Predictor, workload: Workload, decision: RaceDecision, current: EngineLimits
 ) -> CapacityResult:
     """Predict how much load the winner and the current configuration bear.
 
     Raises: ShadowError, UsageError.
     """
     found = {}
-    for limits in dict.fromkeys([decision.winner, present]):
+    for limits in dict.fromkeys([decision.winner, current]):
         outcome = predictor.measure_capacity(
             workload.pieces, limits, workload.plan, workload.slos
         )
         holds_at_all = isinstance(outcome, Measurement) and outcome.capacity
         found[limits] = outcome if holds_at_all else None
-    best, before = found[decision.winner], found[present]
+    best, before = found[decision.winner], found[current]
     recorded = workload.pieces[0].load
     return CapacityResult(
         best.capacity if isinstance(best, Measurement) else None,

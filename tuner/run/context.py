@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
+
+import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
@@ -15,11 +17,12 @@ from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import EngineRunner, Failure
-from tuner.replay.series import TimelineRecord, with_replay
+from tuner.replay.series import ReplayTimelines, SavedTimelines, TimelineRecord
 from tuner.replay.slo import Slo
 from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
 from tuner.run.journal import Journal
 from tuner.run.listener import Listener
+from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Scoring, make_scoring
 from tuner.search.space import SearchSpace
@@ -135,9 +138,9 @@ class Workload:
 class RunContext:
     """What the stages of a run are given, and where they put what they find.
 
-    `record` is what the run's file holds besides the windows, `is_shared` whether workers may
-    take rounds of it. `caveats` gathers what the stages
-    found to be doubtful. `attempt` names this process among those that a run was made by.
+    `record` is what the run was begun with, `is_shared` whether workers may take rounds of it.
+    `caveats` gathers what the stages found to be doubtful. `attempt` names this process
+    among those that a run was made by.
     """
 
     trace: Trace
@@ -148,7 +151,7 @@ class RunContext:
     journal: Journal
     run_dir: RunDir
     listener: Listener
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: RunRecord
     is_shared: bool = False
     caveats: set[Caveat] = field(default_factory=set)
     attempt: str = field(default_factory=lambda: uuid4().hex[:8])
@@ -158,13 +161,12 @@ class RunContext:
         """Seconds of the budget that are left."""
         return self.stopwatch.left_s
 
-    def keep_windows(self, **chosen: Sequence[Window]) -> None:
-        """Put on disk which windows were chosen for what, for whoever goes on with the run."""
-        content = {
-            name: [{"start_s": w.start_s, "end_s": w.end_s} for w in windows]
-            for name, windows in chosen.items()
-        }
-        self.run_dir.write_json(RUN_FILE, {**self.record, "windows": [], **content})
+    def keep_windows(
+        self, windows: Sequence[Window] = (), predicted: Sequence[Window] = ()
+    ) -> None:
+        """Put on disk which windows are replayed and predicted, for whoever goes on."""
+        chosen = {"windows": tuple(windows), "predicted_windows": tuple(predicted)}
+        self.run_dir.write_json(RUN_FILE, msgspec.structs.replace(self.record, **chosen))
 
     def keep_trials(self) -> None:
         """Put every trial that ended on disk, also those of workers elsewhere."""
@@ -174,8 +176,10 @@ class RunContext:
         self, limits: EngineLimits, engine: str, windows: Sequence[TimelineRecord]
     ) -> None:
         """Put on disk what a replay looked like over time, window by window."""
-        held = None
+        held = SavedTimelines()
         if (self.run_dir.path / TIMELINES_FILE).exists():
-            held = self.run_dir.read_json(TIMELINES_FILE)
-        content = with_replay(held, limits, engine, windows)
-        self.run_dir.write_json(TIMELINES_FILE, content)
+            held = self.run_dir.read_json(TIMELINES_FILE, SavedTimelines)
+        added = ReplayTimelines(
+            engine, limits.max_num_seqs, limits.max_num_batched_tokens, list(windows)
+        )
+        self.run_dir.write_json(TIMELINES_FILE, held.with_replay(added))

@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
 from tuner.errors import UsageError
 from tuner.files import lock, write_atomic
+
+T = TypeVar("T")
 
 COMPARE_FILE = "compare.json"
 """The name under which a comparison is kept in a run directory."""
@@ -109,10 +111,10 @@ class RunDir:
     def set_aside(self, name: str) -> Path:
         """Rename a file to one that nothing writes to, and return that."""
         path, count = self.path / name, 1
-        while (kept := path.with_name(f"{path.stem}.{count}{path.suffix}")).exists():
+        while (aside := path.with_name(f"{path.stem}.{count}{path.suffix}")).exists():
             count += 1
-        path.rename(kept)
-        return kept
+        path.rename(aside)
+        return aside
 
     def write_json(self, name: str, content: object) -> None:
         """Replace a JSON file whole."""
@@ -123,11 +125,11 @@ class RunDir:
         """Replace a JSON Lines file whole."""
         self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str, kind: type[T]) -> T:
         """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""
         path = self.path / name
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode(path.read_bytes(), type=kind)
         except (OSError, msgspec.MsgspecError) as error:
             raise UsageError(
                 f"{path} cannot be read: {error}", "the run cannot be resumed; start a new one"
@@ -139,7 +141,7 @@ class RunDir:
 
 
 def new_run_path(root: Path) -> Path:
-    """Return a path for a new run, named by the present time."""
+    """Return a path for a new run, named by the current time."""
     stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
     path, count = root / stamp, 1
     while path.exists():

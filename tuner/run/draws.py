@@ -43,7 +43,7 @@ def decide(predictor: Predictor, predictions: Predictions, space: SearchSpace) -
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
     settings = finalists(predictions.observations, space, predictor.wrong_ratio)
-    return draw(predictor, predictions, settings).decide(space.present)
+    return draw(predictor, predictions, settings).decide(space.current)
 
 
 def draw(

@@ -39,7 +39,7 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricChange:
-    """One metric of the winner beside the present configuration's.
+    """One metric of the winner beside the current configuration's.
 
     `change_ratio` is the paired ratio minus one with its interval, None where rounds are
     missing. With `is_helped` the prediction counted as one more round for it, beside `rounds`
@@ -55,7 +55,7 @@ class MetricChange:
     change_ratio: float | None
     change_interval: Bounds | None
     rounds: int
-    is_helped: bool = False
+    is_helped: bool
 
     @property
     def moved_ratio(self) -> float:
@@ -96,7 +96,7 @@ def _number(value: float) -> str:
 def metric_changes(
     records: Sequence[Trial],
     winner: EngineLimits,
-    present: EngineLimits,
+    current: EngineLimits,
     tail: str,
     predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
 ) -> list[MetricChange]:
@@ -105,13 +105,13 @@ def metric_changes(
     Where both raced too few for an interval, `predicted` of the same requests counts as one
     more. Where nothing raced, what was predicted of them, in no round.
     """
-    pairs: list[_Pair] = [*paired_records(records, winner, present)]
+    pairs: list[_Pair] = [*paired_records(records, winner, current)]
     is_raced, extra = bool(pairs), list[_Pair]()
     if not is_raced:
-        ours, theirs = _predicted(records, winner), _predicted(records, present)
+        ours, theirs = _predicted(records, winner), _predicted(records, current)
         pairs = [(ours, theirs)] if ours and theirs else []
-    elif len(pairs) < MIN_ROUNDS and predicted and {winner, present} <= set(predicted):
-        extra = [(predicted[winner], predicted[present])]
+    elif len(pairs) < MIN_ROUNDS and predicted and {winner, current} <= set(predicted):
+        extra = [(predicted[winner], predicted[current])]
     wanted = [
         (f"e2e_{tail}", "s"),
         ("e2e_p50", "s"),

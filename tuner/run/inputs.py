@@ -39,6 +39,42 @@ Config = str | Path | Mapping[str, object] | None
 """A `vllm serve --config` file, or its keys and values."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """How a trace is replayed.
+
+    None stands for the load model and the concurrency that were recorded; without
+    `request_timeout_s` clients wait forever.
+
+    Units: seconds.
+    """
+
+    load_model: LoadModel | None = None
+    concurrency: int | None = None
+    sessions: Sessions = Sessions.CAUSAL
+    clock: ClockKind = ClockKind.VIRTUAL
+    request_timeout_s: float | None = None
+    too_long: TooLong = TooLong.REFUSE
+
+    def plan(self, trace: Trace) -> ReplayPlan:
+        """Return how this trace is replayed; a recording of concurrency as a closed loop.
+
+        Raises: UsageError, TraceError.
+        """
+        usual = LoadModel.OPEN if trace.concurrency is None else LoadModel.CLOSED
+        plan = ReplayPlan(
+            load_model=self.load_model or usual,
+            concurrency=self.concurrency,
+            clock=self.clock,
+            timeout_s=self.request_timeout_s,
+            sessions=self.sessions,
+        )
+        check_arrivals(trace, plan.load_model)
+        if plan.load_model is LoadModel.CLOSED and plan.concurrency is None:
+            trace.recorded_concurrency()
+        return plan
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """The trace as it will be replayed, and what reading it raised doubts about."""
@@ -122,9 +158,9 @@ def engine_of_profile(
 
     Raises: UsageError.
     """
-    kept = profile.serve_values.items()
-    values = {key: value for key, value in kept if value != REDACTED}
-    hidden = [key for key, value in kept if value == REDACTED]
+    stored = profile.serve_values.items()
+    values = {key: value for key, value in stored if value != REDACTED}
+    hidden = [key for key, value in stored if value == REDACTED]
     sha256 = ""
     if config is not None:
         values, sha256 = _config_values(config)
@@ -155,33 +191,6 @@ def check_model(values: Mapping[str, object]) -> None:
         )
 
 
-def plan_for(
-    trace: Trace,
-    *,
-    load_model: LoadModel | None = None,
-    concurrency: int | None = None,
-    clock: ClockKind = ClockKind.VIRTUAL,
-    timeout_s: float | None = None,
-    sessions: Sessions = Sessions.CAUSAL,
-) -> ReplayPlan:
-    """Return how the trace is replayed; a recording of concurrency as a closed loop.
-
-    Raises: UsageError, TraceError.
-    """
-    usual = LoadModel.OPEN if trace.concurrency is None else LoadModel.CLOSED
-    plan = ReplayPlan(
-        load_model=load_model or usual,
-        concurrency=concurrency,
-        clock=clock,
-        timeout_s=timeout_s,
-        sessions=sessions,
-    )
-    check_arrivals(trace, plan.load_model)
-    if plan.load_model is LoadModel.CLOSED and plan.concurrency is None:
-        trace.recorded_concurrency()
-    return plan
-
-
 def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, str]:
     """Apply the policy for requests above max_model_len and say what it did.
 
@@ -191,7 +200,7 @@ def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, s
     count = int(too_long.sum())
     if not count:
         return trace, ""
-    told = f"{count} of {len(trace)} requests exceed max_model_len {max_model_len}"
+    message = f"{count} of {len(trace)} requests exceed max_model_len {max_model_len}"
     if count == len(trace) and policy != TooLong.CLIP:
         raise TraceError(
             f"{trace.source}: all {count} requests exceed max_model_len {max_model_len}",
@@ -199,4 +208,4 @@ def fit_lengths(trace: Trace, max_model_len: int, policy: str) -> tuple[Trace, s
         )
     fitted = trace.limit_lengths(max_model_len, TooLong(policy))
     done = {"refuse": "will be refused", "clip": "were clipped", "drop": "were dropped"}
-    return fitted, f"{told}: they {done[policy]} (--too-long {policy})"
+    return fitted, f"{message}: they {done[policy]} (--too-long {policy})"

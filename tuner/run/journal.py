@@ -75,7 +75,7 @@ def _is_alive(trial: FrozenTrial) -> bool:
     return DONE in trial.user_attrs or not trial.state.is_finished()
 
 
-Kept = tuple[Record, Mapping[str, float]]
+Recorded = tuple[Record, Mapping[str, float]]
 """A record, and the slacks of its SLOs."""
 
 STUDY_NAME = "tune"
@@ -264,7 +264,7 @@ class Journal:
     def finish_round(
         self,
         number: int,
-        replays: Iterable[Kept] = (),
+        replays: Iterable[Recorded] = (),
         more: Mapping[str, Any] | None = None,
     ) -> bool:
         """Keep a claimed round's replays, and `more` beside it; tell whether they count.
@@ -315,7 +315,7 @@ class Journal:
         trials = self._study.get_trials(deepcopy=False, states=states or None)
         return [trial for trial in trials if ROUND in trial.user_attrs]
 
-    def add(self, trials: Iterable[Kept], part_of: int | None = None) -> None:
+    def add(self, trials: Iterable[Recorded], part_of: int | None = None) -> None:
         """Keep trials that have ended; those that are part of a round count once it is done."""
         attrs = {} if part_of is None else {PART_OF: part_of}
         for record, slacks in trials:
@@ -331,7 +331,7 @@ class Journal:
                 )
             )
 
-    def restore(self, trials: Iterable[Kept]) -> int:
+    def restore(self, trials: Iterable[Recorded]) -> int:
         """Add the records that come after all the study holds, and return how many those were.
 
         Each becomes the trial that it was, under its own number; a number that no record has

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
@@ -21,45 +20,23 @@ def clock_text(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
-class Listener(Protocol):
-    """Who hears what the run is doing."""
+class Listener:
+    """Who receives what the run is doing; as it stands it does nothing with it."""
 
     def note(self, text: str) -> None:
-        """Hear a sentence worth reading."""
+        """Receive a sentence worth reading."""
 
     def trial_recalled(self, trial: Trial) -> None:
-        """Hear of a trial that an earlier process of a resumed run has made."""
+        """Receive a trial that an earlier process of a resumed run has made."""
 
     def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
-        """Hear that a replay begins."""
+        """Receive that a replay begins."""
 
     def progress(self, progress: Progress) -> None:
-        """Hear how far a replay is."""
+        """Receive how far a replay is."""
 
     def trial_ended(self, trial: Trial, left_s: float) -> None:
-        """Hear that a replay ended and is on disk."""
+        """Receive a trial that ended and is on disk."""
 
     def result_written(self, result: RunResult, run_dir: Path) -> None:
-        """Hear that the result is on disk: complete, interrupted or failed, as it says."""
-
-
-class NullListener:
-    """A listener who does nothing."""
-
-    def note(self, text: str) -> None:
-        """Hear a sentence."""
-
-    def trial_recalled(self, trial: Trial) -> None:
-        """Hear of a trial that an earlier process of a resumed run has made."""
-
-    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
-        """Hear that a replay begins."""
-
-    def progress(self, progress: Progress) -> None:
-        """Hear how far a replay is."""
-
-    def trial_ended(self, trial: Trial, left_s: float) -> None:
-        """Hear that a replay ended."""
-
-    def result_written(self, result: RunResult, run_dir: Path) -> None:
-        """Hear that the result is on disk."""
+        """Receive the result on disk: complete, interrupted or failed, as it says."""

@@ -41,7 +41,7 @@ def search_live(
     Raises: EngineError.
     """
     context, space = runner.context, runner.context.space
-    plan = RacePlan(context, (space.present,), workload)
+    plan = RacePlan(context, (space.current,), workload)
     while True:
         seen = searched(context)
         proposal = propose(seen, space)
@@ -53,7 +53,7 @@ def search_live(
             break
         on_log = None if observe is None else partial(observe, proposal.limits)
         cut = _cut(plan, proposal.phase)
-        runner.trial(proposal.limits, proposal.phase, workload, cut, on_log=on_log)
+        runner.measure(proposal.limits, proposal.phase, workload, cut, on_log=on_log)
     return fitting(runner, replace(plan, settings=tuple(finalists(searched(context), space))))
 
 
@@ -64,7 +64,7 @@ def has_searched(context: RunContext) -> bool:
     or one of their replays: only a rule that cuts what is certain to lose tells of it.
     """
     tried = [t for t in context.journal.records() if t.phase.is_search]
-    others = [t for t in tried if t.limits != context.space.present]
+    others = [t for t in tried if t.limits != context.space.current]
     if any(t.is_whole for t in others):
         return True
     walls_s = [(t.measurement or {}).get("wall_s", 0.0) for t in others]
@@ -93,7 +93,7 @@ def _cut(plan: RacePlan, phase: Phase) -> CutRule:
     """Return when a replay of the search can stop early."""
     context, workload = plan.context, plan.workload
     limit_s = longest_wall_s(context)
-    if phase is Phase.PRESENT:
+    if phase is Phase.CURRENT:
         return CutRule(max_wall_s=max(limit_s, context.left_s))
     best = leader(searched(context))
     rule = workload.scoring.cut_rule(best.score if best else None, workload.requests)

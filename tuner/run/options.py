@@ -11,7 +11,7 @@ from typing import TypeVar
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
-from tuner.run.session import Method
+from tuner.run.inputs import ReplaySettings
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.space import DEFAULT_LADDER
@@ -23,6 +23,14 @@ from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
 DEFAULT_BUDGET_S = 1800.0
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+class Method(StrEnum):
+    """How a run searches."""
+
+    AUTO = "auto"
+    LIVE = "live"
+    SHADOW = "shadow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class TraceReading:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningOptions:
+class TuningOptions(ReplaySettings):
     """Everything that a run can be asked for; the defaults are those of the command `tune`.
 
     `trace` is a trace or the files of one, which are read as `reading` says. `config` is the
@@ -62,8 +70,8 @@ class TuningOptions:
     fits into the time. `load` is a multiple of the recorded arrival rate, `ladder` the caps of
     max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
     of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
-    None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `arguments` is the
-    command line that this stands for, without secrets, for the record.
+    None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
+    with the run for whoever resumes it, such as where a command writes its file.
 
     Units: seconds.
     Raises: UsageError if a value cannot be used, or two contradict each other.
@@ -78,12 +86,6 @@ class TuningOptions:
     budget_s: float = DEFAULT_BUDGET_S
     window: WindowChoice | Window | str | None = None
     load: float = 1.0
-    load_model: LoadModel | None = None
-    concurrency: int | None = None
-    sessions: Sessions = Sessions.CAUSAL
-    clock: ClockKind = ClockKind.VIRTUAL
-    request_timeout_s: float | None = None
-    too_long: TooLong = TooLong.REFUSE
     ladder: Sequence[int] = DEFAULT_LADDER
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
@@ -93,7 +95,7 @@ class TuningOptions:
     is_resumed: bool = False
     seed: int = 0
     reading: TraceReading = field(default_factory=TraceReading)
-    arguments: Sequence[str] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Bring values into one form and refuse what cannot be used."""

@@ -68,7 +68,7 @@ def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Pre
     Raises: ShadowError, UsageError.
     """
     nothing = Predictions(workload, predictor.wrong_ratio, {})
-    found = predict_more(predictor, nothing, [space.present, *space.grid()])
+    found = predict_more(predictor, nothing, [space.current, *space.grid()])
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     for _ in range(0 if is_capacity else REFINEMENTS):
         found = predict_more(predictor, found, _between(found.observations, space))

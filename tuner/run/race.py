@@ -41,14 +41,14 @@ COLD_DIFFERS_RATIO = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """What the winner and the present configuration measured on engines of their own.
+    """What the winner and the current configuration measured on engines of their own.
 
-    `ratio` is winner / present of the score's value, None where the two cannot be compared, as
+    `ratio` is winner / current of the score's value, None where the two cannot be compared, as
     when only one of them meets the SLOs and they are judged by different metrics.
     """
 
     winner: Score
-    present: Score
+    current: Score
     ratio: float | None
 
     def as_json(self) -> dict[str, Any]:
@@ -56,8 +56,8 @@ class Cold:
         return {
             "metric": self.winner.metric,
             "winner": self.winner.value,
-            "present_metric": self.present.metric,
-            "present": self.present.value,
+            "current_metric": self.current.metric,
+            "current": self.current.value,
             "ratio": self.ratio,
         }
 
@@ -77,12 +77,12 @@ def race(
 
     Raises: EngineError when the engine cannot be kept alive.
     """
-    context, present = runner.context, runner.context.space.present
+    context, current = runner.context, runner.context.space.current
     reserved_s = reserve_s(runner, plan)
     with context.stopwatch.stage("race"):
         while True:
             runs = context.journal.race_runs()
-            following = next_run(runs, plan.settings, present, context.attempt)
+            following = next_run(runs, plan.settings, current, context.attempt)
             is_over = following is not None and (
                 context.left_s - reserved_s < plan.replay_s(following[1])
             )
@@ -92,7 +92,7 @@ def race(
                 if context.is_shared:
                     context.journal.withdraw(Phase.RACE)
                 return decide(
-                    runs, plan.settings, present, plan.predictions, is_searched=is_searched
+                    runs, plan.settings, current, plan.predictions, is_searched=is_searched
                 )
             race_round, limits = following
             if race_round == 1:
@@ -101,7 +101,7 @@ def race(
                 _share_rounds(runner, plan, runs, race_round)
             else:
                 cut = _within_time(context)
-                runner.trial(limits, Phase.RACE, plan.workload, cut, race_round)
+                runner.measure(limits, Phase.RACE, plan.workload, cut, race_round)
 
 
 def _share_rounds(
@@ -148,7 +148,7 @@ def _first_round(
         if observe is not None:
             observe(limits, log)
 
-    runner.trial(limits, Phase.RACE, workload, _within_time(runner.context), 1, keep)
+    runner.measure(limits, Phase.RACE, workload, _within_time(runner.context), 1, keep)
     if windows:
         runner.context.keep_timelines(limits, "live", windows)
 
@@ -166,23 +166,23 @@ def confirm_cold(
 
     Raises: EngineError when the engine cannot be kept alive.
     """
-    context, present = runner.context, runner.context.space.present
+    context, current = runner.context, runner.context.space.current
     if decision.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return decision, None
-    known = [_known_cold(context, s) for s in (decision.winner, present)]
+    known = [_known_cold(context, s) for s in (decision.winner, current)]
     if None in known and context.left_s < cold_cost_s(runner, plan, decision.winner):
         context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
     with context.stopwatch.stage("cold"):
         ours, theirs = (
-            _cold_score(runner, plan.workload, s) for s in (decision.winner, present)
+            _cold_score(runner, plan.workload, s) for s in (decision.winner, current)
         )
     compared = ours.ratio_to(theirs)
     cold = Cold(ours, theirs, None if compared is None else compared[1])
     if Tier.CUT in (ours.tier, theirs.tier) or (
         theirs.tier is Tier.FAILED and ours.tier is not Tier.FAILED
     ):
-        who = decision.winner if ours.tier is Tier.CUT else present
+        who = decision.winner if ours.tier is Tier.CUT else current
         cause = _cold_cause(context, who)
         context.listener.note(f"nothing to compare, {who} started cold: {cause}")
         context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
@@ -192,15 +192,15 @@ def confirm_cold(
 
 def _with_cold(context: RunContext, decision: RaceDecision, cold: Cold) -> RaceDecision:
     """Return the decision once both were measured cold."""
-    if cold.winner.clearly_worse_than(cold.present, 0.0) or (
+    if cold.winner.clearly_worse_than(cold.current, 0.0) or (
         cold.ratio is not None and cold.ratio > 1 - TIE_RATIO / 3
     ):
         why = "the gain did not show on engines started cold"
         if cold.winner.tier is Tier.FAILED:
             cause = _cold_cause(context, decision.winner)
             why = f"it failed when it was started cold: {cause}"
-        present = context.space.present
-        return replace(decision, verdict=RaceVerdict.KEEP, winner=present, why=why)
+        current = context.space.current
+        return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
     change = None if decision.gain is None else decision.gain.value
     if cold.ratio and change and abs(cold.ratio / change - 1) > COLD_DIFFERS_RATIO:
         context.caveats.add(Caveat.COLD_DIFFERS)
@@ -229,4 +229,4 @@ def _cold_score(runner: TrialRunner, workload: Workload, limits: EngineLimits) -
     if known is not None:
         return known
     cut = _within_time(runner.context)
-    return runner.trial(limits, Phase.COLD, workload, cut, is_cold=True).score
+    return runner.measure(limits, Phase.COLD, workload, cut, is_cold=True)[1].score

@@ -14,7 +14,7 @@ import msgspec
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
-from tuner.run.journal import Journal, Kept, NoStudyError
+from tuner.run.journal import Journal, NoStudyError, Recorded
 from tuner.search.trials import Trial
 
 
@@ -39,15 +39,15 @@ def open_journal(
             messages.append(f"{restored} trials were restored from {TRIALS_FILE}: {where}")
     else:
         journal = Journal(storage, study)
-    kept_there = journal.records()
-    known = {record.number for record in kept_there}
+    in_study = journal.records()
+    known = {record.number for record in in_study}
     lacking = sum(record.number not in known for record in records)
     if lacking or damaged:
-        kept = run_dir.set_aside(TRIALS_FILE)
+        aside = run_dir.set_aside(TRIALS_FILE)
         what = [(lacking, "trials that the study does not know"), (damaged, "damaged lines")]
         said = " and ".join(f"{count} {words}" for count, words in what if count)
-        messages.append(f"{TRIALS_FILE} held {said}: it is kept as {kept.name}")
-        run_dir.write_lines(TRIALS_FILE, kept_there)
+        messages.append(f"{TRIALS_FILE} held {said}: it is kept as {aside.name}")
+        run_dir.write_lines(TRIALS_FILE, in_study)
     return journal, messages
 
 
@@ -67,18 +67,18 @@ def _journal_again(
     return Journal(storage, study), True
 
 
-def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Kept], int]:
+def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Recorded], int]:
     """Return the file's records by number with their slacks, and how many lines are damaged."""
     path = run_dir.path / TRIALS_FILE
-    kept: list[Kept] = []
+    found: list[Recorded] = []
     damaged = 0
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             record = msgspec.json.decode(line, type=Trial)
-            kept.append((record, _slacks(record, slos)))
+            found.append((record, _slacks(record, slos)))
         except (msgspec.MsgspecError, UsageError, KeyError, TypeError):
             damaged += 1
-    return sorted(kept, key=lambda one: one[0].number), damaged
+    return sorted(found, key=lambda one: one[0].number), damaged
 
 
 def _slacks(record: Trial, slos: Sequence[Slo]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 One schema, written and read here alone: decision, evidence, trials, caveats and provenance.
 What is said of the winner is worked out in `evidence`, wording for a terminal in `console`.
-Keys that came later have a default, so that the results of older runs stay readable.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
 RELAX: Final = "relax an SLO, or lower --load, and run again"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
@@ -74,10 +73,10 @@ class Advice(LimitsRecord):
     rounds: int
     gain_ratio: float | None
     gain_interval: Bounds | None
-    gain_metric: str = ""
-    is_predicted: bool = False
-    is_thin: bool = False
-    odds: Odds | None = None
+    gain_metric: str
+    is_predicted: bool
+    is_thin: bool
+    odds: Odds | None
 
     def __str__(self) -> str:
         """Return what to run with, in a line."""
@@ -85,7 +84,7 @@ class Advice(LimitsRecord):
 
     @property
     def is_change(self) -> bool:
-        """Whether the present configuration should go."""
+        """Whether the current configuration should go."""
         return self.verdict is RaceVerdict.CHANGE
 
     @property
@@ -95,10 +94,10 @@ class Advice(LimitsRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresentConfiguration(LimitsRecord):
+class CurrentConfiguration(LimitsRecord):
     """What the run began with, and who had set it."""
 
-    source: str = ""
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +106,20 @@ class ColdConfirmation:
 
     metric: str
     winner: float | None
-    present_metric: str = ""
-    present: float | None
-    ratio: float | None = None
+    current_metric: str
+    current: float | None
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRecord:
     """At which multiples of the recorded load the SLOs hold, and the sentence that says so."""
 
-    winner: float | None = None
-    present: float | None = None
-    confirmed_live: bool | None = None
-    is_shown: bool = True
-    text: str = "not told"
+    winner: float | None
+    current: float | None
+    confirmed_live: bool | None
+    is_shown: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ class TraceRecord:
     source: str
     format: str
     sha256: str
-    rows: int = 0
+    rows: int
     requests: int
     replayed_requests: int
     window: str
@@ -179,11 +178,11 @@ class ColdEngine(LimitsRecord):
 class ProfileRecord:
     """Where a prediction comes from, and by how much it may be wrong."""
 
-    made_at: str = ""
-    device: str = ""
-    vllm_version: str = ""
-    calibrated_on: tuple[str, ...] = ()
-    error_ratio: float | None = None
+    made_at: str
+    device: str
+    vllm_version: str
+    calibrated_on: tuple[str, ...]
+    error_ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +194,13 @@ class Provenance:
     python: str
     trace: TraceRecord
     engine: EngineRecord | None
-    cold_engines: tuple[ColdEngine, ...] = ()
+    cold_engines: tuple[ColdEngine, ...]
     model: str
     options: dict[str, Any]
     engine_starts: int
     wall_s: float
-    stages_s: dict[str, float] = field(default_factory=dict)
-    profile: ProfileRecord | None = None
+    stages_s: dict[str, float]
+    profile: ProfileRecord | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +217,7 @@ class RunResult:
     """What a finished or interrupted run came to: the content of `result.json`, in its order.
 
     `recommendation` is None where no configuration meets the SLOs. `serve_values` is the
-    engine's configuration without secrets, which older runs kept in their profile alone.
+    engine's configuration without secrets.
     """
 
     schema: int = SCHEMA
@@ -228,17 +227,17 @@ class RunResult:
     tail: str
     slos: tuple[str, ...]
     recommendation: Advice | None
-    baseline: PresentConfiguration
+    baseline: CurrentConfiguration
     evidence: tuple[MetricChange, ...]
     limited_by: str
-    load: str = ""
+    load: str
     confirmed_cold: ColdConfirmation | None
     capacity: CapacityRecord | None
     provenance: Provenance
-    serve_values: dict[str, Any] | None = None
-    trace_description: dict[str, Any] | None = None
-    live_against_shadow: tuple[Compared, ...] | None = None
-    ladder: tuple[int, ...] = ()
+    serve_values: dict[str, Any]
+    trace_description: dict[str, Any]
+    live_against_shadow: tuple[Compared, ...]
+    ladder: tuple[int, ...]
     caveats: tuple[CaveatRecord, ...]
     trials: tuple[Trial, ...]
 
@@ -248,7 +247,7 @@ class RunResult:
         return self.recommendation is not None
 
     @property
-    def present(self) -> EngineLimits:
+    def current(self) -> EngineLimits:
         """The configuration that the run began with."""
         return self.baseline.limits
 
@@ -256,7 +255,7 @@ class RunResult:
     def shown(self) -> EngineLimits:
         """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
-        return self.present if advice is None else advice.shown
+        return self.current if advice is None else advice.shown
 
     @property
     def gain(self) -> Estimate | None:
@@ -277,7 +276,7 @@ class RunResult:
         """How full the KV cache became with what is recommended, in words."""
         advice = self.recommendation
         if advice is None:
-            return kv_text(self.trials, self.present)
+            return kv_text(self.trials, self.current)
         trials = predictions(self.trials) if advice.is_predicted else self.trials
         return kv_text(trials, advice.limits)
 
@@ -296,7 +295,7 @@ class RunProvenance:
     replayed_requests: int
     window: str
     info: EngineInfo | None
-    present_source: str
+    current_source: str
     model: str
     options: Mapping[str, Any]
     engine_starts: int
@@ -307,7 +306,7 @@ class RunProvenance:
     capacity: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
     serve_values: Mapping[str, object] = field(default_factory=dict)
-    description: Mapping[str, object] | None = None
+    description: Mapping[str, object] = field(default_factory=dict)
     compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
         default_factory=dict
     )
@@ -318,7 +317,7 @@ class RunProvenance:
 
 def make_outcome(
     decision: RaceDecision,
-    present: EngineLimits,
+    current: EngineLimits,
     goal: Scoring,
     records: Sequence[Trial],
     caveats: Sequence[Caveat],
@@ -329,7 +328,7 @@ def make_outcome(
     trials = predictions(records) if decision.is_predicted else records
     best = leader([t.observation for t in decisive(trials)])
     is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
-    changes = metric_changes(trials, decision.shown, present, goal.tail, around.predicted)
+    changes = metric_changes(trials, decision.shown, current, goal.tail, around.predicted)
     return RunResult(
         state=state,
         method=around.method,
@@ -337,7 +336,7 @@ def make_outcome(
         tail=goal.tail,
         slos=tuple(str(slo) for slo in goal.slos),
         recommendation=_advice(decision) if is_feasible else None,
-        baseline=PresentConfiguration(**asdict(present), source=around.present_source),
+        baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
         evidence=tuple(changes),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail),
         load=load_text(trials, decision.shown),
@@ -345,7 +344,7 @@ def make_outcome(
         capacity=msgspec.convert(around.capacity, CapacityRecord | None),
         provenance=_provenance(around),
         serve_values=dict(around.serve_values),
-        trace_description=None if around.description is None else dict(around.description),
+        trace_description=dict(around.description),
         live_against_shadow=tuple(
             Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
             for (limits, metric), (live, shadow) in around.compared.items()
@@ -425,7 +424,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     advice, made = result.recommendation, result.provenance
     if advice is None:
         raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
-    trace, present = made.trace, result.present
+    trace, current = made.trace, result.current
     vllm_version, device = (
         (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)
     )
@@ -436,17 +435,17 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
     ]
     if result.state != "complete":
-        lines.append(f"{result.state}: best so far, not raced against the present values")
-    before = f"max-num-seqs {present.max_num_seqs}, max-num-batched-tokens "
-    before += str(present.max_num_batched_tokens)
+        lines.append(f"{result.state}: best so far, not raced against the current values")
+    before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
+    before += str(current.max_num_batched_tokens)
     rows = [f"  {row.text}" for row in result.evidence]
     if advice.is_change:
-        lines += [f"against the present {before}:", *rows]
+        lines += [f"against the current {before}:", *rows]
     else:
         lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")
-        if advice.best_measured != present and rows:
+        if advice.best_measured != current and rows:
             best = advice.best_measured
-            lines += [f"best that was found, {best}, against the present values:", *rows]
+            lines += [f"best that was found, {best}, against the current values:", *rows]
     if advice.odds is not None:
         lines.append(advice.odds.text)
     lines.extend(filter(None, [result.load, result.kv]))

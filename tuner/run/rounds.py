@@ -20,7 +20,7 @@ from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import WINDOW, Workload
-from tuner.run.journal import Kept, Round
+from tuner.run.journal import Recorded, Round
 from tuner.run.trial_runner import TrialRunner, judged
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
@@ -39,7 +39,7 @@ Steps = Sequence[tuple[EngineLimits, StepColumns]]
 class RoundReplay:
     """What a round brought out: the records of its replays with their slacks, and its steps."""
 
-    kept: list[Kept] = field(default_factory=list)
+    records: list[Recorded] = field(default_factory=list)
     steps: list[tuple[EngineLimits, StepColumns]] = field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ def replay_round(
         record, _, slacks = judged(
             0, limits, one.phase, outcome, workload.scoring, number, attempt
         )
-        found.kept.append((record, slacks))
+        found.records.append((record, slacks))
     return found
 
 
@@ -91,7 +91,7 @@ def share_round(runner: TrialRunner, workload: Workload, phase: Phase) -> RoundR
     context.listener.trial_started(number, one.settings[0], phase)
     found = replay_round(runner.engine, one, workload, context.attempt, runner.progressed)
     context.run_dir.is_measured = True
-    context.journal.finish_round(number, found.kept)
+    context.journal.finish_round(number, found.records)
     runner.announce()
     return found
 

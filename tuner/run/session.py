@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
@@ -22,6 +21,7 @@ from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.draws import decide
 from tuner.run.live_search import has_searched, search_live, searched
+from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
     Differences,
@@ -57,7 +57,7 @@ from tuner.shadow.agreement import compare, together
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
-from tuner.shadow.reference import ask
+from tuner.shadow.reference import replay_reference
 from tuner.traffic.windows import Window, busiest, whole
 
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
@@ -65,14 +65,6 @@ from tuner.traffic.windows import Window, busiest, whole
 COMPARED_S = 600.0
 # The name of what is predicted.
 TRACE = "trace"
-
-
-class Method(StrEnum):
-    """How a run searches."""
-
-    AUTO = "auto"
-    LIVE = "live"
-    SHADOW = "shadow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +166,15 @@ class ShadowSession:
         context, predictor = self.context, self.predictor
         context.stopwatch.begin()
         workload = predicted_on(context)
-        context.keep_windows(windows=workload.windows, predicted_windows=workload.windows)
+        context.keep_windows(workload.windows, workload.windows)
         self._predicted = predict_space(context, predictor)
         context.listener.note(_predicted_text(context, self._predicted))
-        present = context.space.present
+        current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
-                self.capacity = predict_capacity(predictor, workload, decision, present)
-        self._keep_timelines(workload, [decision.shown, present])
+                self.capacity = predict_capacity(predictor, workload, decision, current)
+        self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
 
@@ -207,7 +199,7 @@ class ShadowSession:
             found.add(Caveat.WINDOWED)
         if self.is_forced:
             found.add(Caveat.PROFILE_FORCED)
-        if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.present:
+        if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.current:
             found.add(Caveat.WITHIN_NOISE)
         return [caveat for caveat in Caveat if caveat in found]
 
@@ -311,19 +303,19 @@ class Session:
         self._plan = fitting(self.runner, plan)
         return self._race()
 
-    def _begun(self, started: EngineStart, kept: Profile | None = None) -> Calibrator:
-        present = self.context.space.present
-        return Calibrator.of(started, present, self.serve_values, kept)
+    def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
+        current = self.context.space.current
+        return Calibrator.of(started, current, self.serve_values, stored)
 
-    def _taken_over(self, kept: Profile, started: EngineStart) -> Profile:
+    def _taken_over(self, stored: Profile, started: EngineStart) -> Profile:
         """Return a profile of before for the engine at hand, whose steps may yet correct it."""
-        self._calibrator = self._begun(started, kept)
+        self._calibrator = self._begun(started, stored)
         begun = self._calibrator.calibration
         profile = replace(
-            kept,
+            stored,
             shape=begun.shape,
             kv_starts=begun.starts,
-            present_limits=begun.present,
+            current_limits=begun.current,
             serve_values=begun.serve_values,
         )
         self._keep_profile(profile)
@@ -355,13 +347,14 @@ class Session:
         piece = busiest(workload.pieces[0], COMPARED_S).of(workload.pieces[0])
         found = []
         # The current limits, and the largest, where other things bind.
-        for limits in dict.fromkeys((space.present, space.ceiling)):
+        for limits in dict.fromkeys((space.current, space.ceiling)):
             engine = predictor.simulated(limits)
             parts = (engine.shape, engine.ceiling, engine.num_blocks, engine.step_model)
-            asked = self.runner.engine.call(ask, *parts, piece, limits, workload.plan)
-            if asked is None:
+            given = (*parts, piece, limits, workload.plan)
+            reference = self.runner.engine.call(replay_reference, *given)
+            if reference is None:
                 return profile
-            found.append(compare(engine, piece, limits, workload.plan, asked))
+            found.append(compare(engine, piece, limits, workload.plan, reference))
         agreement = together(found)
         profile = replace(profile, agreement=agreement)
         self._keep_profile(profile)
@@ -424,7 +417,7 @@ class Session:
         """Keep what is replayed, so that a resumed run replays the same."""
         self.chosen = windows
         predicted = () if self._predicted is None else self._predicted.workload.windows
-        self.context.keep_windows(windows=windows, predicted_windows=predicted)
+        self.context.keep_windows(windows, predicted)
         text = window_text(windows, self.context.trace)
         self.context.listener.note(f"replaying {text}")
 
@@ -515,11 +508,11 @@ class Session:
 
     def _beside_few_rounds(self, predicted: RaceDecision) -> RaceDecision:
         """Return what was predicted, unless the little that was raced speaks against it."""
-        present, runs = self.context.space.present, self.context.journal.race_runs()
-        ours, theirs = paired(runs, predicted.winner, present)
+        current, runs = self.context.space.current, self.context.journal.race_runs()
+        ours, theirs = paired(runs, predicted.winner, current)
         if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
             why = "the only round that there was time for speaks against what was predicted"
-            return replace(predicted, verdict=RaceVerdict.KEEP, winner=present, why=why)
+            return replace(predicted, verdict=RaceVerdict.KEEP, winner=current, why=why)
         return predicted
 
     # Without predictions.
@@ -593,7 +586,7 @@ class Session:
             return
         workload = predicted.workload
         with context.stopwatch.stage("capacity"):
-            found = predict_capacity(predictor, workload, decision, context.space.present)
+            found = predict_capacity(predictor, workload, decision, context.space.current)
         windows = [workload] if self._plan is None else [workload, self._plan.workload]
         self.capacity = confirm_capacity(
             self.runner, predictor, windows, decision.winner, found
@@ -629,7 +622,7 @@ class Session:
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         is_kept = decision.verdict is RaceVerdict.KEEP
-        if is_kept and decision.best != context.space.present and not decision.is_thin:
+        if is_kept and decision.best != context.space.current and not decision.is_thin:
             found.add(Caveat.WITHIN_NOISE)
         if decision.is_predicted:
             found.add(Caveat.NOT_RACED)

@@ -129,7 +129,7 @@ class Heart:
 
 _KINDS = (signal.SIGINT, signal.SIGTERM)
 
-Kept = TypeVar("Kept", bound=type)
+Class = TypeVar("Class", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -143,37 +143,37 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[int] = []
+    received: list[int] = []
     before = {kind: signal.getsignal(kind) for kind in _KINDS}
 
-    def hear(kind: int, frame: FrameType | None) -> None:
+    def on_signal(kind: int, frame: FrameType | None) -> None:
         handler = before[signal.Signals(kind)]
-        if heard and callable(handler):
+        if received and callable(handler):
             handler(kind, frame)
-        heard.append(kind)
+        received.append(kind)
 
     try:
         for kind in _KINDS:
-            signal.signal(kind, hear)
+            signal.signal(kind, on_signal)
         yield
     finally:
         for kind, handler in before.items():
             # None is a handler that is not Python's and cannot be put back.
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
-        if heard:
-            signal.raise_signal(heard[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
-def undisturbed_methods(kept: Kept) -> Kept:
+def undisturbed_methods(cls: Class) -> Class:
     """Run every public method and property of a class, and its making, undisturbed."""
-    for name, value in list(vars(kept).items()):
+    for name, value in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
             continue
         if isinstance(value, FunctionType):
-            setattr(kept, name, _undisturbed(value))
+            setattr(cls, name, _undisturbed(value))
         elif isinstance(value, property) and value.fget is not None:
-            setattr(kept, name, property(_undisturbed(value.fget), doc=value.__doc__))
-    return kept
+            setattr(cls, name, property(_undisturbed(value.fget), doc=value.__doc__))
+    return cls
 
 
 def _undisturbed(call: Callable[P, R]) -> Callable[P, R]:

@@ -80,7 +80,6 @@ def uniform(trace: Trace) -> Trace:
         name: np.full(n, max(1, round(float(column.mean()))), dtype=np.int64)
         for name, column in (("prompt", trace.prompt_tokens), ("output", trace.output_tokens))
     }
-    told = "every length was replaced by the mean"
     return replace(
         trace,
         prompt_tokens=mean["prompt"],
@@ -88,7 +87,7 @@ def uniform(trace: Trace) -> Trace:
         hashes=None,
         e2e_s=None,
         ttft_s=None,
-        notes=trace.notes.with_remark(told),
+        notes=trace.notes.with_remark("every length was replaced by the mean"),
     )
 
 
@@ -98,12 +97,12 @@ _HEAD = ("requests/s", "e2e p50", "e2e p99", "ttft p50", "ttft p99", "running")
 def table(rows: Sequence[StrategyRow]) -> list[str]:
     """Return the comparison for people; latencies in milliseconds."""
     width = max(len(row.strategy.name) for row in rows) + 2
-    told = [" " * width + f"{'seqs/tokens':>12}" + "".join(f"{name:>12}" for name in _HEAD)]
+    lines = [" " * width + f"{'seqs/tokens':>12}" + "".join(f"{name:>12}" for name in _HEAD)]
     for row in rows:
         start = f"{row.strategy.name:<{width}}{row.strategy.limits!s:>12}"
         m = row.measured
-        told.append(start + (f"  {row.failure}" if m is None else _cells(m)))
-    return told
+        lines.append(start + (f"  {row.failure}" if m is None else _cells(m)))
+    return lines
 
 
 def _cells(m: Measurement) -> str:

@@ -125,13 +125,13 @@ class AtLoad:
 
     @property
     def change_pays(self) -> bool:
-        """Whether the best is surely better than the present one."""
+        """Whether the best is surely better than the current one."""
         return self.decision.verdict is RaceVerdict.CHANGE
 
-    def as_json(self, present: EngineLimits, tail: str) -> dict[str, Any]:
-        """Return what is best for --json, and what it and the present configuration reach."""
+    def as_json(self, current: EngineLimits, tail: str) -> dict[str, Any]:
+        """Return what is best for --json, and what it and the current configuration reach."""
         gain, best = self.decision.gain, self.score(self.decision.best)
-        before = self.score(present)
+        before = self.score(current)
         is_comparable = before.metric == best.metric
         return {
             "load": self.load,
@@ -140,12 +140,12 @@ class AtLoad:
             "state": str(best.tier)[2:],
             "metric": best.metric,
             "value": best.value,
-            "present_value": before.value if is_comparable else None,
+            "current_value": before.value if is_comparable else None,
             "ratio": None if gain is None else gain.value,
             "ratio_interval": None if gain is None else [gain.low, gain.high],
             "odds": None if self.decision.odds is None else asdict(self.decision.odds),
             "at_best": self.best.as_json(tail),
-            "at_present": self.reached(present).as_json(tail),
+            "at_current": self.reached(current).as_json(tail),
         }
 
 
@@ -157,7 +157,7 @@ class Surface:
     not.
     """
 
-    present: EngineLimits
+    current: EngineLimits
     wrong_ratio: float
     doubt: str
     loads: tuple[AtLoad, ...]
@@ -181,10 +181,10 @@ class Surface:
         """Return for --json what is best at each load."""
         return {
             "engine": "shadow",
-            "present": self.present,
+            "current": self.current,
             "error_ratio": self.wrong_ratio,
             "tail": self.tail,
-            "loads": [at.as_json(self.present, self.tail) for at in self.loads],
+            "loads": [at.as_json(self.current, self.tail) for at in self.loads],
         }
 
 
@@ -215,16 +215,16 @@ def predict_surface(
         decision = decide(predictor, kept, space)
         found_at.append(AtLoad(load, decision, kept))
         note(f"load {load:g} x: best {decision.best}")
-    return Surface(space.present, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
+    return Surface(space.current, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
 
 
 def _compared(
     space: SearchSpace, searched: Sequence[Predictions], wrong_ratio: float
 ) -> list[EngineLimits]:
-    """Return the settings that every load is judged by, the present one first."""
+    """Return the settings that every load is judged by, the current one first."""
     leaders = [leader(found.observations, wrong_ratio) for found in searched]
     best = [o.limits for o in leaders if o is not None]
-    own = [space.present, *best, *space.grid()]
+    own = [space.current, *best, *space.grid()]
     caps = sorted({limits.max_num_seqs for limits in own})
     budgets = sorted({limits.max_num_batched_tokens for limits in own})
     crossed = [space.at(cap, budget) for cap in caps for budget in budgets]

@@ -105,10 +105,10 @@ def duration_s(workload: Workload, predicted: Measurement) -> float:
 
 def cold_cost_s(runner: TrialRunner, plan: RacePlan, winner: EngineLimits) -> float:
     """Return what starting and replaying the winner and the current one cold will take."""
-    engine, present = runner.engine, runner.context.space.present
+    engine, current = runner.engine, runner.context.space.current
     started = engine.started
     start_s = started.start_s + started.warm_up_s if started is not None else 0.0
-    return 2 * (engine.process_s + start_s) + plan.replay_s(winner) + plan.replay_s(present)
+    return 2 * (engine.process_s + start_s) + plan.replay_s(winner) + plan.replay_s(current)
 
 
 def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
@@ -147,13 +147,13 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> Pilot:
     Raises: EngineError if the engine fails at them.
     """
     context, engine = runner.context, runner.engine
-    trace, present = context.trace, context.space.present
+    trace, current = context.trace, context.space.current
     pilot = busiest(trace, min(trace.duration_s, 60.0) or 1.0).of(trace)
     engine.use("pilot", pilot)
     cut = CutRule(max_wall_s=context.budget.pilot_s)
     plan = replace(context.aim.plan, cut=cut, keep_steps=observe is not None)
     logs: list[ReplayLog] = []
-    measured = engine.measure(["pilot"], present, plan, (), on_log=logs.append)
+    measured = engine.measure(["pilot"], current, plan, (), on_log=logs.append)
     if isinstance(measured, Failure):
         raise EngineError(
             f"the engine failed at the current configuration: {measured.cause}",
@@ -161,7 +161,7 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> Pilot:
         )
     (log,) = logs
     if observe is not None:
-        observe(present, log)
+        observe(current, log)
     done = share_done(pilot, log.timelines, log.steps) if measured.cut_reason else 1.0
     if done == 0:
         raise EngineError(
@@ -218,7 +218,7 @@ def plan_race(
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
-    pair = list(dict.fromkeys([settings[0], context.space.present]))
+    pair = list(dict.fromkeys([settings[0], context.space.current]))
     windows = wanted
     while not _holds_rounds(plan := race_on(context, predictor, aim, pair, windows), pair):
         shorter = shorter_window(context.trace, windows, SHORTER_RATIO)

@@ -37,22 +37,6 @@ class TrialRunner:
         """Leave out what an earlier process of the run has announced."""
         self._announced |= {trial.number for trial in self.context.journal.records()}
 
-    def trial(
-        self,
-        limits: EngineLimits,
-        phase: Phase,
-        workload: Workload,
-        cut: CutRule,
-        race_round: int = 0,
-        on_log: Callable[[ReplayLog], None] | None = None,
-        *,
-        is_cold: bool = False,
-    ) -> Trial:
-        """Measure once, put it on disk whatever came out, and return it. As `measure`."""
-        return self.measure(limits, phase, workload, cut, race_round, on_log, is_cold=is_cold)[
-            1
-        ]
-
     def measure(
         self,
         limits: EngineLimits,

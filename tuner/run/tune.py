@@ -10,12 +10,13 @@ engine runs in a process of its own, which imports the script anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
+
+import msgspec
 
 from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
@@ -31,11 +32,10 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.redact import REDACTED, redacted
-from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
-from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RUN_FILE, RunDir, new_run_path
+from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RunDir, new_run_path
 from tuner.run.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -44,14 +44,14 @@ from tuner.run.inputs import (
     configured_engine,
     engine_of_profile,
     fit_lengths,
-    plan_for,
     traffic_of,
 )
-from tuner.run.listener import Listener, NullListener, clock_text
-from tuner.run.options import TuningOptions
+from tuner.run.listener import Listener, clock_text
+from tuner.run.options import Method, TuningOptions
 from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
-from tuner.run.session import AnySession, Method, Session, ShadowSession
+from tuner.run.session import AnySession, Session, ShadowSession
+from tuner.run.stored import RunRecord, StoredOptions, read_record
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
 from tuner.search.objective import Scoring
@@ -64,7 +64,6 @@ from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, TooLong, Trace
-from tuner.traffic.windows import Window
 
 WritePage = Callable[[Path], None]
 """Writes the page of the run in a directory. Raises: UsageError."""
@@ -94,7 +93,7 @@ def prepare(options: TuningOptions) -> PreparedRun:
         options.window_choice,
         largest_cap=max(options.ladder) * PAST_LADDER,
     )
-    plan_of(options, traffic.trace)
+    options.plan(traffic.trace)
     return PreparedRun(
         options,
         engine,
@@ -112,27 +111,15 @@ def read_traffic(options: TuningOptions) -> Trace:
     return options.reading.read([trace] if isinstance(trace, (str, Path)) else trace)
 
 
-def plan_of(options: TuningOptions, trace: Trace) -> ReplayPlan:
-    """Return how the trace is replayed. Raises: UsageError, TraceError."""
-    return plan_for(
-        trace,
-        load_model=options.load_model,
-        concurrency=options.concurrency,
-        clock=options.clock,
-        timeout_s=options.request_timeout_s,
-        sessions=options.sessions,
-    )
-
-
 def _profile(options: TuningOptions) -> Profile | None:
     """Return the profile that is named, where one is wanted. Raises: UsageError."""
     named = options.profile
     if named is None or isinstance(named, Profile):
         return named
     if options.is_resumed and options.run_dir:
-        kept = Path(options.run_dir) / PROFILE_FILE
+        copy = Path(options.run_dir) / PROFILE_FILE
         # The run has its own copy; what was named may be gone, or another by now.
-        return read_profile(kept if kept.exists() else Path(named))
+        return read_profile(copy if copy.exists() else Path(named))
     return read_profile(Path(named))
 
 
@@ -141,13 +128,13 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
     given = (options.config, options.model, options.engine_args)
     if profile is None:
         return configured_engine(*given)
-    kept = engine_of_profile(profile, *given)
+    engine = engine_of_profile(profile, *given)
     if options.method is Method.SHADOW:
-        return kept
-    if is_demo_model(kept.values.get("model")):
-        values = {**kept.values, "model": str(DEMO_MODEL_DIR)}
-        return replace(kept, values=values, is_demo=True)
-    check_model(kept.values)
+        return engine
+    if is_demo_model(engine.values.get("model")):
+        values = {**engine.values, "model": str(DEMO_MODEL_DIR)}
+        return replace(engine, values=values, is_demo=True)
+    check_model(engine.values)
     there = {hyphenated(key) for key in options.engine_args}
     hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
     missing = [key for key in hidden if options.config is None and hyphenated(key) not in there]
@@ -156,7 +143,7 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
             f"the profile keeps no secrets, so these are missing: {', '.join(missing)}",
             "give them again with --engine-arg, or the whole configuration with --config",
         )
-    return kept
+    return engine
 
 
 _TOO_LONG_CAVEATS = {
@@ -167,17 +154,17 @@ _TOO_LONG_CAVEATS = {
 
 def run_record(
     prepared: PreparedRun, study: str, ceiling: EngineLimits, facts: EngineFacts
-) -> dict[str, Any]:
-    """Return what `--resume` and workers need besides the windows, without secrets."""
-    return {
-        "study": study,
-        "arguments": list(prepared.options.arguments),
-        "trace_sha256": prepared.traffic.trace.sha256,
-        "config_sha256": prepared.engine.config_sha256,
-        "ceiling": asdict(ceiling),
-        "vllm_version": facts.vllm_version,
-        "device": facts.device,
-    }
+) -> RunRecord:
+    """Return what the run is begun with."""
+    return RunRecord(
+        study=study,
+        options=StoredOptions.of(prepared.options),
+        trace_sha256=prepared.traffic.trace.sha256,
+        config_sha256=prepared.engine.config_sha256,
+        ceiling=ceiling,
+        vllm_version=facts.vllm_version,
+        device=facts.device,
+    )
 
 
 class _Run:
@@ -216,10 +203,10 @@ class _Run:
         """Return the leader of an unfinished search, which nothing has confirmed."""
         context = self._context
         best = leader([t.observation for t in decisive(context.journal.records())])
-        limits = best.limits if best else context.space.present
-        kind = RaceVerdict.KEEP if limits == context.space.present else RaceVerdict.CHANGE
+        limits = best.limits if best else context.space.current
+        kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
         runs = context.journal.race_runs()
-        gain = ratio(runs, limits, context.space.present)
+        gain = ratio(runs, limits, context.space.current)
         return RaceDecision(kind, limits, limits, (), gain, 0, "unfinished")
 
     def _interrupted(self) -> None:
@@ -241,11 +228,11 @@ class _Run:
             info=found.info,
             cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
-            present_source="configuration"
+            current_source="configuration"
             if prepared.engine.names_limits
             else "vLLM's default",
             model=prepared.engine.model,
-            options={"arguments": list(prepared.options.arguments)},
+            options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
             method=str(prepared.options.method),
@@ -261,7 +248,7 @@ class _Run:
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
         outcome = make_outcome(
-            decision, context.space.present, scoring, records, caveats, around, state
+            decision, context.space.current, scoring, records, caveats, around, state
         )
         context.run_dir.write_json(RESULT_FILE, outcome)
         write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(prepared.traffic.trace))
@@ -316,7 +303,7 @@ def tune(
         KeyboardInterrupt. What was measured by then is kept with the best so far, and can be
         resumed.
     """
-    listener = listener or NullListener()
+    listener = listener or Listener()
     prepared = options if isinstance(options, PreparedRun) else prepare(options)
     for line in prepared.traffic.lines:
         listener.note(line)
@@ -324,8 +311,9 @@ def tune(
         listener.note(DEMO_NOTE)
     run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        stored = run_dir.read_json(RUN_FILE) if prepared.options.is_resumed else {}
-        _check_same(prepared, stored)
+        stored = read_record(run_dir.path) if prepared.options.is_resumed else None
+        if stored is not None:
+            _check_same(prepared, stored)
         start = _Start(prepared, run_dir, stored, listener, predictor_of)
         with ExitStack() as held:
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
@@ -350,7 +338,7 @@ class _Start:
 
     prepared: PreparedRun
     run_dir: RunDir
-    stored: Mapping[str, Any]
+    stored: RunRecord | None
     listener: Listener
     predictor_of: Callable[[Profile], Predictor] | None
 
@@ -373,13 +361,12 @@ class _Start:
         context, message = self._context(facts)
         ceiling = context.space.ceiling
         engine = EngineRunner(host, prepared.engine.values, ceiling, options.seed)
-        stored = self.stored.get("windows", ())
         session = Session(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
             lambda profile: self._predictor(profile, ceiling),
             options.method,
-            chosen=tuple(Window(w["start_s"], w["end_s"]) for w in stored),
+            chosen=self.stored.windows if self.stored else (),
         )
         return session, message
 
@@ -396,10 +383,11 @@ class _Start:
         )
         if message:
             listener.note(message)
-        space = search_space(facts, trace, tuple(options.ladder), facts.present_limits)
+        space = search_space(facts, trace, tuple(options.ladder), facts.current_limits)
         aim, budget = aim_of(options, trace), Budget(options.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
-        study = self.stored.get("study") or f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
+        new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
+        study = self.stored.study if self.stored else new_study
         storage = options.storage or self.run_dir.storage_url
         journal, restored = open_journal(
             storage, study, self.run_dir, aim.slos, is_resumed=options.is_resumed
@@ -418,7 +406,7 @@ class _Start:
             journal,
             self.run_dir,
             listener,
-            record=run_record(prepared, journal.study_name, space.ceiling, facts),
+            run_record(prepared, journal.study_name, space.ceiling, facts),
             is_shared=options.storage is not None and options.method is not Method.SHADOW,
             caveats=_first_caveats(prepared, aim),
         )
@@ -457,7 +445,7 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     return Aim(
         options.objective,
         tuple(options.slos),
-        plan_of(options, trace),
+        options.plan(trace),
         None if chosen is None else chosen.resolve(trace),
     )
 
@@ -468,7 +456,7 @@ def _tell_plan(
     """Say what will be done, and for how long at most."""
     origin = "the configuration" if prepared.engine.names_limits else "vLLM's default here"
     listener.note(
-        f"current configuration {facts.present_limits} (max_num_seqs/max_num_batched_tokens), "
+        f"current configuration {facts.current_limits} (max_num_seqs/max_num_batched_tokens), "
         f"from {origin}; "
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
@@ -486,16 +474,14 @@ def _tell_plan(
     )
 
 
-def _check_same(prepared: PreparedRun, stored: Mapping[str, Any]) -> None:
-    """Refuse to resume on another trace or another configuration."""
-    if not stored:
-        return
-    for name, now in (
-        ("trace_sha256", prepared.traffic.trace.sha256),
-        ("config_sha256", prepared.engine.config_sha256),
+def _check_same(prepared: PreparedRun, stored: RunRecord) -> None:
+    """Refuse to resume on another trace, another configuration or with other options."""
+    stored.options.check_goes_on(prepared.options)
+    for what, before, now in (
+        ("trace", stored.trace_sha256, prepared.traffic.trace.sha256),
+        ("config", stored.config_sha256, prepared.engine.config_sha256),
     ):
-        if stored[name] != now:
-            what = name.removesuffix("_sha256")
+        if before != now:
             raise UsageError(
                 f"the {what} is not the one that {prepared.run_path} was begun with",
                 "resume with the same files, or start a new run",

@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-import msgspec
-
-from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import EngineError, TraceError, UsageError
 from tuner.replay.loop import Progress
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
-from tuner.run.directory import RUN_FILE
 from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
 from tuner.run.rounds import POLL_S, STEPS, packed, replay_round, workload_of
-from tuner.run.tune import PreparedRun, aim_of
+from tuner.run.stored import RunRecord, read_record
+from tuner.run.tune import aim_of, prepare
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
 from tuner.traffic.traces import Trace
@@ -34,50 +30,38 @@ from tuner.traffic.traces import Trace
 PATIENCE_S = 900.0
 
 
-def stored_run(folder: Path) -> dict[str, Any]:
-    """Return what the run's main process keeps in its directory, without its lock.
-
-    Raises: UsageError.
-    """
-    path = folder / RUN_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(
-            f"{path} cannot be read: {error}",
-            "--run names the directory of a run that has begun, shared with this machine",
-        ) from error
-
-
 def work(
-    prepared: PreparedRun,
     folder: Path,
     storage: str,
+    files: Sequence[str],
     note: Callable[[str], None],
     source: EngineSource | None = None,
 ) -> int:
-    """Replay rounds of a run until it is over; return how many.
+    """Replay rounds of the run in a folder until it is over; return how many.
+
+    `files` are its trace on this machine, none where it lies at the same place.
 
     Raises: UsageError if it is another run's trace or another kind of machine; EngineError.
     """
-    stored = stored_run(folder)
-    if prepared.traffic.trace.sha256 != stored["trace_sha256"]:
+    record = read_record(folder)
+    given = {"trace": tuple(files)} if files else {}
+    options = record.options.without_secrets().restored(folder, given)
+    prepared = prepare(options)
+    if prepared.traffic.trace.sha256 != record.trace_sha256:
         raise TraceError(
             f"{prepared.traffic.trace.source} is not the trace that the run was begun with",
             "name its place on this machine with --trace",
         )
-    journal = Journal(storage, str(stored["study"]), join=True)
+    journal = Journal(storage, record.study, join=True)
     log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
         with EngineProcess(source or LiveSource(), log) as host:
             facts = host.facts(prepared.engine.values)
-            _check_alike(stored, facts)
-            options = prepared.options
+            _check_alike(record, facts)
             trace, _ = fit_lengths(
                 prepared.traffic.trace, facts.max_model_len, options.too_long
             )
-            ceiling = EngineLimits(**stored["ceiling"])
-            engine = EngineRunner(host, prepared.engine.values, ceiling, options.seed)
+            engine = EngineRunner(host, prepared.engine.values, record.ceiling, options.seed)
             engine.ensure_started()
             note(f"engine started, waiting for rounds of {folder}")
             return _Worker(journal, engine, trace, aim_of(options, trace), note).work()
@@ -85,13 +69,15 @@ def work(
         journal.close()
 
 
-def _check_alike(stored: Mapping[str, Any], facts: EngineFacts) -> None:
+def _check_alike(record: RunRecord, facts: EngineFacts) -> None:
     """Refuse a machine whose replays do not compare with the run's. Raises: UsageError."""
-    for name, here in (("vllm_version", facts.vllm_version), ("device", facts.device)):
-        if stored[name] != here:
-            what = name.replace("_version", "").replace("vllm", "vLLM")
+    for what, before, here in (
+        ("vLLM", record.vllm_version, facts.vllm_version),
+        ("device", record.device, facts.device),
+    ):
+        if before != here:
             raise UsageError(
-                f"the run was begun with {what} {stored[name]}, here is {here}",
+                f"the run was begun with {what} {before}, here is {here}",
                 "workers need the same vLLM and the same device",
             )
 
@@ -127,10 +113,10 @@ class _Worker:
         number, one = claimed
         workload = workload_of(one, self.trace, self.aim)
         found = replay_round(self.engine, one, workload, attempt, _go_on)
-        if all(record.cause for record, _ in found.kept):
+        if all(record.cause for record, _ in found.records):
             # What nothing survives here says nothing of the run's own engine.
-            raise EngineError(f"no setting survived its replay: {found.kept[0][0].cause}")
-        counts = self.journal.finish_round(number, found.kept, {STEPS: packed(found.steps)})
+            raise EngineError(f"no setting survived its replay: {found.records[0][0].cause}")
+        counts = self.journal.finish_round(number, found.records, {STEPS: packed(found.steps)})
         settings = ", ".join(map(str, one.settings))
         late = "" if counts else ", too late to count"
         self.note(f"{one.phase} round {one.number}: {settings}{late}")

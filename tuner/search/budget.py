@@ -28,7 +28,7 @@ MIN_BUDGET_S = 20.0
 MIN_HALF_S = 20.0
 # Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
 MIN_REQUESTS = 40
-# A present configuration, two others and one round against each other: ours, with fewer there
+# A current configuration, two others and one round against each other: ours, with fewer there
 # is nothing to recommend.
 MIN_REPLAYS = 5
 # More rounds than these are not announced: ours, a race seldom has more.
@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Pilot:
-    """What a first short replay at the present limits has shown.
+    """What a first short replay at the current limits has shown.
 
     `wall_per_trace_s` is the real time that a second of the trace costs, `decode_s` how long
     the middle request decodes.
@@ -81,7 +81,7 @@ def choose_windows(
 
     All of the trace if it fits; else its busiest and a typical stretch; only the busiest when
     halves would be too short to mean anything. `wall_per_trace_s` is how much real time a
-    second of the trace costs at the present configuration, `replays` how many there will be.
+    second of the trace costs at the current configuration, `replays` how many there will be.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
@@ -125,7 +125,7 @@ def outlook(
 ) -> str:
     """Return how long a run will take, what it can answer and which option would help.
 
-    `replay_s` is what one replay of the wanted window takes at the present limits, `cold_s`
+    `replay_s` is what one replay of the wanted window takes at the current limits, `cold_s`
     what starting two engines cold takes besides. Others may be faster, so this is careful.
     """
     calibration_s = min(calibration_share * budget.total_s, left_s)

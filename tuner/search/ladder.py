@@ -32,7 +32,7 @@ def propose(history: Sequence[Observation], space: SearchSpace) -> Proposal | No
     """Return what to measure next, or None when the search is done."""
     observations = [o for o in history if o.phase.is_search]
     if not observations:
-        return Proposal(space.present, Phase.PRESENT)
+        return Proposal(space.current, Phase.CURRENT)
     for stage in (_climb, _refine, _move_budget, _climb_again):
         proposal = stage(observations, space)
         if proposal is not None:
@@ -223,21 +223,21 @@ def _climb_again(observations: Sequence[Observation], space: SearchSpace) -> Pro
 def finalists(
     history: Sequence[Observation], space: SearchSpace, near_ratio: float = FINALIST_RATIO
 ) -> list[EngineLimits]:
-    """Return the configurations to race: the few that could be best, and the present one last.
+    """Return the configurations to race: the few that could be best, and the current one last.
 
     Those that could be best where every prediction may be wrong by `near_ratio`, in its value
     and in every bound. The best as predicted comes first, then the one that would be best if
     all were slower, and if all were faster. `history` holds replays that can be compared: all
-    live, or all shadow. Configurations that made the same batches as the present one, or as
+    live, or all shadow. Configurations that made the same batches as the current one, or as
     another finalist, stay out: a race could not separate them.
 
-    Shapes: one to FINALISTS + 1 distinct limits; the present ones are always among them.
+    Shapes: one to FINALISTS + 1 distinct limits; the current ones are always among them.
     """
     observations = [o for o in history if o.is_whole]
     best = leader(observations, near_ratio)
     if best is None:
-        return [space.present]
-    present = _measured(observations, space.present)
+        return [space.current]
+    current = _measured(observations, space.current)
     candidates = [
         o
         for o in observations
@@ -245,10 +245,10 @@ def finalists(
     ]
     chosen: list[Observation] = []
     for o in (best, *_in_turns(candidates, near_ratio)):
-        others = [*chosen, present] if present is not None else chosen
+        others = [*chosen, current] if current is not None else chosen
         if len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
             chosen.append(o)
-    return [*(o.limits for o in chosen), space.present]
+    return [*(o.limits for o in chosen), space.current]
 
 
 def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Observation]:

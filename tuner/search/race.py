@@ -1,4 +1,4 @@
-"""The race of the finalists against the present configuration: which wins, and by how much.
+"""The race of the finalists against the current configuration: which wins, and by how much.
 
 Every round replays the same requests on every configuration that is still in, in turns, so
 that the machine's drift hits all alike. Pairs are compared by their paired ratios with an
@@ -33,9 +33,9 @@ CLEAR_RATIO = 0.10
 EQUIVALENCE_RATIO = 0.02
 # More rounds are futile if not even a difference larger by this many standard errors than the
 # observed one would be separated by the last of them: ours. In simulated races of three equals,
-# once the present one was out, it saves four replays in ten and finds gains as often.
+# once the current one was out, it saves four replays in ten and finds gains as often.
 FUTILITY_ERRORS = 1.0
-# Two configurations that both beat the present one race no further once taking the better one
+# Two configurations that both beat the current one race no further once taking the better one
 # so far costs less than this in expectation: ours, the width of equivalence. In simulated races
 # of three that differ by 0 to 10 %, with 2 to 10 % of noise, it saves three replays in ten, and
 # the winner is as good.
@@ -307,7 +307,7 @@ NOTHING_ELSE = (
 
 
 class RaceVerdict(StrEnum):
-    """What to do with the present configuration."""
+    """What to do with the current configuration."""
 
     CHANGE = "change"
     KEEP = "keep"
@@ -346,7 +346,7 @@ class Odds:
 class RaceDecision:
     """The race's outcome.
 
-    `gain` is the ratio winner / present of `metric` (less is better) with its interval, None
+    `gain` is the ratio winner / current of `metric` (less is better) with its interval, None
     when they are not comparable by value; `tied` are those that three rounds or more do not
     separate from the best. `is_thin` marks a race of too few rounds, `is_predicted` a decision
     without any.
@@ -418,12 +418,12 @@ def _still_in(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> list[En
 def next_run(
     runs: Sequence[RaceRun],
     field: Sequence[EngineLimits],
-    present: EngineLimits,
+    current: EngineLimits,
     attempt: str = "",
 ) -> tuple[int, EngineLimits] | None:
     """Return the round and the configuration to replay next, or None when all is decided.
 
-    The order rotates from round to round. The present configuration stays in until it is
+    The order rotates from round to round. The current configuration stays in until it is
     separated or shown to be equivalent, because the gain is measured against it; once it is
     out, the others race on until futility, equivalence or negligible loss. A round that another
     process left half done is run anew in this `attempt`.
@@ -433,7 +433,7 @@ def next_run(
     for number in range(1, MAX_ROUNDS + 1):
         before = [run for run in runs if run.round < number]
         inside = round_of(runs, field, number)
-        if number > MIN_ROUNDS and _decided(before, inside, present):
+        if number > MIN_ROUNDS and _decided(before, inside, current):
             return None
         missing = _missing([run for run in runs if run.round == number], inside, attempt)
         if missing:
@@ -464,14 +464,14 @@ def _missing(
 
 
 def _decided(
-    runs: Sequence[RaceRun], inside: Sequence[EngineLimits], present: EngineLimits
+    runs: Sequence[RaceRun], inside: Sequence[EngineLimits], current: EngineLimits
 ) -> bool:
     """Whether more rounds are unlikely to change the answer beyond equivalence."""
     best = _leader(runs, inside)
     if best is None or len(inside) == 1:
         return True
     others = [limits for limits in inside if limits != best]
-    if present in inside:
+    if current in inside:
         return all(is_equivalent(runs, limits, best) for limits in others)
     return all(
         is_equivalent(runs, limits, best)
@@ -487,11 +487,11 @@ def _is_near(runs: Sequence[RaceRun], limits: EngineLimits, best: EngineLimits) 
     return bool(gains) and all(gain.value <= 1 + EQUIVALENCE_RATIO for gain in gains)
 
 
-def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, present: EngineLimits) -> str:
+def _why_tied(runs: Sequence[RaceRun], best: EngineLimits, current: EngineLimits) -> str:
     """Return whether the rounds show a tie or are too few, in words."""
-    if _is_thin(runs, best, present):
+    if _is_thin(runs, best, current):
         return TOO_FEW
-    if is_equivalent(runs, best, present):
+    if is_equivalent(runs, best, current):
         return f"the two differ by less than {EQUIVALENCE_RATIO:.0%}"
     return "the gain is within noise"
 
@@ -510,85 +510,85 @@ def _shared_rounds(
 
 
 def whole_rounds(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> int:
-    """Return how many rounds the present configuration and another have both run."""
-    present = field[-1]
-    return max((len(paired(runs, x, present)[0]) for x in field if x != present), default=0)
+    """Return how many rounds the current configuration and another have both run."""
+    current = field[-1]
+    return max((len(paired(runs, x, current)[0]) for x in field if x != current), default=0)
 
 
 def decide(
     runs: Sequence[RaceRun],
     field: Sequence[EngineLimits],
-    present: EngineLimits,
+    current: EngineLimits,
     predictions: RacePredictions = RacePredictions(),
     *,
     is_searched: bool = True,
 ) -> RaceDecision:
-    """Return the winner, and whether it should replace the present configuration.
+    """Return the winner, and whether it should replace the current configuration.
 
     `is_searched` is off where the time ended before any other configuration was replayed whole,
     so that a field of one says nothing.
 
     A tie goes to the smaller cap, then the smaller budget, among those that measured worse
     than the best by EQUIVALENCE_RATIO at most. Where the winner is not separated from the
-    present configuration, or is equivalent to it, the present one stays. What the rounds alone
+    current configuration, or is equivalent to it, the current one stays. What the rounds alone
     leave open is decided where all of them and the prediction agree on a large difference.
     """
     inside = survivors(runs, field)
     best = _leader(runs, inside)
     rounds = _shared_rounds(runs, field, best)
     if best is None:
-        return _keep_unraced(field, present, is_searched=is_searched)
+        return _keep_unraced(field, current, is_searched=is_searched)
     tied = _tied(runs, inside, best, predictions)
-    if present in inside:
-        far_better = agreed(runs, best, present, predictions)
+    if current in inside:
+        far_better = agreed(runs, best, current, predictions)
         if far_better is not None:
             why = f"all {rounds} rounds and the prediction agree"
             return RaceDecision(
                 RaceVerdict.CHANGE, best, best, tied, far_better[1], rounds, why, far_better[0]
             )
-        return _keep_present(runs, best, present, tied, rounds)
+        return _keep_current(runs, best, current, tied, rounds)
     better = [
         limits
         for limits in inside
-        if compare_pair(runs, limits, present) < 0 and not is_equivalent(runs, limits, present)
+        if compare_pair(runs, limits, current) < 0 and not is_equivalent(runs, limits, current)
     ]
     winner = min(limits for limits in better if limits == best or _is_near(runs, limits, best))
-    metric, change = gain(runs, winner, present) or ("", None)
+    metric, change = gain(runs, winner, current) or ("", None)
     why = "better beyond noise"
     return RaceDecision(RaceVerdict.CHANGE, winner, best, tied, change, rounds, why, metric)
 
 
 def _keep_unraced(
-    field: Sequence[EngineLimits], present: EngineLimits, *, is_searched: bool
+    field: Sequence[EngineLimits], current: EngineLimits, *, is_searched: bool
 ) -> RaceDecision:
     """Return the decision where nothing raced: nobody was worth it, or there was no time."""
-    is_known = list(field) == [present] and is_searched
+    is_known = list(field) == [current] and is_searched
     why = "nothing that was tried is better" if is_known else "there was no time to race"
     if not is_searched:
         why = NOTHING_ELSE
     return RaceDecision(
-        RaceVerdict.KEEP, present, present, (), None, 0, why, is_thin=not is_known
+        RaceVerdict.KEEP, current, current, (), None, 0, why, is_thin=not is_known
     )
 
 
-def _keep_present(
+def _keep_current(
     runs: Sequence[RaceRun],
     best: EngineLimits,
-    present: EngineLimits,
+    current: EngineLimits,
     tied: tuple[EngineLimits, ...],
     rounds: int,
 ) -> RaceDecision:
-    """Return the decision to keep the present configuration, with what the best measured."""
-    if best == present:
+    """Return the decision to keep the current configuration, with what the best measured."""
+    if best == current:
         is_thin = rounds < MIN_ROUNDS
         why = TOO_FEW if is_thin else "nothing that was tried is better"
         return RaceDecision(
-            RaceVerdict.KEEP, present, best, tied, None, rounds, why, is_thin=is_thin
+            RaceVerdict.KEEP, current, best, tied, None, rounds, why, is_thin=is_thin
         )
-    why, is_thin = _why_tied(runs, best, present), _is_thin(runs, best, present)
-    metric, change = gain(runs, best, present) or ("", None)
+    why, is_thin = _why_tied(runs, best, current), _is_thin(runs, best, current)
+    metric, change = gain(runs, best, current) or ("", None)
     return RaceDecision(
-        RaceVerdict.KEEP, present, best, tied, change, rounds, why, metric, is_thin
+        RaceVerdict.KEEP, current, best, tied, change, rounds, why, metric, is_thin
     )
 
 

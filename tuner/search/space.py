@@ -21,12 +21,12 @@ TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 class SearchSpace:
     """What may be tried.
 
-    `present` is the user's configuration and always trial 0. `ceiling` bounds everything.
+    `current` is the user's configuration and always trial 0. `ceiling` bounds everything.
 
     Raises: UsageError if the ladder is empty or holds a cap below 1.
     """
 
-    present: EngineLimits
+    current: EngineLimits
     ladder: tuple[int, ...]
     budgets: tuple[int, ...]
     ceiling: EngineLimits
@@ -42,8 +42,8 @@ class SearchSpace:
 
     @property
     def reference_budget(self) -> int:
-        """Return the token budget at which the ladder is climbed: the present one."""
-        return max(self.present.max_num_batched_tokens, self.min_budget)
+        """Return the token budget at which the ladder is climbed: the current one."""
+        return max(self.current.max_num_batched_tokens, self.min_budget)
 
     def caps(self) -> list[int]:
         """Return the caps of the ladder and past it, ascending."""
@@ -53,7 +53,7 @@ class SearchSpace:
         return caps
 
     def rungs(self) -> list[EngineLimits]:
-        """Return the settings along the ladder at the present token budget."""
+        """Return the settings along the ladder at the current token budget."""
         settings = [self.at(cap, self.reference_budget) for cap in self.caps()]
         return [limits for limits in settings if limits.within(self.ceiling)]
 
@@ -84,11 +84,11 @@ def token_budgets(useful_tokens: int, min_tokens: int) -> tuple[int, ...]:
 
 
 def search_space(
-    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], present: EngineLimits
+    facts: EngineFacts, trace: Trace, ladder: tuple[int, ...], current: EngineLimits
 ) -> SearchSpace:
     """Return what may be tried for this trace on this engine.
 
-    The ceiling holds the present limits, the ladder with room past its top, and the largest
+    The ceiling holds the current limits, the ladder with room past its top, and the largest
     token budget that could matter: what is due within the busiest second, or the longest
     prompt, several times over.
     """
@@ -98,7 +98,7 @@ def search_space(
     budgets = token_budgets(useful, min_tokens)
     top = max(ladder, default=1) * PAST_LADDER
     ceiling = EngineLimits(
-        max(present.max_num_seqs, top),
-        max(present.max_num_batched_tokens, *budgets, top, min_tokens),
+        max(current.max_num_seqs, top),
+        max(current.max_num_batched_tokens, *budgets, top, min_tokens),
     )
-    return SearchSpace(present, tuple(sorted(set(ladder))), budgets, ceiling, min_tokens)
+    return SearchSpace(current, tuple(sorted(set(ladder))), budgets, ceiling, min_tokens)

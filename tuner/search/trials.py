@@ -29,7 +29,7 @@ NEVER_BOUND_RATIO = 1.25
 class Phase(StrEnum):
     """Why a configuration is measured."""
 
-    PRESENT = "present"
+    CURRENT = "current"
     LADDER = "ladder"
     EXTEND = "extend"
     REFINE = "refine"
@@ -51,7 +51,7 @@ class Phase(StrEnum):
         return self in _SEARCH or self is Phase.RACE
 
 
-_SEARCH = frozenset({Phase.PRESENT, Phase.LADDER, Phase.EXTEND, Phase.REFINE, Phase.BUDGET})
+_SEARCH = frozenset({Phase.CURRENT, Phase.LADDER, Phase.EXTEND, Phase.REFINE, Phase.BUDGET})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.profiles import Agreement
-from tuner.shadow.reference import Asked
+from tuner.shadow.reference import ReferenceReplay
 from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
 from tuner.traffic.traces import Trace
 
@@ -41,7 +41,11 @@ _COMPARED: Final = {
 
 
 def compare(
-    engine: SimulatedEngine, trace: Trace, limits: EngineLimits, plan: ReplayPlan, asked: Asked
+    engine: SimulatedEngine,
+    trace: Trace,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    reference: ReferenceReplay,
 ) -> Agreement:
     """Compare a replay of a trace with what vLLM's scheduler made of it, step by step.
 
@@ -51,18 +55,20 @@ def compare(
     try:
         found = simulate(engine, Workload(trace, plan), limits, own).kept_steps
     except EngineError as error:
-        departs = "" if asked.error else f"a replay of it ends in: {error.message}"
-        return Agreement(asked.vllm_version, 0, departs)
+        departs = "" if reference.error else f"a replay of it ends in: {error.message}"
+        return Agreement(reference.vllm_version, 0, departs)
     if found is None:
         raise ValueError("the plan asked for the steps to be kept")
-    if asked.steps is None:
-        return Agreement(asked.vllm_version, 0, f"a replay of it ends in: {asked.error}")
-    wanted = asked.steps
+    if reference.steps is None:
+        return Agreement(
+            reference.vllm_version, 0, f"a replay of it ends in: {reference.error}"
+        )
+    wanted = reference.steps
     whole = int(found.repeats.sum())
     steps, departs = first_departure(singly(found, len(wanted)), wanted)
-    if not departs and asked.is_whole and whole > len(wanted):
+    if not departs and reference.is_whole and whole > len(wanted):
         departs = f"step {len(wanted) + 1}: vLLM has ended"
-    return Agreement(asked.vllm_version, steps, departs)
+    return Agreement(reference.vllm_version, steps, departs)
 
 
 def together(found: Sequence[Agreement]) -> Agreement:

@@ -32,7 +32,7 @@ class Calibration:
     shape: EngineShape
     starts: tuple[KvStart, ...]
     steps: tuple[tuple[EngineLimits, StepColumns], ...]
-    present: EngineLimits
+    current: EngineLimits
     serve_values: Mapping[str, object]
 
     def and_steps(self, limits: EngineLimits, steps: Sequence[StepColumns]) -> Calibration:
@@ -59,20 +59,20 @@ class Calibration:
             metric_error_ratio=metric_error_ratio,
             made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             calibrated_on=tuple(dict.fromkeys(str(limits) for limits, _ in self.steps)),
-            present_limits=self.present,
+            current_limits=self.current,
             serve_values=self.serve_values,
         )
 
-    def corrected(self, kept: Profile) -> Profile:
+    def corrected(self, profile: Profile) -> Profile:
         """Return a profile of before whose steps take as long in all as those seen here.
 
         Of few settings, those of a race say, no model can be learnt that holds for others.
 
         Raises: TooFewSamplesError with no step.
         """
-        return replace(kept, step_model=kept.step_model.scaled(self.times_of(kept)))
+        return replace(profile, step_model=profile.step_model.scaled(self.times_of(profile)))
 
-    def times_of(self, kept: Profile) -> float:
+    def times_of(self, profile: Profile) -> float:
         """Return how many times as long the steps took as the profile says of them.
 
         Raises: TooFewSamplesError with no step.
@@ -82,7 +82,7 @@ class Calibration:
         seen = joined([columns for _, columns in self.steps])
         has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
         took_s = float(seen.duration_s[has_batch].sum())
-        predicted_s = float(kept.step_model.predict_s(seen)[has_batch].sum())
+        predicted_s = float(profile.step_model.predict_s(seen)[has_batch].sum())
         return took_s / predicted_s
 
     def _by_limits(self) -> list[StepColumns]:

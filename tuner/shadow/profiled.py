@@ -1,7 +1,7 @@
 """The engine that a profile was measured on, as a configuration meets it.
 
 Answers whether a profile may speak for the engine that is asked about, and with which limits
-that one runs at present.
+that one runs now.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProfiledEngine:
         if not self.is_forced:
             self._check_here(values)
         return EngineFacts(
-            present_limits=self._present(values),
+            current_limits=self._current(values),
             max_model_len=shape.max_model_len,
             chunks_prefill=bool(shape.scheduler.get("enable_chunked_prefill", True)),
             vllm_version=shape.vllm_version,
@@ -83,21 +83,21 @@ class ProfiledEngine:
 
     def unlike(self, values: Mapping[str, object]) -> list[str]:
         """Return where a configuration departs from the profile's, a sentence each."""
-        here, kept = _telling(values), _telling(self.profile.serve_values)
+        here, stored = _telling(values), _telling(self.profile.serve_values)
         if "model" not in here:
             # A few keys and no whole configuration: what is not named is the profile's.
-            kept = {key: value for key, value in kept.items() if key in here}
+            stored = {key: value for key, value in stored.items() if key in here}
         return [
-            f"the profile was made with {key}: {kept.get(key, 'not set')}, "
+            f"the profile was made with {key}: {stored.get(key, 'not set')}, "
             f"here it is {here.get(key, 'not set')}"
-            for key in sorted(here.keys() | kept.keys())
-            if str(kept.get(key)) != str(here.get(key))
+            for key in sorted(here.keys() | stored.keys())
+            if str(stored.get(key)) != str(here.get(key))
         ]
 
-    def _present(self, values: Mapping[str, object]) -> EngineLimits:
+    def _current(self, values: Mapping[str, object]) -> EngineLimits:
         """Return the limits of the configuration, those of the profile where it names none."""
         spelled = {hyphenated(key): value for key, value in values.items()}
-        known = self.profile.present_limits
+        known = self.profile.current_limits
         try:
             return EngineLimits(
                 int(str(spelled.get(MAX_NUM_SEQS, known.max_num_seqs))),

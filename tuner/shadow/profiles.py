@@ -26,7 +26,7 @@ from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
 from tuner.shadow.step_model import FitError, StepModel
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """The form of the file; a file of another form is refused, for it may mean other units."""
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
@@ -41,6 +41,11 @@ _HEADER = """\
 """
 
 
+# No figure of a profile can be negative or endless.
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
+
+
 @dataclass(frozen=True, slots=True)
 class KvStart:
     """How many KV-cache blocks an engine had that was started with the limits."""
@@ -49,15 +54,14 @@ class KvStart:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many steps of vLLM's scheduler the simulator was compared with, and how it went.
 
     `departs` names the first step that differs and what of it, empty where none does.
     """
 
     vllm_version: str
-    steps: int
+    steps: _Natural
     departs: str = ""
 
 
@@ -68,7 +72,7 @@ class Profile:
     `metric_error_ratio` compares replays through the model with the measured ones it was fitted
     to: the largest of the median errors of requests per second, TPOT p50 and E2E latency, None
     where nobody compared. `made_at` is an ISO date and time in UTC. `calibrated_on` names the
-    measured limits as in "8/512". `present_limits` are what `serve_values`, the user's
+    measured limits as in "8/512". `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared.
 
@@ -82,7 +86,7 @@ class Profile:
     metric_error_ratio: float | None
     made_at: str
     calibrated_on: tuple[str, ...]
-    present_limits: EngineLimits
+    current_limits: EngineLimits
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
 
@@ -171,10 +175,6 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-# No figure of a profile can be negative or endless.
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Amount = Annotated[float, msgspec.Meta(ge=0, le=1.7e308)]  # finite; ge refuses a NaN too
-
 _Made = TypeVar("_Made", EngineLimits, EngineShape, StepModel, FitError)
 
 
@@ -240,12 +240,6 @@ class _Fit(_Record):
     distorted_ratio: _Amount
 
 
-class _Agreement(_Record):
-    vllm_version: str
-    steps: _Natural
-    departs: str
-
-
 class _File(_Record):
     engine: _Shape
     kv_starts: tuple[_KvStart, ...]
@@ -254,9 +248,9 @@ class _File(_Record):
     metric_error_ratio: _Amount | None
     made_at: str
     calibrated_on: tuple[str, ...]
-    present_limits: _Limits
+    current_limits: _Limits
     serve_values: Mapping[str, object]
-    agreement: _Agreement | None = None
+    agreement: Agreement | None = None
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
@@ -271,19 +265,15 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         metric_error_ratio=profile.metric_error_ratio,
         made_at=profile.made_at,
         calibrated_on=profile.calibrated_on,
-        present_limits=_Limits(**_parts(profile.present_limits)),
+        current_limits=_Limits(**_parts(profile.current_limits)),
         serve_values=profile.serve_values,
-        agreement=None
-        if profile.agreement is None
-        else _Agreement(**_parts(profile.agreement)),
+        agreement=profile.agreement,
     )
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     return plain
 
 
-def _parts(
-    value: EngineLimits | EngineShape | StepModel | FitError | Agreement,
-) -> dict[str, Any]:
+def _parts(value: EngineLimits | EngineShape | StepModel | FitError) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
@@ -306,11 +296,9 @@ def _from_file(found: _File) -> Profile:
             metric_error_ratio=found.metric_error_ratio,
             made_at=found.made_at,
             calibrated_on=found.calibrated_on,
-            present_limits=_made(EngineLimits, found.present_limits, "present_limits"),
+            current_limits=_made(EngineLimits, found.current_limits, "current_limits"),
             serve_values=found.serve_values,
-            agreement=None
-            if found.agreement is None
-            else Agreement(**msgspec.structs.asdict(found.agreement)),
+            agreement=found.agreement,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -139,7 +139,7 @@ class ReferenceEngine:
         return replace(done.step, emitted=core.update(done.scheduled, done.output))
 
     def _timed(self, batch: Batch | None) -> Step:
-        """Return a step of the batch at the scheduler's present state."""
+        """Return a step of the batch at the scheduler's current state."""
         core = self._open
         running, waiting = core.counts()
         usage = 1 - core.free_blocks / core.all_blocks
@@ -147,12 +147,12 @@ class ReferenceEngine:
         return Step(took_s, (), batch, running, waiting, usage)
 
 
-# How long vLLM's scheduler is asked, in real time: ours, some thousand steps.
-ASKED_S: Final = 0.5
+# How long vLLM's scheduler replays, in real time: ours, some thousand steps.
+REPLAY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReferenceReplay:
     """What vLLM's own scheduler made of a replay.
 
     `steps` is None where it ended in an `error`; `is_whole` tells whether it came to its end.
@@ -164,7 +164,7 @@ class Asked:
     error: str = ""
 
 
-def ask(
+def replay_reference(
     shape: EngineShape,
     ceiling: EngineLimits,
     num_blocks: int,
@@ -172,8 +172,8 @@ def ask(
     trace: Trace,
     limits: EngineLimits,
     plan: ReplayPlan,
-    asked_s: float = ASKED_S,
-) -> Asked | None:
+    replay_s: float = REPLAY_S,
+) -> ReferenceReplay | None:
     """Replay a trace on vLLM's scheduler for so long and return its steps.
 
     Runs in the process of a vLLM engine, and starts neither model nor device; None in any
@@ -186,12 +186,12 @@ def ask(
         return None
     serve.prepare_environment()
     version = serve.vllm_version()
-    cut = CutRule(max_wall_s=asked_s)
+    cut = CutRule(max_wall_s=replay_s)
     try:
         engine = ReferenceEngine(shape, ceiling, num_blocks, timer)
         engine.set_limits(limits)
         prompts = PromptSource(trace, shape.vocab_size)
         log = replay(engine, trace, prompts, replace(plan, keep_steps=True, cut=cut))
     except EngineError as error:
-        return Asked(version, None, error=error.message)
-    return Asked(version, log.kept_steps, is_whole=log.cut_reason is None)
+        return ReferenceReplay(version, None, error=error.message)
+    return ReferenceReplay(version, log.kept_steps, is_whole=log.cut_reason is None)

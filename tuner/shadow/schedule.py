@@ -438,7 +438,7 @@ def _decodes_no_more(g, w, sl, slot):
 
 @_inner
 def _computed_before(g, sl, slot):
-    """Return how many tokens of a decoding request are computed before the present step."""
+    """Return how many tokens of a decoding request are computed before the current step."""
     return sl[slot, PROMPT] + sl[slot, OUTPUT] - 2 - (sl[slot, END] - g[STEP])
 
 

@@ -410,8 +410,8 @@ class _Simulation:
         if on_progress is not None and wall_s - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = wall_s
             n, g = len(self._workload.trace), self._g
-            told = Progress(int(g[s.SENT]), int(g[s.ENDED]), n, float(self._x[s.NOW]), wall_s)
-            if not on_progress(told):
+            now_s = float(self._x[s.NOW])
+            if not on_progress(Progress(int(g[s.SENT]), int(g[s.ENDED]), n, now_s, wall_s)):
                 self._stopped = "stopped by the caller"
         if self._stopped is not None:
             _stop_all(self._g, self._x, self._w, self._slots, self._instants, self._answers)

@@ -380,11 +380,11 @@ def _from_file(content: _File) -> TrafficSketch:
         output=_read_table("output", content.output, blocks, len(EDGES)),
         in_flight=_read_table("in_flight", content.in_flight, blocks, len(LEVEL_EDGES)),
         bursts={
-            float(scale): _read_bursts(kept, blocks) for scale, kept in content.bursts.items()
+            float(scale): _read_bursts(rows, blocks) for scale, rows in content.bursts.items()
         },
         held=None
         if content.held is None
-        else {float(lookback): column("held", kept) for lookback, kept in content.held.items()},
+        else {float(lookback): column("held", rows) for lookback, rows in content.held.items()},
     )
 
 

@@ -50,8 +50,8 @@ def test_json_is_the_data_and_no_page_unless_one_is_named(folder: Path, capfd: O
     assert told["profile"]["vllm_version"] == a_profile().shape.vllm_version
     for at in told["loads"]:
         keys = ("max_num_seqs", "max_num_batched_tokens")
-        present = [s for s in at["settings"] if {k: s[k] for k in keys} == told["present"]]
-        assert present == [at["at_present"]]
+        current = [s for s in at["settings"] if {k: s[k] for k in keys} == told["current"]]
+        assert current == [at["at_current"]]
         assert at["at_best"] in at["settings"]
     assert explore("--force-profile", "--json", "-o", "page.html") == 0
     assert (folder / "page.html").exists()

@@ -29,7 +29,7 @@ def test_more_load_wants_larger_caps_until_a_change_pays(
     assert run([*command, "--loads", "0.05,1", "--max-num-seqs", "2,8,24", "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["engine"] == "shadow"
-    assert told["present"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    assert told["current"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
     light, heavy = told["loads"]
     assert (light["load"], heavy["load"]) == (0.05, 1.0)
     assert not light["change_pays"]
@@ -49,16 +49,16 @@ def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
     assert run(asked) == 0
     lines = capfd.readouterr().out.splitlines()[-2:]
     for line, found in zip(lines, told["loads"], strict=True):
-        best, present = found["at_best"], found["at_present"]
+        best, current = found["at_best"], found["at_current"]
         shown = line.split()
         assert shown[0] == f"{found['load']:g}x"
         assert [float(shown[i]) for i in (2, 5)] == [
-            float(f"{reached['e2e_s'][told['tail']]:.3g}") for reached in (best, present)
+            float(f"{reached['e2e_s'][told['tail']]:.3g}") for reached in (best, current)
         ]
         assert [shown[i] for i in (4, 7)] == [
-            f"{reached['requests_per_s']:.3g}/s" for reached in (best, present)
+            f"{reached['requests_per_s']:.3g}/s" for reached in (best, current)
         ]
-        assert ("not sustained" in line) is not (best["sustained"] and present["sustained"])
+        assert ("not sustained" in line) is not (best["sustained"] and current["sustained"])
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,13 @@ sys.path.insert(0, sys.argv[2])
 from support.watch_parts import EIGHT, FOUR, HOUR_S, a_world, pays
 from tuner.drift.watch.handover import HookEnd
 folder = Path(sys.argv[1])
-def hand_over(told):
+def hand_over(facts):
     (folder / "handed.new").write_text((folder / "best.yaml").read_text())
     (folder / "handed.new").replace(folder / "handed.yaml")
     return HookEnd(0, "")
 with a_world(folder, run_hook=hand_over) as world:
     while True:
-        other = EIGHT if world.watcher.present == FOUR else FOUR
+        other = EIGHT if world.watcher.current == FOUR else FOUR
         world.lasts(pays(other))
         world.clock.sleep(6 * HOUR_S)
         print(other, flush=True)
@@ -77,7 +77,7 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_file_and_is_taken_up(
         state = world.watcher.store.state
         assert state.handover is None
         assert state.counts.changes >= changes
-        assert state.present == world.watcher.present
+        assert state.current == world.watcher.current
         # Handed over by the process that was killed, or by this one.
         handed = [text for _, text in world.hook.seen] or [
             (tmp_path / "handed.yaml").read_text()
@@ -96,7 +96,7 @@ def test_a_file_that_was_written_before_the_kill_is_handed_over_after_it(
     with a_world(tmp_path) as world:
         assert world.rounds(UNCHANGED) == [Act.NONE]
         assert world.hook.seen == [("change", world.path.read_text())]
-        assert world.watcher.present == EIGHT
+        assert world.watcher.current == EIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def test_a_real_hook_is_told_what_happened_and_needs_no_shell(tmp_path: Path) ->
         "import json, os, sys; json.dump([sys.argv[2], {**os.environ}], open(sys.argv[1], 'w'))"
     )
     argv = [sys.executable, "-c", code, str(seen), "$(rm -rf /) ; *"]
-    with a_world(tmp_path, run_hook=lambda told: run_hook(argv, told, 30.0)) as world:
+    with a_world(tmp_path, run_hook=lambda facts: run_hook(argv, facts, 30.0)) as world:
         assert world.lasts(pays()) == [Act.CONFIRM, Act.CHANGE]
         word, environment = json.loads(seen.read_text())
         assert word == "$(rm -rf /) ; *"
@@ -212,7 +212,7 @@ def test_a_damaged_state_is_told_and_the_file_says_what_is_in_use(tmp_path: Path
     (tmp_path / "state" / "state.json").write_text("{")
     with a_world(tmp_path) as world:
         assert "is damaged and was set aside" in world.words
-        assert world.watcher.present == EIGHT
+        assert world.watcher.current == EIGHT
         assert world.rounds(pays(THIRTY)) == [Act.CONFIRM]
 
 

@@ -45,14 +45,14 @@ WRONG_RATIO = 0.05
 LASTING_S = 30 * MINUTE_S
 REQUESTS = steady(400, per_s=9.0)
 LOGS = {limits: replay_toy(REQUESTS, limits) for limits in (EngineLimits(2, 2048), FOUR)}
-FORETOLD = {limits: measure([log]) for limits, log in LOGS.items()}
-SLOW, FAST = FORETOLD.values()
+PREDICTED = {limits: measure([log]) for limits, log in LOGS.items()}
+SLOW, FAST = PREDICTED.values()
 OVERLOADED = measure([replay_toy(REQUESTS, EngineLimits(1, 2048))])
 
 
 def served(like: Measurement, times: float = 1.0, requests: int = 400, **more: object) -> Live:
     """Return a server that answers as predicted, with latencies so many times as long."""
-    log = next(log for limits, log in LOGS.items() if FORETOLD[limits] is like)
+    log = next(log for limits, log in LOGS.items() if PREDICTED[limits] is like)
     took_s = log.timelines.e2e_s
     e2e_s = took_s[np.arange(requests) * took_s.size // requests] * times
     return answering(e2e_s, requests / like.requests_per_s, **more)
@@ -240,7 +240,7 @@ def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_ag
         state = world.watcher.store.state
         assert (state.counts.changes, state.counts.rollbacks, state.handover) == (1, 1, None)
         assert "does worse than the old configuration would: e2e_mean is " in world.words
-        assert world.watcher.present == FOUR
+        assert world.watcher.current == FOUR
         # The same advice is not taken again, and the traffic is held against the first.
         world.clock.sleep(24 * HOUR_S)
         assert world.lasts(pays()) == [Act.BARRED, Act.BARRED]
@@ -257,13 +257,13 @@ def test_where_the_old_prediction_was_off_by_three_a_change_neither_passes_nor_i
         handed_over(world)
         world.rounds(*[UNCHANGED] * 4)
         assert on_guard(world)
-        told = "guard: 8/2048 has no verdict: before the change 4/2048 was further from"
-        assert told in world.words
+        shown = "guard: 8/2048 has no verdict: before the change 4/2048 was further from"
+        assert shown in world.words
         assert "it looks again" in world.words
         world.rounds(*[UNCHANGED] * 8)
         assert not on_guard(world)
         assert "gave up without a verdict on 8/2048: before the change" in world.words
-        assert world.watcher.present == EIGHT
+        assert world.watcher.current == EIGHT
         assert world.watcher.store.state.counts.rollbacks == 0
 
 
@@ -293,7 +293,7 @@ def test_a_server_that_is_gone_since_the_change_brings_the_old_file_back(
     with a_world(tmp_path, guard=looking(gone)) as world:
         handed_over(world)
         world.rounds(*[UNCHANGED] * 4)
-        assert world.watcher.present == FOUR
+        assert world.watcher.current == FOUR
         assert "the server shows no metrics any more" in world.words
 
 
@@ -337,7 +337,7 @@ def test_without_enough_to_see_nothing_is_taken_back(
         assert words in world.words
         assert "guard: gave up without a verdict on 8/2048" in world.words
         assert not on_guard(world)
-        assert world.watcher.present == EIGHT
+        assert world.watcher.current == EIGHT
 
 
 def test_a_file_that_somebody_else_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -376,6 +376,8 @@ def test_without_a_word_of_the_time_before_a_change_nothing_is_judged(tmp_path: 
     ) as world:
         handed_over(world)
         world.rounds(*[UNCHANGED] * 4)
-        told = "4/2048 has no measure of the time before the change: 150 requests finished, 200"
-        assert told in world.words
-        assert world.watcher.present == EIGHT
+        shown = (
+            "4/2048 has no measure of the time before the change: 150 requests finished, 200"
+        )
+        assert shown in world.words
+        assert world.watcher.current == EIGHT

@@ -47,14 +47,14 @@ def test_a_verdict_that_stays_becomes_a_file_with_its_reasons(tmp_path: Path) ->
         for words in (
             f"tuned 2027-01-15 on {len(TRAFFIC):,} requests of busy.jsonl (sha256 ",
             "PREDICTED by the shadow of a profile of 2026-01-31, not measured",
-            "against the present max-num-seqs 4, max-num-batched-tokens 2048:",
+            "against the current max-num-seqs 4, max-num-batched-tokens 2048:",
             "e2e_p95 falls by 30.0% (25.0% … 35.0%)",
             "why: arrival_rate shifted",
             f"evidence: {tmp_path / 'state'}",
         ):
             assert words in text
         assert (read.facts["method"], read.facts["tuned-at"]) == ("shadow", "2027-01-15")
-        # From now on the new limits are the present ones, and today's traffic the baseline.
+        # From now on the new limits are the current ones, and today's traffic the baseline.
         world.rounds(UNCHANGED)
         assert world.script.checked_at == [*[FOUR] * 5, EIGHT]
         before = world.script.tuned_for[-1]

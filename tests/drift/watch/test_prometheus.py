@@ -222,12 +222,12 @@ def test_shifted_traffic_is_noticed_handed_over_and_judged_by_what_was_predicted
     assert f"requests of Prometheus at {url.removeprefix('http://')}" in changed.comments[0]
     clock.sleep(6 * MINUTE_S)
     assert once(home, url, clock, *options) == 0
-    told = capsys.readouterr().err
-    assert f"guard: {changed.limits} {words}" in told
+    shown = capsys.readouterr().err
+    assert f"guard: {changed.limits} {words}" in shown
     now = home / "best.yaml", home / "handed.yaml"
     assert [read_emitted(path).limits == changed.limits for path in now] == [stands] * 2
     assert stands or (home / "best.yaml").read_text() == served
-    assert "Traceback" not in told
+    assert "Traceback" not in shown
 
 
 @pytest.mark.engine
@@ -245,8 +245,8 @@ def test_a_change_rests_on_what_came_after_the_verdict_alone(
     assert (home / "best.yaml").read_text() == served
     clock.sleep(5 * MINUTE_S)
     assert once(home, url, clock, *options) == 0
-    told = capsys.readouterr().err
-    assert "the later traffic alone is shifted, re-tune pays" in told
+    shown = capsys.readouterr().err
+    assert "the later traffic alone is shifted, re-tune pays" in shown
     changed = read_emitted(home / "best.yaml")
     assert changed.limits.max_num_seqs > 4
     # The evidence is that of the later traffic: five minutes of it, as no check looks further.
@@ -269,6 +269,6 @@ def test_a_gap_in_the_data_gives_no_verdict(
 ) -> None:
     clock = JumpingClock(START_S + 3 * MINUTE_S)
     assert once(home, url, clock, "--model", "right", "--confirmations", "1") == 0
-    told = capsys.readouterr().err
-    assert "too little data: the present traffic is known in part only: there is data" in told
+    shown = capsys.readouterr().err
+    assert "too little data: the current traffic is known in part only: there is data" in shown
     assert read_emitted(home / "best.yaml").limits == EngineLimits(4, 512)

@@ -49,7 +49,7 @@ STATES = st.builds(
     memory=st.builds(
         Memory, LIMITS, st.integers(0), FINITE, st.lists(LIMITS).map(tuple), st.none() | FINITE
     ),
-    present=st.none() | LIMITS,
+    current=st.none() | LIMITS,
     handover=st.none() | HANDOVERS,
     counts=st.builds(Counts, st.dictionaries(st.text(), st.integers(0))),
     last=st.builds(Last, FINITE, st.text(), gain_ratio=st.none() | FINITE),
@@ -77,7 +77,7 @@ def test_a_state_comes_back_as_it_was(
 
 
 EARLIER = b"""{
- "schema": 1, "profile_sha256": "a", "traffic": "traffic-1.json",
+ "schema": 2, "profile_sha256": "a", "traffic": "traffic-1.json",
  "memory": {
   "pending": {"max_num_seqs": 8, "max_num_batched_tokens": 2048}, "confirmed": 1,
   "last_change_s": 5.0, "barred": []
@@ -97,8 +97,8 @@ def test_the_state_of_an_earlier_version_is_read_and_its_change_stays_on_guard(
 ) -> None:
     (tmp_path / STATE_FILE).write_bytes(EARLIER)
     with StateDir(tmp_path) as kept:
-        state, told = kept.load()
-    assert told == ""
+        state, shown = kept.load()
+    assert shown == ""
     assert state.memory == Memory(EngineLimits(8, 2048), 1, 5.0)
     assert state.handover is not None
     assert (state.handover.stage, state.handover.handed_s) == (Stage.ON_GUARD, 7.0)
@@ -119,16 +119,16 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_state(tmp_path:
             [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
-        told = [int(process.stdout.readline()) for _ in range(5)]
+        shown = [int(process.stdout.readline()) for _ in range(5)]
         time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
-        told += [int(line) for line in process.stdout.read().splitlines()]
+        shown += [int(line) for line in process.stdout.read().splitlines()]
         process.wait()
         # The lock goes with the process, and what it was writing is cleared away.
         with StateDir(tmp_path) as kept:
             state, remark = kept.load()
             assert remark == ""
-            assert state.counts.errors >= told[-1]
+            assert state.counts.errors >= shown[-1]
             assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", STATE_FILE]
 
 
@@ -139,26 +139,26 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_state(tmp_path:
         b"{",
         b"\xff\xfe",
         b"[]",
-        b'{"schema": 2}',
-        b'{"present": {"max_num_seqs": 0, "max_num_batched_tokens": 1}}',
+        b'{"schema": 1}',
+        b'{"current": {"max_num_seqs": 0, "max_num_batched_tokens": 1}}',
         b'{"handover": {}}',
     ],
 )
 def test_a_damaged_state_is_set_aside_and_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / STATE_FILE).write_bytes(content)
     with StateDir(tmp_path) as kept:
-        state, told = kept.load()
+        state, shown = kept.load()
         assert state == WatchState()
-        assert "is damaged and was set aside as state.json.damaged-" in told
+        assert "is damaged and was set aside as state.json.damaged-" in shown
         aside = next(tmp_path.glob("state.json.damaged-*"))
         assert aside.read_bytes() == content
         assert kept.load() == (WatchState(), "")
 
 
 def test_two_watches_exclude_each_other(tmp_path: Path) -> None:
-    with StateDir(tmp_path), pytest.raises(UsageError, match="another watch is using") as told:
+    with StateDir(tmp_path), pytest.raises(UsageError, match="another watch is using") as shown:
         StateDir(tmp_path)
-    assert "--state" in told.value.hint
+    assert "--state" in shown.value.hint
     with StateDir(tmp_path) as kept:
         assert kept.load() == (WatchState(), "")
 
@@ -178,25 +178,25 @@ def test_a_new_profile_lifts_what_was_held_against_the_old() -> None:
     old = WatchState(
         profile_sha256="a",
         memory=Memory(eight, 1, 5.0, (eight,), 4.0, eight),
-        present=eight,
+        current=eight,
         traffic="traffic-1.json",
     )
     assert old.for_profile("a") == old
     new = old.for_profile("b")
-    assert (new.memory, new.present, new.traffic) == (Memory(last_change_s=5.0), eight, "")
+    assert (new.memory, new.current, new.traffic) == (Memory(last_change_s=5.0), eight, "")
 
 
 def test_kept_traffic_comes_back_or_is_told_to_be_damaged(tmp_path: Path) -> None:
     sketch = sketch_of(busy_traffic(0, minutes=4))
     with StateDir(tmp_path) as kept:
         name = kept.keep_traffic(sketch, 0.0)
-        found, told = kept.traffic(name)
+        found, shown = kept.traffic(name)
         assert found is not None
-        assert (found.requests, found.sha256, told) == (sketch.requests, sketch.sha256, "")
+        assert (found.requests, found.sha256, shown) == (sketch.requests, sketch.sha256, "")
         other = kept.keep_traffic(sketch, 60.0)
         kept.forget_traffic_but(other)
         assert kept.traffic(name) == (None, f"{tmp_path / name} is gone")
         (tmp_path / other).write_text("{}")
-        found, told = kept.traffic(other)
+        found, shown = kept.traffic(other)
         assert found is None
-        assert "is damaged and was set aside" in told
+        assert "is damaged and was set aside" in shown

@@ -48,9 +48,9 @@ def test_clients_that_left_are_replayed_as_if_they_had_stayed(prod: Path) -> Non
     trace = read_trace(prod)
     assert trace.output_tokens.tolist() == [300] * 12
     assert Caveat.ANSWERS_CUT in caveats(trace)
-    told = "\n".join(describe(trace).lines())
-    assert "2 of 12 answers (16.7%) were cut short: clients left; the rest of their" in told
-    assert "clients left before 2 answers were whole" in told
+    shown = "\n".join(describe(trace).lines())
+    assert "2 of 12 answers (16.7%) were cut short: clients left; the rest of their" in shown
+    assert "clients left before 2 answers were whole" in shown
 
 
 def test_they_can_be_kept_as_short_or_left_out(

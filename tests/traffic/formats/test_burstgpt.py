@@ -73,8 +73,8 @@ def test_a_turn_waits_for_the_answer_before_it_that_is_replayed(tmp_path: Path) 
     assert trace.turns.after.tolist() == [-1, -1, -1, 0, 1, 3]
     # 20 - (10 + 4); 21 - 11, where the answer's end is not known; 22 comes before 20 + 3.
     assert trace.turns.pause_s.tolist() == [0.0, 0.0, 0.0, 6.0, 10.0, 0.0]
-    (told,) = trace.notes.remarks
-    assert told.startswith("the answers that 1 turns wait for have no recorded end")
+    (shown,) = trace.notes.remarks
+    assert shown.startswith("the answers that 1 turns wait for have no recorded end")
 
 
 def test_an_elapsed_time_below_zero_is_not_a_latency(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_a_path_without_an_api_and_a_page_of_another_kind_are_told_apart(url: st
     try:
         for page.text in ("<html>log in</html>", "[]", '{"data": {"result": [1]}}'):
             said = refused(f"http://127.0.0.1:{page.port}")
-            told = f"127.0.0.1:{page.port} answers, but not as a Prometheus does"
-            assert said.message == told
+            shown = f"127.0.0.1:{page.port} answers, but not as a Prometheus does"
+            assert said.message == shown
     finally:
         page.close()
 

@@ -218,10 +218,10 @@ def test_requests_held_in_flight_are_seen_in_flight(load: Load) -> None:
 
 
 def test_the_servers_own_numbers_are_told(load: Load) -> None:
-    told = " / ".join(traced(load).notes.remarks)
-    assert "KV cache was at most" in told
+    shown = " / ".join(traced(load).notes.remarks)
+    assert "KV cache was at most" in shown
     # All prompts begin alike, so that most of their blocks hit.
-    found = re.search(r"(\d+)% of the prompt tokens hit the server's own .*?(\d+)%", told)
+    found = re.search(r"(\d+)% of the prompt tokens hit the server's own .*?(\d+)%", shown)
     assert found is not None
     served, imitated = (int(share) for share in found.groups())
     assert served > 50
@@ -253,6 +253,6 @@ def test_a_watch_sees_from_a_real_servers_metrics_whether_traffic_has_shifted(
     ]
     options = WatchOptions.parse(watch.make_context("watch", arguments).params)
     assert run_watch(options, JumpingClock(load.open_until_s)) == 0
-    told = capsys.readouterr().err
-    assert verdict in told
-    assert ("arrival_rate" in told) == (times != 1.0)
+    shown = capsys.readouterr().err
+    assert verdict in shown
+    assert ("arrival_rate" in shown) == (times != 1.0)

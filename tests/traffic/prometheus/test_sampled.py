@@ -67,7 +67,7 @@ def drawn(trace: Trace, step_s: int = 30) -> list[int]:
     return between_scrapes(trace.due_s + (trace.zero_s - START_S), step_s)
 
 
-def told(trace: Trace) -> str:
+def shown(trace: Trace) -> str:
     """Return all that the reader of a trace is told."""
     return " / ".join(trace.notes.remarks)
 
@@ -106,9 +106,9 @@ def test_the_trace_says_where_it_comes_from_and_what_it_cannot_know(url: str) ->
         "25% of the prompt tokens hit the server's own",
         "KV cache was at most 50% full",
     ):
-        assert words in told(trace)
+        assert words in shown(trace)
     for words in ("no data", "began anew", "engines are added up", "abort"):
-        assert words not in told(trace)
+        assert words not in shown(trace)
     caveats = {warning.caveat for warning in describe(trace).warnings}
     assert Caveat.SAMPLED_TRACE in caveats
     assert Caveat.CLOSED_LOOP not in caveats
@@ -129,7 +129,7 @@ def test_as_many_prompt_tokens_hit_as_on_the_server_and_when_they_did(
     for part, ratio in ((late, 0.4), (~late, 0.8)):
         found = reused[part].sum() / trace.prompt_tokens[part].sum()
         assert found == pytest.approx(ratio, abs=0.03)
-    assert f"{true:.0%} of the prompt tokens hit the server's own prefix cache, and " in told(
+    assert f"{true:.0%} of the prompt tokens hit the server's own prefix cache, and " in shown(
         trace
     )
     # Long prompts begin as others do as well as short ones.
@@ -155,8 +155,8 @@ def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
 
 def test_hits_that_prompts_of_this_length_cannot_have_are_told(url: str) -> None:
     trace = read(url, "terse")
-    assert "prefix hits cannot be imitated: 97% of the prompt tokens hit" in told(trace)
-    assert re.search(r"prompts this short share 7\d% at most", told(trace))
+    assert "prefix hits cannot be imitated: 97% of the prompt tokens hit" in shown(trace)
+    assert re.search(r"prompts this short share 7\d% at most", shown(trace))
 
 
 def test_the_seed_decides_what_is_drawn_and_not_what_was_counted(url: str) -> None:
@@ -180,16 +180,16 @@ def test_a_restart_and_a_gap_neither_lose_nor_invent_requests_elsewhere(url: str
     assert found[sure].tolist() == came[sure].tolist()
     assert found[is_restart].sum() <= came[is_restart].sum()
     assert found[is_gap].sum() == 0
-    assert f"{came[is_gap].sum():,} counted across gaps are left out" in told(trace)
-    assert "no data for 600 s in all, and no request was invented there" in told(trace)
-    assert "the counters began anew 1 times" in told(trace)
+    assert f"{came[is_gap].sum():,} counted across gaps are left out" in shown(trace)
+    assert "no data for 600 s in all, and no request was invented there" in shown(trace)
+    assert "the counters began anew 1 times" in shown(trace)
 
 
 def test_the_engines_of_a_model_are_added_up_or_one_is_picked(url: str) -> None:
     one, other = TWINS
     both = read(url, "twins")
     assert len(both) == len(one.arrived_s) + len(other.arrived_s)
-    assert "2 engines are added up" in told(both)
+    assert "2 engines are added up" in shown(both)
     assert len(read(url, "twins", engine="1")) == len(other.arrived_s)
     said = refused(url, model="twins", engine="7")
     assert 'knows no engine "7" of this model; it has "0", "1"' in said.message
@@ -202,10 +202,10 @@ def test_metrics_of_older_versions_are_read_and_without_gauges_finishes_are_arri
     is_done = OLD.ends_s <= END_S
     assert drawn(trace) == between_scrapes(OLD.ends_s[is_done] - START_S)
     late_s = float((OLD.ends_s - OLD.arrived_s)[is_done].mean())
-    assert "arrivals stand where requests finished" in told(trace)
-    assert f"they came earlier, by {late_s:.3g} s on average" in told(trace)
-    assert "25% of the prompt tokens hit" in told(trace)
-    assert "KV cache was at most 50% full" in told(trace)
+    assert "arrivals stand where requests finished" in shown(trace)
+    assert f"they came earlier, by {late_s:.3g} s on average" in shown(trace)
+    assert "25% of the prompt tokens hit" in shown(trace)
+    assert "KV cache was at most 50% full" in shown(trace)
     said = refused(url, model=OLD.model, concurrency=True)
     assert "has no vllm:num_requests_running between" in said.message
 
@@ -235,7 +235,7 @@ def test_more_points_than_prometheus_gives_at_once_are_asked_for_in_turns(url: s
     # 14,401 points; Prometheus refuses more than 11,000.
     fine = read(url, "plain", since_s=4 * HOUR_S, step_s=1)
     assert drawn(fine, 15) == between_scrapes(PLAIN.arrived_s - START_S, 15)
-    assert "there is data for 2.0 h of the 4.0 h asked for" in told(fine)
+    assert "there is data for 2.0 h of the 4.0 h asked for" in shown(fine)
 
 
 def page_of(finished: int, running: int) -> str:
@@ -270,7 +270,7 @@ def test_a_page_that_counts_up_and_begins_anew_is_followed(tmp_path: Path) -> No
     assert set(trace.prompt_tokens.tolist()) <= set(range(11, 51))
     assert trace.prompt_tokens.mean() == pytest.approx(40, abs=0.5)
     assert trace.output_tokens.mean() == pytest.approx(7, abs=0.5)
-    assert "the counters began anew 1 times" in told(trace)
+    assert "the counters began anew 1 times" in shown(trace)
 
 
 def test_what_is_asked_of_a_full_server_is_told_from_what_it_finishes(
@@ -291,4 +291,4 @@ def test_what_is_asked_of_a_full_server_is_told_from_what_it_finishes(
     assert len(trace) == finished + in_flight
     assert trace.prompt_tokens.mean() == pytest.approx((419820 - 34433) / finished, rel=0.01)
     assert trace.output_tokens.mean() == pytest.approx((118180 - 5251) / finished, rel=0.01)
-    assert "18% of the prompt tokens hit" in told(trace)
+    assert "18% of the prompt tokens hit" in shown(trace)

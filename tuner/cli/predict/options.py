@@ -67,7 +67,7 @@ class LoadsOptions:
         facts = source.facts(engine_of_profile(profile, None, None, {}).values)
         trace = self.traffic.fitted(recorded, facts.max_model_len)
         busiest = at_load(trace, load)
-        space = search_space(facts, busiest, self.ladder, facts.present_limits)
+        space = search_space(facts, busiest, self.ladder, facts.current_limits)
         return trace, Retune(space, Predictor(profile, space.ceiling, self.traffic.seed))
 
     def surface(self, source: ProfiledEngine) -> tuple[Trace, Surface]:
@@ -77,7 +77,7 @@ class LoadsOptions:
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
         chosen = self.traffic.window
         window = whole(trace) if chosen is None else chosen.resolve(trace)
-        if remark := retune.predictor.info(retune.space.present).remark:
+        if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)
         workload = Workload.of("traffic", trace, (window,), self.aim(trace))
         return trace, predict_surface(retune.predictor, retune.space, workload, self.loads, say)

@@ -68,20 +68,20 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
     rate = "goodput_per_s" if objective is Objective.GOODPUT else RATE
     heads = f"{latency:>9} {rate:>14}"
     lines = [
-        f"current {surface.present} (max_num_seqs/max_num_batched_tokens); predicted, "
+        f"current {surface.current} (max_num_seqs/max_num_batched_tokens); predicted, "
         f"wrong by {surface.wrong_ratio:.0%} on what was measured",
         f"{'':22}{'at the best':>24}  {'at the current':>24}",
         f"{'load':>6}  {'best':>12}  {heads}  {heads}  advice",
     ]
     for at in surface.loads:
-        best, present = at.best, at.reached(surface.present)
+        best, current = at.best, at.reached(surface.current)
         cells = (
             f"{at.load:>5g}x  {at.decision.best!s:>12}",
             *(
                 f"{_seconds(reached, latency):>9} {_per_s(reached, rate):>14}"
-                for reached in (best, present)
+                for reached in (best, current)
             ),
-            _advice(at, best, present),
+            _advice(at, best, current),
         )
         lines.append("  ".join(cells))
     return lines
@@ -97,11 +97,11 @@ def _per_s(reached: Reached, metric: str) -> str:
     return "-" if value is None else f"{value:.3g}/s"
 
 
-def _advice(at: AtLoad, best: Reached, present: Reached) -> str:
+def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
     """Return what to do at a load, and whose figures do not hold."""
     advice = "re-tune" if at.change_pays else f"keep ({at.decision.why})"
-    faults = {"best": best.fault, "current": present.fault}
-    if best.fault == present.fault:
+    faults = {"best": best.fault, "current": current.fault}
+    if best.fault == current.fault:
         faults = {"both": best.fault}
     told = "; ".join(f"{whose}: {fault}" for whose, fault in faults.items() if fault)
     return f"{advice} [{told}]" if told else advice

@@ -239,7 +239,7 @@ class Rollout:
                 state,
                 memory=memory,
                 counts=counts,
-                present=record.new,
+                current=record.new,
                 traffic=record.new_traffic,
                 handover=guarded,
             )

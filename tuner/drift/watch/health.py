@@ -37,13 +37,13 @@ def health(watcher: Watcher) -> dict[str, Any]:
     last, handover = state.last, state.handover
     quiet_s = watcher.clock.now_s() - watcher.began_s
     try:
-        present = str(watcher.present)
+        current = str(watcher.current)
     except TunerError as error:
-        present = error.message
+        current = error.message
     return {
         "ok": quiet_s < 2 * watcher.every_s + MIN_PATIENCE_S,
         "since_last_round_s": round(quiet_s, 1),
-        "present": present,
+        "current": current,
         "verdict": last.verdict or None,
         "why": last.why or None,
         "act": last.act or None,
@@ -88,22 +88,22 @@ class WatchMetrics(Collector):
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"tune_watch_{name}", text, value)
-        yield from self._present()
+        yield from self._current()
 
     @property
     def _is_on_guard(self) -> bool:
         return self._watcher.rollout.is_on_guard
 
-    def _present(self) -> Iterator[Metric]:
+    def _current(self) -> Iterator[Metric]:
         """Yield the limits in use; none while the file is damaged."""
         try:
-            present = self._watcher.present
+            current = self._watcher.current
         except TunerError:
             return
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             text = f"{name} of the configuration in use."
             yield GaugeMetricFamily(
-                f"tune_watch_present_{name}", text, float(getattr(present, name))
+                f"tune_watch_current_{name}", text, float(getattr(current, name))
             )
 
 

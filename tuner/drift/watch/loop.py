@@ -36,7 +36,7 @@ Sample = Callable[[float], Trace]
 """Return the traffic since a Unix time. Raises: TunerError if it cannot be had."""
 
 Check = Callable[[Trace, EngineLimits, TrafficSketch | None], Checked]
-"""Check traffic at the present limits against what they were tuned for, None for the profile's
+"""Check traffic at the current limits against what they were tuned for, None for the profile's
 own. Raises: TunerError if that cannot be."""
 
 
@@ -71,10 +71,10 @@ class Watcher:
     """When the last round began, in Unix seconds, so that a probe can notice a hang."""
 
     @property
-    def present(self) -> EngineLimits:
+    def current(self) -> EngineLimits:
         """The limits in use: those of the file, else those handed over or tuned last."""
-        written = self.rollout.publisher.present()
-        return written or self.store.state.present or self.tuned_for
+        written = self.rollout.publisher.current()
+        return written or self.store.state.current or self.tuned_for
 
     def run(self) -> None:
         """Watch without end."""
@@ -123,27 +123,27 @@ class Watcher:
     def _check(self) -> None:
         """Check the traffic, and change the configuration where that is called for."""
         # The change below is decided for this file and is written over no other.
-        text_before, present = self.rollout.publisher.text_now(), self.present
+        text_before, current = self.rollout.publisher.text_now(), self.current
         tuned_for = self._tuned_for()
-        result = self._checked(self.clock.now_s() - self.policy.since_s, present, tuned_for)
+        result = self._checked(self.clock.now_s() - self.policy.since_s, current, tuned_for)
         act, memory = self._decided(result)
         self._note(result.checked, act, memory)
         proposal = _proposal(result.checked)
         gain = "" if proposal is None else f" {proposal.gain_ratio:.1%} at {proposal.limits}"
         self.notify(f"{result.checked.verdict}{gain}: {result.checked.why}; {act}")
         if act is Act.CONFIRM:
-            act, result = self._confirmed(result, present, tuned_for)
+            act, result = self._confirmed(result, current, tuned_for)
         if act is Act.CHANGE:
-            self._change(result, text_before, present)
+            self._change(result, text_before, current)
 
     def _checked(
-        self, since_s: float, present: EngineLimits, tuned_for: TrafficSketch | None
+        self, since_s: float, current: EngineLimits, tuned_for: TrafficSketch | None
     ) -> _CheckedTraffic:
         trace = self._sampled(since_s)
-        return _CheckedTraffic(trace, self.check(trace, present, tuned_for))
+        return _CheckedTraffic(trace, self.check(trace, current, tuned_for))
 
     def _tuned_for(self) -> TrafficSketch | None:
-        """Return the traffic that the present limits were tuned for, None for the profile's."""
+        """Return the traffic that the current limits were tuned for, None for the profile's."""
         state = self.store.state
         if not state.traffic:
             return None
@@ -160,14 +160,14 @@ class Watcher:
         return next_act(self.policy, memory, proposal, now_s, on_guard=on_guard)
 
     def _confirmed(
-        self, result: _CheckedTraffic, present: EngineLimits, tuned_for: TrafficSketch | None
+        self, result: _CheckedTraffic, current: EngineLimits, tuned_for: TrafficSketch | None
     ) -> tuple[Act, _CheckedTraffic]:
         """Check the traffic after the verdict by itself; return the act and its evidence."""
         memory, now_s = self.store.state.memory, self.clock.now_s()
         since_s = later_from_s(self.policy, memory, now_s)
         if since_s is None:
             return Act.CONFIRM, result
-        later = self._checked(since_s, present, tuned_for)
+        later = self._checked(since_s, current, tuned_for)
         message = f"{later.checked.verdict}: {later.checked.why}"
         if not later.has_verdict:
             self.notify(f"not yet: the later traffic alone is {message}")
@@ -205,7 +205,7 @@ class Watcher:
         )
 
     def _change(
-        self, result: _CheckedTraffic, text_before: ExpectedText, present: EngineLimits
+        self, result: _CheckedTraffic, text_before: ExpectedText, current: EngineLimits
     ) -> None:
         """Hand the new configuration over; what takes time comes before the file is read."""
         checked, now_s, publisher = result.checked, self.clock.now_s(), self.rollout.publisher
@@ -214,12 +214,12 @@ class Watcher:
         new_traffic = self.store.folder.keep_traffic(self.sketch(result.trace), now_s)
         gain = "" if checked.gain is None else checked.gain.text
         evidence = str(self.store.folder.path)
-        reason = Reason(result.trace, present, gain, checked.why, evidence, now_s)
-        before = publisher.to_return_to(text_before, present)
+        reason = Reason(result.trace, current, gain, checked.why, evidence, now_s)
+        before = publisher.to_return_to(text_before, current)
         after = publisher.changed(checked.best, reason)
         self.rollout.begin(
             RolloutRecord(
-                old=present,
+                old=current,
                 new=checked.best,
                 old_text=before.text,
                 new_text=after.text,
@@ -249,7 +249,7 @@ def _proposal(checked: Checked) -> ChangeProposal | None:
     if checked.verdict is not DriftVerdict.PAYS or checked.best is None or checked.gain is None:
         return None
     gain = checked.gain
-    return ChangeProposal(checked.best, gain.value, gain.meets_more, checked.present)
+    return ChangeProposal(checked.best, gain.value, gain.meets_more, checked.current)
 
 
 def _one_more(counts: Mapping[str, int], name: str) -> dict[str, int]:

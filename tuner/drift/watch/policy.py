@@ -82,7 +82,7 @@ class Policy:
 class ChangeProposal:
     """A re-tune that pays: what to change to, from what, and what that gains.
 
-    `meets_more`: it meets a demand that the present configuration does not; then no gain is too
+    `meets_more`: it meets a demand that the current configuration does not; then no gain is too
     small.
     """
 

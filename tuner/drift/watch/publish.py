@@ -45,7 +45,7 @@ class Reason:
     """
 
     trace: Trace
-    present: EngineLimits
+    current: EngineLimits
     gain: str
     why: str
     evidence: str
@@ -80,7 +80,7 @@ class Publisher:
             rec = Recommendation(self.values, EngineLimits(1, 1), lost=self.lost)
             checked_writer(self.chosen, rec)
 
-    def present(self) -> EngineLimits | None:
+    def current(self) -> EngineLimits | None:
         """Return the limits in the file, None where it has none that can be read.
 
         Raises: UsageError if it is no such file.
@@ -98,10 +98,10 @@ class Publisher:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self.path} cannot be read: {error}") from error
 
-    def to_return_to(self, before: ExpectedText, present: EngineLimits) -> Text:
-        """Return the text from before, or a new file's with the present limits."""
+    def to_return_to(self, before: ExpectedText, current: EngineLimits) -> Text:
+        """Return the text from before, or a new file's with the current limits."""
         if before.text is None:
-            return self._whole(Recommendation(self.values, present, lost=self.lost))
+            return self._whole(Recommendation(self.values, current, lost=self.lost))
         # Written back it keeps the mode that the file has by then.
         return Text(before.text, has_secrets=False)
 
@@ -136,7 +136,7 @@ class Publisher:
 
     def _sentences(self, reason: Reason) -> list[str]:
         """Return the provenance in the sentences that every emitted file has."""
-        trace, shape, present = reason.trace, self.profile.shape, reason.present
+        trace, shape, current = reason.trace, self.profile.shape, reason.current
         hours = (float(trace.due_s[-1]) - float(trace.due_s[0])) / 3600
         made = self.profile.made_at[:10]
         return [
@@ -144,8 +144,8 @@ class Publisher:
             f"(sha256 {trace.sha256[:8]}…), {hours:.1f} h before {_time(reason.made_s)}",
             f"vLLM {shape.vllm_version}, {shape.device}, PREDICTED by the shadow of a profile "
             f"of {made}, not measured",
-            f"against the present max-num-seqs {present.max_num_seqs}, "
-            f"max-num-batched-tokens {present.max_num_batched_tokens}:",
+            f"against the current max-num-seqs {current.max_num_seqs}, "
+            f"max-num-batched-tokens {current.max_num_batched_tokens}:",
             f"  {reason.gain}",
             f"why: {reason.why}",
             f"evidence: {reason.evidence}",
@@ -161,7 +161,7 @@ class Publisher:
             "vllm-version": self.profile.shape.vllm_version,
             "device": self.profile.shape.device,
             "limits": spelled(limits),
-            "against": spelled(reason.present),
+            "against": spelled(reason.current),
             "gain": reason.gain,
             "tuner-version": version("max-num-seqs-tuner"),
         }

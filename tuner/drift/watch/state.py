@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -25,7 +24,7 @@ from tuner.files import ExpectedText, lock, write_atomic
 from tuner.traffic.sketch import TrafficSketch, read_sketch, write_sketch
 
 STATE_FILE: Final = "state.json"
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 
 
 class Stage(StrEnum):
@@ -98,14 +97,14 @@ class Last:
 class WatchState:
     """All that a watch remembers.
 
-    `present` is what was handed over last, None before that. `traffic` names the file of what
+    `current` is what was handed over last, None before that. `traffic` names the file of what
     it was tuned for, empty for the profile's own.
     """
 
     schema: int = SCHEMA
     profile_sha256: str = ""
     memory: Memory = field(default_factory=Memory)
-    present: EngineLimits | None = None
+    current: EngineLimits | None = None
     traffic: str = ""
     handover: RolloutRecord | None = None
     counts: Counts = field(default_factory=Counts)
@@ -146,12 +145,7 @@ class StateDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     def load(self) -> tuple[WatchState, str]:

@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tuner.errors import EngineError, UsageError
@@ -84,12 +83,7 @@ class ServerProcess:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _refuse_taken_port(self) -> None:

@@ -21,13 +21,13 @@
     const of = (setting) => level().cells[cells.get(setting).r][cells.get(setting).c];
 
     const compare = () => {
-      const { best, present } = level();
+      const { best, current } = level();
       const setting = picked ?? best;
       for (const [name, { box: cell }] of cells) {
         cell.classList.toggle("picked", name === setting);
         cell.tabIndex = name === setting ? 0 : -1;
       }
-      const columns = [setting, best, present].map((name) => of(name).figures);
+      const columns = [setting, best, current].map((name) => of(name).figures);
       figures.tHead.rows[0].cells[1].textContent = setting;
       [...figures.tBodies[0].rows].forEach((row, i) => {
         columns.forEach((column, k) => (row.cells[k + 1].textContent = column[i]));

@@ -123,7 +123,7 @@ def on_prefixes(facts: ServerFacts, shared: SharedPrefixes | None) -> str:
 def known_in_part(remarks: Sequence[str]) -> str:
     """Return why the traffic is not as it was served, by its remarks; else empty."""
     notes = [remark for remark in remarks if remark.startswith((_GAPS, _SHORT, _MISSED))]
-    return f"the present traffic is known in part only: {'; '.join(notes)}" if notes else ""
+    return f"the current traffic is known in part only: {'; '.join(notes)}" if notes else ""
 
 
 def hits_missed(remarks: Sequence[str]) -> str:

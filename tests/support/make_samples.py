@@ -2,7 +2,7 @@
 
 They exist so that a first run needs no recording and tests have known traffic. They are
 invented from start to end and never stand for production data. The files in traces/ are what
-`python -m tuner.traffic.samples DIR` writes with seed 0.
+`python tests/support/make_samples.py DIR` writes with seed 0.
 
 Shapes of the loads are ours, chosen for the bundled demo model at about 4 ms per output token:
 the translation service keeps 2 to 20 requests in flight with peaks near 25.
@@ -155,7 +155,7 @@ def _trace(
 def main(arguments: list[str]) -> int:
     """Write the samples into the folder that was named; return the exit code."""
     if len(arguments) != 1:
-        sys.stderr.write("usage: python -m tuner.traffic.samples DIR\n")
+        sys.stderr.write("usage: python tests/support/make_samples.py DIR\n")
         return 2
     for path in write_samples(Path(arguments[0])):
         sys.stdout.write(f"{path}\n")
