@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import pytest
 
 from support.explore_parts import explored
-from support.surface_parts import LOADS, PREDICTOR, CURRENT, TRACE
+from support.surface_parts import CURRENT, LOADS, PREDICTOR, TRACE
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan

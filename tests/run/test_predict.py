@@ -17,8 +17,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
-from tuner.run.draws import decide
-from tuner.run.predict import Predictions, cross_check, disagreement, predict
+from tuner.run.predict import Predictions, cross_check, decide, disagreement, predict
 from tuner.run.session import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.surface_parts import LOADS, PREDICTOR, CURRENT, SPACE, TRACE, a_surface
+from support.surface_parts import CURRENT, LOADS, PREDICTOR, SPACE, TRACE, a_surface
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan

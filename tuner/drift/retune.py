@@ -11,9 +11,8 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.draws import decide
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
-from tuner.run.predict import Predictions, predict
+from tuner.run.predict import FEW_DRAWS, Predictions, decide, predict
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
@@ -52,7 +51,7 @@ class Retune:
 
         Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
         """
-        return decide(self.predictor, predicted, self.space)
+        return decide(self.predictor, predicted, self.space, FEW_DRAWS)
 
     def replay(
         self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim

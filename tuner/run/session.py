@@ -19,7 +19,6 @@ from tuner.run.calibrate import Calibrator, calibrate
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.draws import decide
 from tuner.run.live_search import has_searched, search_live, searched
 from tuner.run.options import Method
 from tuner.run.predict import (
@@ -27,6 +26,7 @@ from tuner.run.predict import (
     Differences,
     Predictions,
     cross_check,
+    decide,
     disagreement,
     predict,
 )

@@ -15,8 +15,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.draws import decide
-from tuner.run.predict import Outcome, Predictions, predict, predict_more
+from tuner.run.predict import FEW_DRAWS, Outcome, Predictions, decide, predict, predict_more
 from tuner.run.trial_runner import judged
 from tuner.search.objective import Score
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -212,7 +211,7 @@ def predict_surface(
     for load, found in zip(loads, searched, strict=True):
         whole = predict_more(predictor, found, settings)
         kept = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
-        decision = decide(predictor, kept, space)
+        decision = decide(predictor, kept, space, FEW_DRAWS)
         found_at.append(AtLoad(load, decision, kept))
         note(f"load {load:g} x: best {decision.best}")
     return Surface(space.current, predictor.wrong_ratio, predictor.doubt, tuple(found_at))

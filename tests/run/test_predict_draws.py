@@ -14,8 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.draws import DRAWS, decide, draw
-from tuner.run.predict import Predictions, predict
+from tuner.run.predict import DRAWS, Predictions, decide, draw, predict
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.posterior import Draws
