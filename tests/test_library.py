@@ -120,6 +120,7 @@ def test_a_program_tunes_and_sees_what_to_run_with(trace: Path) -> None:
         tuner.render_config(result, "yaml")
 
 
+@pytest.mark.slow
 def test_a_program_leaves_the_directory_that_the_command_leaves(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_run_that_measured_nothing_leaves_nothing(trace: Path) -> None:
     assert not (trace.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None:
     slos = [tuner.Slo.parse("ttft_p50=1ms")]
     with pytest.raises(NoFeasibleConfigError, match="nearest is"):

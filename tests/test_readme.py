@@ -97,6 +97,7 @@ def benchmarks() -> list[tuple[str, str]]:
     return sorted({found for text in texts for found in BENCHMARKS.findall(text)})
 
 
+@pytest.mark.slow
 def test_a_figure_stands_beside_a_benchmark_that_knows_the_options() -> None:
     found = benchmarks()
     assert len(found) >= 8

@@ -92,6 +92,7 @@ def test_a_full_disk_is_told_apart_from_a_roomy_one(tmp_path: Path) -> None:
     assert check.ok is (not check.fix)
 
 
+@pytest.mark.slow
 def test_every_failed_check_says_how_to_mend_it() -> None:
     found = doctor.diagnosis()
     checks = [*found.abilities, *found.parts]

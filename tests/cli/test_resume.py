@@ -169,6 +169,7 @@ def test_a_run_whose_trials_are_nowhere_is_refused_and_left_as_it_is(killed: Pat
     assert (killed / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_an_older_copy_of_the_study_is_brought_up_to_date(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_file_of_trials_that_cannot_be_restored_is_kept_beside_the_new_one(
     assert message in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:
     run_dir = trace.parent / "run"
     with running(arguments_for(trace)) as process:

@@ -100,6 +100,7 @@ def test_an_address_that_cannot_be_listened_on_is_told(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.slow
 def test_a_daemon_waits_for_a_prometheus_that_is_down_and_stops_when_told(home: Path) -> None:
     port = free_port()
     command = [

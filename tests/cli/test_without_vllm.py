@@ -87,6 +87,7 @@ def test_what_reads_and_writes_needs_no_vllm(folder: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_watch_starts_from_a_profile_of_any_vllm(folder: Path) -> None:
     done = typed(
         folder,

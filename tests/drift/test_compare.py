@@ -27,6 +27,7 @@ def names(before: Trace, now: Trace) -> list[str]:
     return [shift.name for shift in drift_between(sketch_of(before), sketch_of(now)).relevant]
 
 
+@pytest.mark.slow
 def test_unshifted_traffic_is_called_shifted_in_one_case_of_twenty_at_most() -> None:
     pairs = 60
     called = [

@@ -16,6 +16,7 @@ COSTS = ToyCosts(base_s=0.020, per_seq_s=0.0004, per_prefill_token_s=0.0001)
 SOURCE = ToySource(COSTS, max_model_len=100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", [100, 2000, 8000])
 def test_a_glance_of_15_s_tells_what_the_whole_will_take(output: int) -> None:
     """Of 2,000 tokens and more nobody is answered by then: by answers it would be for ever."""

@@ -126,6 +126,7 @@ def even(per_s: float, length_s: float, seed: int) -> Trace:
     return a_trace((due_s - due_s[0]).tolist(), 60, rng.integers(50, 150, n).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_s", [4.0, 20.0, 60.0])
 @pytest.mark.parametrize("cap", [16, 128])
 def test_no_window_is_so_short_that_more_is_borne_than_can_be_finished(

@@ -243,6 +243,7 @@ def shared_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 DEEDS = ["offer", "claim", "finish", "die", "give back", "resume"]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(deeds=st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(2, 4)), max_size=14))
 def test_whoever_dies_each_round_is_measured_exactly_once(

@@ -120,6 +120,7 @@ def test_eight_claimers_in_four_processes_get_each_round_once(url: str, study: s
     assert main.claim(RACE) is None
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_held_is_measured_by_another_once(url: str, study: str) -> None:
     main = Journal(url, study, heartbeat_s=1, grace_s=GRACE_S)
     alive = Journal(url, study, join=True, heartbeat_s=1, grace_s=GRACE_S)

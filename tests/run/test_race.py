@@ -174,6 +174,7 @@ def logged(folder: Path, refuses: int = 0) -> LoggedSource:
     return LoggedSource(CROWDED, log=str(folder / "starts"), refuses=refuses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refuses", [0, 1])
 def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
     tmp_path: Path, refuses: int
@@ -189,6 +190,7 @@ def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
     assert len({pid for _, pid in starts}) == len(starts)
 
 
+@pytest.mark.slow
 def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
     with a_run(tmp_path, TRACE, a_space(CURRENT), logged(tmp_path, refuses=2)) as run:
         run.engine.ensure_started()

@@ -58,6 +58,7 @@ def test_it_finds_the_best_cap_that_trying_them_all_would_find(
     assert found["gain_ratio"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_it_climbs_past_the_ladder_while_the_edge_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +69,7 @@ def test_it_climbs_past_the_ladder_while_the_edge_wins(
     assert "extend" in {trial["phase"] for trial in done.trials}
 
 
+@pytest.mark.slow
 def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixtur
     assert "cold" not in {t["phase"] for t in done.trials}
 
 
+@pytest.mark.slow
 def test_equal_configurations_are_never_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +203,7 @@ def test_it_leaves_a_page_and_the_timelines_of_those_that_raced(finished: Run) -
         assert [sum(window["arrivals"]) for window in replay["windows"]] == [240]
 
 
+@pytest.mark.slow
 def test_another_format_is_written_in_place_of_vllms(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +298,7 @@ def test_an_slo_is_a_bound_and_not_a_price(
     assert "SLO tpot_p90" in bound.result["limited_by"]
 
 
+@pytest.mark.slow
 def test_a_study_can_be_kept_elsewhere(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +308,7 @@ def test_a_study_can_be_kept_elsewhere(
     assert not (done.run_dir / "study.db").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name_in_one_storage_do_not_mix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_window_that_cannot_carry_the_slo_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies", "shown"), [(False, "no memory for"), (True, "the toy died of its limits")]
 )
@@ -97,6 +98,7 @@ def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_go
     assert shown in done.talk
 
 
+@pytest.mark.slow
 def test_caps_that_all_fail_above_the_current_do_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

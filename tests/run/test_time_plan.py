@@ -74,6 +74,7 @@ def test_what_a_replay_took_counts_more_than_what_was_predicted(run: ToyRun) -> 
     assert plan.replay_s(EngineLimits(1, 512)) == plan.usual_s
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.1, 100), min_size=4, max_size=4), st.floats(0, 2000), st.data())
 def test_more_time_never_means_fewer_who_race(
     tmp_path_factory: pytest.TempPathFactory,

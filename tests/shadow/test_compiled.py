@@ -123,6 +123,7 @@ def test_what_an_image_was_built_with_is_used_where_it_cannot_be_written(folder:
     assert (out, err) == ("10 1", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "left"), [(".nbi", 0.5), (".nbc", 0.5), (".nbc", 0.0)])
 def test_a_damaged_file_costs_a_compilation_and_is_replaced(
     folder: Path, suffix: str, left: float

@@ -44,6 +44,7 @@ def test_predictions_are_found_again_under_noise_and_stalls(
     assert found.error.heldout_config_ratio < 0.02
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.tuples(*[st.floats(0.2, 5.0)] * 6),

@@ -140,6 +140,7 @@ def test_as_many_prompt_tokens_hit_as_on_the_server_and_when_they_did(
     assert prefix_reuse_ratio(again) == prefix_reuse_ratio(trace)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("num_blocks", [20_000, 2_000])
 def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
