@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
 import msgspec
@@ -20,7 +20,6 @@ from tuner.replay.runner import EngineRunner, Failure
 from tuner.replay.series import ReplayTimelines, SavedTimelines, TimelineRecord
 from tuner.replay.slo import Slo
 from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
-from tuner.run.journal import Journal
 from tuner.run.listener import Listener
 from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
@@ -28,6 +27,9 @@ from tuner.search.objective import Scoring, make_scoring
 from tuner.search.space import SearchSpace
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window
+
+if TYPE_CHECKING:  # what has no journal, as a prediction, need not import Optuna
+    from tuner.run.journal import Journal
 
 
 @dataclass(slots=True)

@@ -16,7 +16,6 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns, joined
@@ -201,6 +200,9 @@ def _factor(table: Floats) -> Floats:
 
 def _solved(factor: Floats, merging: Floats) -> Floats:
     """Return the non-negative coefficients of the columns once merged."""
+    # Imported late: predictions fit nothing, and it takes a third of a second.
+    from scipy.optimize import nnls
+
     columns = factor[:, :-1] @ merging
     norms = np.linalg.norm(columns, axis=0)
     norms[norms == 0.0] = 1.0

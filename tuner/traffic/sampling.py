@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
 
 from tuner.arrays import Floats, Ints
 from tuner.traffic.concurrency import Concurrency
@@ -121,6 +120,9 @@ def shape_of(histogram: Histogram) -> LengthShape:
         elif excess(STEEPEST) <= 0:
             tilt = STEEPEST
         else:
+            # Imported late: most commands never sample, and it takes a third of a second.
+            from scipy.optimize import brentq
+
             tilt = float(brentq(excess, -STEEPEST, STEEPEST, xtol=1e-9))
     return LengthShape(lows, highs, counts / counts.sum(), powers + tilt)
 
