@@ -100,7 +100,8 @@ def _assert_same_steps(found: StepColumns, wanted: StepColumns) -> None:
     if differ.any():
         at = int(np.argmax(differ))
         one, other = ({n: column[at] for n, column in part.items()} for part in (here, there))
-        assert one == other, f"step {at + 1}"
+        apart = [f"{n} {one[n]:g}, not {other[n]:g}" for n in one if one[n] != other[n]]
+        assert not apart, f"step {at + 1}: {', '.join(apart)}"
     assert here["running"].size == there["running"].size
 
 

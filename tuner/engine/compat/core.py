@@ -195,7 +195,7 @@ class Core:
 def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
     """Find the attributes that hold the cap and the budget, read at each `schedule()`.
 
-    0.32 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,
+    0.31 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,
     `max_num_running_reqs` is both and may be lowered while nothing runs.
     """
     cap = next(
