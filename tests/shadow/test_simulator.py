@@ -369,6 +369,26 @@ def test_a_replay_does_not_depend_on_how_it_is_cut_into_slices_or_on_what_is_kep
             assert_same_result(sliced, whole)
 
 
+def of_version(case: Case, version: str) -> ReplayLog:
+    """Return the replay as another vLLM decides."""
+    shape = replace(case.engine.shape, vllm_version=version)
+    log = simulated_case(replace(case, engine=replace(case.engine, shape=shape)))
+    assert isinstance(log, ReplayLog)
+    return log
+
+
+def test_each_vllm_is_replayed_as_it_decides() -> None:
+    """Seeds for which the releases were seen to differ: tests/benchmarks/vllm_versions.py."""
+    alone = [
+        kept(of_version(random_case(1), v)).prefill_tokens[0] for v in ("0.30.0", "0.31.0")
+    ]
+    assert alone == [7, 67]
+    scarce = [of_version(random_case(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
+    assert scarce[0] < scarce[1]
+    newest = [of_version(random_case(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
+    assert len({(s.steps, s.cached_tokens) for s in newest}) == 1
+
+
 def test_a_workload_is_the_same_whenever_it_is_replayed() -> None:
     case = random_case(11)
     workload = Workload(case.trace, case.plan)

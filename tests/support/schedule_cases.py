@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from support.profile_parts import SHAPE
+from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.replay.arrivals import Sessions, StaticBatches
@@ -93,6 +94,8 @@ def _shape(rng: np.random.Generator, block: int, max_len: int) -> EngineShape:
     threshold = int(rng.choice([0, 0, 0, 7, 40])) if chunks else 0
     return replace(
         SHAPE,
+        # What decides is the vLLM at hand.
+        vllm_version=installed_vllm()[1],
         max_model_len=max_len,
         block_size=block,
         prefix_caching=bool(rng.random() < 0.7),

@@ -42,11 +42,11 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS,
+    KNOTS, LONE, KEYLESS_FIRST,
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, INTEGERS,
-) = range(71)  # fmt: skip
+) = range(73)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -351,7 +351,10 @@ def _grow(g, sl, r, kv, slot, blocks):
 
 @_inlined
 def _release(g, sl, kv, slot):
-    """Give back a request's blocks: the last first, those without a key before all others."""
+    """Give back a request's blocks: the last first, those without a key before all others.
+
+    Before KEYLESS_FIRST they wait like others.
+    """
     if not g[IS_CACHED]:
         g[FREE] += sl[slot, BLOCKS]
         sl[slot, BLOCKS] = 0
@@ -364,7 +367,7 @@ def _release(g, sl, kv, slot):
         if kv.pool[block, HOLDERS] > 0:
             continue
         g[FREE] += 1
-        if kv.keys[block] == NO_KEY:
+        if g[KEYLESS_FIRST] and kv.keys[block] == NO_KEY:
             _link(kv.pool, block, front)
             front = block
         else:
@@ -666,7 +669,7 @@ def _preempt(g, x, w, sl, f, kv, slot):
 def _threshold(g):
     """Return how much of a long prompt a step computes while others want to run; 0: all."""
     eligible = g[RUNNING] + g[WAITING]
-    if g[THRESHOLD] <= 0 or eligible <= 1:
+    if g[THRESHOLD] <= 0 or eligible <= g[LONE]:
         return 0
     if g[ADAPTIVE]:
         return max(g[THRESHOLD], g[INPUT_BUDGET] // eligible)

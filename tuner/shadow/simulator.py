@@ -8,6 +8,7 @@ StepModel.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -323,6 +324,12 @@ def _option(shape: EngineShape, name: str, default: float = 0) -> float:
     return default if value is None else float(value)
 
 
+def _is_since(shape: EngineShape, minor: int) -> bool:
+    """Whether the engine's vLLM is 0.`minor` or later; of an unknown one, yes."""
+    found = re.match(r"0\.(\d+)", shape.vllm_version)
+    return found is None or int(found[1]) >= minor
+
+
 def _has_priorities(shape: EngineShape) -> bool:
     return shape.scheduler.get("policy") == "priority"
 
@@ -527,6 +534,9 @@ def _integers(
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = workload.arrivals, n
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
+    # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
+    # wait in one queue, where later those that no prompt can find are handed out first.
+    g[s.LONE], g[s.KEYLESS_FIRST] = _is_since(shape, 31), _is_since(shape, 24)
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
     g[s.TARGETS], g[s.MEASURES] = len(workload.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
