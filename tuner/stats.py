@@ -303,6 +303,8 @@ class WeightedSamples:
         Source: as `quantile`; exact to a bin.
         """
         n = round(self.total_weight)
+        if n < 1:
+            raise TooFewSamplesError("no sample to take a quantile of")
         ranks = {name: order_interval(n, q) for name, q in qs.items()}
         shares = [
             share for name, q in qs.items() for share in (q, *(r / n for r in ranks[name]))
