@@ -37,7 +37,7 @@ from tuner.engine.shape import EngineShape
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.prompts import PromptSource
@@ -54,7 +54,7 @@ PLAN = ReplayPlan()
 class Variant:
     """A way to replay: on which traffic, with which engine."""
 
-    workload: Workload
+    workload: PreparedTrace
     engine: SimulatedEngine
     counts_prompts: bool = False
 
@@ -108,7 +108,7 @@ def hour_of(path: str) -> Trace:
 
 def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
     """Return what is replayed, by name."""
-    hour = Workload(hour_of(args.trace), PLAN)
+    hour = PreparedTrace(hour_of(args.trace), PLAN)
     found: dict[str, Variant] = {}
     for step_s in (0.020, 0.003):
         for asynchronous in (False, True):
@@ -123,7 +123,7 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
         engine = engine_of(0.020, asynchronous=asynchronous, blocks=few)
         found[name] = Variant(hour, engine)
     if args.shared:
-        shared = Workload(read_trace(Path(args.shared), None, ReadOptions()), PLAN)
+        shared = PreparedTrace(read_trace(Path(args.shared), None, ReadOptions()), PLAN)
         for asynchronous in (False, True):
             name = f"prefix cache{', asynchronous' if asynchronous else ''}"
             engine = engine_of(0.020, asynchronous=asynchronous, caches=True)
@@ -131,7 +131,7 @@ def variants_of(args: argparse.Namespace) -> dict[str, Variant]:
     return found
 
 
-def week_of(hour: Trace) -> Workload:
+def week_of(hour: Trace) -> PreparedTrace:
     """Return as many requests as a public week has."""
     times = WEEK // len(hour) + 1
     length_s = hour.duration_s + 1.0
@@ -141,7 +141,7 @@ def week_of(hour: Trace) -> Workload:
         prompt_tokens=np.tile(hour.prompt_tokens, times)[:WEEK],
         output_tokens=np.tile(hour.output_tokens, times)[:WEEK],
     )
-    return Workload(trace, PLAN)
+    return PreparedTrace(trace, PLAN)
 
 
 def reference_rate(variant: Variant) -> float:

@@ -28,7 +28,7 @@ from support.recorder_parts import (
 )
 from tuner.recorder.faults import MAX_IN_A_ROW
 from tuner.recorder.recorder import MAX_WAITING_BYTES, process_recorder
-from tuner.recorder.rows import ServerFacts, header_line
+from tuner.recorder.rows import RecordedServer, header_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
 from tuner.traffic.formats import read_trace
@@ -87,7 +87,7 @@ def test_a_recording_is_a_trace_that_tune_reads(tmp_path: Path) -> None:
 
 
 def test_the_header_says_what_is_lacking() -> None:
-    alone = header_line(ServerFacts("5c0e"))
+    alone = header_line(RecordedServer("5c0e"))
     for word in (b'"queue_s"', b'"hash_ids"', b'"aborted"', b'"counts_from":"usage"'):
         assert word in alone
     assert b'"hash_scope":null' in alone

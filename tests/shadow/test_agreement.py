@@ -19,7 +19,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.agreement import compare, first_departure, singly, together
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay, replay_reference
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Trace
 
@@ -121,7 +121,7 @@ def test_the_vllm_at_hand_decides_as_the_simulator_does(*, asynchronous: bool) -
     trace = RandomTraffic(1, 40, 60.0, 150, 80, families=2).trace()
     plan = ReplayPlan(cut=CutRule(max_clock_s=1e-9))
     found = compared(engine, trace, plan)
-    own = simulate(engine, Workload(trace, ReplayPlan()), LIMITS, ReplayPlan())
+    own = simulate(engine, PreparedTrace(trace, ReplayPlan()), LIMITS, ReplayPlan())
     assert own.steps.preempted > 0
     assert own.steps.cached_tokens > 0
     # To the end, whatever the plan's own rule for cuts says.
@@ -152,9 +152,9 @@ def test_a_simulator_that_decides_otherwise_is_found_out(
     with_vllm()
 
     def one_at_a_time(
-        engine: SimulatedEngine, workload: Workload, limits: EngineLimits, plan: ReplayPlan
+        engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits, plan: ReplayPlan
     ) -> ReplayLog:
-        return simulate(engine, workload, EngineLimits(1, limits.max_num_batched_tokens), plan)
+        return simulate(engine, prepared, EngineLimits(1, limits.max_num_batched_tokens), plan)
 
     monkeypatch.setattr("tuner.shadow.agreement.simulate", one_at_a_time)
     engine, trace = an_engine(asynchronous=asynchronous), a_trace([0.0] * 3, 20, 4)
@@ -177,7 +177,7 @@ def test_traffic_that_cannot_be_replayed_gives_no_agreement() -> None:
 def test_a_simulator_that_goes_on_too_long_departs() -> None:
     engine, trace = an_engine(asynchronous=False), a_trace([0.0], 20, 4)
     plan = ReplayPlan(keep_steps=True)
-    steps = simulate(engine, Workload(trace, plan), LIMITS, plan).kept_steps
+    steps = simulate(engine, PreparedTrace(trace, plan), LIMITS, plan).kept_steps
     assert steps is not None
     fewer = singly(steps, 2)
     found = compare(

@@ -27,7 +27,7 @@ from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns
@@ -248,7 +248,7 @@ def test_a_kv_cache_of_another_kind_and_one_without_blocks_are_refused() -> None
 
 def test_arrivals_that_were_not_recorded_are_refused() -> None:
     with pytest.raises(TraceError):
-        Workload(a_trace([0.0]), ReplayPlan(load_model=LoadModel.CLOSED))
+        PreparedTrace(a_trace([0.0]), ReplayPlan(load_model=LoadModel.CLOSED))
 
 
 def test_a_prefix_that_was_computed_before_is_found_unless_caching_is_off() -> None:
@@ -325,7 +325,7 @@ def test_the_caller_is_told_and_may_stop(
 
     plan, trace = ReplayPlan(), a_trace([0.0, 0.0, 99.0], 4, 50)
     engine = SimulatedEngine(a_shape(asynchronous=asynchronous), 1000, STEPS, LIMITS)
-    log = simulate(engine, Workload(trace, plan), EngineLimits(1, 256), plan, listen)
+    log = simulate(engine, PreparedTrace(trace, plan), EngineLimits(1, 256), plan, listen)
     assert [(one.sent, one.ended, one.offered) for one in shown] == [(2, 0, 3)]
     assert log.cut_reason == "stopped by the caller"
     assert log.clock_s == shown[0].clock_s == clock_s
@@ -337,8 +337,11 @@ def test_the_caller_is_told_and_may_stop(
 
 def test_a_caller_who_lets_it_go_on_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trace = ReplayPlan(keep_steps=True), a_trace([0.7 * i for i in range(50)])
-    engine, workload = SimulatedEngine(a_shape(), 1000, STEPS, LIMITS), Workload(trace, plan)
-    alone = simulate(engine, workload, LIMITS, plan)
+    engine, prepared = (
+        SimulatedEngine(a_shape(), 1000, STEPS, LIMITS),
+        PreparedTrace(trace, plan),
+    )
+    alone = simulate(engine, prepared, LIMITS, plan)
     monkeypatch.setattr("tuner.shadow.simulator._TURNS", 7)
     monkeypatch.setattr("tuner.shadow.simulator.PROGRESS_EVERY_S", 0.0)
     shown: list[float] = []
@@ -347,7 +350,7 @@ def test_a_caller_who_lets_it_go_on_changes_nothing(monkeypatch: pytest.MonkeyPa
         shown.append(progress.clock_s)
         return True
 
-    assert_same_replay(simulate(engine, workload, LIMITS, plan, listen), alone)
+    assert_same_replay(simulate(engine, prepared, LIMITS, plan, listen), alone)
     assert len(shown) > 2
     assert shown == sorted(shown)
 
@@ -391,6 +394,6 @@ def test_each_vllm_is_replayed_as_it_decides() -> None:
 
 def test_a_workload_is_the_same_whenever_it_is_replayed() -> None:
     case = random_case(11)
-    workload = Workload(case.trace, case.plan)
-    logs = [simulate(case.engine, workload, case.limits, case.plan) for _ in range(2)]
+    prepared = PreparedTrace(case.trace, case.plan)
+    logs = [simulate(case.engine, prepared, case.limits, case.plan) for _ in range(2)]
     assert_same_replay(*logs)

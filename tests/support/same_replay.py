@@ -12,7 +12,7 @@ from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import TunerError
 from tuner.replay.loop import ReplayLog, replay
-from tuner.shadow.simulator import Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, simulate
 from tuner.stats import WeightedSamples
 from tuner.traffic.prompts import PromptSource
 
@@ -42,7 +42,9 @@ _SAME_S = 1e-6
 def simulated_case(case: Case) -> ReplayLog | TunerError:
     """Return the case as the simulator replays it, or the error that it ends in."""
     try:
-        return simulate(case.engine, Workload(case.trace, case.plan), case.limits, case.plan)
+        return simulate(
+            case.engine, PreparedTrace(case.trace, case.plan), case.limits, case.plan
+        )
     except TunerError as error:
         return error
 

@@ -18,7 +18,7 @@ from tuner.engine.shape import EngineShape
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.reference import ReferenceEngine, StepTimer
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
@@ -93,7 +93,7 @@ def simulated(
     """Replay a trace on a simulated engine that was started at the limits."""
     plan = plan or ReplayPlan()
     engine = SimulatedEngine(shape or a_shape(), num_blocks, model, limits)
-    return simulate(engine, Workload(trace, plan), limits, plan)
+    return simulate(engine, PreparedTrace(trace, plan), limits, plan)
 
 
 @dataclass(frozen=True, slots=True)

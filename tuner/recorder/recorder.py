@@ -29,7 +29,7 @@ from tuner.recorder.faults import (
 )
 from tuner.recorder.join import Join
 from tuner.recorder.messages import Finished, Message, weight_bytes
-from tuner.recorder.rows import ServerFacts, header_line, row_line
+from tuner.recorder.rows import RecordedServer, header_line, row_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import RecordSettings
 
@@ -50,7 +50,7 @@ class Recorder:
     def __init__(self, settings: RecordSettings) -> None:
         self._path = settings.path
         hashes = KeyedHashes(settings.key)
-        self.source = ServerFacts(hashes.scope)
+        self.source = RecordedServer(hashes.scope)
         self.join = Join(hashes)
         self._segments = Segments(
             settings.path, settings.max_bytes, lambda: header_line(self.source)

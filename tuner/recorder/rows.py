@@ -60,7 +60,7 @@ def seconds(value: float | None) -> float | None:
 
 
 @dataclass(slots=True)
-class ServerFacts:
+class RecordedServer:
     """What is known of the server being recorded; the doors fill it in as they open."""
 
     hash_scope: str
@@ -87,7 +87,7 @@ class ServerFacts:
         return lacking
 
 
-def header_line(source: ServerFacts) -> bytes:
+def header_line(source: RecordedServer) -> bytes:
     """Return the first line of a file: what the rest was recorded from, and what it lacks."""
     header = {
         "version": HEADER_VERSION,

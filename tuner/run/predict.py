@@ -266,7 +266,7 @@ class _Replays:
 
     def __init__(self, workload: Workload, traffic: Sequence[Trace]) -> None:
         self._workload, self._traffic = workload, traffic
-        self._laid_out: dict[float, list[simulator.Workload]] = {}
+        self._laid_out: dict[float, list[simulator.PreparedTrace]] = {}
 
     def score(self, engine: simulator.SimulatedEngine, limits: EngineLimits) -> Score:
         """Return the score of a setting on the drawn traffic."""
@@ -282,7 +282,7 @@ class _Replays:
         plan = replace(self._workload.plan, load=load)
         if load not in self._laid_out:
             self._laid_out[load] = [
-                simulator.Workload(at_load(piece, load), plan) for piece in self._traffic
+                simulator.PreparedTrace(at_load(piece, load), plan) for piece in self._traffic
             ]
         try:
             logs = [

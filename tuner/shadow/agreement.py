@@ -21,7 +21,7 @@ from tuner.errors import EngineError
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.traffic.traces import Trace
 
 # Instants that differ by less are the same: sums of some thousand seconds in doubles.
@@ -53,7 +53,7 @@ def compare(
     """
     own = replace(plan, keep_steps=True, cut=CutRule())
     try:
-        found = simulate(engine, Workload(trace, plan), limits, own).kept_steps
+        found = simulate(engine, PreparedTrace(trace, plan), limits, own).kept_steps
     except EngineError as error:
         departs = "" if reference.error else f"a replay of it ends in: {error.message}"
         return Agreement(reference.vllm_version, 0, departs)

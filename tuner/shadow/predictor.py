@@ -21,7 +21,7 @@ from tuner.replay.slo import Slo
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
-from tuner.shadow.simulator import SimulatedEngine, Workload, simulate, unknown_options
+from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate, unknown_options
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
@@ -42,7 +42,7 @@ class Predictor:
     _engines: dict[EngineLimits, ReferenceEngine] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _workloads: list[Workload] = field(
+    _prepared: list[PreparedTrace] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -83,16 +83,16 @@ class Predictor:
         """
         if self.doubt:
             return self._ask(at_load(trace, plan.load), limits, plan)
-        return simulate(self.simulated(limits), self._workload(trace, plan), limits, plan)
+        return simulate(self.simulated(limits), self._prepare(trace, plan), limits, plan)
 
-    def _workload(self, trace: Trace, plan: ReplayPlan) -> Workload:
+    def _prepare(self, trace: Trace, plan: ReplayPlan) -> PreparedTrace:
         """Return the trace as it is replayed; the last few are kept from call to call."""
-        for known in self._workloads:
+        for known in self._prepared:
             if known.fits(trace, plan):
                 return known
-        del self._workloads[:-_KEPT]
-        made = Workload(at_load(trace, plan.load), plan, of=trace)
-        self._workloads.append(made)
+        del self._prepared[:-_KEPT]
+        made = PreparedTrace(at_load(trace, plan.load), plan, of=trace)
+        self._prepared.append(made)
         return made
 
     def _ask(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
@@ -155,5 +155,5 @@ class Predictor:
         return self._engines[ceiling]
 
 
-# Workloads that are kept: ours, as many windows as a run has.
+# Prepared traces that are kept: ours, as many windows as a run has.
 _KEPT = 8

@@ -94,7 +94,7 @@ GOES, ENDED_WELL, NEEDS_CACHE, IS_STUCK, LOST_WORK, LATE_CUT, CLOCK_CUT, NO_SLOT
 STUCK_TURNS = 10_000
 
 
-class Traffic(NamedTuple):
+class Requests(NamedTuple):
     """What is replayed, and who waits for whose answer.
 
     `ready` is a heap of due time and row of the sessions' requests that may go; the followers

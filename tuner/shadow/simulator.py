@@ -109,7 +109,7 @@ class SimulatedEngine:
             raise ShadowError(f"a KV cache has 2 blocks or more, got {self.num_blocks}")
 
 
-class Workload:
+class PreparedTrace:
     """A trace as it is replayed again and again: what does not depend on the setting.
 
     `of` is the trace that was brought to the plan's load, the trace itself where none is given.
@@ -144,7 +144,7 @@ class Workload:
         self.end_s, self.targets = self._targets()
 
     def fits(self, trace: Trace, plan: ReplayPlan) -> bool:
-        """Whether a replay of the trace by the plan is one of this workload."""
+        """Whether a replay of the trace by the plan is one of this trace."""
         causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
         return (
             trace is self._of
@@ -273,39 +273,39 @@ def _filled(counted: Floats, bins: NDArray[np.int64]) -> int:
 
 def simulate(
     engine: SimulatedEngine,
-    workload: Workload,
+    prepared: PreparedTrace,
     limits: EngineLimits,
     plan: ReplayPlan,
     on_progress: Callable[[Progress], bool] | None = None,
 ) -> ReplayLog:
-    """Replay a workload on a simulated engine and return every instant, as `replay` does.
+    """Replay a prepared trace on a simulated engine and return every instant, as `replay` does.
 
     The schedule is vLLM's, step for step. The prefix cache is empty at first.
 
     Raises: EngineError for a request that is larger than the KV cache, or when nothing can be
         scheduled; ReplayError when the replay itself is void.
     """
-    _check_sizes(engine, workload)
+    _check_sizes(engine, prepared)
     began_s = time.perf_counter()
-    caches = engine.shape.prefix_caching and workload.may_share
-    slots = min(limits.max_num_seqs, len(workload.trace)) + 1
+    caches = engine.shape.prefix_caching and prepared.may_share
+    slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
     if _has_priorities(engine.shape):
         # Whoever was preempted may wait behind those who came later.
-        slots = min(4 * slots, len(workload.trace) + 1)
+        slots = min(4 * slots, len(prepared.trace) + 1)
     while True:
-        replay = _Simulation(engine, workload, limits, plan, slots, began_s, caches=caches)
+        replay = _Simulation(engine, prepared, limits, plan, slots, began_s, caches=caches)
         status = replay.run(on_progress)
         if status == s.NEEDS_CACHE:
             caches = True
         elif status == s.NO_SLOT:
-            slots = min(2 * slots, len(workload.trace) + 1)
+            slots = min(2 * slots, len(prepared.trace) + 1)
         else:
             return replay.log()
 
 
-def _check_sizes(engine: SimulatedEngine, workload: Workload) -> None:
+def _check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     """Refuse what would be preempted for ever. Raises: EngineError."""
-    trace, shape, blocks = workload.trace, engine.shape, engine.num_blocks - 1
+    trace, shape, blocks = prepared.trace, engine.shape, engine.num_blocks - 1
     tokens = trace.prompt_tokens + trace.output_tokens
     # The last token of an answer is never computed.
     needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
@@ -340,7 +340,7 @@ class _Simulation:
     def __init__(
         self,
         engine: SimulatedEngine,
-        workload: Workload,
+        prepared: PreparedTrace,
         limits: EngineLimits,
         plan: ReplayPlan,
         slots: int,
@@ -348,15 +348,15 @@ class _Simulation:
         *,
         caches: bool,
     ) -> None:
-        self._workload, self._limits, self._plan = workload, limits, plan
+        self._prepared, self._limits, self._plan = prepared, limits, plan
         self._began_s, self._reported_s = began_s, 0.0
         self._stopped: str | None = None
         self._kept: list[StepColumns] = []
         self._measures = plan.lead_in_s == 0
-        trace = workload.trace
+        trace = prepared.trace
         n = len(trace)
-        self._g = _integers(engine, workload, limits, plan, slots, caches=caches)
-        self._x = _seconds(engine.step_model, workload, plan)
+        self._g = _integers(engine, prepared, limits, plan, slots, caches=caches)
+        self._x = _seconds(engine.step_model, prepared, plan)
         self._t = _table(engine.step_model, self._g)
         self._w = _work(self._g)
         self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
@@ -369,8 +369,8 @@ class _Simulation:
         self._histograms = np.zeros((s.HISTOGRAMS, s.BINS, 2))
         self._bins = np.empty(s.BINS, np.int64)
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
-        self._ready = _ready(workload, self._g)
-        self._cache = _cache(workload, self._g, caches=caches)
+        self._ready = _ready(prepared, self._g)
+        self._cache = _cache(prepared, self._g, caches=caches)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
         """Go on to the end, or until the caller stops it; return the status.
@@ -393,8 +393,8 @@ class _Simulation:
         return status
 
     def _arrays(self) -> tuple[Any, ...]:
-        w = self._workload
-        traffic = s.Traffic(
+        w = self._prepared
+        traffic = s.Requests(
             w.prompts,
             w.outputs,
             w.priorities,
@@ -416,7 +416,7 @@ class _Simulation:
             self._stopped = self._plan.cut.wall_text
         if on_progress is not None and wall_s - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = wall_s
-            n, g = len(self._workload.trace), self._g
+            n, g = len(self._prepared.trace), self._g
             now_s = float(self._x[s.NOW])
             if not on_progress(Progress(int(g[s.SENT]), int(g[s.ENDED]), n, now_s, wall_s)):
                 self._stopped = "stopped by the caller"
@@ -437,7 +437,7 @@ class _Simulation:
     def log(self) -> ReplayLog:
         """Return the finished replay."""
         return log_of(
-            self._workload.trace,
+            self._prepared.trace,
             self._timelines(),
             self._summary(),
             self._limits,
@@ -507,7 +507,7 @@ class _Simulation:
 
 def _integers(
     engine: SimulatedEngine,
-    workload: Workload,
+    prepared: PreparedTrace,
     limits: EngineLimits,
     plan: ReplayPlan,
     slots: int,
@@ -515,7 +515,7 @@ def _integers(
     caches: bool,
 ) -> NDArray[np.int64]:
     """Return the integers of a replay's state before it begins."""
-    shape, trace = engine.shape, workload.trace
+    shape, trace = engine.shape, prepared.trace
     n, block = len(trace), shape.block_size
     g = np.zeros(s.INTEGERS, np.int64)
     g[s.DONE], g[s.LAST_PREFILL] = -1, 0
@@ -532,13 +532,13 @@ def _integers(
     g[s.AHEAD], g[s.BLOCK] = shape.asynchronous, block
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
-    g[s.ARRIVALS], g[s.REQUESTS] = workload.arrivals, n
+    g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
     # wait in one queue, where later those that no prompt can find are handed out first.
     g[s.LONE], g[s.KEYLESS_FIRST] = _is_since(shape, 31), _is_since(shape, 24)
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.TARGETS], g[s.MEASURES] = len(workload.targets), plan.lead_in_s == 0
+    g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     lengths = trace.prompt_tokens + trace.output_tokens
@@ -547,14 +547,14 @@ def _integers(
     return g
 
 
-def _seconds(model: StepModel, workload: Workload, plan: ReplayPlan) -> Floats:
+def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Floats:
     """Return the instants and sums of a replay's state before it begins."""
     x = np.zeros(s.FLOATS)
     x[s.FIRST_DUE] = math.nan
     x[s.PATIENCE] = math.inf if plan.timeout_s is None else plan.timeout_s
     x[s.LATE_S] = math.inf if plan.cut.late_s is None else plan.cut.late_s
     x[s.MAX_CLOCK] = math.inf if plan.cut.max_clock_s is None else plan.cut.max_clock_s
-    x[s.END_S] = workload.end_s
+    x[s.END_S] = prepared.end_s
     x[s.BASE_S], x[s.PREFILL_BASE_S] = model.base_s, model.prefill_base_s
     x[s.DECODE_CONTEXT_S] = model.decode_context_s
     x[s.PREFILL_CONTEXT_S], x[s.TIDY_S] = model.prefill_context_s, model.tidy_s
@@ -596,19 +596,19 @@ def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
     return work
 
 
-def _ready(workload: Workload, g: NDArray[np.int64]) -> Floats:
+def _ready(prepared: PreparedTrace, g: NDArray[np.int64]) -> Floats:
     """Return the heap of the sessions' requests that may go, by instant and row."""
-    turns = workload.trace.turns
-    if not workload.is_causal or turns is None:
+    turns = prepared.trace.turns
+    if not prepared.is_causal or turns is None:
         return np.empty((0, 2))
     roots = np.flatnonzero(turns.after < 0)
-    ready = np.empty((len(workload.trace), 2))
-    ready[: roots.size, 0], ready[: roots.size, 1] = workload.trace.due_s[roots], roots
+    ready = np.empty((len(prepared.trace), 2))
+    ready[: roots.size, 0], ready[: roots.size, 1] = prepared.trace.due_s[roots], roots
     g[s.READY] = roots.size
     return ready
 
 
-def _cache(workload: Workload, g: NDArray[np.int64], *, caches: bool) -> s.Cache:
+def _cache(prepared: PreparedTrace, g: NDArray[np.int64], *, caches: bool) -> s.Cache:
     """Return the blocks of a replay that begins, next to nothing where they are but counted."""
     if not caches:
         no_row = _fixed(np.empty(0), np.int64)
@@ -621,7 +621,7 @@ def _cache(workload: Workload, g: NDArray[np.int64], *, caches: bool) -> s.Cache
     pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
     pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
     pool[:, s.SAME_KEY] = -1
-    links, starts, covered, count = workload.chains
+    links, starts, covered, count = prepared.chains
     heads = np.full(max(1, count * int(g[s.LINK_KEYS])), -1, np.int32)
     tables = np.empty((2, int(g[s.SLOTS]), int(g[s.WIDTH])), np.int32)
     keys = np.full(blocks + 1, s.NO_KEY, np.int64)
@@ -664,4 +664,4 @@ def _warm_up() -> None:
     )
     limits, plan = EngineLimits(2, 8), ReplayPlan()
     engine = SimulatedEngine(shape, 16, StepModel.linear(0.01, 0.0, 0.0), limits)
-    simulate(engine, Workload(trace, plan), limits, plan)
+    simulate(engine, PreparedTrace(trace, plan), limits, plan)
