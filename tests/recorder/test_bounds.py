@@ -190,8 +190,8 @@ def of_each_kind(number: int) -> list[Message]:
     ]
 
 
-@pytest.mark.parametrize("kind", range(5))
-def test_messages_are_weighed_as_what_they_take(kind: int) -> None:
+def taken_ratio(kind: int) -> float:
+    """Return what five hundred messages take in memory, over what they are weighed as."""
     queue: SimpleQueue[tuple[Message, int]] = SimpleQueue()
     with measured() as held:
         weight = 0
@@ -200,4 +200,10 @@ def test_messages_are_weighed_as_what_they_take(kind: int) -> None:
             weight += weight_bytes(message)
             queue.put((message, weight_bytes(message)))
             del message
-        assert 0.3 * weight < held() < 1.2 * weight
+        return held() / weight
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_messages_are_weighed_as_what_they_take(kind: int) -> None:
+    # What else the process does meanwhile only adds.
+    assert 0.3 < min(taken_ratio(kind) for _ in range(3)) < 1.2
