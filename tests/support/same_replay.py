@@ -116,7 +116,7 @@ def _assert_same_timelines(found: ReplayLog, wanted: ReplayLog) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=_SAME_S, err_msg=name)
     _assert_same_samples(here.gap_s, there.gap_s, "gaps")
     # Follows from all the steps together, however they were summed up.
-    np.testing.assert_allclose(here.work_s, there.work_s, rtol=1e-6, err_msg="work_s")
+    np.testing.assert_allclose(here.work_s, there.work_s, 1e-6, 1e-12, err_msg="work_s")
 
 
 def _assert_same_sums(found: ReplayLog, wanted: ReplayLog) -> None:
