@@ -33,22 +33,10 @@ COMMAND = (
 )
 COLUMNS = 112
 """Columns of the terminal: ours, the longest that can be read in a page's width."""
-SHADOW_LINES = 3
-"""Lines of replays in the shadow that are shown: ours, the others look alike."""
 LIVE, SHADOW, RESTART, INK, FAINT = "#2166ac", "#92c5de", "#b2182b", "#222222", "#dddddd"
 
 
 # The terminal
-
-
-def shown_lines(log: str) -> list[str]:
-    """Return what the picture shows of a run's log, and where something is left out."""
-    lines = log.splitlines()
-    replays = [at for at, line in enumerate(lines) if re.match(r"trial +\d+ shadow", line)]
-    left_out = replays[SHADOW_LINES:]
-    if left_out:
-        lines[left_out[0]] = f"… {len(left_out)} more replays in the shadow"
-    return [line for at, line in enumerate(lines) if at not in left_out[1:]]
 
 
 def terminal() -> str:
@@ -61,8 +49,8 @@ def terminal() -> str:
         color_system="truecolor",
     )
     console.print(Text(f"$ {COMMAND}", style="bold"), no_wrap=True, overflow="ellipsis")
-    for line in shown_lines((RESULTS / "terminal.txt").read_text(encoding="utf-8")):
-        styles = {"trial": "cyan", "change": "bold green", "keep": "bold green", "…": "dim"}
+    for line in (RESULTS / "terminal.txt").read_text(encoding="utf-8").splitlines():
+        styles = {"trial": "cyan", "change": "bold green", "keep": "bold green"}
         styles |= {"caveat:": "yellow", "warning": "yellow"}
         style = styles.get(line.split(" ")[0], "")
         console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis")
