@@ -50,7 +50,7 @@ def same(a: WeightedSamples, b: WeightedSamples) -> None:
 @example([1.0, 2.0], 0.5)
 @settings(deadline=None)
 def test_a_quantile_lies_in_the_bin_of_the_nearest_rank(samples: list[float], q: float) -> None:
-    oracle, found = stats.quantile(samples, q), counted(samples).quantile(q)
+    oracle, found = stats.quantile(samples, q), counted(samples).quantiles({"": q})[""]
     assert found.value == within_a_bin(oracle.value)
     assert found.n == oracle.n
     assert found.has_interval == oracle.has_interval
@@ -78,7 +78,7 @@ def test_quantiles_of_many_alike_have_the_interval_of_plain_samples(
     samples: list[float], times: int
 ) -> None:
     many = (samples * (1000 // len(samples) + 1)) * times
-    oracle, found = stats.quantile(many, 0.95), counted(many).quantile(0.95)
+    oracle, found = stats.quantile(many, 0.95), counted(many).quantiles({"": 0.95})[""]
     assert found.low is not None
     assert found.high is not None
     assert found.low == within_a_bin(oracle.low or 0.0)
@@ -176,6 +176,6 @@ def test_without_samples_there_is_no_number() -> None:
         with pytest.raises(TooFewSamplesError):
             empty.value_at(0.5)
         with pytest.raises(TooFewSamplesError):
-            empty.quantile(0.5)
+            empty.quantiles({"p50": 0.5})
         with pytest.raises(TooFewSamplesError):
             empty.mean()

@@ -319,10 +319,6 @@ class WeightedSamples:
             estimates[name] = Estimate(value, ends[0], ends[1], n)
         return estimates
 
-    def quantile(self, q: float) -> Estimate:
-        """Return one of `quantiles`. Raises: TooFewSamplesError if there is no sample."""
-        return self.quantiles({"": q})[""]
-
     def mean(self) -> Estimate:
         """Return the mean, which the bins keep exactly; its interval needs the order in time.
 

@@ -86,6 +86,8 @@ def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -
     spreads = [float(np.log(d.values[:, 1]).std()) for d in (few, many)]
     # The least error that is ever stated, 3 %, as one setting has it.
     assert spreads[0] < 0.03 < spreads[1]
+    told = [d.decide(CURRENT).odds for d in (few, many)]
+    assert [o.is_resampled for o in told if o is not None] == [False, True]
 
 
 def test_a_capacity_is_drawn_too() -> None:

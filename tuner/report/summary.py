@@ -92,12 +92,11 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     bounds = advice.gain_interval
     if is_rate(metric):
         ratio, bounds = _inverse(ratio), _inverted(bounds)
-    measured = (
-        "predicted; 90% interval over other traffic of the kind and the profile's error"
-        if advice.rounds == 0
-        else CONFIDENCE
-    )
-    within = f" ({interval(bounds)}; {measured})" if bounds else ""
+    basis = CONFIDENCE
+    if advice.rounds == 0:
+        over = f" over {advice.odds.basis}" if advice.odds is not None else ""
+        basis = f"predicted; 90% interval{over}"
+    within = f" ({interval(bounds)}; {basis})" if bounds else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
 
 

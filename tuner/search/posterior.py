@@ -39,7 +39,8 @@ class Draws:
     """What was drawn of each setting: the objective's value, and what its bounds leave.
 
     `slo_used` is how much of the tightest SLO is used up, `load_used` how much of what can be
-    sustained; beyond 1 it is broken, or overloaded.
+    sustained; beyond 1 it is broken, or overloaded. `is_resampled`: not the model's error alone
+    was drawn, but other traffic too.
 
     Shapes: [draws, settings] each, but point, what was predicted of the traffic as recorded,
         [settings].
@@ -51,6 +52,7 @@ class Draws:
     values: Floats
     slo_used: Floats
     load_used: Floats
+    is_resampled: bool
 
     @classmethod
     def of(
@@ -92,6 +94,7 @@ class Draws:
                 [[_used(s.load_used, s) for s in row] for row in drawn],
                 [_used(s.load_used, s) for s in point],
             ),
+            stretches is not None,
         )
 
     @property
@@ -142,7 +145,13 @@ class Draws:
 
     def _kept(self, current: EngineLimits, now: int, metric: str) -> RaceDecision:
         """Return that nothing is better than the current configuration."""
-        odds = Odds(0.0, _share(self.meets[:, now]), _share(self.sustains[:, now]), 0.0)
+        odds = Odds(
+            0.0,
+            _share(self.meets[:, now]),
+            _share(self.sustains[:, now]),
+            0.0,
+            is_resampled=self.is_resampled,
+        )
         why = f"nothing that was predicted is better by {TIE_LOSS:.0%}"
         return RaceDecision(
             *(RaceVerdict.KEEP, current, current, (current,), None, 0, why, metric),
@@ -179,6 +188,7 @@ class Draws:
             _share(self.sustains[:, best]),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
             meets_more=_share(ours) >= confidence and missed > MISSED * (1 - confidence),
+            is_resampled=self.is_resampled,
         )
 
     def _gain(self, best: int, now: int, cost: Floats) -> Estimate | None:

@@ -320,7 +320,8 @@ class Odds:
     `p_better` is the probability that what is recommended, or was closest to it, is better than
     the current configuration, `p_slo` and `p_sustained` that it meets every SLO and sustains
     the load. `loss` is what keeping the current configuration costs in expectation, as a share.
-    `meets_more`: it surely keeps bounds that the current configuration does not.
+    `meets_more`: it surely keeps bounds that the current configuration does not. Where the
+    traffic was not drawn, `is_resampled` is False: it is that of the model's error alone.
     """
 
     p_better: float
@@ -328,6 +329,14 @@ class Odds:
     p_sustained: float
     loss: float
     meets_more: bool = False
+    is_resampled: bool = True
+
+    @property
+    def basis(self) -> str:
+        """What the interval of the gain is over."""
+        if self.is_resampled:
+            return "other traffic of the kind and the profile's error"
+        return "the profile's error alone: of this traffic no other can be drawn"
 
     @property
     def text(self) -> str:
