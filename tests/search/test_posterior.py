@@ -61,6 +61,7 @@ def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() ->
     assert found.gain.low == pytest.approx(0.8 * math.exp(-1.645 * 0.05 * 2**0.5), rel=0.03)
     assert found.gain.high == pytest.approx(0.8 * math.exp(1.645 * 0.05 * 2**0.5), rel=0.03)
     assert found.odds.p_better > 0.99
+    assert found.odds.p_slo is None
     assert found.odds.loss == pytest.approx(0.25, abs=0.05)
 
 
@@ -94,6 +95,7 @@ def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None
     found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, WORST_SLACK)
     assert found.odds is not None
+    assert found.odds.p_slo is not None
     assert found.odds.p_slo < 0.2
 
 

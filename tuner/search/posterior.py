@@ -53,6 +53,7 @@ class Draws:
     slo_used: Floats
     load_used: Floats
     is_resampled: bool
+    has_slos: bool
 
     @classmethod
     def of(
@@ -95,6 +96,7 @@ class Draws:
                 [_used(s.load_used, s) for s in point],
             ),
             stretches is not None,
+            any(score.slo_used is not None for score in point),
         )
 
     @property
@@ -147,7 +149,7 @@ class Draws:
         """Return that nothing is better than the current configuration."""
         odds = Odds(
             0.0,
-            _share(self.meets[:, now]),
+            self._p_slo(now),
             _share(self.sustains[:, now]),
             0.0,
             is_resampled=self.is_resampled,
@@ -184,12 +186,16 @@ class Draws:
         missed = 1 - _share(theirs)
         return Odds(
             _share(better),
-            _share(self.meets[:, best]),
+            self._p_slo(best),
             _share(self.sustains[:, best]),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
             meets_more=_share(ours) >= confidence and missed > MISSED * (1 - confidence),
             is_resampled=self.is_resampled,
         )
+
+    def _p_slo(self, setting: int) -> float | None:
+        """Return how probably a setting meets every SLO, None where there is none."""
+        return _share(self.meets[:, setting]) if self.has_slos else None
 
     def _gain(self, best: int, now: int, cost: Floats) -> Estimate | None:
         """Return the ratio of the costs on the traffic as recorded, with its interval."""

@@ -318,14 +318,15 @@ class Odds:
     """How sure a decision is, over other traffic of the kind and the model's own error.
 
     `p_better` is the probability that what is recommended, or was closest to it, is better than
-    the current configuration, `p_slo` and `p_sustained` that it meets every SLO and sustains
-    the load. `loss` is what keeping the current configuration costs in expectation, as a share.
+    the current configuration, `p_slo` and `p_sustained` that it meets every SLO, None without
+    any, and sustains the load. `loss` is what keeping the current configuration costs in
+    expectation, as a share.
     `meets_more`: it surely keeps bounds that the current configuration does not. Where the
     traffic was not drawn, `is_resampled` is False: it is that of the model's error alone.
     """
 
     p_better: float
-    p_slo: float
+    p_slo: float | None
     p_sustained: float
     loss: float
     meets_more: bool = False
@@ -345,8 +346,9 @@ class Odds:
         >>> Odds(0.99, 0.97, 1.0, 0.12).text
         'P(better) 0.99, P(SLOs met) 0.97, P(load sustained) 1.00, keeping loses 12.0%'
         """
+        slo = "" if self.p_slo is None else f"P(SLOs met) {self.p_slo:.2f}, "
         return (
-            f"P(better) {self.p_better:.2f}, P(SLOs met) {self.p_slo:.2f}, "
+            f"P(better) {self.p_better:.2f}, {slo}"
             f"P(load sustained) {self.p_sustained:.2f}, keeping loses {self.loss:.1%}"
         )
 
