@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner import library
-from tuner.errors import NoFeasibleConfigError, UsageError
+from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.run.listener import Listener
 from tuner.run.result import RunResult
 from tuner.search.trials import Trial
@@ -98,10 +98,12 @@ def test_every_name_is_there_and_none_is_hidden_by_a_package() -> None:
 
 def test_a_program_tunes_and_sees_what_to_run_with(trace: Path) -> None:
     listener = Told()
-    result = tuner.tune(asked(trace), listener, source=ToySource(CROWDED))
+    source = ToySource(CROWDED, caveats=frozenset({Caveat.DRAFTS_ON_RANDOM_TEXT}))
+    result = tuner.tune(asked(trace), listener, source=source)
+    assert "drafts_on_random_text" in [caveat.id for caveat in result.caveats]
     assert result.recommendation is not None
     # A step pays dearly for sequences beyond ten.
-    assert result.recommendation.max_num_seqs in range(7, 12)
+    assert result.recommendation.max_num_seqs in range(7, 13)
     assert result.gain is not None
     assert -1 < result.gain.value < 0
     assert "windowed" not in [caveat.id for caveat in result.caveats]

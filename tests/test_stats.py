@@ -7,21 +7,16 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.integrate import quad
-from scipy.stats import t as student
 
 from tuner.errors import TooFewSamplesError
 from tuner.stats import (
     CONFIDENCE,
-    Estimate,
     carries_quantile,
-    expected_loss,
     mean,
     paired_ratio,
     quantile,
-    would_include_one,
 )
 
 values = st.floats(-1e6, 1e6, allow_nan=False)
@@ -175,62 +170,6 @@ def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
         assert found.high is not None
         hits += found.low <= 1.2 <= found.high
     assert 0.935 <= hits / 2000 <= 0.965
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=3, max_size=8),
-    st.integers(3, 20),
-    st.floats(0, 3),
-)
-def test_whether_more_pairs_would_tell_is_read_off_the_interval(
-    pairs: list[tuple[float, float]], n: int, errors: float
-) -> None:
-    seen = paired_ratio([a for a, _ in pairs], [b for _, b in pairs])
-    assert seen.low is not None
-    assert seen.high is not None
-    as_it_is = would_include_one(seen, seen.n, 0.0, CONFIDENCE)
-    assert as_it_is == (seen.low < 1 < seen.high)
-    # Neither more pairs nor a larger difference makes it harder to tell.
-    if not would_include_one(seen, n, errors, CONFIDENCE):
-        assert not would_include_one(seen, n + 1, errors, CONFIDENCE)
-        assert not would_include_one(seen, n, errors + 1, CONFIDENCE)
-
-
-def test_eight_pairs_tell_what_three_cannot() -> None:
-    seen = paired_ratio([1.1, 1.2, 1.3], [1.0, 1.0, 1.0])
-    assert would_include_one(seen, 3, 0.0, 0.99)
-    assert not would_include_one(seen, 8, 0.0, 0.99)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=3, max_size=8),
-    st.floats(1.01, 2),
-)
-def test_what_a_wrong_choice_costs_is_the_mean_of_what_lies_above_one(
-    pairs: list[tuple[float, float]], worse: float
-) -> None:
-    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    logs = np.log(ours) - np.log(theirs)
-    assume(logs.std() > 1e-6)
-    seen = paired_ratio(ours, theirs)
-    loss = expected_loss(seen, CONFIDENCE)
-    error = logs.std(ddof=1) / math.sqrt(len(logs))
-    # In the ratio's standard errors; the mean of what is above 0 is the integral of 1 - F.
-    above, _ = quad(student(len(logs) - 1).sf, -logs.mean() / error, math.inf)
-    assert loss == pytest.approx(error * above, rel=1e-3, abs=1e-8)
-    # One of the two loses at least what lies between them; a worse first loses more.
-    turned = expected_loss(paired_ratio(theirs, ours), CONFIDENCE)
-    assert loss - turned == pytest.approx(logs.mean(), abs=1e-9)
-    slower = paired_ratio([worse * a for a in ours], theirs)
-    assert loss < expected_loss(slower, CONFIDENCE) <= loss + math.log(worse) + 1e-9
-
-
-def test_two_pairs_or_no_interval_may_cost_anything() -> None:
-    assert expected_loss(paired_ratio([1.0, 1.1], [1.0, 1.0]), CONFIDENCE) == math.inf
-    assert expected_loss(Estimate(1.0, None, None, 5), CONFIDENCE) == math.inf
-    assert expected_loss(paired_ratio([1.0] * 3, [2.0] * 3), CONFIDENCE) == 0.0
-    same = paired_ratio([2.0] * 3, [1.0] * 3)
-    assert expected_loss(same, CONFIDENCE) == pytest.approx(math.log(2))
 
 
 def test_runs_that_cannot_be_paired_are_refused() -> None:

@@ -106,6 +106,8 @@ class Caveat(StrEnum):
     COLD_DIFFERS = "cold_differs"
     RECORDING_ENDED = "recording_ended"
     ANSWERS_CUT = "answers_cut"
+    EXPERTS_ON_RANDOM_TEXT = "experts_on_random_text"
+    DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
 
     @property
     def text(self) -> str:
@@ -152,6 +154,14 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.RECORDING_ENDED: (
         "closed loop: the recording ended before many requests were answered; rates and "
         "latencies are of the time until then"
+    ),
+    Caveat.EXPERTS_ON_RANDOM_TEXT: (
+        "a mixture-of-experts model was replayed on random text, which is routed to other "
+        "experts than yours: step times may be off in either direction"
+    ),
+    Caveat.DRAFTS_ON_RANDOM_TEXT: (
+        "speculative decoding was replayed on random text, of which drafts are accepted at "
+        "another rate than of yours: do not go by these numbers"
     ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, gammaln, stdtr, stdtrit
+from scipy.special import bdtr, stdtrit
 
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
@@ -203,43 +203,6 @@ def paired_ratio(
     logs = np.log(a) - np.log(b)
     centre, half = float(logs.mean()), _half_width(logs, confidence)
     return Estimate(math.exp(centre), _exp(centre - half), _exp(centre + half), len(ours))
-
-
-def would_include_one(ratio: Estimate, n: int, errors: float, confidence: float) -> bool:
-    """Return whether a ratio's interval would include 1 after n pairs of the same spread.
-
-    The true ratio is supposed to lie further from 1 than the observed one by so many of its
-    standard errors. `ratio` is from paired_ratio with the same confidence.
-    """
-    if ratio.low is None or ratio.high is None or ratio.low <= 0:
-        return False
-    error = math.log(ratio.value / ratio.low) / _t(ratio.n, confidence)
-    reach = abs(math.log(ratio.value)) + errors * error
-    return reach < _t(n, confidence) * error * math.sqrt(ratio.n / n)
-
-
-def expected_loss(ratio: Estimate, confidence: float) -> float:
-    """Return what taking the first of a pair costs in expectation, as the ratio's logarithm.
-
-    The mean of what the ratio lies above 1, and nothing where it lies below, when the true
-    ratio is as uncertain as its interval says: near 0 where the first is surely no worse, and
-    also where both are surely close. `ratio` is from paired_ratio with the same confidence.
-
-    Units: a logarithm, so that 0.01 is 1 %; without end where there is no interval or it is of
-        two pairs.
-    Source: expected opportunity cost, Chick & Inoue (2001), New two-stage and sequential
-        procedures for selecting the best simulated system, with Student's t.
-    """
-    if ratio.low is None or ratio.low <= 0 or ratio.n < 3:
-        return math.inf
-    centre, df = math.log(ratio.value), ratio.n - 1
-    error = (centre - math.log(ratio.low)) / _t(ratio.n, confidence)
-    if error == 0:
-        return max(0.0, centre)
-    x = centre / error
-    log_density = float(gammaln((df + 1) / 2) - gammaln(df / 2)) - 0.5 * math.log(df * math.pi)
-    density = math.exp(log_density - (df + 1) / 2 * math.log1p(x * x / df))
-    return error * ((df + x * x) / (df - 1) * density + x * float(stdtr(df, x)))
 
 
 def _t(n: int, confidence: float) -> float:

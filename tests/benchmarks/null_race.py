@@ -1,4 +1,4 @@
-"""How often the race tells two identical configurations apart, with the noise of a real engine.
+"""How often a race without predictions tells two identical configurations apart, really live.
 
     python tests/benchmarks/null_race.py [--races 20] [--window 1] [-o FILE]
 
@@ -27,8 +27,12 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
+from tuner.run.live_search import MIN_ROUNDS_LIVE
+from tuner.run.predict import DRAWS
+from tuner.run.race import is_settled
 from tuner.search.objective import Objective, make_scoring
-from tuner.search.race import RaceRun, compare_pair, next_run
+from tuner.search.posterior import Draws
+from tuner.search.race import MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 
@@ -42,12 +46,16 @@ def race(host: EngineProcess, requests: int) -> dict[str, Any]:
     """Run one race of the two names and return its outcome."""
     goal = make_scoring(Objective.LATENCY, (), requests)
     runs: list[RaceRun] = []
-    while (following := next_run(runs, [LIMITS, TWIN], LIMITS)) is not None:
-        number, name = following
-        measured = measure([host.replay("window", LIMITS, ReplayPlan())])
-        runs.append(RaceRun(name, number, goal.score(measured)))
+    for number in range(1, MAX_ROUNDS + 1):
+        for name in missing_in(runs, number, [TWIN, LIMITS]):
+            measured = measure([host.replay("window", LIMITS, ReplayPlan())])
+            runs.append(RaceRun(name, number, goal.score(measured)))
+        draws = Draws.of_replays([TWIN, LIMITS], runs, DRAWS)
+        is_enough = number >= MIN_ROUNDS_LIVE
+        if is_enough and is_settled(draws.regret(LIMITS), number):
+            break
     return {
-        "separated": compare_pair(runs, LIMITS, TWIN) != 0,
+        "separated": draws.decide(LIMITS).verdict is RaceVerdict.CHANGE,
         "rounds": max(run.round for run in runs),
         "values_s": [run.score.value for run in runs],
     }

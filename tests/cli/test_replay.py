@@ -13,12 +13,15 @@ from support.toy_tune import write_trace
 from tuner.cli import run
 from tuner.cli.commands import replay
 from tuner.cli.replay import ReplayOptions, run_replay
+from tuner.errors import Caveat
 
 
-def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def replayed(
+    capsys: pytest.CaptureFixture[str], *arguments: str, source: ToySource | None = None
+) -> dict[str, Any]:
     """Return what the command prints as JSON, measured on a toy."""
     params = replay.make_context("replay", ["--json", *arguments]).params
-    assert run_replay(ReplayOptions.parse(params), ToySource()) == 0
+    assert run_replay(ReplayOptions.parse(params), source or ToySource()) == 0
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
 
@@ -43,6 +46,25 @@ def test_a_live_replay_is_not_blamed_on_a_profile(
     assert (
         "profile_forced" not in replayed(capsys, "--trace", trace, "--force-profile")["caveats"]
     )
+
+
+def test_what_depends_on_the_text_is_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = str(write_trace(tmp_path / "t.jsonl", n=60))
+    experts = ToySource(caveats=frozenset({Caveat.EXPERTS_ON_RANDOM_TEXT}))
+    told = replayed(capsys, "--trace", trace, source=experts)["caveats"]
+    assert "experts_on_random_text" in told
+    assert "experts_on_random_text" not in replayed(capsys, "--trace", trace)["caveats"]
+
+
+def test_greedy_is_off_unless_asked_for(tmp_path: Path) -> None:
+    trace = ["--trace", str(write_trace(tmp_path / "t.jsonl", n=60))]
+    parsed = [
+        ReplayOptions.parse(replay.make_context("replay", [*trace, *more]).params)
+        for more in ([], ["--greedy"])
+    ]
+    assert [options.traffic.is_greedy for options in parsed] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from support.shadow_parts import a_shape
 from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
 from tuner.run.predict import DRAWS, Predictions, decide, draw, predict
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
-from tuner.search.posterior import Draws
+from tuner.search.posterior import MODEL_ALONE, OTHER_TRAFFIC, Draws
 from tuner.search.race import RaceVerdict
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.traces import Trace
@@ -63,13 +64,14 @@ def test_the_same_seed_draws_the_same_in_any_order_of_threads() -> None:
 
 def test_draws_lie_about_what_was_predicted_of_the_traffic_as_it_was_recorded() -> None:
     found = drawn(traffic(0))
-    assert found.values.shape == (DRAWS, len(found.settings))
-    np.testing.assert_allclose(np.exp(np.log(found.values).mean(axis=0)), found.point)
+    assert found.values.shape == found.elsewhere.shape == (DRAWS, len(found.settings))
+    np.testing.assert_allclose(np.exp(np.log(found.elsewhere).mean(axis=0)), found.point)
+    np.testing.assert_allclose(np.median(found.values, axis=0), found.point, rtol=0.02)
 
 
 def test_a_longer_recording_is_surer() -> None:
     short, long = drawn(traffic(0, 400, 3.0)), drawn(traffic(0, 3200, 3.0))
-    spread = [float(np.log(d.values[:, 0]).std()) for d in (short, long)]
+    spread = [float(np.log(d.elsewhere[:, 0]).std()) for d in (short, long)]
     assert spread[1] < 0.7 * spread[0]
 
 
@@ -83,11 +85,24 @@ def test_a_less_sure_profile_leaves_open_what_a_surer_one_decides() -> None:
 
 def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -> None:
     few, many = drawn(traffic(0, 100), draws=40), drawn(traffic(0, 300), draws=40)
-    spreads = [float(np.log(d.values[:, 1]).std()) for d in (few, many)]
+    spreads = [float(np.log(d.elsewhere[:, 1]).std()) for d in (few, many)]
     # The least error that is ever stated, 3 %, as one setting has it.
     assert spreads[0] < 0.03 < spreads[1]
     told = [d.decide(CURRENT).odds for d in (few, many)]
-    assert [o.is_resampled for o in told if o is not None] == [False, True]
+    assert [o.basis for o in told if o is not None] == [MODEL_ALONE, OTHER_TRAFFIC]
+    np.testing.assert_allclose(few.values, few.elsewhere, rtol=0.02)
+
+
+def test_a_setting_that_failed_fails_in_every_draw_and_is_never_recommended() -> None:
+    predictor, found = predicted(traffic(0))
+    better = SETTINGS[0]
+    assert draw(predictor, found, SETTINGS, 20).decide(CURRENT).winner == better
+    outcomes = {**found.outcomes, better: Failure("out of memory in its live replay")}
+    failed = draw(predictor, replace(found, outcomes=outcomes), SETTINGS, 20)
+    assert np.isinf(failed.values[:, 0]).all()
+    decided = failed.decide(CURRENT)
+    assert (decided.winner, decided.best) == (CURRENT, CURRENT)
+    assert failed.contenders(CURRENT) == [CURRENT]
 
 
 def test_a_capacity_is_drawn_too() -> None:
@@ -107,6 +122,6 @@ def test_intervals_hold_what_other_traffic_of_the_kind_brings() -> None:
     held = 0
     for seed in range(60):
         found = drawn(traffic(seed, 1500, per_s), wrong_ratio=1e-9)
-        low, high = np.quantile(found.values[:, 0] / found.values[:, 1], (0.05, 0.95))
+        low, high = np.quantile(found.elsewhere[:, 0] / found.elsewhere[:, 1], (0.05, 0.95))
         held += low <= better / current <= high
     assert held >= 48

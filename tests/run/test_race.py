@@ -10,19 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from support.run_parts import ToyRun, a_run, a_space
-from support.toy import ToyEngine, ToySource
+from support.run_parts import ToyRun, a_profile, a_run, a_space
+from support.toy import ToyCosts, ToyEngine, ToySource
 from support.toy_tune import CROWDED, FragileSource
 from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.metrics import measure
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import CutRule
+from tuner.run.live_search import LiveEvidence
+from tuner.run.predict import at_own_speed
 from tuner.run.race import Cold, confirm_cold, race
-from tuner.run.time_plan import reserve_s
+from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate
 
 CURRENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
@@ -218,7 +223,12 @@ def _refuse(name: str) -> object:
     raise AssertionError(f"{name} is no JSON")
 
 
-def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None:
+def raced(run: ToyRun, plan: RacePlan, observe: Observe | None = None) -> RaceDecision:
+    """Race without any prediction."""
+    return race(run.runner, plan, LiveEvidence(plan), observe)
+
+
+def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> None:
     heard: list[EngineLimits] = []
 
     def on_log(limits: EngineLimits, log: ReplayLog) -> None:
@@ -228,17 +238,34 @@ def test_a_race_stops_where_it_is_told_and_goes_on_later(tmp_path: Path) -> None
 
     field = [BETTER, CURRENT]
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        race(run.runner, run.plan(*field), on_log, until_round=1)
-        assert sorted(heard) == field
-        assert {r.round for r in run.context.journal.race_runs()} == {1}
-        found = race(run.runner, run.plan(*field), on_log)
-        # Steps are kept of the first round alone, and no round is run twice.
-        assert sorted(heard) == field
+        found = raced(run, run.plan(*field), on_log)
+        before = [(r.round, r.limits) for r in run.context.journal.race_runs()]
+        again = raced(run, run.plan(*field), on_log)
         keys = [(r.round, r.limits) for r in run.context.journal.race_runs()]
-    assert len(set(keys)) == len(keys)
-    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, BETTER)
+    assert sorted(heard) == sorted([*field, *field])
+    assert keys == before
+    assert found == again
+    assert (found.verdict, found.winner, found.rounds) == (RaceVerdict.CHANGE, BETTER, 2)
     assert found.gain is not None
-    assert found.gain.value == pytest.approx(known_ratio(BETTER), rel=1e-6)
+    assert found.gain.low is not None
+    assert found.gain.high is not None
+    assert found.gain.low < known_ratio(BETTER) < found.gain.high
+
+
+def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> None:
+    quiet = ToySource(noise_ratio=0.02)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), quiet) as run:
+        found = raced(run, run.plan(WORSE, CURRENT))
+    assert found.verdict is RaceVerdict.KEEP
+    assert found.rounds < MAX_ROUNDS
+
+
+def test_one_that_fails_in_its_replay_is_never_recommended(tmp_path: Path) -> None:
+    source = FragileSource(CROWDED, fails_above=16)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
+        found = raced(run, run.plan(WORSE, BETTER, CURRENT))
+    assert found.winner == BETTER
+    assert WORSE not in found.tied
 
 
 def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> None:
@@ -253,7 +280,26 @@ def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> No
         run.context.stopwatch.total_s = 112.0
         assert reserve_s(run.runner, plan) == 0.0
         run.context.stopwatch.total_s = 0.0
-        found = race(run.runner, plan)
+        found = raced(run, plan)
         assert run.context.journal.observations() == []
-    assert found.verdict is RaceVerdict.KEEP
+    assert (found.verdict, found.rounds) == (RaceVerdict.KEEP, 0)
     assert run.context.caveats == {Caveat.BUDGET_SPENT}
+
+
+def test_a_replay_is_compared_with_the_simulation_at_its_own_speed(tmp_path: Path) -> None:
+    """Both on the toy's own costs, and the live one a fifth slower throughout."""
+    slow = ToySource(ToyCosts().scaled(1.2))
+    with a_run(tmp_path, TRACE, a_space(CURRENT), slow) as run:
+        live, trial = run.runner.measure(CURRENT, Phase.RACE, run.workload, CutRule(), 1)
+        assert isinstance(live, Measurement)
+        profile = replace(a_profile(), step_model=StepModel.linear(0.010, 0.0005, 0.0001))
+        predictor = Predictor(profile, run.context.space.ceiling)
+        own = at_own_speed(predictor, run.workload, CURRENT, live.busy_s / live.steps)
+        as_stated = predictor.measure(run.workload.pieces, CURRENT, run.workload.plan)
+    assert own is not None
+    assert isinstance(as_stated, Measurement)
+    tail = run.workload.scoring.tail
+    measured_s = live.latency("e2e_s", tail)
+    assert own.latency("e2e_s", tail) == pytest.approx(measured_s, rel=0.02)
+    assert as_stated.latency("e2e_s", tail) != pytest.approx(measured_s, rel=0.1)
+    assert trial.is_whole

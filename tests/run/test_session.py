@@ -55,7 +55,10 @@ def test_it_finds_the_best_cap_that_trying_them_all_would_find(
     # Refining stops at caps a fifth apart, on this curve 4 %; the race calls 2 % a tie.
     assert values[found["max_num_seqs"]] <= min(values.values()) * 1.06
     expected = values[found["max_num_seqs"]] / values[16] - 1
-    assert found["gain_ratio"] == pytest.approx(expected, rel=1e-6)
+    low, high = found["gain_here_interval"]
+    assert low <= expected <= high
+    # No step model knows of a cost that grows with the square.
+    assert high - low < 0.2
 
 
 @pytest.mark.slow
@@ -232,7 +235,9 @@ def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
     assert [t["max_num_seqs"] for t in cold] == [found["max_num_seqs"], 16]
     assert finished.trials[-2:] == cold
     # The toy is without noise: cold it measures what it measured in the race.
-    assert finished.result["confirmed_cold"]["ratio"] == pytest.approx(1 + found["gain_ratio"])
+    low, high = found["gain_here_interval"]
+    assert low < finished.result["confirmed_cold"]["ratio"] - 1 < high
+    assert finished.result["confirmed_cold"]["p_better"] > 0.9
     assert "not_confirmed_cold" not in finished.caveats
     assert "confirmed on engines started cold" in finished.emitted.read_text()
     assert (finished.result["method"], finished.result["capacity"]) == ("live", None)

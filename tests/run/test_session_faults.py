@@ -93,7 +93,8 @@ def test_a_configuration_that_fails_is_recorded_with_its_cause_and_the_search_go
         assert trial["measurement"] is None
     assert done.result["recommendation"]["max_num_seqs"] <= 16
     cold = [t for t in done.trials if t["phase"] == "cold"]
-    assert len(cold) == 2 * (done.result["recommendation"]["verdict"] == "change")
+    is_change = done.result["recommendation"]["verdict"] == "change"
+    assert len(cold) in ((2, 4) if is_change else (0,))
     assert done.result["provenance"]["engine_starts"] == 1 + len(failed) + len(cold)
     assert shown in done.talk
 

@@ -14,8 +14,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.options import Method
-from tuner.run.session import Session
-from tuner.search.race import NOTHING_ELSE, RaceVerdict
+from tuner.run.session import NOTHING_ELSE, Session
+from tuner.search.race import RaceVerdict
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
@@ -64,7 +64,7 @@ def test_a_search_that_is_to_be_live_says_nothing_of_others(
         decision = session.run()
         heard = session.context.listener
     assert (decision.verdict, decision.why) == (RaceVerdict.KEEP, NOTHING_ELSE)
-    assert decision.is_thin
+    assert decision.rounds == 0
     assert not decision.is_predicted
     assert isinstance(heard, Heard)
     assert not any("predict" in note for note in heard.notes)

@@ -15,8 +15,7 @@ from support.toy import ToySource
 from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
-from tuner.run.time_plan import RacePlan, cold_cost_s, fitting, plan_race, reserve_s
-from tuner.search.race import MIN_ROUNDS
+from tuner.run.time_plan import MIN_ROUNDS, RacePlan, cold_cost_s, fitting, plan_race, reserve_s
 from tuner.search.trials import Phase
 
 CURRENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
@@ -44,23 +43,23 @@ def run(tmp_path: Path) -> Iterator[ToyRun]:
 @pytest.mark.parametrize(
     ("left_s", "field"),
     [
-        # Three rounds of 10 + 10 + 10 + 30 s, and 10 + 30 s on cold engines that start at once.
-        *((221.0, FIELD), (219.0, [BEST, SECOND, CURRENT]), (189.0, [BEST, CURRENT])),
+        # Two rounds of 10 + 10 + 10 + 30 s, and 10 + 30 s on cold engines that start at once.
+        *((161.0, FIELD), (159.0, [BEST, SECOND, CURRENT]), (139.0, [BEST, CURRENT])),
         # Somebody races against the current one, however little time there is.
         (5.0, [BEST, CURRENT]),
     ],
 )
-def test_as_many_race_as_three_rounds_fit_into_the_time(
+def test_as_many_race_as_two_rounds_fit_into_the_time(
     run: ToyRun, left_s: float, field: list[EngineLimits]
 ) -> None:
     plan = planned(run, left_s, 10.0, 10.0, 10.0, 30.0)
     assert list(fitting(run.runner, plan).settings) == field
 
 
-def test_three_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
+def test_two_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
     plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, CURRENT))
     assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, BEST) == 40.0
-    planned(run, 150.0, 10.0, 10.0, 10.0, 30.0)
+    planned(run, 115.0, 10.0, 10.0, 10.0, 30.0)
     assert reserve_s(run.runner, plan) == 0.0
 
 

@@ -48,7 +48,7 @@ def draws(*point: Score, error: float = 0.05, common: float = 0.2, seed: int = 0
         [one.times(float(t)) for one, t in zip(point, row, strict=True)]
         for row in own * shared[:, None]
     ]
-    return Draws.of(settings, point, drawn, None)
+    return Draws.of(settings, point, drawn, drawn, None)
 
 
 def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() -> None:
@@ -122,7 +122,7 @@ def test_few_stretches_spread_wider_than_what_was_drawn_of_them() -> None:
     point, rng = [score(2.0), score(1.6)], np.random.default_rng(1)
     drawn = [[s.times(float(t)) for s in point] for t in np.exp(rng.normal(0, 0.1, DRAWS))]
     spreads = [
-        np.log(Draws.of((CURRENT, OTHER), point, drawn, n).values[:, 0]).std()
+        np.log(Draws.of((CURRENT, OTHER), point, drawn, drawn, n).elsewhere[:, 0]).std()
         for n in (None, 4, 16)
     ]
     assert spreads[1] > 1.5 * spreads[0]

@@ -15,11 +15,13 @@ from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveEngine
 from tuner.engine.protocol import Batch, Engine
+from tuner.replay.arrivals import Sessions
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.simulator import unknown_options
+from tuner.traffic.prefixes import HashIds
 from tuner.traffic.prompts import PromptSource
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,40 @@ CHATTY = replace(PRESSED, longest_prompt=30, longest_output=120)
 SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
 
 
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Sessions of three turns, each of which begins with the turn before and its answer.
+
+    With `is_hashed` the trace has ids of blocks of 32 tokens, else lengths alone.
+    """
+
+    sessions: int
+    per_s: float
+    is_hashed: bool
+
+    def trace(self) -> Trace:
+        """Return the trace; every turn comes 10 ms after the answer before it."""
+        prompts, outputs = [50, 110, 190], [30, 45, 20]
+        order = np.argsort(np.tile([0.0, 1.0, 2.0], self.sessions), kind="stable")
+        session, turn = np.divmod(order, 3)
+        rows = np.arange(order.size)
+        after = np.where(turn > 0, rows - self.sessions, -1)
+        ids = [
+            [1000 * s + block for block in range(prompts[t] // 32)]
+            for s, t in zip(session.tolist(), turn.tolist(), strict=True)
+        ]
+        return Trace(
+            due_s=turn + session / self.per_s,
+            prompt_tokens=np.array(prompts)[turn],
+            output_tokens=np.array(outputs)[turn],
+            hashes=HashIds.from_rows(ids, 32) if self.is_hashed else None,
+            turns=Turns(after, np.where(turn > 0, 0.01, 0.0)),
+        )
+
+
+HITS = Pressure(preempts=False, hits=True)
+
+
 @pytest.mark.parametrize(
     ("workload", "limits", "wanted"),
     [
@@ -130,10 +166,13 @@ SHARED = replace(PRESSED, seed=5, families=2, hash_block=LIVE_BLOCK_TOKENS)
         pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
         pytest.param(CHATTY, EngineLimits(16, 16), PREEMPTS, id="small budget"),
         pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
+        pytest.param(Chats(2, 50.0, True), LIVE_CEILING, HITS, id="chats"),
+        pytest.param(Chats(2, 50.0, False), LIVE_CEILING, HITS, id="chats without ids"),
+        pytest.param(Chats(8, 2000.0, True), EngineLimits(16, 128), BOTH, id="many chats"),
     ],
 )
 def test_every_step_schedules_what_a_live_engine_did(
-    live: LiveEngine, workload: RandomTraffic, limits: EngineLimits, wanted: Pressure
+    live: LiveEngine, workload: RandomTraffic | Chats, limits: EngineLimits, wanted: Pressure
 ) -> None:
     trace = workload.trace()
     prompts = PromptSource(trace, live.info.vocab_size)
@@ -152,6 +191,21 @@ def test_every_step_schedules_what_a_live_engine_did(
     assert predicted.steps.peaks == pytest.approx(measured.steps.peaks)
     assert (measured.steps.preempted > 2) == wanted.preempts
     assert any(computed for turn in live_turns for _, computed in turn.admitted) == wanted.hits
+
+
+@pytest.mark.parametrize("is_hashed", [True, False])
+def test_a_next_turn_finds_the_answer_that_was_generated_in_the_cache(
+    live: LiveEngine, *, is_hashed: bool
+) -> None:
+    trace = Chats(1, 1.0, is_hashed).trace()
+    prompts = PromptSource(trace, live.info.vocab_size)
+    live.set_limits(LIVE_CEILING)
+    measured = replay(live, trace, prompts, ReplayPlan())
+    # Of 50 + 30 and of 110 + 45 tokens the whole blocks of 32; the prompts alone have 1 and 3.
+    assert measured.steps.cached_tokens == 64 + 128
+    recorded_s = replace(ReplayPlan(), sessions=Sessions.RECORDED)
+    apart = replay(live, trace, prompts, recorded_s)
+    assert apart.steps.cached_tokens == (32 + 96 if is_hashed else 0)
 
 
 def recorded(

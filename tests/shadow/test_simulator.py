@@ -163,6 +163,22 @@ def test_a_turn_of_a_session_waits_for_the_answer_before_it() -> None:
     assert (goes.due_s.tolist(), goes.last_s.tolist()) == ([0.0, 1.0], [2.0, 4.0])
 
 
+@pytest.mark.parametrize("ids", [None, [(1, 2), (1, 2, 3, 4)]], ids=["lengths", "hashes"])
+def test_a_next_turn_finds_the_answer_before_it_in_the_cache(
+    ids: list[tuple[int, ...]] | None,
+) -> None:
+    trace = replace(
+        a_trace([0.0, 1.0], [40, 72], [20, 5]),
+        turns=Turns(np.array([-1, 0]), np.array([0.0, 2.0])),
+        hashes=None if ids is None else HashIds.from_rows(ids, 16),
+    )
+    # Of 40 + 20 tokens three blocks of 16; of the prompt alone two.
+    assert simulated(trace, LIMITS, STEPS).steps.cached_tokens == 48
+    recorded = ReplayPlan(sessions=Sessions.RECORDED)
+    apart = simulated(trace, LIMITS, STEPS, recorded)
+    assert apart.steps.cached_tokens == (0 if ids is None else 32)
+
+
 @pytest.mark.parametrize("allowed_late", [0, 1, 2])
 def test_a_replay_is_cut_once_too_many_are_late(allowed_late: int) -> None:
     # Answers at 2, 4 and 6 s; at 4 s one is late and one is overdue.

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 
 from support.step_parts import LINEAR, batch, batch_of, columns, counts, models
+from tuner.arrays import Floats
 from tuner.errors import UsageError
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.step_model import Factors, StepModel
 
 
 def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:
@@ -45,10 +47,31 @@ def test_a_batch_that_holds_more_never_takes_less_and_none_takes_less_than_nothi
         assert model.step_s(larger) >= model.step_s(smaller) * (1 - 1e-12)
 
 
-@given(models(), st.lists(counts, min_size=1, max_size=20))
+def test_factors_lie_between_those_of_the_powers_of_two_around_and_last() -> None:
+    factors = Factors(((1.0, 2.0), (1.0, 4.0), (3.0, 8.0)))
+    assert factors.at(0, 0) == 1.0
+    assert factors.at(1, 1) == 4.0
+    assert factors.at(2, 0) == 3.0
+    assert Factors(((1.0,), (1.0,), (1.0,), (2.0,), (4.0,))).at(6, 0) == 3.0
+    assert factors.at(1_000, 1_000) == 8.0
+    model = replace(LINEAR, factors=factors)
+    assert model.step_s(batch(2, 0, 9, 0)) == 3 * LINEAR.step_s(batch(2, 0, 9, 0))
+
+
+@pytest.mark.parametrize("rows", [(), ((),), ((1.0,), (1.0, 1.0)), ((0.0,),), ((math.nan,),)])
+def test_factors_that_cannot_be_are_refused(rows: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(UsageError, match="factors must"):
+        Factors(rows)
+
+
+TABLES = arrays(np.float64, array_shapes(min_dims=2, max_dims=2), elements=st.floats(0.5, 2.0))
+
+
+@given(models(), TABLES, st.lists(counts, min_size=1, max_size=20))
 def test_a_row_predicts_what_its_batch_predicts(
-    model: StepModel, rows: list[tuple[int, ...]]
+    model: StepModel, table: Floats, rows: list[tuple[int, ...]]
 ) -> None:
+    model = replace(model, factors=Factors(tuple(map(tuple, table.tolist()))))
     decode, prefill, decode_context, prefill_context = np.array(rows, dtype=np.float64).T
     steps = columns(
         duration_s=np.ones(len(rows)),

@@ -220,6 +220,19 @@ class EngineContract:
             assert cached(drain(engine)) == 0
             engine.reset()
 
+    def test_what_was_made_ready_goes_like_any_other_or_not_at_all(
+        self, engine: Engine
+    ) -> None:
+        for row in range(3):
+            engine.prepare(row, prompt(row), 4)
+        assert not engine.has_work()
+        engine.add(1, prompt(1), 4)
+        assert answered(drain(engine)) == {1: 4}
+        engine.reset()
+        # Forgotten: the same row is another request now.
+        engine.add(2, prompt(2), 7)
+        assert answered(drain(engine)) == {2: 7}
+
     def test_aborting_what_waits_and_what_runs_leaves_it_idle(self, engine: Engine) -> None:
         engine.set_limits(EngineLimits(2, 256))
         for row in range(4):

@@ -15,8 +15,10 @@ from tuner.engine.live import LiveEngine, LiveSource
 _HIDDEN = "llvmlite.binding.ffi"
 
 
-def start_live(values: Mapping[str, object], ceiling: EngineLimits) -> LiveEngine:
+def start_live(
+    values: Mapping[str, object], ceiling: EngineLimits, *, is_greedy: bool = False
+) -> LiveEngine:
     """Start vLLM at the ceiling, also where numba was imported before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, _HIDDEN, raising=False)
-        return LiveSource().start(values, ceiling)
+        return LiveSource(is_greedy).start(values, ceiling)

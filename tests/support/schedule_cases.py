@@ -13,7 +13,7 @@ from tuner.engine.shape import EngineShape
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.simulator import SimulatedEngine
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.step_model import Factors, StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace, Turns
 
@@ -35,7 +35,8 @@ def random_case(seed: int) -> Case:
     """Return the case of a seed: small numbers, so that every edge is met often."""
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
-    trace = _trace(rng, block)
+    # Drawn apart, so that cases without sessions stay what they were.
+    trace = _with_answers(np.random.default_rng([seed, 1]), _trace(rng, block))
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     max_len = int(longest if rng.random() < 0.9 else max(2, longest - 10))
     shape = _shape(rng, block, max_len)
@@ -75,6 +76,32 @@ def _trace(rng: np.random.Generator, block: int) -> Trace:
         hashes=hashes,
         turns=turns,
     )
+
+
+def _with_answers(rng: np.random.Generator, trace: Trace) -> Trace:
+    """Let most next turns begin with the turn before and its answer, some not quite."""
+    if trace.turns is None or rng.random() < 0.2:
+        return trace
+    prompts = trace.prompt_tokens.copy()
+    rows = (
+        [] if trace.hashes is None else [list(trace.hashes.row(i)) for i in range(len(trace))]
+    )
+    size = 1 if trace.hashes is None else trace.hashes.block_size
+    for row in np.flatnonzero(trace.turns.after >= 0).tolist():
+        past = int(trace.turns.after[row])
+        tokens = int(prompts[past] + trace.output_tokens[past] + rng.integers(-2, 40))
+        if tokens + trace.output_tokens[row] > LONGEST or rng.random() < 0.2:
+            continue
+        prompts[row] = max(tokens, 1)
+        if rows:
+            shared = rows[past][: int(prompts[past]) // size]
+            count = int(prompts[row]) // size
+            own = int(rng.choice([past, row])) * 1000 + 10**10
+            rows[row] = (shared + [own + i for i in range(len(shared), count)])[:count]
+            if rng.random() < 0.15 and count:
+                rows[row][int(rng.integers(0, count))] = int(rng.integers(0, 300))
+    hashes = None if trace.hashes is None else HashIds.from_rows(rows, size)
+    return replace(trace, prompt_tokens=prompts, hashes=hashes)
 
 
 def _hashes(rng: np.random.Generator, prompts: np.ndarray, block: int) -> HashIds:
@@ -131,6 +158,7 @@ def _limits(
 def _model(rng: np.random.Generator) -> StepModel:
     scale = float(rng.choice([0.0005, 0.01]))
     sizes = (1, 2, 4, 8, 16) if rng.random() < 0.5 else ()
+    factors = np.exp(rng.normal(0.0, 0.3, rng.integers(1, 9, 2)))
     return StepModel(
         decode_knots=(0, 4, 20),
         decode_slopes_s=tuple(scale * rng.random(3) * 0.1),
@@ -142,6 +170,7 @@ def _model(rng: np.random.Generator) -> StepModel:
         prefill_context_s=scale * rng.random() * 1e-5,
         tidy_s=scale * 0.1 * rng.random(),
         captured_sizes=sizes,
+        factors=Factors(tuple(map(tuple, factors.tolist()))),
     )
 
 

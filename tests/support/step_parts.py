@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -109,7 +110,7 @@ def models(draw: st.DrawFn) -> StepModel:
 
     sizes = draw(st.lists(st.integers(1, 200), unique=True, max_size=5))
     decode, prefill = curve(), curve()
-    scalars = {name: draw(coefficients) for name in SCALARS}
+    scalars: dict[str, Any] = {name: draw(coefficients) for name in SCALARS}
     return replace(
         LINEAR,
         decode_knots=decode[0],

@@ -18,7 +18,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineFacts, EngineInfo, Prompt, Step
 from tuner.engine.shape import EngineShape
-from tuner.errors import EngineError, ShadowError, UsageError
+from tuner.errors import Caveat, EngineError, ShadowError, UsageError
 
 LAST_WORDS = "ToyMemoryError: the toy died of its limits"
 EXIT_CODE = 7
@@ -87,6 +87,7 @@ class ToySource:
     dies_at: tuple[int, ...] = ()
     hides_limits: bool = False
     has_shadow: bool = True
+    caveats: frozenset[Caveat] = frozenset()
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Resolve a configuration; the key `toy-refuses` is refused, to see that this is told.
@@ -95,7 +96,7 @@ class ToySource:
         """
         if "toy-refuses" in values:
             raise UsageError("the toy refuses the key toy-refuses", "leave it out")
-        return EngineFacts(self.current, self.max_model_len, True, "0.0", "toy")
+        return EngineFacts(self.current, self.max_model_len, True, "0.0", "toy", self.caveats)
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
         """Start a toy at the ceiling."""
@@ -209,6 +210,9 @@ class ToyEngine:
         if self.has_work():
             raise EngineError("the cache is cleared only while the toy is idle")
         self._cache.clear()
+
+    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
+        """Nothing: its steps take what the formula says, whatever happens between them."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request."""

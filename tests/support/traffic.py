@@ -47,6 +47,12 @@ class ToyPrompts:
 
     trace: Trace
 
+    def begin(self, *, turns_wait: bool) -> None:
+        """Begin a replay."""
+
+    def answered(self, index: int, ids: Sequence[int]) -> None:
+        """Take the tokens of an answer, which a toy has none of."""
+
     def prompt(self, index: int) -> TokenPrompt:
         """Return the prompt of a row."""
         return TokenPrompt([index] * int(self.trace.prompt_tokens[index]))

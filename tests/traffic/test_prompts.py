@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.schedule_cases import random_case
 from tuner.engine.protocol import Prompt
 from tuner.errors import UsageError
+from tuner.traffic.answers import held_answers
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.prompts import PromptSource, TokenPrompt
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, Turns
 
 
 def a_trace(prompt: list[int], hashes: HashIds | None = None) -> Trace:
@@ -116,7 +119,7 @@ def test_tokens_are_spread_evenly_over_the_vocabulary() -> None:
     assert np.abs(counts - 100_000 / 90).max() < 166
 
 
-def keys_say_where_tokens_agree(prompts: list[Prompt], block_size: int) -> None:
+def keys_say_where_tokens_agree(prompts: Sequence[Prompt], block_size: int) -> None:
     """Check that two prompts share a block's key exactly if they agree up to its end."""
     keys = [prompt.block_keys(block_size) for prompt in prompts]
     tokens = [prompt.token_ids() for prompt in prompts]
@@ -197,3 +200,113 @@ def pattern(prompts: Sequence[Prompt], block_size: int) -> list[list[int]]:
         [numbers.setdefault(key, len(numbers)) for key in prompt.block_keys(block_size)]
         for prompt in prompts
     ]
+
+
+# A session of three: prompt 40 and answer 20, then 12 more and 10, then 8 more. Blocks of 16.
+SESSION = replace(
+    a_trace([40, 72, 90]),
+    output_tokens=np.array([20, 10, 5]),
+    turns=Turns(np.array([-1, 0, 1]), np.zeros(3)),
+)
+IDS = [(1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 5)]
+
+
+def hashed_session(rows: Sequence[Sequence[int]] = IDS) -> Trace:
+    return replace(SESSION, hashes=HashIds.from_rows(rows, block_size=16))
+
+
+def answered(trace: Trace, vocab_size: int = 200_000) -> PromptSource:
+    """Return prompts of a replay in which each answer was tokens of its own."""
+    source = PromptSource(trace, vocab_size)
+    source.begin(turns_wait=True)
+    for row, tokens in enumerate(trace.output_tokens.tolist()):
+        for at in range(tokens):
+            source.answered(row, [vocab_size + 1000 * row + at])
+    return source
+
+
+@pytest.mark.parametrize("trace", [SESSION, hashed_session()], ids=["lengths", "hashes"])
+def test_a_next_turn_begins_with_the_turn_before_and_its_real_answer(trace: Trace) -> None:
+    source = answered(trace)
+    first, second, third = (source.tokens(row) for row in range(3))
+    assert second[:40] == first
+    assert second[40:60] == [200_000 + at for at in range(20)]
+    assert third[:72] == second
+    assert third[72:82] == [201_000 + at for at in range(10)]
+    assert [len(prompt) for prompt in (first, second, third)] == [40, 72, 90]
+    keys = source.block_keys(2, 4)
+    assert keys[:18] == source.block_keys(1, 4)
+    answer = [source.prompt(1).answer_key(1, end) for end in (76, 80)]
+    assert keys[18:20] == answer
+    # Nothing of it is left to a replay in which turns do not wait, nor to the next one.
+    source.begin(turns_wait=False)
+    assert source.tokens(2) == PromptSource(trace, 200_000).tokens(2)
+    source.begin(turns_wait=True)
+    assert source.tokens(1)[:40] == first
+    assert max(source.tokens(1)) < 200_000
+
+
+@pytest.mark.parametrize(
+    ("rows", "held"),
+    [
+        pytest.param([(1, 2), (1, 8, 9, 10), (1, 8, 9, 10, 5)], [0, 16, 82], id="another"),
+        pytest.param([(1, 2), (7, 8, 9, 10), (1, 2, 3, 4, 5)], [0, 0, 0], id="neither"),
+    ],
+)
+def test_ids_that_say_otherwise_are_believed(
+    rows: list[tuple[int, ...]], held: list[int]
+) -> None:
+    trace = hashed_session(rows)
+    found = held_answers(trace)
+    assert (found.held.tolist() if found else [0, 0, 0]) == held
+    source = answered(trace)
+    assert max(source.tokens(1)) < 200_000
+
+
+def test_a_block_that_stands_elsewhere_too_holds_no_answer() -> None:
+    turns = Turns(np.array([-1, 0, -1]), np.zeros(3))
+    # The third begins like the second and waits for nobody: it cannot know the answer.
+    other = replace(hashed_session([(1, 2), (1, 2, 3, 4), (1, 2, 3, 9, 5)]), turns=turns)
+    found = held_answers(other)
+    assert found is None
+    source = answered(other)
+    assert source.tokens(1)[:48] == source.tokens(2)[:48]
+
+
+def test_of_two_next_turns_that_differ_in_the_answer_one_holds_it() -> None:
+    turns = Turns(np.array([-1, 0, 0]), np.zeros(3))
+    trace = replace(
+        hashed_session([(1, 2), (1, 2, 3, 4), (1, 2, 7, 8, 5)]),
+        turns=turns,
+        prompt_tokens=np.array([32, 72, 90]),
+    )
+    found = held_answers(trace)
+    assert found is not None
+    assert found.held.tolist() == [0, 52, 32]
+    keys_say_where_tokens_agree([answered(trace).prompt(i) for i in range(3)], 4)
+
+
+def test_too_short_a_turn_holds_no_answer_but_what_its_ids_share() -> None:
+    trace = replace(hashed_session(), prompt_tokens=np.array([40, 72, 81]))
+    found = held_answers(trace)
+    assert found is not None
+    assert found.held.tolist() == [0, 60, 64]
+    source = answered(trace)
+    assert source.tokens(2)[:64] == source.tokens(1)[:64]
+    assert source.tokens(2)[64:] != source.tokens(1)[64:81]
+
+
+@pytest.mark.parametrize("first_seed", range(0, 400, 100))
+def test_prompts_with_answers_share_a_key_exactly_where_their_tokens_agree(
+    first_seed: int,
+) -> None:
+    held = 0
+    for seed in range(first_seed, first_seed + 100):
+        trace = random_case(seed).trace
+        if trace.turns is None or (trace.hashes is not None and trace.hashes.block_size < 4):
+            continue
+        source = answered(trace)
+        held += source._held is not None
+        prompts = [source.prompt(row) for row in range(len(trace))]
+        keys_say_where_tokens_agree(prompts, 8)
+    assert held > 5

@@ -15,6 +15,7 @@ from tuner.cli.options import (
     CONTEXT,
     ENGINE_FAILED,
     FILE,
+    GREEDY,
     JSON,
     SHADOW,
     SHADOW_FAILED,
@@ -299,6 +300,7 @@ def doctor() -> int:
     ),
     CAPS,
     *SHADOW,
+    GREEDY,
 )
 @cloup.option_group(
     "Goals",
@@ -308,6 +310,13 @@ def doctor() -> int:
         help="balanced: smallest tail latency that sustains the load [default]; throughput: "
         "most requests per second; latency: smallest median; goodput: most requests within "
         "the SLOs; capacity: largest multiple of the load at which the SLOs hold.",
+    ),
+    click.option(
+        "--confidence",
+        type=float,
+        default=0.9,
+        show_default=True,
+        help="How probable it must be that a change is better, and that the SLOs are met.",
     ),
     click.option(
         "--tuning",
@@ -370,6 +379,7 @@ def tune(ctx: click.Context, /, **_: Any) -> int | None:
         help="live: measure on vLLM; shadow: predict with --profile.",
     ),
     *SHADOW,
+    GREEDY,
     time_option(
         "--lead-in",
         default="0s",

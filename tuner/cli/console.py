@@ -283,7 +283,7 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
     if advice.odds is not None:
         say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
-    if ties and not advice.is_thin:
+    if ties:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
 
 

@@ -107,6 +107,7 @@ class TrafficOptions(ReplaySettings):
             clock=ClockKind(params["clock"]),
             request_timeout_s=params["request_timeout"],
             too_long=TooLong(params["too_long"]),
+            is_greedy=params.get("greedy", False),
         )
 
     @property

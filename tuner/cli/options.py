@@ -268,6 +268,12 @@ FORCE_PROFILE = click.option(
 )
 SHADOW = (PROFILE, FORCE_PROFILE)
 """Of which engine a shadow is made."""
+GREEDY = click.option(
+    "--greedy",
+    is_flag=True,
+    help="Sample the likeliest token; default: as a server of the model would, by its "
+    "generation_config, at temperature 1 where that says nothing.",
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 TOO_LONG = choice_option(
     "--too-long",

@@ -81,7 +81,8 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
         limits, measured = _predicted(profiled, options, engine, traffic, plan)
     else:
         log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
-        with EngineProcess(source or LiveSource(), log_path) as host:
+        live = source or LiveSource(options.traffic.is_greedy)
+        with EngineProcess(live, log_path) as host:
             limits, measured = _measured(host, options, engine, traffic, plan)
     content = {
         "engine": "live" if profiled is None else "shadow",
@@ -106,11 +107,14 @@ def _measured(
     limits = options.limits.over(facts.current_limits)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
+    for line in started.notes:
+        say(line)
     host.load("trace", window.of(trace), options.traffic.seed)
     with ReplayDisplay() as display:
         measured = measure([host.replay("trace", limits, plan, display.progress)])
     is_part = window != whole(trace)
-    return limits, _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+    measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+    return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
 
 
 def _predicted(

@@ -77,6 +77,7 @@ def tuning_options(params: Params) -> TuningOptions:
         budget_s=params["budget"] or DEFAULT_BUDGET_S,
         window=traffic.window,
         load=traffic.load,
+        confidence=params["confidence"],
         **traffic.settings,
         ladder=params["max_num_seqs"] or DEFAULT_LADDER,
         method=Method(params["method"]),

@@ -6,7 +6,7 @@ Starts once at the largest limits of the sweep; afterwards limits change while i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,20 +24,25 @@ class LiveEngine:
 
     A step's duration is wall time around the core's own turn. What the replay does between
     two turns is not charged, unless the device computes meanwhile (asynchronous scheduling):
-    then the time since the last turn belongs to the step, or the device would work for free.
+    then the time since the last turn belongs to the step for as long as it computes, or the
+    device would work for free.
     """
 
-    def __init__(self, engine_args: Any, ceiling: EngineLimits) -> None:
+    def __init__(
+        self, engine_args: Any, ceiling: EngineLimits, *, is_greedy: bool = False
+    ) -> None:
         """Start at the ceiling. Raises: EngineError when vLLM does not start."""
         engine_args.max_num_seqs = ceiling.max_num_seqs
         engine_args.max_num_batched_tokens = ceiling.max_num_batched_tokens
         for cap in ("max_num_active_seqs", "max_num_scheduled_tokens"):
             if hasattr(engine_args, cap):
                 setattr(engine_args, cap, None)
-        self._core: compat_core.Core | None = compat_core.Core(engine_args)
+        core = compat_core.Core(engine_args, is_greedy=is_greedy)
+        self._core: compat_core.Core | None = core
         self._info = self._core.info()
         self._limits = self._info.ceiling
-        self._turn_ended_s: float | None = None
+        self._between = DeviceTime(core.is_computing)
+        self._prepared: dict[int, Any] = {}
         self._progress = ProgressGuard()
 
     @property
@@ -68,14 +73,25 @@ class LiveEngine:
             self._limits = limits
 
     def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy or if vLLM declines."""
+        """Forget the prefix cache, and what was prepared.
+
+        Raises: EngineError while busy or if vLLM declines.
+        """
         check_idle(self)
+        self._prepared.clear()
         if not self._running_core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
 
+    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
+        """Make the tokens, block hashes and request object that `add` will hand over."""
+        self._between.look()
+        self._prepared[row] = self._running_core.request(row, prompt.token_ids(), output_tokens)
+
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
-        self._running_core.add(row, prompt.token_ids(), output_tokens)
+        if row not in self._prepared:
+            self.prepare(row, prompt, output_tokens)
+        self._running_core.add(self._prepared.pop(row))
 
     def abort(self, rows: Sequence[int]) -> None:
         """Drop requests, whether queued or running."""
@@ -89,12 +105,11 @@ class LiveEngine:
         """Take one turn of the core's loop and time it."""
         core = self._running_core
         check_busy(self)
-        between_s = 0.0
-        if self._turn_ended_s is not None:
-            between_s = time.perf_counter() - self._turn_ended_s
-        step = compat_core.step_of(*core.turn())
+        between_s = self._between.stop()
+        turn = core.turn()
+        self._between.start(is_on_its_way=core.batches_in_flight())
+        step = compat_core.step_of(*turn)
         step = replace(step, duration_s=step.duration_s + between_s)
-        self._turn_ended_s = time.perf_counter() if core.batches_in_flight() else None
         self._progress.check(step)
         return step
 
@@ -105,9 +120,48 @@ class LiveEngine:
             self._core = None
 
 
+class DeviceTime:
+    """How long the device was seen to compute between two turns of an asynchronous core.
+
+    The host's work meanwhile costs nothing as long as the device computes too. Once it was
+    seen to be done the device waits for the replay, which no server would let it: that time
+    is nobody's.
+    """
+
+    def __init__(
+        self, is_computing: Callable[[], bool], now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._is_computing, self._now = is_computing, now
+        self._started_s: float | None = None
+        self._done_s: float | None = None
+
+    def start(self, *, is_on_its_way: bool) -> None:
+        """Begin to count where a turn has left a batch on its way."""
+        self._started_s = self._now() if is_on_its_way else None
+        self._done_s = None
+        self.look()
+
+    def look(self) -> None:
+        """Note whether the device is done by now."""
+        if self._started_s is not None and self._done_s is None and not self._is_computing():
+            self._done_s = self._now()
+
+    def stop(self) -> float:
+        """Return the seconds that the next turn's step is charged with."""
+        if self._started_s is None:
+            return 0.0
+        ended_s = self._now() if self._done_s is None else self._done_s
+        return ended_s - self._started_s
+
+
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """Starts live engines from `vllm serve` configurations."""
+    """Starts live engines from `vllm serve` configurations.
+
+    They sample as a server of the model would, or if `is_greedy` the likeliest token.
+    """
+
+    is_greedy: bool = False
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
@@ -118,6 +172,7 @@ class LiveSource:
             chunks_prefill=serve.config_chunks_prefill(config),
             vllm_version=serve.vllm_version(),
             device=serve.device_name(),
+            caveats=serve.config_caveats(config),
         )
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> LiveEngine:
@@ -128,4 +183,4 @@ class LiveSource:
         """
         engine_args = serve.parse_serve_values(values)
         serve.check_starts_alone(engine_args, values)
-        return LiveEngine(engine_args, ceiling)
+        return LiveEngine(engine_args, ceiling, is_greedy=self.is_greedy)

@@ -7,11 +7,12 @@ vLLM's own scheduler. Whatever is true of a replay on one is true of the other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
+from tuner.errors import Caveat
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class EngineInfo:
 
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
     false where this vLLM cannot, so that every configuration needs a restart. `remark` is a
-    sentence on it for the user, or empty.
+    sentence on it for the user, or empty. `captured_sizes` are the batch sizes in tokens for
+    which graphs were captured, `sampling` a sentence on how tokens are.
     """
 
     kind: str
@@ -36,6 +38,8 @@ class EngineInfo:
     can_change_limits: bool
     asynchronous: bool
     remark: str = ""
+    captured_sizes: tuple[int, ...] = ()
+    sampling: str = ""
 
     @classmethod
     def of_shadow(
@@ -89,11 +93,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """Tokens of one request that a step brought out."""
+    """Tokens of one request that a step brought out; their ids where an engine has any.
+
+    Two are equal if the same was computed, whatever was drawn.
+    """
 
     row: int
     tokens: int
     is_last: bool
+    ids: Sequence[int] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,7 @@ class EngineFacts:
     """What a configuration comes to before any engine is started with it.
 
     `current_limits` are those of the user's configuration, vLLM's own default where it says
-    nothing.
+    nothing. `caveats` are reasons to doubt whatever is measured with it.
     """
 
     current_limits: EngineLimits
@@ -127,6 +135,7 @@ class EngineFacts:
     chunks_prefill: bool
     vllm_version: str
     device: str
+    caveats: frozenset[Caveat] = frozenset()
 
 
 class Prompt(Protocol):
@@ -140,6 +149,9 @@ class Prompt(Protocol):
 
     def block_keys(self, block_size: int) -> list[bytes]:
         """Return a key for each full block that two prompts share if they agree up to it."""
+
+    def answer_key(self, row: int, end: int) -> bytes:
+        """Return the key of a block that ends in the answer, as a next turn may have it."""
 
 
 class EngineSource(Protocol):
@@ -175,10 +187,16 @@ class Engine(Protocol):
         """Take new limits. Raises: EngineError while busy or above the ceiling."""
 
     def reset(self) -> None:
-        """Forget the prefix cache. Raises: EngineError while busy."""
+        """Forget the prefix cache, and what was prepared. Raises: EngineError while busy."""
+
+    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
+        """Make what `add` will need of a request, which may never come."""
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
-        """Queue a request that answers with exactly output_tokens tokens."""
+        """Queue a request that answers with exactly output_tokens tokens.
+
+        Of a row that was prepared since the last `reset` it is the request prepared then.
+        """
 
     def abort(self, rows: Sequence[int]) -> None:
         """Drop requests, whether queued or running; unknown rows are ignored."""

@@ -1,7 +1,9 @@
 """When requests go, and what time it is: the two things a replay keeps time with.
 
 Open arrivals follow the recording; causal ones too, but for turns that wait for an answer;
-closed ones hold a number in flight.
+closed ones hold a number in flight. Requests are made ready before they go, so that no step
+pays for it: tokens, block hashes and request objects of a long prompt take many milliseconds,
+which a server spends beside its engine's loop.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,13 +64,30 @@ class ReplayClock:
             self.now_s = max(self.now_s, due_s)
 
 
-class OpenArrivals:
+class _InOrder:
+    """Which request is expected next where they go in their order."""
+
+    def __init__(self, due_s: list[float]) -> None:
+        self._due_s = due_s
+        self._expected = 0
+
+    def expected(self) -> tuple[float, int] | None:
+        """Return when the next request that was not passed is due, and its row."""
+        at = self._expected
+        return (self._due_s[at], at) if at < len(self._due_s) else None
+
+    def pass_expected(self) -> None:
+        """Go on to the one after it."""
+        self._expected += 1
+
+
+class OpenArrivals(_InOrder):
     """Requests go when the trace says, whatever the engine does."""
 
     end_s: ClassVar[float] = math.inf
 
     def __init__(self, due_s: NDArray[np.float64]) -> None:
-        self._due_s = due_s.tolist()
+        super().__init__(due_s.tolist())
         self._next = 0
 
     def next_due_s(
@@ -100,10 +120,19 @@ class CausalArrivals:
         roots = np.flatnonzero(turns.after < 0)
         # Ascending in time and then in row, hence already a heap.
         self._ready = [(float(due_s[row]), int(row)) for row in roots]
+        self._expected = list(self._ready)
         self._pauses_s = turns.pause_s.tolist()
         self._followers: dict[int, list[int]] = {}
         for row in np.flatnonzero(turns.after >= 0).tolist():
             self._followers.setdefault(int(turns.after[row]), []).append(row)
+
+    def expected(self) -> tuple[float, int] | None:
+        """Return the earliest request known by now and not passed: its due time and row."""
+        return self._expected[0] if self._expected else None
+
+    def pass_expected(self) -> None:
+        """Go on to the one after it."""
+        heappop(self._expected)
 
     def next_due_s(
         self,
@@ -121,10 +150,12 @@ class CausalArrivals:
     def ended(self, row: int, now_s: float) -> None:
         """Let those that waited for this request follow, each after its pause."""
         for follower in self._followers.pop(row, ()):
-            heappush(self._ready, (now_s + self._pauses_s[follower], follower))
+            due = (now_s + self._pauses_s[follower], follower)
+            heappush(self._ready, due)
+            heappush(self._expected, due)
 
 
-class ClosedArrivals:
+class ClosedArrivals(_InOrder):
     """Requests go as soon as fewer are in flight than a target that may change with time.
 
     At `end_s` the recording of that target is over, and with it the replay: past it nothing
@@ -135,6 +166,8 @@ class ClosedArrivals:
     def __init__(
         self, times_s: list[float], targets: list[int], n: int, end_s: float = math.inf
     ) -> None:
+        # Nobody knows when: as soon as there is room.
+        super().__init__([math.inf] * n)
         self._times_s, self._targets, self._left = times_s, targets, n
         self._next = 0
         self.end_s = end_s
@@ -182,13 +215,13 @@ class StaticBatches:
             raise ValueError(f"batches must be of 1 or more and wait 0 s or longer, got {self}")
 
 
-class BatchArrivals:
+class BatchArrivals(_InOrder):
     """Requests are due when the trace says, and go batch by batch."""
 
     end_s: ClassVar[float] = math.inf
 
     def __init__(self, due_s: NDArray[np.float64], batches: StaticBatches) -> None:
-        self._due_s: list[float] = due_s.tolist()
+        super().__init__(due_s.tolist())
         self._batches = batches
         self._next = 0
         self._going = 0
@@ -259,3 +292,59 @@ def arrivals_of(
     times_s, in_flight = trace.recorded_concurrency()
     end_s = max(float(times_s[-1]), float(trace.due_s[-1]))
     return ClosedArrivals(times_s.tolist(), [int(c) for c in in_flight], len(trace), end_s)
+
+
+MOST_TOKENS: Final = 1 << 20
+"""Prompt tokens that are held ready: ours. One takes some 50 bytes, twice as a list of Python's
+integers and its share of a block's hash, so these are about 50 MB."""
+SOON_S: Final = 1.0
+"""What is due so soon is made ready at once, on the replay's clock: ours. A next turn is known
+only when the answer before it has ended."""
+
+
+class Ahead:
+    """Makes requests ready in the order in which they are expected.
+
+    `make` makes one ready, `tokens_of` says how long its prompt is. Rows that went before
+    their turn came are passed over. Where pauses delay requests, on a clock that does not
+    stand still, there is one before the replay begins and later only what is due soon.
+
+    Units: seconds on the replay's clock.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        make: Callable[[int], None],
+        tokens_of: Callable[[int], int],
+        n: int,
+        most_tokens: int = MOST_TOKENS,
+        *,
+        pauses: bool = True,
+    ) -> None:
+        self._arrivals, self._make, self._tokens_of = arrivals, make, tokens_of
+        self._most, self._held = most_tokens, 0
+        self._pauses, self._has_begun = pauses, False
+        self._is_done = bytearray(n)
+
+    def fill(self, now_s: float) -> None:
+        """Make ready what is due soon, and once half of what may be held has gone all of it."""
+        refills = 2 * self._held <= self._most and (self._pauses or not self._has_begun)
+        self._has_begun = True
+        while (expected := self._arrivals.expected()) is not None:
+            due_s, row = expected
+            if not self._is_done[row]:
+                tokens = self._tokens_of(row)
+                is_full = self._held > 0 and self._held + tokens > self._most
+                if is_full or not (refills or due_s <= now_s + SOON_S):
+                    return
+                self._is_done[row] = True
+                self._held += tokens
+                self._make(row)
+            self._arrivals.pass_expected()
+
+    def went(self, row: int) -> None:
+        """Take note that a request has gone, ready or not, or never will."""
+        if self._is_done[row]:
+            self._held -= self._tokens_of(row)
+        self._is_done[row] = True

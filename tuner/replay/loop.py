@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
-from tuner.replay.arrivals import ReplayClock, arrivals_of
+from tuner.replay.arrivals import Ahead, CausalArrivals, ClockKind, ReplayClock, arrivals_of
 from tuner.replay.load import offered_work_s
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
@@ -105,6 +105,12 @@ def log_of(
 class Prompts(Protocol):
     """Where a replay takes its prompts from."""
 
+    def begin(self, *, turns_wait: bool) -> None:
+        """Begin a replay, in which next turns wait for answers or do not."""
+
+    def answered(self, index: int, ids: Sequence[int]) -> None:
+        """Take tokens of an answer, in order, which a next turn may begin with."""
+
     def prompt(self, index: int) -> Prompt:
         """Return the prompt of the trace's row."""
 
@@ -123,6 +129,15 @@ class _Replay:
         self._arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
+        prompts.begin(turns_wait=isinstance(self._arrivals, CausalArrivals))
+        self._ahead = Ahead(
+            self._arrivals,
+            self._prepare,
+            lambda row: int(trace.prompt_tokens[row]),
+            len(trace),
+            pauses=plan.clock is ClockKind.VIRTUAL,
+        )
+        self._ahead.fill(0.0)
         self._clock = ReplayClock(plan.clock)
         self._sent = 0
         self._ended = 0
@@ -130,6 +145,12 @@ class _Replay:
         self._in_flight: dict[int, float] = {}
         self._oldest: deque[int] = deque()
         self._late: set[int] = set()
+
+    def _prepare(self, row: int) -> None:
+        """Make a request ready; one that is too long will be refused."""
+        if not self._too_long[row]:
+            output_tokens = int(self._trace.output_tokens[row])
+            self._engine.prepare(row, self._prompts.prompt(row), output_tokens)
 
     def _new_steps(self) -> StepLog:
         is_predicted = self._engine.info.kind == "shadow"
@@ -174,6 +195,7 @@ class _Replay:
         if self._engine.has_work():
             self._take(self._engine.step())
             self._time_out()
+            self._ahead.fill(self._clock.now_s)
             return True
         due_s = self._arrivals.next_due_s(self._clock.now_s, len(self._in_flight))
         if due_s is None:
@@ -183,6 +205,7 @@ class _Replay:
                     "this is a defect of the engine or of its adapter; see the engine's log",
                 )
             return False
+        self._ahead.fill(self._clock.now_s)
         self._clock.idle_until(due_s)
         return True
 
@@ -194,6 +217,7 @@ class _Replay:
             if next_s is None or next_s > now_s:
                 return
             row, due_s = self._arrivals.pop(now_s)
+            self._ahead.went(row)
             self._sent += 1
             self._record.due(row, due_s)
             if self._first_due_s is None and due_s >= self._plan.lead_in_s:
@@ -218,6 +242,7 @@ class _Replay:
                 continue
             if out.tokens:
                 self._record.tokens(out.row, out.tokens, now_s)
+                self._prompts.answered(out.row, out.ids)
             if out.is_last:
                 self._answered(out.row, self._in_flight[out.row])
 

@@ -21,63 +21,15 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
-from tuner.traffic.prompts import PromptSource, TokenPrompt
+from tuner.replay.warm_up import warm_up
+from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
-
-# Ours: one batch of each size, since a second one takes as long as a third; 64 sequences,
-# beyond which a larger batch meets nothing new; prompts of 2,048 tokens at most, so that
-# attention over one long prompt does not eat the budget.
-MAX_SEQS = 64
-MAX_PROMPT_TOKENS = 2048
-SHORT_PROMPT_TOKENS = 24
-MIN_CHUNK_TOKENS = 128
-DECODE_TOKENS = 8
-SEED = 7
-
-
-def _shapes(info: EngineInfo) -> list[tuple[int, int]]:
-    """Return sequences and prompt tokens of each, least tokens in all first."""
-    max_seqs = min(info.ceiling.max_num_seqs, MAX_SEQS)
-    sizes = [1 << k for k in range(max_seqs.bit_length())]
-    shapes = [(seqs, SHORT_PROMPT_TOKENS) for seqs in sizes]
-    prompt = min(MAX_PROMPT_TOKENS, info.max_model_len // 2)
-    chunk = MIN_CHUNK_TOKENS
-    while chunk <= info.ceiling.max_num_batched_tokens:
-        shapes.append((max(1, chunk // prompt), min(chunk, prompt)))
-        chunk *= 2
-    return sorted(shapes, key=lambda shape: shape[0] * shape[1])
-
-
-def warm_up(engine: Engine, budget_s: float = 15.0) -> float:
-    """Run synthetic batches of growing size and return the seconds it took.
-
-    Stops growing once budget_s is spent; the engine is idle afterwards.
-
-    Raises: EngineError when the engine fails.
-    """
-    started_s = time.perf_counter()
-    info = engine.info
-    rng = np.random.default_rng(SEED)
-    row = 0
-    for seqs, prompt_tokens in _shapes(info):
-        for _ in range(min(seqs, info.ceiling.max_num_seqs)):
-            tokens = rng.integers(0, info.vocab_size, size=max(1, prompt_tokens)).tolist()
-            engine.add(row, TokenPrompt(tokens), DECODE_TOKENS)
-            row += 1
-        while engine.has_work():
-            engine.step()
-        if time.perf_counter() - started_s > budget_s:
-            break
-    return time.perf_counter() - started_s
-
 
 _Answer = TypeVar("_Answer")
 
@@ -90,7 +42,8 @@ _PR_SET_PDEATHSIG = 1
 class EngineStart:
     """An engine that runs: what it is and what starting and warming it up took.
 
-    `shape` is what a shadow of it needs; None for the reason `no_shadow`.
+    `shape` is what a shadow of it needs; None for the reason `no_shadow`. `notes` are for the
+    user: how it samples, and what was not warmed up.
     """
 
     info: EngineInfo
@@ -98,6 +51,7 @@ class EngineStart:
     warm_up_s: float
     shape: EngineShape | None = None
     no_shadow: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class _EngineWorker:
@@ -125,8 +79,9 @@ class _EngineWorker:
             shape = self._engine.shape()
         except ShadowError as reason:
             no_shadow = reason.message
-        warm_s = warm_up(self._engine)
-        return EngineStart(self._engine.info, start_s, warm_s, shape, no_shadow)
+        info, warm = self._engine.info, warm_up(self._engine)
+        notes = tuple(filter(None, (info.sampling, warm.missed(info.ceiling))))
+        return EngineStart(info, start_s, warm.took_s, shape, no_shadow, notes)
 
     def load(self, name: str, trace: Trace, seed: int) -> int:
         """Keep a trace under a name and return its length."""

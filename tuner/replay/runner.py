@@ -96,6 +96,8 @@ class Failure:
 class EngineRunner:
     """The engine's process together with the traces that are replayed on it.
 
+    `note` receives what is to be said of an engine that was started, the same only once.
+
     Raises: EngineError when the engine cannot be started; a failure during a replay is
         returned, not raised.
     """
@@ -106,8 +108,11 @@ class EngineRunner:
         values: Mapping[str, object],
         ceiling: EngineLimits,
         seed: int,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._process = process
+        self._note = note
+        self._noted: set[str] = set()
         self._values = values
         self._seed = seed
         self._traces: dict[str, Trace] = {}
@@ -150,6 +155,10 @@ class EngineRunner:
     def _start(self, ceiling: EngineLimits) -> EngineStart:
         self.started = self._process.start(self._values, ceiling)
         self.starts += 1
+        for line in self.started.notes:
+            if line not in self._noted:
+                self._noted.add(line)
+                self._note(line)
         for name, trace in self._traces.items():
             self._process.load(name, trace, self._seed)
         return self.started

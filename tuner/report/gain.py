@@ -18,7 +18,6 @@ from tuner.report.parts import (
     number,
 )
 from tuner.report.run_files import RunFiles, shadow_error
-from tuner.report.summary import CONFIDENCE
 from tuner.report.words import (
     NOTHING,
     change,
@@ -33,7 +32,7 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.evidence import MetricChange
-from tuner.search.race import EQUIVALENCE_RATIO
+from tuner.search.posterior import TIE_LOSS
 from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
@@ -67,7 +66,7 @@ def _how(rows: Sequence[MetricChange]) -> str:
     rounds = max(row.rounds for row in rows)
     if rounds == 0:
         return "Both were predicted by the shadow."
-    text = f"; {CONFIDENCE}" if any(row.change_interval for row in rows) else ""
+    text = "; 90% interval" if any(row.change_interval for row in rows) else ""
     times = counted(rounds, "round")
     return f"Both were replayed in turns on the same requests, {times}{text}."
 
@@ -87,7 +86,7 @@ def _meaning(row: MetricChange, wrong: float) -> str:
         low, high = row.change_interval
         if low is None or high is None:
             return "within noise"
-        if low > -EQUIVALENCE_RATIO and high < EQUIVALENCE_RATIO:
+        if low > -TIE_LOSS and high < TIE_LOSS:
             return "equal"
         if low <= 0 <= high:
             return "within noise"
@@ -115,7 +114,7 @@ def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) 
 def _rounds(row: MetricChange) -> str:
     if not row.rounds:
         return "predicted"
-    return f"{row.rounds} and the prediction" if row.is_helped else f"{row.rounds}"
+    return f"{row.rounds}"
 
 
 def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:

@@ -28,8 +28,6 @@ from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, Ru
 from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import decisive
 
-CONFIDENCE = "95% interval, corrected for looking after every round"
-
 
 def headline(run: RunFiles) -> str:
     """Return the answer: what to do, and what comes of it."""
@@ -89,14 +87,14 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     ratio, metric = advice.gain_ratio, scored_by(result, advice)
     if ratio is None or ratio <= -1:
         return ""
-    bounds = advice.gain_interval
+    bounds, here = advice.gain_interval, advice.gain_here_interval
     if is_rate(metric):
-        ratio, bounds = _inverse(ratio), _inverted(bounds)
-    basis = CONFIDENCE
-    if advice.rounds == 0:
-        over = f" over {advice.odds.basis}" if advice.odds is not None else ""
-        basis = f"predicted; 90% interval{over}"
-    within = f" ({interval(bounds)}; {basis})" if bounds else ""
+        ratio, bounds, here = _inverse(ratio), _inverted(bounds), _inverted(here)
+    over = f" over {advice.odds.basis}" if advice.odds is not None else ""
+    parts = ["predicted"] if advice.rounds == 0 else []
+    parts += [f"90% interval {interval(bounds)}{over}"] if bounds else []
+    parts += [f"{interval(here)} on the recorded traffic"] if here and here != bounds else []
+    within = f" ({'; '.join(parts)})" if parts else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
 
 

@@ -16,11 +16,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.process import EngineStart
 from tuner.run.context import Workload
 from tuner.run.journal import Round
+from tuner.run.predict import at_own_speed
 from tuner.run.rounds import STEPS, Steps, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
@@ -31,7 +31,6 @@ from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
     MIN_ERROR_RATIO,
     Calibration,
-    fit_error_ratio,
 )
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
@@ -128,29 +127,26 @@ class Calibrator:
     def errors(self) -> list[float]:
         """Return how wrong the steps so far leave a model, nothing while they are too few."""
         try:
-            return [fit_error_ratio(self.calibration.profile())]
+            return [self.calibration.error_ratio()]
         except TooFewSamplesError:
             return []
 
     def profile(self, predictor_of: Callable[[Profile], Predictor]) -> Profile:
-        """Fit a profile, and compare its predictions with the whole replays.
+        """Fit a profile, and compare its predictions with the whole replays at their own speed.
 
         Raises: TooFewSamplesError with too few steps; ShadowError, UsageError.
         """
         profile = self.calibration.profile()
         if self.workload is None:
             return profile
-        pieces, plan = self.workload.pieces, self.workload.plan
-        predictor = predictor_of(profile)
-        predicted = {limits: predictor.measure(pieces, limits, plan) for limits in self.whole}
-        off = metric_error(
-            [
-                relative_errors(self.whole[limits], outcome.as_json())
-                for limits, outcome in predicted.items()
-                if isinstance(outcome, Measurement)
-            ]
-        )
-        return replace(profile, metric_error_ratio=off)
+        predictor, errors = predictor_of(profile), []
+        for limits, replays in self.whole.items():
+            for measured in replays:
+                step_s = measured["busy_s"] / max(measured["steps"], 1)
+                found = at_own_speed(predictor, self.workload, limits, step_s)
+                if found is not None:
+                    errors.append(relative_errors([measured], found.as_json()))
+        return replace(profile, metric_error_ratio=metric_error(errors))
 
 
 def calibrate(runner: TrialRunner, calibrator: Calibrator) -> Pilot:

@@ -1,7 +1,7 @@
 """What the trials say about a winner: its gain metric by metric, its KV cache, what limits it.
 
 Every sentence follows from what was measured or predicted. Which configuration wins is decided
-in `search.race`.
+in `search.posterior`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from tuner import stats
+import numpy as np
+from scipy.special import stdtrit
+
 from tuner.engine.limits import EngineLimits
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
-from tuner.search.race import CONFIDENCE_PER_LOOK, MIN_ROUNDS
+from tuner.search.effects import Effects
+from tuner.search.posterior import LIVE_SPREADS
+from tuner.search.race import CONFIDENCE
 from tuner.search.trials import (
     Trial,
     decisive,
@@ -41,9 +45,8 @@ Bounds = tuple[float | None, float | None]
 class MetricChange:
     """One metric of the winner beside the current configuration's.
 
-    `change_ratio` is the paired ratio minus one with its interval, None where rounds are
-    missing. With `is_helped` the prediction counted as one more round for it, beside `rounds`
-    of them.
+    `change_ratio` is the ratio minus one with its interval, None where nothing was replayed
+    live: paired in `rounds`, or, for the metric that decides, by all that is known.
 
     Units: `unit` is s or /s.
     """
@@ -55,7 +58,6 @@ class MetricChange:
     change_ratio: float | None
     change_interval: Bounds | None
     rounds: int
-    is_helped: bool
 
     @property
     def moved_ratio(self) -> float:
@@ -71,13 +73,11 @@ class MetricChange:
         if self.rounds == 0:
             gain += ", predicted"
         elif self.change_ratio is None:
-            gain += ", too few rounds for an interval"
+            gain += ", no interval"
         else:
             low, high = self.change_interval or (None, None)
             if low is not None and high is not None:
                 gain += f", interval {low:+.1%} … {high:+.1%}"
-            if self.is_helped:
-                gain += f" of {self.rounds} rounds and the prediction"
         unit = self.unit if self.unit.startswith("/") else f" {self.unit}"
         return (
             f"{self.metric:<16} {_number(self.before)}{unit} -> "
@@ -94,24 +94,17 @@ def _number(value: float) -> str:
 
 
 def metric_changes(
-    records: Sequence[Trial],
-    winner: EngineLimits,
-    current: EngineLimits,
-    tail: str,
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] | None = None,
+    records: Sequence[Trial], winner: EngineLimits, current: EngineLimits, tail: str
 ) -> list[MetricChange]:
     """Return the comparison of two configurations over the rounds that both raced.
 
-    Where both raced too few for an interval, `predicted` of the same requests counts as one
-    more. Where nothing raced, what was predicted of them, in no round.
+    Where nothing raced, what was predicted of them, in no round.
     """
     pairs: list[_Pair] = [*paired_records(records, winner, current)]
-    is_raced, extra = bool(pairs), list[_Pair]()
+    is_raced = bool(pairs)
     if not is_raced:
         ours, theirs = _predicted(records, winner), _predicted(records, current)
         pairs = [(ours, theirs)] if ours and theirs else []
-    elif len(pairs) < MIN_ROUNDS and predicted and {winner, current} <= set(predicted):
-        extra = [(predicted[winner], predicted[current])]
     wanted = [
         (f"e2e_{tail}", "s"),
         ("e2e_p50", "s"),
@@ -121,12 +114,11 @@ def metric_changes(
         ("requests_per_s", "/s"),
         ("output_tokens_per_s", "/s"),
     ]
-    made = []
-    for metric, unit in dict(wanted).items():
-        row = _row(metric, unit, _values(pairs, metric), _values(extra, metric))
-        if row is not None:
-            made.append(row if is_raced else replace(row, rounds=0))
-    return made
+    rows = (
+        _row(metric, unit, _values(pairs, metric), is_raced=is_raced)
+        for metric, unit in dict(wanted).items()
+    )
+    return [row for row in rows if row is not None]
 
 
 _Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -144,17 +136,11 @@ def _predicted(records: Sequence[Trial], limits: EngineLimits) -> Mapping[str, A
 
 
 def _row(
-    metric: str,
-    unit: str,
-    pairs: Sequence[tuple[float, float]],
-    extra: Sequence[tuple[float, float]],
+    metric: str, unit: str, pairs: Sequence[tuple[float, float]], *, is_raced: bool
 ) -> MetricChange | None:
     if not pairs:
         return None
-    ratio, counted = None, [*pairs, *extra]
-    if len(counted) >= MIN_ROUNDS:
-        ours, theirs = zip(*counted, strict=True)
-        ratio = stats.paired_ratio(ours, theirs, CONFIDENCE_PER_LOOK)
+    ratio = paired_ratio(pairs) if is_raced else None
     after, before = (statistics.median(values) for values in zip(*pairs, strict=True))
     return MetricChange(
         metric=metric,
@@ -163,9 +149,27 @@ def _row(
         after=after,
         change_ratio=None if ratio is None else ratio.value - 1,
         change_interval=None if ratio is None else change_bounds(ratio),
-        rounds=len(pairs),
-        is_helped=ratio is not None and bool(extra),
+        rounds=len(pairs) if is_raced else 0,
     )
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """Return the ratio of values of a setting to those of another, with its 90 % interval.
+
+    `pairs` are the values of a round, both of which the machine's mood has in common; one
+    round has an interval too, by how far replays usually differ.
+    """
+    middle = math.log(pairs[0][1])
+    replays = [
+        (number, setting, math.log(value) - middle)
+        for number, pair in enumerate(pairs)
+        for setting, value in enumerate(pair)
+    ]
+    found = Effects.of(2, replays, LIVE_SPREADS)
+    apart = np.array([1.0, -1.0])
+    mean, sd = float(apart @ found.mean), float(np.linalg.norm(apart @ found.root))
+    half = float(stdtrit(found.freedom, 0.5 + CONFIDENCE / 2)) * sd
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(pairs))
 
 
 def change_bounds(ratio: Estimate) -> Bounds:

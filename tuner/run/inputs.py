@@ -44,7 +44,8 @@ class ReplaySettings:
     """How a trace is replayed.
 
     None stands for the load model and the concurrency that were recorded; without
-    `request_timeout_s` clients wait forever.
+    `request_timeout_s` clients wait forever. A live engine samples tokens as a server of the
+    model would, or if `is_greedy` the likeliest.
 
     Units: seconds.
     """
@@ -55,6 +56,7 @@ class ReplaySettings:
     clock: ClockKind = ClockKind.VIRTUAL
     request_timeout_s: float | None = None
     too_long: TooLong = TooLong.REFUSE
+    is_greedy: bool = False
 
     def plan(self, trace: Trace) -> ReplayPlan:
         """Return how this trace is replayed; a recording of concurrency as a closed loop.

@@ -378,6 +378,10 @@ class Journal:
         """Return what the search needs to know of every trial that ended."""
         return [record.observation for record in self.records()]
 
+    def last_prediction(self) -> int:
+        """Return how often the space was predicted by now."""
+        return max((record.prediction for record in self.records()), default=0)
+
     def race_runs(self) -> list[RaceRun]:
         """Return the replays of the race."""
         return [

@@ -6,24 +6,55 @@ into its time, and `search` is asked for one configuration after the other.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.plan import CutRule
 from tuner.run.context import RunContext, Workload
-from tuner.run.time_plan import Observe, RacePlan, fitting
+from tuner.run.time_plan import MIN_ROUNDS, Observe, RacePlan, fitting
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, SEARCH_SHARE
 from tuner.search.ladder import FINALISTS, finalists, propose
-from tuner.search.race import MIN_ROUNDS
+from tuner.search.posterior import Draws
 from tuner.search.trials import Observation, Phase, leader
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
 # overload takes several times as long as the current configuration.
 OVERTIME = 8.0
+# Two rounds tell how far replays differ: ours.
+MIN_ROUNDS_LIVE = 2
 # The race may claim this share of the budget at most: ours, the search needs the rest.
 MAX_RESERVED = 0.7
+
+
+@dataclass(slots=True)
+class LiveEvidence:
+    """Replays in turns, where nothing is predicted."""
+
+    plan: RacePlan
+    min_rounds: int = MIN_ROUNDS_LIVE
+
+    def settings(self) -> Sequence[EngineLimits]:
+        """Return who races."""
+        return self.plan.settings
+
+    def draws(self, count: int) -> Draws:
+        """Return draws of what the replays say."""
+        runs = self.plan.context.journal.race_runs()
+        return Draws.of_replays(self.plan.settings, runs, count)
+
+    def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
+        """Return everybody at first, and then who may yet be the best."""
+        context = self.plan.context
+        if not context.journal.race_runs():
+            return list(self.plan.settings)
+        return draws.contenders(context.space.current, confidence)
+
+    def learn(self) -> None:
+        """Know it already: the journal does."""
 
 
 def searched(context: RunContext) -> list[Observation]:

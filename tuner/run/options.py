@@ -14,6 +14,7 @@ from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
+from tuner.search.race import CONFIDENCE
 from tuner.search.space import DEFAULT_LADDER
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions, read_traces
@@ -67,7 +68,8 @@ class TuningOptions(ReplaySettings):
     current configuration: the path of a `vllm serve --config` file, or its keys and values;
     `model` and `engine_args` go before it. Without any of the three the bundled demo model is
     measured. `window` is the part to replay, as `peak:300s`, `5m:10m` or `all`; None for what
-    fits into the time. `load` is a multiple of the recorded arrival rate, `ladder` the caps of
+    fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
+    probable it must be that a change is better and that SLOs are met, `ladder` the caps of
     max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
     of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
     None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
@@ -86,6 +88,7 @@ class TuningOptions(ReplaySettings):
     budget_s: float = DEFAULT_BUDGET_S
     window: WindowChoice | Window | str | None = None
     load: float = 1.0
+    confidence: float = CONFIDENCE
     ladder: Sequence[int] = DEFAULT_LADDER
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
@@ -127,6 +130,11 @@ class TuningOptions(ReplaySettings):
         if not 0 < self.load < 1e6:
             raise UsageError(
                 f"--load must be a multiple above 0, got {self.load:g}", "for example 1.5"
+            )
+        if not 0.5 <= self.confidence < 1:
+            raise UsageError(
+                f"--confidence must be at least 0.5 and below 1, got {self.confidence:g}",
+                "for example 0.9",
             )
         if self.is_resumed and self.run_dir is None:
             raise UsageError("a run that is resumed needs its run_dir", "name its directory")

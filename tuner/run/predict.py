@@ -16,16 +16,18 @@ from functools import partial
 
 import numpy as np
 
+from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, TooFewSamplesError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
+from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import finalists
 from tuner.search.objective import Objective, Score, Tier
 from tuner.search.posterior import Draws
-from tuner.search.race import RaceDecision
+from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
@@ -37,6 +39,7 @@ from tuner.search.trials import (
 )
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.reshape import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -47,6 +50,9 @@ REFINE_RATIO = 0.2
 # Live and predicted disagree if they differ by more than this many times the stated error,
 # which is a median: ours.
 DISAGREEMENT = 3.0
+
+# How closely a replay's own speed is found: ours, a tenth of what two replays differ by.
+SPEED_RATIO, SPEED_PASSES, _SMALL = 0.002, 8, 1e-6
 
 Outcome = Measurement | Failure
 
@@ -154,25 +160,64 @@ def disagreement(differences: Differences, wrong_ratio: float) -> str:
     )
 
 
-# How sure a prediction is: draws of other traffic, and of models as wrong as this one may be.
+def at_own_speed(
+    predictor: Predictor, workload: Workload, limits: EngineLimits, step_s: float
+) -> Measurement | None:
+    """Return what is predicted of a replay whose steps took step_s in the mean.
+
+    Slower steps hold more requests each, so that the speed is searched for. None where nothing
+    can be predicted of it.
+
+    Raises: ShadowError, UsageError.
+    """
+    profile, log_times, growth = predictor.profile, 0.0, 1.0
+    found, last = None, (0.0, 0.0)
+    for number in range(SPEED_PASSES):
+        model = profile.step_model.scaled(math.exp(log_times))
+        scaled = replace(predictor, profile=replace(profile, step_model=model))
+        outcome = scaled.measure(workload.pieces, limits, workload.plan, workload.slos)
+        if isinstance(outcome, Failure) or outcome.busy_s <= 0 or step_s <= 0:
+            return None
+        found, off = outcome, math.log(step_s * outcome.steps / outcome.busy_s)
+        if abs(off) < SPEED_RATIO:
+            break
+        if number and abs(log_times - last[0]) > _SMALL:
+            # How much longer a mean step takes where each of a kind does: seldom less, at most
+            # a few times as much, where a queue fills.
+            growth = min(max((last[1] - off) / (log_times - last[0]), 0.5), 4.0)
+        last = log_times, off
+        log_times += off / growth
+    return found
+
+
+# How sure a prediction is: draws of other traffic, and of models that are as possible.
 
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
-# The stated error counts as the interval of 90 % of a ratio of two settings: ours, since it is
-# the largest of several medians, and what it has in common cancels. A setting has its share.
+# By how much a replay differs from the simulation of the same requests at its own speed, from
+# setting to setting and from replay to replay, before any was compared: ours. Identical live
+# replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
+UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
+# Of a profile that does not say what it leaves open, the stated error counts as the interval of
+# 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
+# has in common cancels. A setting has its share.
 _OWN_ERRORS = 1.645 * math.sqrt(2)
 
 
 def decide(
-    predictor: Predictor, predictions: Predictions, space: SearchSpace, draws: int = DRAWS
+    predictor: Predictor,
+    predictions: Predictions,
+    space: SearchSpace,
+    draws: int = DRAWS,
+    confidence: float = CONFIDENCE,
 ) -> RaceDecision:
     """Decide among the settings that could be the best, by draws of what was predicted.
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
     settings = finalists(predictions.observations, space, predictor.wrong_ratio)
-    return draw(predictor, predictions, settings, draws).decide(space.current)
+    return draw(predictor, predictions, settings, draws).decide(space.current, confidence)
 
 
 def draw(
@@ -180,27 +225,33 @@ def draw(
     predictions: Predictions,
     settings: Sequence[EngineLimits],
     draws: int = DRAWS,
+    unexplained: Effects | None = None,
 ) -> Draws:
     """Return draws of settings of which everything was predicted.
 
-    Where vLLM's own scheduler is asked, which takes too long, and where the traffic is too
-    little to draw from, only the model's error is drawn.
+    `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
+    setting by setting. Where vLLM's own scheduler is asked, which takes too long, and where the
+    traffic is too little to draw from, only the model's error is drawn.
 
     Raises: ShadowError, UsageError.
     """
     workload = predictions.workload
-    point = [_score(workload, predictions.outcomes[limits]) for limits in settings]
-    error = math.log1p(predictor.wrong_ratio) / _OWN_ERRORS
+    if unexplained is None:
+        unexplained = Effects.of(len(settings), (), UNEXPLAINED)
+    times = np.exp(unexplained.mean).tolist()
+    point = [
+        _score(workload, predictions.outcomes[limits]).times(t)
+        for limits, t in zip(settings, times, strict=True)
+    ]
     seeds = np.random.SeedSequence(predictor.seed).spawn(_count(workload, draws))
+    drawing = _Drawing(predictor, predictions, settings, unexplained)
     if predictor.doubt:
-        drawn = [_slower(point, np.random.default_rng(seed), error) for seed in seeds]
-        return Draws.of(settings, point, drawn, None)
-    resamplers = _resamplers(workload)
-    one = partial(_drawn, predictor, workload, settings, resamplers, error)
+        drawn = [drawing.slower(point, np.random.default_rng(seed)) for seed in seeds]
+        return Draws.of(settings, point, drawn, drawn, None)
     with ThreadPoolExecutor() as pool:
-        drawn = list(pool.map(one, map(np.random.default_rng, seeds)))
-    stretches = sum(r.stretches for r in resamplers if r is not None) or None
-    return Draws.of(settings, point, drawn, stretches)
+        both = list(pool.map(drawing.once, map(np.random.default_rng, seeds)))
+    here, others = zip(*both, strict=True)
+    return Draws.of(settings, point, others, here, drawing.stretches)
 
 
 def _count(workload: Workload, draws: int) -> int:
@@ -224,41 +275,71 @@ def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
     return workload.scoring.score(outcome)
 
 
-def _slower(point: Sequence[Score], rng: np.random.Generator, error: float) -> list[Score]:
-    """Return scores as they are where every setting is so much slower or faster."""
-    return [
-        score.times(float(t))
-        for score, t in zip(point, np.exp(rng.normal(0.0, error, len(point))), strict=True)
-    ]
+class _Drawing:
+    """What is the same for all draws: the settings, the traffic as recorded, what is open."""
 
+    def __init__(
+        self,
+        predictor: Predictor,
+        predictions: Predictions,
+        settings: Sequence[EngineLimits],
+        unexplained: Effects,
+    ) -> None:
+        self._predictor, self._outcomes = predictor, predictions.outcomes
+        self._workload = workload = predictions.workload
+        self._settings, self._resamplers = settings, _resamplers(workload)
+        self._unexplained = unexplained
+        self._recorded = _Replays(workload, workload.pieces)
+        self.stretches = sum(r.stretches for r in self._resamplers if r is not None) or None
 
-def _drawn(
-    predictor: Predictor,
-    workload: Workload,
-    settings: Sequence[EngineLimits],
-    resamplers: Sequence[Resampler | None],
-    error: float,
-    rng: np.random.Generator,
-) -> list[Score]:
-    """Return the scores of the settings on one draw of the traffic, the same for all."""
-    traffic = [
-        piece if resampler is None else resampler.draw(rng)
-        for piece, resampler in zip(workload.pieces, resamplers, strict=True)
-    ]
-    times = np.exp(rng.normal(0.0, error, len(settings)))
-    replays = _Replays(workload, traffic)
-    return [
-        replays.score(_simulated(predictor, limits, float(t)), limits)
-        for limits, t in zip(settings, times, strict=True)
-    ]
+    def once(self, rng: np.random.Generator) -> tuple[list[Score], list[Score]]:
+        """Return the settings' scores on the recorded traffic and on a draw of it.
 
+        Both with the same model, on the same requests for all.
+        """
+        models, times = self._models(rng), np.exp(self._unexplained.draw(rng))
+        traffic = [
+            piece if resampler is None else resampler.draw(rng)
+            for piece, resampler in zip(self._workload.pieces, self._resamplers, strict=True)
+        ]
+        here = self._scores(self._recorded, models, times)
+        if self.stretches is None:
+            return here, here
+        return here, self._scores(_Replays(self._workload, traffic), models, times)
 
-def _simulated(
-    predictor: Predictor, limits: EngineLimits, times: float
-) -> simulator.SimulatedEngine:
-    """Return the engine of a setting, every step of which takes so many times as long."""
-    engine = predictor.simulated(limits)
-    return replace(engine, step_model=engine.step_model.scaled(times))
+    def _models(self, rng: np.random.Generator) -> list[StepModel]:
+        """Return the step model of each setting, one that is as possible for all of them."""
+        profile = self._predictor.profile
+        if profile.uncertainty is not None:
+            drawn = profile.uncertainty.draw(profile.step_model, rng)
+            return [drawn] * len(self._settings)
+        return [profile.step_model.scaled(float(t)) for t in self._own_errors(rng)]
+
+    def _own_errors(self, rng: np.random.Generator) -> Floats:
+        error = math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS
+        drawn: Floats = np.exp(rng.normal(0.0, error, len(self._settings)))
+        return drawn
+
+    def _scores(
+        self, replays: _Replays, models: Sequence[StepModel], times: Floats
+    ) -> list[Score]:
+        """Return the settings' scores; what failed, as in its live replay, fails in each."""
+        return [
+            _score(self._workload, outcome)
+            if isinstance(outcome := self._outcomes[limits], Failure)
+            else replays.score(
+                replace(self._predictor.simulated(limits), step_model=model), limits
+            ).times(t)
+            for limits, model, t in zip(self._settings, models, times.tolist(), strict=True)
+        ]
+
+    def slower(self, point: Sequence[Score], rng: np.random.Generator) -> list[Score]:
+        """Return scores as they are where every setting is so much slower or faster."""
+        times = self._own_errors(rng) * np.exp(self._unexplained.draw(rng))
+        return [
+            score.times(float(t) / math.exp(mean))
+            for score, t, mean in zip(point, times, self._unexplained.mean, strict=True)
+        ]
 
 
 class _Replays:

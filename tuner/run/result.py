@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,7 @@ from tuner.run.evidence import (
     metric_changes,
 )
 from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
@@ -75,7 +76,7 @@ class Advice(LimitsRecord):
     gain_interval: Bounds | None
     gain_metric: str
     is_predicted: bool
-    is_thin: bool
+    gain_here_interval: Bounds | None = None
     odds: Odds | None
 
     def __str__(self) -> str:
@@ -109,6 +110,8 @@ class ColdConfirmation:
     current_metric: str
     current: float | None
     ratio: float | None
+    p_better: float | None = None
+    starts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,16 +329,14 @@ def make_outcome(
 ) -> RunResult:
     """Return everything there is to say about a run."""
     trials = predictions(records) if decision.is_predicted else records
-    best = leader([t.observation for t in decisive(trials)])
-    is_feasible = best is not None and best.score.tier is not Tier.BREAKS_SLO
-    changes = metric_changes(trials, decision.shown, current, goal.tail, around.predicted)
+    changes = _with_gain(metric_changes(trials, decision.shown, current, goal.tail), decision)
     return RunResult(
         state=state,
         method=around.method,
         objective=goal.objective,
         tail=goal.tail,
         slos=tuple(str(slo) for slo in goal.slos),
-        recommendation=_advice(decision) if is_feasible else None,
+        recommendation=_advice(decision) if _is_feasible(decision, trials) else None,
         baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
         evidence=tuple(changes),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail),
@@ -355,9 +356,34 @@ def make_outcome(
     )
 
 
+def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
+    """Whether the decision is more likely than not to meet every SLO.
+
+    By the best that was measured where the run ended before there were probabilities.
+    """
+    if decision.odds is not None:
+        return decision.odds.p_slo is None or decision.odds.p_slo >= LIKELY
+    best = leader([t.observation for t in decisive(trials)])
+    return best is not None and best.score.tier is not Tier.BREAKS_SLO
+
+
+def _with_gain(changes: Sequence[MetricChange], decision: RaceDecision) -> list[MetricChange]:
+    """Return the changes, that of the metric that decides by all that is known of it."""
+    gain = decision.gain_here or decision.gain
+    if gain is None or decision.is_predicted:
+        return [*changes]
+    return [
+        replace(row, change_ratio=gain.value - 1, change_interval=change_bounds(gain))
+        if row.metric == decision.metric
+        else row
+        for row in changes
+    ]
+
+
 def _advice(decision: RaceDecision) -> Advice:
     gain = decision.gain
     is_open = gain is None or gain.low is None or gain.high is None
+    here = decision.gain_here
     return Advice(
         **asdict(decision.winner),
         verdict=decision.verdict,
@@ -369,7 +395,7 @@ def _advice(decision: RaceDecision) -> Advice:
         gain_interval=None if gain is None or is_open else change_bounds(gain),
         gain_metric=decision.metric,
         is_predicted=decision.is_predicted,
-        is_thin=decision.is_thin,
+        gain_here_interval=None if here is None else change_bounds(here),
         odds=decision.odds,
     )
 

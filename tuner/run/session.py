@@ -19,7 +19,7 @@ from tuner.run.calibrate import Calibrator, calibrate
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.live_search import has_searched, search_live, searched
+from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
 from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
@@ -29,8 +29,9 @@ from tuner.run.predict import (
     decide,
     disagreement,
     predict,
+    predict_more,
 )
-from tuner.run.race import Cold, confirm_cold, race
+from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race
 from tuner.run.time_plan import (
     Observe,
     RacePlan,
@@ -45,21 +46,19 @@ from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, window_text
 from tuner.search.ladder import FINALIST_RATIO, at_edge, disturbed, finalists
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.search.race import (
-    MIN_AGREED,
-    RaceDecision,
-    RaceVerdict,
-    paired,
-    whole_rounds,
-)
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Trial, leader, predictions
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Profile, read_profile, write_profile
+from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
 from tuner.shadow.reference import replay_reference
 from tuner.traffic.windows import Window, busiest, whole
 
+NOTHING_ELSE = (
+    "only the current configuration was replayed in the time: nothing can be said of others; "
+    "give --budget more"
+)
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
@@ -132,13 +131,12 @@ def decide_predicted(
     Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
     """
     with context.stopwatch.stage("draw"):
-        return decide(predictor, predicted, context.space)
+        return decide(predictor, predicted, context.space, confidence=context.aim.confidence)
 
 
 def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
-    known = context.journal.records()
-    latest = max((t.prediction for t in known), default=0) + 1
+    latest = context.journal.last_prediction() + 1
     scoring = predicted.workload.scoring
     made = predicted.trials(prediction=latest)
     outcomes = predicted.outcomes.values()
@@ -301,7 +299,7 @@ class Session:
             context.caveats.add(Caveat.BUDGET_SPENT)
             return self._decided_by_prediction()
         self._plan = fitting(self.runner, plan)
-        return self._race()
+        return self._race(self._plan)
 
     def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         current = self.context.space.current
@@ -324,13 +322,19 @@ class Session:
     def _keep_profile(self, profile: Profile) -> None:
         write_profile(self.context.run_dir.path / PROFILE_FILE, profile)
 
-    def _fitted(self, calibrator: Calibrator, given: Profile | None = None) -> Profile:
+    def _fitted(
+        self,
+        calibrator: Calibrator,
+        given: Profile | None = None,
+        agreement: Agreement | None = None,
+    ) -> Profile:
         """Return the profile that the steps so far make, or the given one corrected by them."""
         with self.context.stopwatch.stage("fit"):
             if given is not None:
                 profile = calibrator.calibration.corrected(given)
             else:
                 profile = calibrator.profile(self.predictor_of)
+            profile = replace(profile, agreement=agreement or profile.agreement)
             self._keep_profile(profile)
         wrong = self.predictor_of(profile).wrong_ratio
         self.context.listener.note(
@@ -424,7 +428,7 @@ class Session:
     def _plan_beside_a_pilot(self, given: Profile, rate: float | None) -> RacePlan | None:
         """Measure whether a given profile is right that there is no time to race.
 
-        Where it is not, it is recalibrated with the pilot's steps, and the race planned anew.
+        Where it is not, it is corrected by the pilot's steps, and the race planned anew.
         """
         calibrator, predictor = self._calibrator, self._predictor
         if calibrator is None or predictor is None:
@@ -437,61 +441,70 @@ class Session:
             return None
         self.context.listener.note(
             f"live and predicted disagree: steps of the pilot take {times:.2g} times what the "
-            "profile says; recalibrating once"
+            "profile says; correcting it"
         )
-        more = self._recalibrated(given)
-        return None if more is None else self._race_plan(more, rate)
+        return self._race_plan(self._finalists(self._fitted(calibrator, given)), rate)
 
-    def _recalibrated(self, given: Profile | None) -> list[EngineLimits] | None:
-        """Fit anew with every step seen, predict anew, and return who should race."""
-        context = self.context
-        spent = context.stopwatch.stages_s
-        cost_s = spent.get("fit", 0.0) + spent.get("shadow", 0.0)
-        if self._calibrator is None or cost_s > context.left_s / 2:
-            context.listener.note("there is no time to recalibrate")
-            return None
-        try:
-            return self._finalists(self._fitted(self._calibrator, given))
-        except (ShadowError, TooFewSamplesError) as unfit:
-            context.listener.note(f"recalibrated, and unfit now: {unfit.message}")
-            return None
+    def _race(self, plan: RacePlan) -> RaceDecision:
+        """Replay who may be the best, live, and learn from each round.
 
-    def _race(self) -> RaceDecision:
-        """Race; where live and predicted disagree, recalibrate once and let more race."""
-        context, plan, calibrator = self.context, self._plan, self._calibrator
-        if plan is None or len(plan.settings) < 2 or calibrator is None:
-            return self._decided_by_prediction()
-        race(self.runner, plan, calibrator.observe, until_round=1)
-        differ = self._cross_checked(plan)
+        Raises: EngineError, ShadowError, UsageError.
+        """
+        calibrator, predictor, predicted = self._calibrator, self._predictor, self._predicted
+        if calibrator is None or predictor is None or predicted is None:
+            raise ShadowError("nothing was predicted")
+        evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
+        decision = race(
+            self.runner, plan, evidence, calibrator.observe, self.context.aim.confidence
+        )
+        self._plan = evidence.plan
+        self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
+        differ = disagreement(self.compared, evidence.predictor.wrong_ratio)
         if differ:
-            context.listener.note(f"live and predicted disagree: {differ}; recalibrating once")
-            plan = self._plan = self._with_more(plan)
-            if self._cross_checked(plan):
-                context.caveats.add(Caveat.SHADOW_DISAGREES)
-        decision = race(self.runner, plan)
-        rounds = whole_rounds(context.journal.race_runs(), plan.settings)
-        if decision.is_thin and rounds < MIN_AGREED:
-            return self._beside_few_rounds(self._decided_by_prediction())
+            self.context.listener.note(f"live and predicted disagree: {differ}")
+            self.context.caveats.add(Caveat.SHADOW_DISAGREES)
         return decision
 
-    def _cross_checked(self, plan: RacePlan) -> str:
-        """Compare what was predicted with what raced; say where they differ too much."""
-        self.compared = cross_check(plan.predicted, self.context.journal.records())
-        return disagreement(self.compared, plan.wrong_ratio)
+    def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
+        """Fit anew with every step seen; predict anew, and who may be the best by that.
 
-    def _with_more(self, plan: RacePlan) -> RacePlan:
-        """Return the race with those whom a recalibrated profile puts beside its finalists."""
-        given = None
-        if self._calibrator is not None and self._calibrator.workload is None:
-            given = read_profile(self.context.run_dir.path / PROFILE_FILE)
-        more = self._recalibrated(given)
-        if more is None or self._predictor is None:
-            return plan
-        settings = list(dict.fromkeys([*plan.settings[:-1], *more]))
-        windows, aim = plan.workload.windows, self._race_aim
-        return fitting(
-            self.runner, race_on(self.context, self._predictor, aim, settings, windows)
-        )
+        None where no step was seen, as by a worker, or there is no time for it.
+        """
+        context, plan, calibrator = self.context, self._plan, self._calibrator
+        cost_s = sum(context.stopwatch.stages_s.get(name, 0.0) for name in ("fit", "shadow"))
+        if plan is None or calibrator is None or not calibrator.calibration.steps:
+            return None
+        if cost_s > context.left_s / 2:
+            context.listener.note("there is no time to learn from the replays")
+            return None
+        if self._predictor is None or self._predicted is None:
+            return None
+        before, workload = self._predictor.profile, self._predicted.workload
+        try:
+            return self._predicted_anew(plan, calibrator, before, workload)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            # What was predicted before, and how far off replays show it to be, still stands.
+            context.listener.note(f"nothing is learnt of the replays: {unfit.message}")
+            self._keep_profile(before)
+            return None
+
+    def _predicted_anew(
+        self, plan: RacePlan, calibrator: Calibrator, before: Profile, workload: Workload
+    ) -> tuple[RacePlan, Predictor, Predictions]:
+        """Fit and predict anew. Raises: ShadowError, TooFewSamplesError, UsageError."""
+        context, is_own = self.context, calibrator.workload is not None
+        profile = self._fitted(calibrator, None if is_own else before, before.agreement)
+        settings, predictor = list(plan.settings), self.predictor_of(profile)
+        predicted = Predictions(workload, predictor.wrong_ratio, {})
+        if context.journal.last_prediction() == 1:
+            # The first round may show that others are better; later ones move little.
+            settings = list(dict.fromkeys([*plan.settings[:-1], *self._finalists(profile)]))
+            predicted = self._predicted or predicted
+        windows = plan.workload.windows
+        plan = race_on(context, predictor, self._race_aim, settings, windows)
+        predicted = predict_more(predictor, predicted, plan.settings)
+        self._plan, self._predictor, self._predicted = plan, predictor, predicted
+        return plan, predictor, predicted
 
     # By predictions alone.
 
@@ -506,15 +519,6 @@ class Session:
             self._choose(self._predicted.workload.windows)
         return decide_predicted(self.context, self._predictor, self._predicted)
 
-    def _beside_few_rounds(self, predicted: RaceDecision) -> RaceDecision:
-        """Return what was predicted, unless the little that was raced speaks against it."""
-        current, runs = self.context.space.current, self.context.journal.race_runs()
-        ours, theirs = paired(runs, predicted.winner, current)
-        if any(a.clearly_worse_than(b, 0.0) for a, b in zip(ours, theirs, strict=True)):
-            why = "the only round that there was time for speaks against what was predicted"
-            return replace(predicted, verdict=RaceVerdict.KEEP, winner=current, why=why)
-        return predicted
-
     # Without predictions.
 
     def _search_live(self, started: EngineStart) -> RaceDecision:
@@ -525,11 +529,14 @@ class Session:
         self._choose(windows)
         workload = Workload.of(WINDOW, context.trace, windows, context.aim)
         plan = self._plan = search_live(runner, workload, observe)
-        decision = race(runner, plan, is_searched=has_searched(context))
+        confidence = context.aim.confidence
+        decision = race(runner, plan, LiveEvidence(plan), confidence=confidence)
         profile = self._profile_of_search()
-        rounds = whole_rounds(context.journal.race_runs(), plan.settings)
-        is_open = decision.is_thin and rounds < MIN_AGREED
-        if profile is None or not is_open or self.method is Method.LIVE:
+        if not has_searched(context):
+            decision = replace(decision, why=NOTHING_ELSE)
+        elif not decision.rounds and len(plan.settings) > 1:
+            decision = replace(decision, why="there was no time to race")
+        if profile is None or decision.rounds or self.method is Method.LIVE:
             return decision
         try:
             self._finalists(profile)
@@ -538,7 +545,7 @@ class Session:
             return decision
         context.caveats.discard(Caveat.SHADOW_UNFIT)
         context.listener.note("the time held no race: what the steps seen predict decides")
-        return self._beside_few_rounds(self._decided_by_prediction())
+        return self._decided_by_prediction()
 
     def _observer(self, started: EngineStart) -> Observe | None:
         """Return what receives the live search's steps, None where nothing can be predicted."""
@@ -622,9 +629,9 @@ class Session:
         # One disturbed replay of many does not speak for all of them.
         found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
         is_kept = decision.verdict is RaceVerdict.KEEP
-        if is_kept and decision.best != context.space.current and not decision.is_thin:
+        if is_kept and decision.best != context.space.current:
             found.add(Caveat.WITHIN_NOISE)
-        if decision.is_predicted:
+        if decision.is_predicted and len(self._seen()) > 1:
             found.add(Caveat.NOT_RACED)
         if disturbed(searched(context)):
             found.add(Caveat.NOISY_MACHINE)

@@ -48,12 +48,14 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float
     window: WindowChoice | None
     load: float
+    confidence: float
     load_model: LoadModel | None
     concurrency: int | None
     sessions: Sessions
     clock: ClockKind
     request_timeout_s: float | None
     too_long: TooLong
+    is_greedy: bool = False
     ladder: tuple[int, ...]
     method: Method
     profile: str | None

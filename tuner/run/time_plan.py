@@ -1,8 +1,8 @@
 """What the time of a run holds: which windows are replayed, and who races on them.
 
-What a replay takes is what it took before, or what is predicted of it. Three rounds come before
-anything else, since fewer tell nothing; the cold engines come before more finalists, since what
-is deployed starts cold and finalists are much alike.
+What a replay takes is what it took before, or what is predicted of it. Two rounds come before
+anything else, since one does not tell how far replays differ; the cold engines come before more
+finalists, since what is deployed starts cold and finalists are much alike.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from tuner.search.budget import (
     shorter_window,
     window_text,
 )
-from tuner.search.race import MIN_AGREED, MIN_ROUNDS, RacePredictions
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import Window, busiest
 
 Observe = Callable[[EngineLimits, ReplayLog], None]
 """What receives the steps of a replay at the limits."""
 
+# Rounds that the time should hold: ours, since two tell how far replays differ.
+MIN_ROUNDS = 2
 # The race waits for the cold engines if they take less than this share of what is left: ours,
-# it may need more than three rounds.
+# it may need more than its least rounds.
 MAX_COLD_RATIO = 0.4
-# Live replays after a prediction: the race, and two on cold engines.
-LIVE_REPLAYS = RACE_REPLAYS + 2
+# Live replays after a prediction, so that each takes but a part of the time: ours. Two rounds
+# of three and four cold ones are ten, and what one shows of the engine's steps is seen early.
+LIVE_REPLAYS = 30
 # Two rounds have to fit into this share of the time that is left: ours, for a prediction that
 # is wrong.
 ROUNDS_SHARE = 0.8
@@ -62,13 +64,6 @@ class RacePlan:
     settings: tuple[EngineLimits, ...]
     workload: Workload
     predicted: Mapping[EngineLimits, Measurement] = field(default_factory=dict)
-    wrong_ratio: float = 0.0
-
-    @property
-    def predictions(self) -> RacePredictions:
-        """What a decision needs to know of the predictions."""
-        scores = {s: self.workload.scoring.score(m) for s, m in self.predicted.items()}
-        return RacePredictions(scores, self.wrong_ratio)
 
     @property
     def usual_s(self) -> float:
@@ -122,7 +117,7 @@ def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
 
 
 def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
-    """Return who races: fewer where the time would not hold three rounds of all, and the cold.
+    """Return who races: fewer where the time would not hold two rounds of all, and the cold.
 
     The last before the current one go first, and somebody always races against it.
     """
@@ -254,7 +249,7 @@ def race_on(
             outcome = predictor.measure(workload.pieces, limits, workload.plan, workload.slos)
             if isinstance(outcome, Measurement):
                 predicted[limits] = outcome
-    return RacePlan(context, tuple(settings), workload, predicted, predictor.wrong_ratio)
+    return RacePlan(context, tuple(settings), workload, predicted)
 
 
 def _holds_rounds(plan: RacePlan, pair: Sequence[EngineLimits]) -> bool:
@@ -262,4 +257,4 @@ def _holds_rounds(plan: RacePlan, pair: Sequence[EngineLimits]) -> bool:
     if not set(pair) <= set(plan.predicted):
         return False
     replays_s = [duration_s(plan.workload, plan.predicted[limits]) for limits in pair]
-    return MIN_AGREED * sum(replays_s) < ROUNDS_SHARE * plan.context.left_s
+    return MIN_ROUNDS * sum(replays_s) < ROUNDS_SHARE * plan.context.left_s

@@ -55,7 +55,7 @@ from tuner.run.stored import RunRecord, StoredOptions, read_record
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
 from tuner.search.objective import Scoring
-from tuner.search.race import RaceDecision, RaceVerdict, ratio
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.search.trials import decisive, leader
 from tuner.shadow.predictor import Predictor
@@ -205,9 +205,7 @@ class _Run:
         best = leader([t.observation for t in decisive(context.journal.records())])
         limits = best.limits if best else context.space.current
         kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
-        runs = context.journal.race_runs()
-        gain = ratio(runs, limits, context.space.current)
-        return RaceDecision(kind, limits, limits, (), gain, 0, "unfinished")
+        return RaceDecision(kind, limits, limits, (), None, 0, "unfinished")
 
     def _interrupted(self) -> None:
         if not self._context.journal.observations():
@@ -320,7 +318,9 @@ def tune(
                 session, message = start.predicted(prepared.profile)
             else:
                 log = run_dir.engine_log
-                host = held.enter_context(EngineProcess(source or LiveSource(), log))
+                host = held.enter_context(
+                    EngineProcess(source or LiveSource(prepared.options.is_greedy), log)
+                )
                 session, message = start.live(host)
             return _Run(prepared, session, message, write_page).to_the_end()
     except (EngineError, RefusedConfigError):
@@ -360,7 +360,10 @@ class _Start:
         facts = host.facts(prepared.engine.values)
         context, message = self._context(facts)
         ceiling = context.space.ceiling
-        engine = EngineRunner(host, prepared.engine.values, ceiling, options.seed)
+        context.caveats.update(facts.caveats)
+        engine = EngineRunner(
+            host, prepared.engine.values, ceiling, options.seed, self.listener.note
+        )
         session = Session(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
@@ -447,6 +450,7 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
         tuple(options.slos),
         options.plan(trace),
         None if chosen is None else chosen.resolve(trace),
+        options.confidence,
     )
 
 

@@ -55,13 +55,15 @@ def work(
     journal = Journal(storage, record.study, join=True)
     log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
-        with EngineProcess(source or LiveSource(), log) as host:
+        with EngineProcess(source or LiveSource(options.is_greedy), log) as host:
             facts = host.facts(prepared.engine.values)
             _check_alike(record, facts)
             trace, _ = fit_lengths(
                 prepared.traffic.trace, facts.max_model_len, options.too_long
             )
-            engine = EngineRunner(host, prepared.engine.values, record.ceiling, options.seed)
+            engine = EngineRunner(
+                host, prepared.engine.values, record.ceiling, options.seed, note
+            )
             engine.ensure_started()
             note(f"engine started, waiting for rounds of {folder}")
             return _Worker(journal, engine, trace, aim_of(options, trace), note).work()

@@ -12,6 +12,7 @@ from tuner.errors import UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.search.objective import Objective
+from tuner.search.race import CONFIDENCE
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest, typical, whole
 
@@ -168,9 +169,13 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What the user requested of a run."""
+    """What the user requested of a run.
+
+    `confidence` is how probable it must be that a change is better and that the SLOs are met.
+    """
 
     objective: Objective
     slos: tuple[Slo, ...]
     plan: ReplayPlan
     window: Window | None
+    confidence: float = CONFIDENCE

@@ -8,8 +8,9 @@ break an SLO, or not sustain the load, has a probability of it, not another metr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -18,18 +19,32 @@ from scipy.special import ndtri, stdtrit
 from tuner.arrays import Bools, Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.search.objective import WORST_SLACK, Score, Tier
-from tuner.search.race import Odds, RaceDecision, RaceVerdict
+from tuner.search.effects import Effects, Spreads
+from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
+from tuner.search.race import CONFIDENCE, Odds, RaceDecision, RaceRun, RaceVerdict
 from tuner.stats import Estimate
 
-# How sure a change must be, and an SLO to be met: ours, as an interval of 90 % says it.
-CONFIDENCE = 0.9
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
 # would restart a server for.
 TIE_LOSS = 0.01
 # The current setting goes for the sake of its bounds alone where it misses them this many times
 # as often as is asked: ours, so that nobody restarts a server for a percent of probability.
 MISSED = 2.0
+# A change must be more likely than not to be better on other traffic of the kind too.
+LIKELY = 0.5
+# Who is the best in fewer draws than this is out of contention, and so are all but the
+# likeliest of those that are left: ours, since what is learnt of these tells of the others.
+CONTENDS, MAX_CONTENDERS = 0.05, 2
+# Of what live replays show where nothing was predicted, before any: settings differ by a lot,
+# rounds by a busy machine's mood, replays of a round by what two differ by on one: ours.
+LIVE_SPREADS = Spreads(effect=1.0, mood=0.15, noise=0.05)
+# Of what a bound leaves it is the level that counts, of which a mood is a part.
+LEVEL_SPREADS = Spreads(effect=1.0, mood=0.0, noise=0.05)
+# What the draws are of.
+OTHER_TRAFFIC = "other traffic of the kind and the model's error"
+MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
+LIVE_ALONE = "other replays of the same traffic"
+_LEAST_USED = 1e-9
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
 
@@ -39,8 +54,10 @@ class Draws:
     """What was drawn of each setting: the objective's value, and what its bounds leave.
 
     `slo_used` is how much of the tightest SLO is used up, `load_used` how much of what can be
-    sustained; beyond 1 it is broken, or overloaded. `is_resampled`: not the model's error alone
-    was drawn, but other traffic too.
+    sustained; beyond 1 it is broken, or overloaded.
+
+    These are on the traffic that was recorded, `elsewhere`, `slo_elsewhere` and
+    `load_elsewhere` on other traffic of the kind. `basis` says what the draws are of.
 
     Shapes: [draws, settings] each, but point, what was predicted of the traffic as recorded,
         [settings].
@@ -52,7 +69,10 @@ class Draws:
     values: Floats
     slo_used: Floats
     load_used: Floats
-    is_resampled: bool
+    elsewhere: Floats
+    slo_elsewhere: Floats
+    load_elsewhere: Floats
+    basis: str
     has_slos: bool
 
     @classmethod
@@ -61,15 +81,17 @@ class Draws:
         settings: Sequence[EngineLimits],
         point: Sequence[Score],
         drawn: Sequence[Sequence[Score]],
+        here: Sequence[Sequence[Score]],
         stretches: int | None,
     ) -> Self:
         """Return draws around what was predicted of the traffic as it was recorded.
 
         Resampled traffic is less bound together than the recorded one, which moves its mean:
         only how it varies is taken from it. `stretches` is of how many it was drawn, of which
-        few vary too little; None where the traffic was not drawn.
+        few vary too little; None where the traffic was not drawn. `here` are the same draws of
+        the model on the traffic as it was recorded.
 
-        Shapes: point is [settings], drawn [draws][settings].
+        Shapes: point is [settings], drawn and here [draws][settings].
         """
         times = 1.0
         if stretches is not None:
@@ -77,27 +99,53 @@ class Draws:
             student = float(stdtrit(stretches - 1, share)) / float(ndtri(share))
             times = student * math.sqrt(stretches / (stretches - 1))
 
-        def column(of: list[list[float]], at: list[float]) -> Floats:
-            return _around(np.array(at), np.array(of), times)
+        def columns(of: Callable[[Score], float]) -> tuple[Floats, Floats]:
+            at, others = np.array([of(s) for s in point]), [[of(s) for s in r] for r in drawn]
+            return np.array([[of(s) for s in r] for r in here]), _around(
+                at, np.array(others), times
+            )
 
-        values = [[score.value_in(Tier.GOOD) for score in row] for row in drawn]
-        point_values = [score.value_in(Tier.GOOD) for score in point]
+        values, elsewhere = columns(lambda score: score.value_in(Tier.GOOD))
+        slo_used, slo_elsewhere = columns(lambda score: _used(score.slo_used, score))
+        load_used, load_elsewhere = columns(lambda score: _used(score.load_used, score))
         return cls(
             tuple(settings),
             next((score.own_metric for score in point if score.tier is not Tier.FAILED), ""),
-            np.array(point_values),
-            column(values, point_values),
-            column(
-                [[_used(s.slo_used, s) for s in row] for row in drawn],
-                [_used(s.slo_used, s) for s in point],
-            ),
-            column(
-                [[_used(s.load_used, s) for s in row] for row in drawn],
-                [_used(s.load_used, s) for s in point],
-            ),
-            stretches is not None,
+            np.array([score.value_in(Tier.GOOD) for score in point]),
+            values,
+            slo_used,
+            load_used,
+            elsewhere,
+            slo_elsewhere,
+            load_elsewhere,
+            MODEL_ALONE if stretches is None else OTHER_TRAFFIC,
             any(score.slo_used is not None for score in point),
         )
+
+    @classmethod
+    def of_replays(
+        cls, settings: Sequence[EngineLimits], runs: Sequence[RaceRun], draws: int
+    ) -> Self:
+        """Return draws of what live replays in turns say, where nothing was predicted.
+
+        A setting that failed once is taken to fail; one that was not replayed may be anything.
+        """
+        whole = [run for run in runs if run.score.tier is not Tier.CUT]
+        failed = {run.limits for run in whole if run.score.tier is Tier.FAILED}
+        good = [run for run in whole if run.limits not in failed and run.limits in settings]
+        is_own = all(math.isfinite(run.score.value_in(Tier.GOOD)) for run in good)
+        metric = good[0].score.own_metric if good and is_own else RATE
+        drawn = partial(_drawn_live, settings, good, draws)
+        values = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
+        values[:, [limits in failed for limits in settings]] = math.inf
+        bounds = (
+            drawn(LEVEL_SPREADS, lambda score: score.slo_used),
+            drawn(LEVEL_SPREADS, lambda score: score.load_used),
+        )
+        has_slos = any(run.score.slo_used is not None for run in good)
+        point = np.median(values, axis=0)
+        drawn_twice = (values, *bounds, values, *bounds)
+        return cls(tuple(settings), metric, point, *drawn_twice, LIVE_ALONE, has_slos)
 
     @property
     def meets(self) -> Bools:
@@ -109,103 +157,177 @@ class Draws:
         """Whether the load is sustained."""
         return self.load_used <= 1.0
 
-    def decide(self, current: EngineLimits, confidence: float = CONFIDENCE) -> RaceDecision:
+    def decide(
+        self, current: EngineLimits, confidence: float = CONFIDENCE, rounds: int = 0
+    ) -> RaceDecision:
         """Return the setting of least expected loss among those that surely keep their bounds.
 
         Where none surely does, the one that uses least of its SLOs; and where all SLOs hold and
         no setting sustains the load, the one of least loss. Of those that lose the same the
-        current one, then the smallest.
+        current one, then the smallest. `rounds` are those of live replays behind the draws.
 
         Raises: NoFeasibleConfigError if every setting failed.
         """
         if not np.isfinite(self.values).any():
             raise NoFeasibleConfigError(
-                "no configuration survived its prediction", "see the causes in trials.jsonl"
+                "no configuration survived its replay", "see the causes in trials.jsonl"
             )
-        field, cost, metric = self._criterion(confidence)
+        field, cost, elsewhere, metric = self._criterion(confidence)
         loss = _losses(cost, field)
         now = self.settings.index(current)
-        best = self._least(loss, field, now)
-        if best == now:
-            return self._kept(current, now, metric)
-        odds = self._odds(best, now, cost, confidence)
-        gain = self._gain(best, now, cost)
-        limits = self.settings[best]
-        verdict, winner = RaceVerdict.CHANGE, limits
-        if odds.meets_more:
-            why = f"keeps with probability {confidence:g} what the current one does not"
-        elif odds.p_better >= confidence:
-            why = f"better with probability {odds.p_better:.2f}"
-        else:
-            why = f"better with probability {odds.p_better:.2f}, which is below {confidence:g}"
-            verdict, winner = RaceVerdict.KEEP, current
+        best, tied = self._least(loss, field, now)
+        odds = self._odds(best, now, (cost, elsewhere), confidence)
+        is_better = odds.meets_more or (
+            odds.p_better >= confidence and odds.p_elsewhere >= LIKELY
+        )
+        is_change = best != now and is_better
+        verdict = RaceVerdict.CHANGE if is_change else RaceVerdict.KEEP
         return RaceDecision(
-            *(verdict, winner, limits, (winner,), gain, 0, why, metric),
-            is_predicted=True,
+            verdict=verdict,
+            winner=self.settings[best] if is_change else current,
+            best=self.settings[best],
+            tied=tuple(sorted(self.settings[i] for i in tied)),
+            gain=None if best == now else _gain(best, now, elsewhere),
+            rounds=rounds,
+            why=_why(odds, confidence, is_same=best == now),
+            metric=metric,
+            gain_here=None if best == now else _gain(best, now, cost),
+            is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
         )
 
-    def _kept(self, current: EngineLimits, now: int, metric: str) -> RaceDecision:
-        """Return that nothing is better than the current configuration."""
-        odds = Odds(
-            0.0,
-            self._p_slo(now),
-            _share(self.sustains[:, now]),
-            0.0,
-            is_resampled=self.is_resampled,
-        )
-        why = f"nothing that was predicted is better by {TIE_LOSS:.0%}"
-        return RaceDecision(
-            *(RaceVerdict.KEEP, current, current, (current,), None, 0, why, metric),
-            is_predicted=True,
-            odds=odds,
-        )
+    def contenders(
+        self, current: EngineLimits, confidence: float = CONFIDENCE
+    ) -> list[EngineLimits]:
+        """Return who may yet be the best, the likeliest first, and the current one last.
 
-    def _criterion(self, confidence: float) -> tuple[Bools, Floats, str]:
-        """Return who may be recommended, by which costs they are judged, and what those are."""
+        At least one other than the current one, as long as there is any.
+        """
+        field, cost, *_ = self._criterion(confidence)
+        least = np.where(field, cost, math.inf).argmin(axis=1)
+        shares = np.bincount(least, minlength=len(self.settings)) / len(least)
+        now = self.settings.index(current)
+        alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
+        order = [int(i) for i in np.argsort(-shares, kind="stable") if i != now and alive[i]]
+        inside = [i for i in order if shares[i] >= CONTENDS][:MAX_CONTENDERS] or order[:1]
+        return [*(self.settings[i] for i in inside), current]
+
+    def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
+        """Return what is lost in expectation by what would be recommended now, as a share.
+
+        Against whoever is the best in each draw: what it would be worth to know everything.
+
+        Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
+            Decision Theory, chapter 4.
+        """
+        field, cost, *_ = self._criterion(confidence)
+        loss = _losses(cost, field)
+        return float(loss[self.settings.index(self.decide(current, confidence).winner)])
+
+    def _criterion(self, confidence: float) -> tuple[Bools, Floats, Floats, str]:
+        """Return who may be recommended, by which costs they are judged, and what those are.
+
+        The costs on the recorded traffic, and on other traffic of the kind.
+        """
         holds = (self.meets & self.sustains).mean(axis=0) >= confidence
         meets = self.meets.mean(axis=0) >= confidence
         if holds.any():
-            return holds, self.values, self.metric
+            return holds, self.values, self.elsewhere, self.metric
         if meets.any():
-            return meets, self.values, self.metric
-        return np.ones(len(self.settings), dtype=np.bool_), self.slo_used, WORST_SLACK
+            return meets, self.values, self.elsewhere, self.metric
+        every = np.ones(len(self.settings), dtype=np.bool_)
+        return every, self.slo_used, self.slo_elsewhere, WORST_SLACK
 
-    def _least(self, loss: Floats, field: Bools, now: int) -> int:
-        """Return who loses least; among the same the current one, then the smallest."""
+    def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
+        """Return who loses least, and who loses no more that would matter.
+
+        Among the same the current one, then the smallest.
+        """
         least = float(loss[field].min())
-        same = [i for i in np.flatnonzero(field) if loss[i] <= least + TIE_LOSS]
-        return now if now in same else min(same, key=lambda i: self.settings[i])
+        same = [int(i) for i in np.flatnonzero(field) if loss[i] <= least + TIE_LOSS]
+        return now if now in same else min(same, key=lambda i: self.settings[i]), same
 
-    def _odds(self, best: int, now: int, cost: Floats, confidence: float) -> Odds:
+    def _odds(
+        self, best: int, now: int, costs: tuple[Floats, Floats], confidence: float
+    ) -> Odds:
+        """Return how sure it is that one is better, by its costs here and elsewhere."""
+        cost, elsewhere = costs
         holds = self.meets & self.sustains
-        ours, theirs = holds[:, best], holds[:, now]
-        better = (ours & ~theirs) | ((ours == theirs) & (cost[:, best] < cost[:, now]))
+        holds_elsewhere = (self.slo_elsewhere <= 1.0) & (self.load_elsewhere <= 1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = np.nan_to_num(cost[:, now] / cost[:, best] - 1, nan=0.0, posinf=MAX_LOSS)
-        missed = 1 - _share(theirs)
+        missed = 1 - _share(holds[:, now])
         return Odds(
-            _share(better),
+            _share(_is_better(best, now, holds, cost)),
             self._p_slo(best),
             _share(self.sustains[:, best]),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-            meets_more=_share(ours) >= confidence and missed > MISSED * (1 - confidence),
-            is_resampled=self.is_resampled,
+            _share(_is_better(best, now, holds_elsewhere, elsewhere)),
+            meets_more=_share(holds[:, best]) >= confidence
+            and missed > MISSED * (1 - confidence),
+            basis=self.basis,
         )
 
     def _p_slo(self, setting: int) -> float | None:
         """Return how probably a setting meets every SLO, None where there is none."""
         return _share(self.meets[:, setting]) if self.has_slos else None
 
-    def _gain(self, best: int, now: int, cost: Floats) -> Estimate | None:
-        """Return the ratio of the costs on the traffic as recorded, with its interval."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios = cost[:, best] / cost[:, now]
-        ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
-        if not (np.isfinite(ratios) & (ratios > 0)).all():
-            return None
-        low, high = np.quantile(ratios, ends).tolist()
-        return Estimate(float(np.exp(np.log(ratios).mean())), low, high, len(ratios))
+
+def _is_better(best: int, now: int, holds: Bools, cost: Floats) -> Bools:
+    """Return in which draws one is better: it alone keeps its bounds, or costs less."""
+    ours, theirs = holds[:, best], holds[:, now]
+    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost[:, best] < cost[:, now]))
+    return better
+
+
+def _drawn_live(
+    settings: Sequence[EngineLimits],
+    runs: Sequence[RaceRun],
+    draws: int,
+    spreads: Spreads,
+    of: Callable[[Score], float | None],
+) -> Floats:
+    """Return draws of a value of each setting by its replays, zeros where none has one.
+
+    Shapes: [draws, settings].
+    """
+    replays = [
+        (run.round, settings.index(run.limits), math.log(max(value, _LEAST_USED)))
+        for run in runs
+        if (value := of(run.score)) is not None and value < math.inf
+    ]
+    if not replays:
+        return np.zeros((draws, len(settings)))
+    middle = float(np.median([value for _, _, value in replays]))
+    around = [(number, setting, value - middle) for number, setting, value in replays]
+    found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
+    drawn: Floats = np.exp(middle + np.array([found.draw(rng) for _ in range(draws)]))
+    return drawn
+
+
+def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
+    """Say in a line why the answer is what it is."""
+    if is_same:
+        return f"nothing is better by {TIE_LOSS:.0%}"
+    if odds.meets_more:
+        return f"keeps with probability {confidence:g} what the current one does not"
+    text = f"better with probability {odds.p_better:.2f}"
+    if odds.p_better < confidence:
+        return f"{text}, which is below {confidence:g}"
+    if odds.p_elsewhere < LIKELY:
+        return f"{text} on this traffic, but only {odds.p_elsewhere:.2f} on other of its kind"
+    return text
+
+
+def _gain(best: int, now: int, cost: Floats) -> Estimate | None:
+    """Return the ratio of the costs with its interval, None where one has no end."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = cost[:, best] / cost[:, now]
+    ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
+    if not (np.isfinite(ratios) & (ratios > 0)).all():
+        return None
+    low, high = np.quantile(ratios, ends).tolist()
+    return Estimate(float(np.exp(np.log(ratios).mean())), low, high, len(ratios))
 
 
 def _used(share: float | None, score: Score) -> float:

@@ -16,6 +16,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.speed import learn
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -51,17 +52,28 @@ class Calibration:
         Raises: TooFewSamplesError with too few steps.
         """
         learnt: Fit = fit(self._by_limits(), tuple(self.shape.captured_sizes))
+        speed = learn(learnt.model, [columns for _, columns in self.steps])
         return Profile(
             shape=self.shape,
             kv_starts=self.starts,
-            step_model=learnt.model,
+            step_model=speed.model,
             fit=learnt.error,
             metric_error_ratio=metric_error_ratio,
             made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             calibrated_on=tuple(dict.fromkeys(str(limits) for limits, _ in self.steps)),
             current_limits=self.current,
             serve_values=self.serve_values,
+            uncertainty=speed.uncertainty,
         )
+
+    def error_ratio(self) -> float:
+        """Return how wrong a model of the steps so far is on steps that it has not seen.
+
+        Raises: TooFewSamplesError with too few steps.
+        """
+        return fit(
+            self._by_limits(), tuple(self.shape.captured_sizes)
+        ).error.heldout_steps_ratio
 
     def corrected(self, profile: Profile) -> Profile:
         """Return a profile of before whose steps take as long in all as those seen here.
@@ -100,7 +112,12 @@ def error_ratio(profile: Profile) -> float:
 
 
 def fit_error_ratio(profile: Profile) -> float:
-    """Return how wrong models of this kind are on a configuration, or steps, left out."""
+    """Return how wrong models of this kind are on a configuration, or steps, left out.
+
+    What lies beyond the steps that were seen is open in a profile that says what is.
+    """
+    if profile.uncertainty is not None:
+        return profile.fit.heldout_steps_ratio
     return profile.fit.heldout_config_ratio or profile.fit.heldout_steps_ratio
 
 

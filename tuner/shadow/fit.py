@@ -126,17 +126,27 @@ def _unseen(rows: _Rows, is_out: _Mask, sizes: tuple[int, ...]) -> tuple[float, 
 
 
 def _undistorted(rows: _Rows, predicted_s: Floats) -> _Mask:
-    """Mark the steps that the machine did not stretch.
-
-    A configuration that is slow throughout is not stretched, so that each is compared with its
-    own median; prefills may be noisier than decodes, so that each kind has its own threshold.
-    """
+    """Mark the steps that the machine did not stretch, each beside its own configuration's."""
     took_s = rows.steps.duration_s
-    off = np.log(took_s / np.maximum(predicted_s, 0.1 * took_s.min()))
-    for c in np.unique(rows.config):
-        off[rows.config == c] -= np.median(off[rows.config == c])
+    return undistorted(took_s, predicted_s, rows.steps.is_decode_only, rows.config)
+
+
+def undistorted(
+    took_s: Floats, predicted_s: Floats, alone: _Mask, of: NDArray[np.int64] | None = None
+) -> _Mask:
+    """Mark the steps that the machine did not stretch, by what was predicted of them.
+
+    A replay that is slow throughout is not stretched, so that each, told by `of`, is compared
+    with its own median; prefills may be noisier than decodes, so that steps that decode
+    `alone` and others have their own thresholds.
+
+    Shapes: [steps] each.
+    """
+    off = np.log(took_s / np.maximum(predicted_s, 0.1 * took_s.min(initial=math.inf)))
+    groups = np.zeros(off.size, np.int64) if of is None else of
+    for c in np.unique(groups):
+        off[groups == c] -= np.median(off[groups == c])
     kept = np.ones(off.size, dtype=np.bool_)
-    alone = rows.steps.is_decode_only
     for kind in (alone, ~alone):
         if kind.any():
             deviations = STALL_DEVIATIONS * 1.4826 * float(np.median(np.abs(off[kind])))

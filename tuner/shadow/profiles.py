@@ -24,7 +24,8 @@ from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
 from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
-from tuner.shadow.step_model import FitError, StepModel
+from tuner.shadow.speed import TERMS, Uncertainty
+from tuner.shadow.step_model import Factors, FitError, StepModel
 
 SCHEMA: Final = 2
 """The form of the file; a file of another form is refused, for it may mean other units."""
@@ -72,7 +73,8 @@ class Profile:
     `metric_error_ratio` compares replays through the model with the measured ones it was fitted
     to: the largest of the median errors of requests per second, TPOT p50 and E2E latency, None
     where nobody compared. `made_at` is an ISO date and time in UTC. `calibrated_on` names the
-    measured limits as in "8/512". `current_limits` are what `serve_values`, the user's
+    measured limits as in "8/512". `uncertainty` is what the steps leave open of the step model,
+    None where nobody can tell. `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared.
 
@@ -89,6 +91,7 @@ class Profile:
     current_limits: EngineLimits
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
+    uncertainty: Uncertainty | None = None
 
     def __post_init__(self) -> None:
         """Refuse a profile that could not answer, or whose age cannot be told."""
@@ -96,6 +99,9 @@ class Profile:
             raise ValueError("kv_starts must hold a start, and each num_blocks of at least 1")
         if not _UTC_TIME.fullmatch(self.made_at):
             raise ValueError(f"made_at must be as 2026-01-31T12:00:00Z, got {self.made_at!r}")
+        width = len(TERMS) + self.step_model.factors.table.size
+        if self.uncertainty is not None and self.uncertainty.width != width:
+            raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
 
     def num_blocks_at(self, limits: EngineLimits) -> int:
         """Return the KV-cache blocks of an engine started with the limits.
@@ -175,7 +181,7 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-_Made = TypeVar("_Made", EngineLimits, EngineShape, StepModel, FitError)
+_Made = TypeVar("_Made", EngineLimits, EngineShape, FitError, Uncertainty)
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -230,6 +236,15 @@ class _StepModel(
     prefill_context_s: _Amount
     tidy_s: _Amount
     captured_sizes: tuple[_Natural, ...]
+    factors: tuple[tuple[_Amount, ...], ...] = Factors().rows
+
+
+class _Uncertainty(_Record):
+    """Directions in which the step model may be off; of the numbers the base64."""
+
+    directions: bytes
+    width: _Natural
+    start: _Amount
 
 
 class _Fit(_Record):
@@ -251,6 +266,7 @@ class _File(_Record):
     current_limits: _Limits
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
+    uncertainty: _Uncertainty | None = None
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
@@ -260,7 +276,9 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     record = _File(
         engine=_Shape(**_parts(profile.shape)),
         kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
-        step_model=_StepModel(**_parts(profile.step_model)),
+        step_model=_StepModel(
+            **_parts(profile.step_model) | {"factors": profile.step_model.factors.rows}
+        ),
         fit=_Fit(**_parts(profile.fit)),
         metric_error_ratio=profile.metric_error_ratio,
         made_at=profile.made_at,
@@ -268,12 +286,17 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         current_limits=_Limits(**_parts(profile.current_limits)),
         serve_values=profile.serve_values,
         agreement=profile.agreement,
+        uncertainty=None
+        if profile.uncertainty is None
+        else _Uncertainty(**_parts(profile.uncertainty)),
     )
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     return plain
 
 
-def _parts(value: EngineLimits | EngineShape | StepModel | FitError) -> dict[str, Any]:
+def _parts(
+    value: EngineLimits | EngineShape | StepModel | FitError | Uncertainty,
+) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
@@ -291,7 +314,7 @@ def _from_file(found: _File) -> Profile:
         return Profile(
             shape=_made(EngineShape, found.engine, "engine"),
             kv_starts=tuple(starts),
-            step_model=_made(StepModel, found.step_model, "step_model"),
+            step_model=_step_model(found.step_model),
             fit=_made(FitError, found.fit, "fit"),
             metric_error_ratio=found.metric_error_ratio,
             made_at=found.made_at,
@@ -299,6 +322,9 @@ def _from_file(found: _File) -> Profile:
             current_limits=_made(EngineLimits, found.current_limits, "current_limits"),
             serve_values=found.serve_values,
             agreement=found.agreement,
+            uncertainty=None
+            if found.uncertainty is None
+            else _made(Uncertainty, found.uncertainty, "uncertainty"),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -310,6 +336,15 @@ def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
         return kind(**msgspec.structs.asdict(record))
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"{key}: {error}") from error
+
+
+def _step_model(record: _StepModel) -> StepModel:
+    """Return the step model of a file. Raises: UsageError, with the key, if it cannot be."""
+    found = msgspec.structs.asdict(record)
+    try:
+        return StepModel(**found | {"factors": Factors(found["factors"])})
+    except (UsageError, ValueError, OverflowError) as error:
+        raise UsageError(f"step_model: {error}") from error
 
 
 def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file holds

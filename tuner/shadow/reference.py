@@ -97,6 +97,9 @@ class ReferenceEngine:
         if not self._open.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache although it is idle")
 
+    def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
+        """Nothing: no time is charged for what happens between two steps."""
+
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""
         self._arrived += 1

@@ -45,8 +45,9 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     KNOTS, LONE, KEYLESS_FIRST,
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
-    AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, INTEGERS,
-) = range(73)  # fmt: skip
+    AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
+    INTEGERS,
+) = range(76)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -121,7 +122,10 @@ class Cache(NamedTuple):
 
     `tables` hold the blocks of each slot, and then those that it alone can find again. `heads`
     has for each key that requests share the block that has it for longest; a beginning of a
-    prompt is numbered in `links`, from starts[row] on, for the first covered[row] tokens.
+    prompt is numbered in `links`, from starts[row] on, for the first covered[row] tokens. The
+    first held[row] tokens of a prompt are the prompt and the answer of row before[row]. Others
+    hold the first reached[row] tokens of a row; what of these is in no numbered beginning has
+    keys from firsts[row] on.
 
     Shapes: pool is [blocks + 1, BLOCK_FIELDS], keys [blocks + 1], tables [2, slots, width].
     """
@@ -133,6 +137,10 @@ class Cache(NamedTuple):
     links: Any
     starts: Any
     covered: Any
+    before: Any
+    held: Any
+    reached: Any
+    firsts: Any
 
 
 _inner = part()
@@ -286,12 +294,19 @@ def _take_block(g, r, kv):
 
 @_inner
 def _key_at(g, kv, row, at):
-    """Return the key of a request's block: shared with equal beginnings, or its own."""
+    """Return the key of a request's block: shared with equal beginnings, or its own.
+
+    What it holds of the turn before it has that turn's keys.
+    """
     end = (at + 1) * g[BLOCK]
+    while end <= kv.held[row]:
+        row = kv.before[row]
     if end <= kv.covered[row]:
         link = (end - 1) // g[RECORDED_BLOCK]
         first = (link * g[RECORDED_BLOCK]) // g[BLOCK]
         return np.int64(kv.links[kv.starts[row] + link]) * g[LINK_KEYS] + at - first
+    if end <= kv.reached[row]:
+        return kv.firsts[row] + at
     return np.int64(-2) - (np.int64(row) * g[WIDTH] + at)
 
 
@@ -1019,12 +1034,32 @@ def _prefill_s(g, t, tokens):
     return t[knots + n + i] + t[knots + 2 * n + i] * (tokens - t[knots + i])
 
 
+@_inner
+def _factor(g, t, decodes, prefill):
+    """Return a batch's factor, as step_model.Factors.at has it: knots at 0, 1, 2, 4, 8 ..."""
+    at, rows, columns = g[AT_FACTORS], g[FACTOR_ROWS], g[FACTOR_COLUMNS]
+    i, low, high = 0, 0, 1
+    while high <= decodes:
+        i, low, high = i + 1, high, 2 * high
+    j, left, right = 0, 0, 1
+    while right <= prefill:
+        j, left, right = j + 1, right, 2 * right
+    down = (decodes - low) / (high - low)
+    across = (prefill - left) / (right - left)
+    here, below = at + min(i, rows - 1) * columns, at + min(i + 1, rows - 1) * columns
+    j, k = min(j, columns - 1), min(j + 1, columns - 1)
+    first = t[here + j] + (t[below + j] - t[here + j]) * down
+    second = t[here + k] + (t[below + k] - t[here + k]) * down
+    return first + (second - first) * across
+
+
 @_inlined
 def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context):
     """Return the seconds of a batch, as StepModel.step_s does."""
     if decodes == 0 and prefill == 0:
         return x[TIDY_S]
     width = g[CAP] + 1
+    factor = _factor(g, t, decodes, prefill) if prefill else t[2 * width + decodes]
     work_s = t[decodes] if decodes else 0.0
     if prefill:
         work_s = max(
@@ -1032,7 +1067,7 @@ def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context):
         )
     context_s = x[DECODE_CONTEXT_S] * decode_context
     context_s += x[PREFILL_CONTEXT_S] * prefill_context
-    return x[BASE_S] + work_s + context_s
+    return (x[BASE_S] + work_s + context_s) * factor
 
 
 @_inlined
@@ -1523,7 +1558,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
     phases, now, total = g[AT_PHASES], x[NOW], float(g[ALL_BLOCKS])
     slope_s = x[DECODE_CONTEXT_S]
     alone_s = x[BASE_S]
-    work_s = t[n]
+    work_s, factor = t[n], t[2 * (g[CAP] + 1) + n]
     batch = _batch(g, g[STEP] - 1)
     context = g[CONTEXT] + n * (g[STEP] - ahead)
     used_ahead = w[batch + B_USED] if ahead else 0
@@ -1536,7 +1571,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
         used = g[ALL_BLOCKS] - g[FREE]
         g[STEP] += 1
         # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = alone_s + work_s + (slope_s * (context + n * steps) + 0.0)
+        took_s = (alone_s + work_s + (slope_s * (context + n * steps) + 0.0)) * factor
         if steps == 0:
             first_s = took_s
         now += took_s

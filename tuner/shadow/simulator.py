@@ -31,6 +31,7 @@ from tuner.shadow import schedule as s
 from tuner.shadow.compiled import compiled, warms_up
 from tuner.shadow.step_model import StepModel
 from tuner.stats import WeightedSamples
+from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -215,8 +216,33 @@ class PreparedTrace:
         )
 
     @cached_property
+    def held(self) -> HeldAnswers | None:
+        """Which prompts hold the turn before them, answer included, where turns wait for it."""
+        return held_answers(self.trace) if self.is_causal else None
+
+    def own_keys(self, block: int, first_key: int) -> tuple[NDArray[Any], int]:
+        """Give keys to the blocks that others hold of a row and that are no beginning.
+
+        Returns for each row the key that its first block would have, and how many keys there
+        are with those before `first_key`.
+
+        Shapes: [n].
+        """
+        firsts = np.zeros(len(self.trace), np.int64)
+        if self.held is None:
+            return _fixed(firsts, np.int64), first_key
+        begins = np.maximum(self.chains[2], self.held.held) // block
+        counts = np.maximum(self.held.reached // block - begins, 0)
+        rows = np.flatnonzero(counts)
+        ends = first_key + np.cumsum(counts[rows])
+        firsts[rows] = ends - counts[rows] - begins[rows]
+        return _fixed(firsts, np.int64), int(ends[-1]) if rows.size else first_key
+
+    @cached_property
     def may_share(self) -> bool:
-        """Whether any two prompts may begin alike: where two first hash blocks are equal."""
+        """Whether any two prompts may begin alike: by their ids, or as turns of a session."""
+        if self.held is not None:
+            return True
         hashes = self.trace.hashes
         if hashes is None:
             return False
@@ -564,11 +590,17 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
 
 
 def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
-    """Return the seconds of decoding sequences, alone and beside a prompt, and of prompts."""
+    """Return the seconds of decoding sequences, alone and beside a prompt, and of prompts.
+
+    And the factors: those of batches that only decode, and of all.
+    """
     alone_s, mixed_s = model.decode_tables(int(g[s.CAP]))
-    curve = model.prefill_curve()
-    g[s.AT_KNOTS], g[s.KNOTS] = alone_s.size + mixed_s.size, curve.shape[1]
-    return np.concatenate([alone_s, mixed_s, curve.ravel()])
+    curve, factors = model.prefill_curve(), model.factors.table
+    alone = model.factors.along(np.arange(alone_s.size, dtype=np.float64), np.zeros(1))
+    g[s.AT_KNOTS], g[s.KNOTS] = 3 * alone_s.size, curve.shape[1]
+    g[s.AT_FACTORS] = 3 * alone_s.size + curve.size
+    g[s.FACTOR_ROWS], g[s.FACTOR_COLUMNS] = factors.shape
+    return np.concatenate([alone_s, mixed_s, alone, curve.ravel(), factors.ravel()])
 
 
 def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -615,17 +647,23 @@ def _cache(prepared: PreparedTrace, g: NDArray[np.int64], *, caches: bool) -> s.
         pool, keys = np.empty((1, s.BLOCK_FIELDS), np.int32), np.empty(1, np.int64)
         tables, heads = np.empty((2, 1, 1), np.int32), np.empty(1, np.int32)
         links = _fixed(np.empty(0), np.int32)
-        return s.Cache(pool, keys, tables, heads, links, no_row, no_row)
+        return s.Cache(pool, keys, tables, heads, links, *[no_row] * 6)
     blocks = int(g[s.ALL_BLOCKS])
     pool = np.zeros((blocks + 1, s.BLOCK_FIELDS), np.int32)
     pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
     pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
     pool[:, s.SAME_KEY] = -1
     links, starts, covered, count = prepared.chains
-    heads = np.full(max(1, count * int(g[s.LINK_KEYS])), -1, np.int32)
+    firsts, count = prepared.own_keys(int(g[s.BLOCK]), count * int(g[s.LINK_KEYS]))
+    heads = np.full(max(1, count), -1, np.int32)
+    nobody = np.zeros(len(prepared.trace), np.int64)
+    of = prepared.held or HeldAnswers(nobody, nobody, nobody)
+    before, held, reached = (_fixed(c, np.int64) for c in (of.before, of.held, of.reached))
     tables = np.empty((2, int(g[s.SLOTS]), int(g[s.WIDTH])), np.int32)
     keys = np.full(blocks + 1, s.NO_KEY, np.int64)
-    return s.Cache(pool, keys, tables, heads, links, starts, covered)
+    return s.Cache(
+        *(pool, keys, tables, heads, links, starts, covered, before, held, reached, firsts)
+    )
 
 
 OUTCOMES: Final = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
@@ -52,6 +53,77 @@ class _Curve:
         return along_s
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """How many times as long a batch takes as the coefficients say, by what is in it.
+
+    `rows` are by decoding sequences, their columns by prefilled tokens, both at 0, 1, 2, 4,
+    8 and so on; linear between these knots, and as the last one beyond it. One factor of 1
+    where the coefficients say it all.
+
+    Raises: UsageError if rows are not of one length, or a factor is not positive and finite.
+    """
+
+    rows: tuple[tuple[float, ...], ...] = ((1.0,),)
+
+    def __post_init__(self) -> None:
+        """Check the factors."""
+        if len({len(row) for row in self.rows}) != 1 or not self.rows[0]:
+            raise UsageError("factors must be rows of one length, at least one factor each")
+        wrong = [f for row in self.rows for f in row if not (math.isfinite(f) and f > 0)]
+        if wrong:
+            raise UsageError(f"factors must be finite and positive, got {wrong[0]}")
+
+    @property
+    def table(self) -> Floats:
+        """The factors. Shapes: [rows, columns]."""
+        return np.array(self.rows, dtype=np.float64)
+
+    def at(self, decode_seqs: int, prefill_tokens: int) -> float:
+        """Return the factor of a batch."""
+        i, down = _place(decode_seqs)
+        j, across = _place(prefill_tokens)
+        here, below = (self.rows[min(k, len(self.rows) - 1)] for k in (i, i + 1))
+        j, k = (min(k, len(here) - 1) for k in (j, j + 1))
+        first = here[j] + (below[j] - here[j]) * down
+        second = here[k] + (below[k] - here[k]) * down
+        return first + (second - first) * across
+
+    def along(self, decode_seqs: Floats, prefill_tokens: Floats) -> Floats:
+        """Return the factor of each batch. Shapes: those that both broadcast to."""
+        table = self.table
+        i, down = places(decode_seqs)
+        j, across = places(prefill_tokens)
+        i, below = (np.minimum(k, table.shape[0] - 1) for k in (i, i + 1))
+        j, right = (np.minimum(k, table.shape[1] - 1) for k in (j, j + 1))
+        first = table[i, j] + (table[below, j] - table[i, j]) * down
+        second = table[i, right] + (table[below, right] - table[i, right]) * down
+        found: Floats = first + (second - first) * across
+        return found
+
+
+def _place(x: int) -> tuple[int, float]:
+    """Return the knot below or at x, and how far it is to the next, as a share.
+
+    >>> _place(0), _place(1), _place(6)
+    ((0, 0.0), (1, 0.0), (3, 0.5))
+    """
+    i = x.bit_length()
+    low, high = (1 << i) >> 1, 1 << i
+    return i, (x - low) / (high - low)
+
+
+def places(x: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Return the knot of factors below or at each x, and how far it is to the next.
+
+    Shapes: those of x. Units: the distance as a share of that between the knots.
+    """
+    i = np.where(x >= 1, np.frexp(x)[1], 0).astype(np.int64)
+    high = np.ldexp(1.0, i)
+    low = np.where(i > 0, high / 2, 0.0)
+    return i, (x - low) / (high - low)
+
+
 class _Curves:
     """Room for the two curves; a plain base, so that they are no fields of the model."""
 
@@ -62,12 +134,13 @@ class _Curves:
 
 @dataclass(frozen=True, slots=True)
 class StepModel(_Curves):
-    """The seconds that a batch takes; no coefficient is negative, so more never takes less.
+    """The seconds that a batch takes; no coefficient is negative, so more adds no less.
 
     Time grows piecewise linearly with the decoding sequences and with the prefilled tokens; the
     last segment extends. A batch that only decodes is padded to a captured size first; one that
-    prefills is not, but never takes less than its decoding part alone. `tidy_s` is a turn that
-    completes no batch.
+    prefills is not, but never takes less than its decoding part alone. `factors` is what
+    is left of the measured times, by what is in a batch. `tidy_s` is a turn that completes no
+    batch.
 
     Units: knots in sequences and in tokens; slopes in seconds per sequence and per token;
         `decode_context_s` and `prefill_context_s` per token of context as Batch counts it.
@@ -85,6 +158,7 @@ class StepModel(_Curves):
     prefill_context_s: float
     tidy_s: float
     captured_sizes: tuple[int, ...]
+    factors: Factors = Factors()
 
     @classmethod
     def linear(
@@ -135,7 +209,7 @@ class StepModel(_Curves):
             work_s = max(work_s, self._decode.at(seqs) + prefill_s)
         context_s = self.decode_context_s * batch.decode_context_tokens
         context_s += self.prefill_context_s * batch.prefill_context_tokens
-        return self.base_s + work_s + context_s
+        return (self.base_s + work_s + context_s) * self.factors.at(seqs, prefill)
 
     def predict_s(self, steps: StepColumns) -> Floats:
         """Return what step_s says of the batch of every row; of a run, of its first step.
@@ -151,7 +225,33 @@ class StepModel(_Curves):
         context_s = self.decode_context_s * steps.decode_context_tokens
         context_s = context_s + self.prefill_context_s * steps.prefill_context_tokens
         took_s = self.base_s + np.where(prefill > 0, mixed_s, alone_s) + context_s
+        took_s = took_s * self.factors.along(seqs, prefill)
         return np.where((seqs > 0) | (prefill > 0), took_s, self.tidy_s)
+
+    def parts_s(self, steps: StepColumns) -> Floats:
+        """Return what each coefficient adds to the batch of every row, without factors.
+
+        The columns are the base, decoding sequences, the prefills' base and tokens, and the
+        contexts of decodes and of prefills.
+
+        Shapes: [rows, 6].
+        """
+        seqs, prefill = steps.decode_seqs, steps.prefill_tokens
+        has_prefill = prefill > 0
+        padded_s = self._decode.along(padded_column(seqs, self.captured_sizes))
+        alone_s = np.where(seqs > 0, padded_s, 0.0)
+        beside_s, prefill_s = self._decode.along(seqs), self._prefill.along(prefill)
+        is_mixed = has_prefill & (beside_s + self.prefill_base_s + prefill_s >= alone_s)
+        return np.column_stack(
+            [
+                np.full(len(steps), self.base_s),
+                np.where(is_mixed, beside_s, alone_s),
+                np.where(is_mixed, self.prefill_base_s, 0.0),
+                np.where(is_mixed, prefill_s, 0.0),
+                self.decode_context_s * steps.decode_context_tokens,
+                self.prefill_context_s * steps.prefill_context_tokens,
+            ]
+        )
 
     def decode_tables(self, most_seqs: int) -> tuple[Floats, Floats]:
         """Return the seconds of 0 to most_seqs decoding sequences, alone and beside a prompt.

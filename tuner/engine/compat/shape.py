@@ -35,9 +35,6 @@ def read_shape(
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     _refuse_unsupported(vllm_config, kv_cache_config)
-    compilation = vllm_config.compilation_config
-    sizes = getattr(compilation, "cudagraph_capture_sizes", None) or ()
-    mode = str(getattr(compilation, "cudagraph_mode", "NONE"))
     return EngineShape(
         model=str(model.model),
         device=device,
@@ -54,9 +51,17 @@ def read_shape(
         kv_kind=SUPPORTED_KV[0],
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         asynchronous=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
-        captured_sizes=() if mode.endswith("NONE") else tuple(sorted(int(s) for s in sizes)),
+        captured_sizes=captured_sizes(vllm_config),
         scheduler=_plain_options(vllm_config.scheduler_config),
     )
+
+
+def captured_sizes(vllm_config: Any) -> tuple[int, ...]:
+    """Return the batch sizes in tokens for which graphs are captured, ascending."""
+    compilation = vllm_config.compilation_config
+    sizes = getattr(compilation, "cudagraph_capture_sizes", None) or ()
+    mode = str(getattr(compilation, "cudagraph_mode", "NONE"))
+    return () if mode.endswith("NONE") else tuple(sorted(int(size) for size in sizes))
 
 
 def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str | None]:

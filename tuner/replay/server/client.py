@@ -258,13 +258,15 @@ class _Client:
         return Outcome.COMPLETED
 
     def _body(self, row: int) -> bytes:
-        """Return the request: the synthetic prompt, and exactly the recorded output length."""
+        """Return the request: the synthetic prompt, and exactly the recorded output length.
+
+        How tokens are sampled is left to the server, as most clients do.
+        """
         content = {
             "model": self._endpoint.model,
             "prompt": self._prompts.prompt(row).token_ids(),
             "max_tokens": int(self._trace.output_tokens[row]),
             "ignore_eos": True,
-            "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }

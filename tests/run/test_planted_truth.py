@@ -1,0 +1,178 @@
+"""The machine whose truth is known: that it is what it says, and that a run on it is judged."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.planted import PlantedSource
+from support.planted_cases import PlantedCase, Truth
+from support.planted_judged import judged_run
+from support.planted_machine import MACHINES, MOODS, Contexts, Modelled
+from support.same_replay import assert_same_replay, simulated_case
+from support.schedule_cases import Case, random_case
+from support.virtual_time import PROCESS_S, PlantedProcess, on_virtual_time
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch
+from tuner.replay.loop import Progress, ReplayLog, replay
+from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.search.objective import Tier
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
+
+GPU = MACHINES["gpu-8b"]
+
+
+def a_trace(n: int = 200, per_s: float = 4.0) -> Trace:
+    """Return Poisson arrivals of mixed lengths."""
+    rng = np.random.default_rng(5)
+    due_s = np.cumsum(rng.exponential(1 / per_s, n))
+    return Trace(due_s - due_s[0], rng.integers(50, 900, n), rng.integers(20, 200, n))
+
+
+def a_source(seed: int | None) -> PlantedSource:
+    """Return an engine's source in a rough mood, or at the mean of it."""
+    return PlantedSource.of(GPU, EngineLimits(8, 2048), 4000, MOODS["rough"], seed)
+
+
+def replayed(source: PlantedSource, plan: ReplayPlan | None = None) -> ReplayLog:
+    """Replay a trace on a fresh engine of a source, on its clock."""
+    trace = a_trace()
+    with on_virtual_time(source.clock):
+        engine = source.start({}, EngineLimits(32, 2048))
+        return replay(engine, trace, PromptSource(trace, 1000), plan or ReplayPlan())
+
+
+def plain(case: Case) -> Case:
+    """Return a case of the scheduler without what the planted engine does not have."""
+    shape = replace(
+        case.engine.shape,
+        prefix_caching=False,
+        asynchronous=False,
+        scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
+    )
+    return replace(case, engine=replace(case.engine, shape=shape))
+
+
+def planted(case: Case) -> ReplayLog:
+    """Return a case as the planted engine replays it, with the plain step model's times."""
+    like = case.engine
+    source = PlantedSource(
+        Modelled(like.step_model.step_s, like.step_model.tidy_s),
+        case.limits,
+        like.num_blocks,
+        max_model_len=like.shape.max_model_len,
+        block_size=like.shape.block_size,
+    )
+    engine = source.start({}, like.ceiling)
+    engine.set_limits(case.limits)
+    return replay(engine, case.trace, PromptSource(case.trace, 1000), case.plan)
+
+
+def test_the_planted_engine_schedules_as_the_simulator_step_for_step() -> None:
+    compared = preempted = 0
+    for seed in range(250):
+        case = plain(random_case(seed))
+        wanted = simulated_case(case)
+        if not isinstance(wanted, ReplayLog):
+            continue
+        assert_same_replay(wanted, planted(case))
+        compared += 1
+        preempted += wanted.steps.preempted > 0
+    assert compared > 200
+    assert preempted > 10
+
+
+def test_a_step_pays_for_padding_for_eager_launches_and_for_uneven_contexts() -> None:
+    def took_s(seqs: int, prefill: int, each: tuple[int, ...] = ()) -> float:
+        contexts = Contexts(max(each, default=0), sum(c * c for c in each))
+        return sum(GPU.parts_s(Batch(seqs, prefill, 0, sum(each), 0, 0, 0), contexts))
+
+    assert took_s(9, 0) == took_s(16, 0) < took_s(17, 0)
+    assert took_s(257, 0) - took_s(256, 0) > GPU.eager_s
+    assert took_s(4, 0, (100, 100, 100, 700)) > took_s(4, 0, (250, 250, 250, 250))
+    # Memory bound below the knee, compute bound above it.
+    assert took_s(0, 20) == pytest.approx(took_s(0, 1), rel=0.01)
+    assert took_s(0, 8000) / took_s(0, 4000) == pytest.approx(2, rel=0.1)
+
+
+def test_the_same_seed_makes_the_same_steps_and_another_others() -> None:
+    one, again, other = (replayed(a_source(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.timelines.last_s, again.timelines.last_s)
+    assert one.clock_s != other.clock_s
+
+
+def test_the_truth_has_no_chance_and_lies_at_the_mean_of_the_moods() -> None:
+    true = replayed(a_source(None)).steps.duration_s
+    assert replayed(a_source(None)).steps.duration_s == true
+    moody = [replayed(a_source(seed)).steps for seed in range(24)]
+    each_s = [steps.duration_s / steps.steps for steps in moody]
+    true_each_s = true / replayed(a_source(None)).steps.steps
+    assert np.mean(each_s) == pytest.approx(true_each_s, rel=0.03)
+
+
+def test_the_clock_moves_by_what_starts_and_steps_took() -> None:
+    source = a_source(3)
+    log = replayed(source)
+    assert log.wall_s == pytest.approx(log.steps.duration_s)
+    assert source.clock.now_s - log.wall_s == pytest.approx(GPU.start_s, rel=0.1)
+    with on_virtual_time(source.clock):
+        assert time.monotonic() == time.perf_counter() == source.clock.now_s
+
+
+def test_a_replay_is_cut_by_virtual_time() -> None:
+    log = replayed(a_source(4), ReplayPlan(cut=CutRule(max_wall_s=5.0)))
+    assert log.cut_reason == "took longer than 5 s"
+    assert log.wall_s == pytest.approx(5.0, abs=0.5)
+
+
+def test_a_caller_stops_a_replay_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    source = a_source(4)
+    limits, heard = EngineLimits(32, 2048), list[Progress]()
+
+    def enough(progress: Progress) -> bool:
+        heard.append(progress)
+        return progress.wall_s < 2.0
+
+    with on_virtual_time(source.clock), PlantedProcess(source, tmp_path / "log") as process:
+        process.start({}, limits)
+        assert process.first_answer_s == PROCESS_S
+        process.load("window", a_trace(), 0)
+        stopped = process.replay("window", limits, ReplayPlan(), enough)
+        whole = process.replay("window", limits, ReplayPlan())
+    assert stopped.cut_reason == "stopped by the caller"
+    assert stopped.wall_s == pytest.approx(2.0, abs=0.5)
+    assert len(heard) > 4
+    assert whole.cut_reason is None
+
+
+@pytest.mark.slow
+def test_a_run_finds_the_gain_that_was_planted() -> None:
+    """A cap of 2 leaves most of the machine idle, beyond every mood."""
+    case = PlantedCase(
+        name="planted",
+        trace=a_trace(300, per_s=6.0),
+        machine="gpu-8b",
+        mood="usual",
+        current=EngineLimits(2, 2048),
+        num_blocks=8000,
+        load=0.5,
+        budget_s=600.0,
+        slo_metric=None,
+        slo_share=0.5,
+    )
+    truth = Truth.of(case, None)
+    row = judged_run(truth, seed=0)
+    assert row.ended == "complete"
+    assert row.said.verdict == "change"
+    assert row.true.is_ever_better
+    assert row.true.tier is Tier.GOOD
+    assert row.true.loss is not None
+    assert row.true.loss < 0.1
+    assert row.engine_s < 1.5 * case.budget_s
+    again = judged_run(truth, seed=0)
+    assert (again.said, again.engine_s) == (row.said, row.engine_s)

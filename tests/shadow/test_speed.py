@@ -1,0 +1,143 @@
+"""A step model learnt with its uncertainty, from machines whose true speed is planted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from support.step_parts import LINEAR, columns
+from tuner.arrays import Floats
+from tuner.engine.steps import StepColumns
+from tuner.errors import UsageError
+from tuner.shadow.fit import fit
+from tuner.shadow.speed import TERMS, Speed, Uncertainty, learn
+from tuner.shadow.step_model import StepModel
+
+Kind = tuple[int, int]
+"""The cap and the token budget that make batches."""
+SEEN: tuple[Kind, ...] = ((8, 2048), (64, 8192), (32, 512), (2, 2048))
+
+
+def roofline_s(seqs: Floats, prefill: Floats, context: Floats, pairs: Floats) -> Floats:
+    """Return what a step truly takes: a smooth edge in all its tokens, which no term has."""
+    tokens = seqs + prefill
+    matmul_s = 0.012 * (1 + (tokens / 180) ** 3) ** (1 / 3)
+    took_s: Floats = (
+        0.004 + matmul_s + 2e-5 * seqs + 0.002 * (prefill > 0) + 4e-8 * context + 1.5e-9 * pairs
+    )
+    return took_s
+
+
+def batches(kind: Kind, steps: int, rng: np.random.Generator) -> tuple[Floats, ...]:
+    """Return random batches that a cap and a token budget allow."""
+    cap, budget = kind
+    seqs = rng.integers(max(1, cap // 4), cap + 1, steps).astype(np.float64)
+    prompts = np.minimum(budget - seqs, rng.lognormal(6, 1, steps).astype(np.int64))
+    prefill = np.where(rng.random(steps) < 0.7, 0, np.maximum(prompts, 0)).astype(np.float64)
+    return (
+        seqs,
+        prefill,
+        seqs * rng.lognormal(7, 0.5, steps),
+        prefill * rng.lognormal(6, 0.5, steps),
+    )
+
+
+def replay(kind: Kind, steps: int, seed: int, mood: float = 0.04) -> StepColumns:
+    """Return a replay on a machine whose mood drifts, with noise and a few stalls."""
+    rng = np.random.default_rng(seed)
+    parts = batches(kind, steps, rng)
+    drift = np.cumsum(rng.normal(0.0, mood / steps**0.5, steps)) + rng.normal(0.0, mood)
+    stalls = np.where(rng.random(steps) < 0.003, 3.0, 1.0)
+    noise = rng.normal(0.0, 0.02, steps)
+    return a_replay(parts, roofline_s(*parts) * np.exp(drift + noise) * stalls)
+
+
+def a_replay(parts: Sequence[Floats], took_s: Floats) -> StepColumns:
+    seqs, prefill, context, pairs = parts
+    return columns(
+        duration_s=took_s,
+        decode_seqs=seqs,
+        prefill_tokens=prefill,
+        decode_context_tokens=context,
+        prefill_context_tokens=pairs,
+    )
+
+
+def learnt(seed: int) -> Speed:
+    replays = [replay(kind, 220, 100 * seed + i) for i, kind in enumerate(SEEN * 4)]
+    return learn(fit(replays).model, replays)
+
+
+def ratio(model: StepModel | None, one: Kind, other: Kind) -> float:
+    """Return how many times as long batches of one kind take as of another, None: truly."""
+    total_s = []
+    for kind in (one, other):
+        parts = batches(kind, 2000, np.random.default_rng(5))
+        truly_s = roofline_s(*parts)
+        predicted_s = truly_s if model is None else model.predict_s(a_replay(parts, truly_s))
+        total_s.append(float(predicted_s.sum()))
+    return total_s[0] / total_s[1]
+
+
+@pytest.mark.parametrize("kind", [(16, 2048), (24, 1024), (48, 4096), (4, 512)])
+def test_how_two_settings_differ_is_learnt_within_a_percent_on_a_machine_of_many_moods(
+    kind: Kind,
+) -> None:
+    off = [
+        abs(ratio(learnt(seed).model, kind, (8, 2048)) / ratio(None, kind, (8, 2048)) - 1)
+        for seed in range(4)
+    ]
+    assert max(off) < 0.01
+
+
+def test_the_stated_spread_holds_the_truth_and_is_not_idle() -> None:
+    held, spreads = 0, []
+    kinds: list[Kind] = [(16, 2048), (24, 1024), (48, 4096), (4, 512), (32, 2048)]
+    for seed in range(6):
+        speed, rng = learnt(seed), np.random.default_rng(seed)
+        drawn = [speed.uncertainty.draw(speed.model, rng) for _ in range(60)]
+        for kind in kinds:
+            logs = np.log([ratio(model, kind, (8, 2048)) for model in drawn])
+            off = np.log(ratio(None, kind, (8, 2048))) - logs.mean()
+            held += abs(off) < 2.5 * logs.std()
+            spreads.append(logs.std())
+    assert held >= 24  # of 30
+    assert max(spreads) < 0.03
+
+
+def test_a_machine_without_moods_or_misfit_is_learnt_as_it_is() -> None:
+    parts = batches((16, 2048), 600, np.random.default_rng(0))
+    steps = a_replay(parts, np.ones(600))
+    steps = a_replay(parts, LINEAR.predict_s(steps))
+    speed = learn(LINEAR, [steps])
+    np.testing.assert_allclose(speed.model.predict_s(steps), steps.duration_s, rtol=0.01)
+
+
+def test_a_stall_does_not_look_like_a_slow_batch() -> None:
+    parts = batches((8, 512), 400, np.random.default_rng(1))
+    took_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
+    took_s[::40] *= 3.0
+    speed = learn(LINEAR, [a_replay(parts, took_s)])
+    took_s[::40] /= 3.0
+    found_s = speed.model.predict_s(a_replay(parts, took_s))
+    assert found_s.sum() / took_s.sum() == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:
+    certain = Uncertainty(start=0.0)
+    assert certain.draw(LINEAR, np.random.default_rng(0)) == LINEAR.scaled(1.0)
+    starts = [
+        Uncertainty().draw(LINEAR, np.random.default_rng(seed)).base_s for seed in range(200)
+    ]
+    assert np.std(np.log(starts)) == pytest.approx(0.01, rel=0.2)
+
+
+def test_directions_that_are_none_are_refused() -> None:
+    table = np.ones((3, len(TERMS) + 4))
+    assert Uncertainty.of(table).table.shape == table.shape
+    with pytest.raises(UsageError, match="must hold 11 half-precision floats each"):
+        Uncertainty(b"\x00" * 10, 11)
+    with pytest.raises(UsageError, match="finite"):
+        Uncertainty.of(np.full((1, 10), np.nan))

@@ -1,0 +1,318 @@
+"""Cases on planted machines: real traffic, a current configuration, and what is truly best.
+
+The truth of a case is the whole of its traffic, replayed at every setting of the grid on the
+machine at the mean of its mood, each on an engine started with just that setting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from support.planted import PlantedSource
+from support.planted_machine import MACHINES, MOODS
+from tuner.engine.limits import EngineLimits
+from tuner.replay.loop import replay
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import Slo
+from tuner.search.objective import Objective, Score, Scoring, Tier, make_scoring
+from tuner.traffic.formats import read_trace
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.traces import Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+# Which traffic goes with which machine: a CPU gets the short prompts that it can serve.
+GPU_TRACES: Final = (
+    "azure_2023_conv.open.csv",
+    "azure_2023_code.open.csv",
+    "mooncake_conversation.open.jsonl",
+)
+CPU_TRACES: Final = ("chat.jsonl", "translation.jsonl")
+CURRENTS: Final = ((8, 2048), (16, 2048), (32, 4096), (64, 2048), (64, 8192), (256, 8192))
+BUDGETS: Final = (512, 1024, 2048, 4096, 8192, 16384)
+LADDER: Final = (8, 16, 32)
+"""Caps to climb; the tool goes four times past the last."""
+BLOCK_SIZE: Final = 16
+SLO_METRICS: Final = (("ttft_s", "p95"), ("e2e_s", "p95"), ("tpot_s", "p95"), ("ttft_s", "p90"))
+# Recommendations within this of each other are the same advice: ours.
+SEED_PAIR_RATIO: Final = 0.02
+SPEEDS: Final = (1.0, 0.98, 1.02)
+"""What holds at all of these is no chance of one replay near overload: ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedCase:
+    """What a run is made on, but for its seed. Units: seconds; `load` a share of the most."""
+
+    name: str
+    trace: Trace
+    machine: str
+    mood: str
+    current: EngineLimits
+    num_blocks: int
+    load: float
+    budget_s: float
+    slo_metric: tuple[str, str] | None
+    slo_share: float
+
+    def source(self, seed: int) -> PlantedSource:
+        """Return the machine in the mood of a seed."""
+        return self._machine(seed)
+
+    def truth(self, times: float = 1.0) -> PlantedSource:
+        """Return the machine at the mean of its mood, every step so many times as long."""
+        source = self._machine(None)
+        return replace(source, times=(times * source.times[0], times * source.times[1]))
+
+    def _machine(self, seed: int | None) -> PlantedSource:
+        machine, sizes = MACHINES[self.machine], MOODS[self.mood]
+        return PlantedSource.of(machine, self.current, self.num_blocks, sizes, seed)
+
+    @property
+    def grid(self) -> list[EngineLimits]:
+        """Every setting that may be the best, as the tool spans it; the current one too."""
+        caps, top = list(LADDER), max(4 * LADDER[-1], self.current.max_num_seqs)
+        while 2 * caps[-1] <= top:
+            caps.append(2 * caps[-1])
+        budgets = sorted({*_useful(self.trace), self.current.max_num_batched_tokens})
+        settings = [EngineLimits(cap, max(cap, budget)) for cap in caps for budget in budgets]
+        return list(dict.fromkeys((self.current, *settings)))
+
+
+def _useful(trace: Trace) -> tuple[int, ...]:
+    """Return the token budgets up to the first that holds several of the longest prompts."""
+    tokens = 4 * int(trace.prompt_tokens.max())
+    return tuple(b for i, b in enumerate(BUDGETS) if i == 0 or BUDGETS[i - 1] < tokens)
+
+
+def recordings(folder: Path) -> tuple[dict[str, Trace], list[str]]:
+    """Return the recordings that are there, and a sentence for each that is missing."""
+    traces, missing = {}, []
+    for name in GPU_TRACES:
+        if (folder / name).exists():
+            traces[name] = read_trace(folder / name)
+        else:
+            missing.append(f"{folder / name} is missing: traffic of the repository instead")
+    for name in CPU_TRACES:
+        traces[name] = read_trace(ROOT / "traces" / name)
+    return traces, missing
+
+
+def drawn_case(number: int, traces: Mapping[str, Trace]) -> PlantedCase:
+    """Return the case of a number; machines take turns, the rest is drawn."""
+    rng = np.random.default_rng([0, number])
+    machine = ("gpu-8b", "gpu-70b", "gpu-8b", "cpu")[number % 4]
+    wanted = CPU_TRACES if machine == "cpu" else GPU_TRACES
+    names = [name for name in wanted if name in traces] or list(CPU_TRACES)
+    name = names[int(rng.integers(len(names)))]
+    requests = int(rng.integers(300, 1200 if machine == "gpu-8b" else 600))
+    trace = _slice(traces[name], requests, rng)
+    current = EngineLimits(*CURRENTS[int(rng.integers(len(CURRENTS)))])
+    is_scarce = bool(rng.random() < 0.35)
+    has_slo = bool(rng.random() < 0.5)
+    metric = SLO_METRICS[int(rng.integers(len(SLO_METRICS)))]
+    case = PlantedCase(
+        name="",
+        trace=trace,
+        machine=machine,
+        mood=("usual", "calm", "rough")[int(rng.choice(3, p=(0.5, 0.25, 0.25)))],
+        current=current,
+        num_blocks=_blocks(machine, trace, float(rng.uniform(12, 40)) if is_scarce else 400),
+        load=round(float(rng.uniform(0.3, 1.5)), 2),
+        budget_s=float(rng.choice((600.0, 900.0, 1200.0))),
+        slo_metric=metric if has_slo else None,
+        slo_share=float(rng.uniform(0.25, 0.75)),
+    )
+    pressed = "scarce" if is_scarce else "ample"
+    label = f"{number}:{machine}:{name.partition('.')[0]}:{case.load:g}x:{pressed}:{case.mood}"
+    return _at_load(replace(case, name=label))
+
+
+def _slice(trace: Trace, requests: int, rng: np.random.Generator) -> Trace:
+    """Return so many requests in a row, without what was hashed: nothing is cached here."""
+    first = int(rng.integers(0, max(1, len(trace) - requests)))
+    rows = slice(first, first + requests)
+    due_s = trace.due_s[rows] - trace.due_s[first]
+    prompts = np.minimum(trace.prompt_tokens[rows], 24_000)
+    source = f"{trace.source} from {first}"
+    return Trace(due_s, prompts, trace.output_tokens[rows].copy(), source=source)
+
+
+def _blocks(machine: str, trace: Trace, requests: float) -> int:
+    """Return KV blocks for so many requests of mean length, and for the longest at least."""
+    tokens = trace.prompt_tokens + trace.output_tokens
+    least = -(-int(tokens.max()) // BLOCK_SIZE) + 2
+    taken = int(MACHINES[machine].blocks_per_token * BUDGETS[-1])
+    return max(least, int(requests * float(tokens.mean()) / BLOCK_SIZE)) + taken
+
+
+def _at_load(case: PlantedCase) -> PlantedCase:
+    """Return the case with arrivals at its share of what the machine can serve at the most."""
+    trace = case.trace
+    at_once = replace(trace, due_s=np.zeros(len(trace)))
+    busy_s = min(
+        _replayed(replace(case, trace=at_once), EngineLimits(cap, 8192)).busy_s
+        for cap in (32, 128)
+    )
+    pace = busy_s / case.load / max(trace.duration_s, 1e-9)
+    return replace(case, trace=replace(trace, due_s=trace.due_s * pace))
+
+
+def _replayed(case: PlantedCase, limits: EngineLimits, times: float = 1.0) -> Measurement:
+    """Replay the case's traffic on its truth at a setting, started cold with it."""
+    engine = case.truth(times).start({}, limits)
+    return measure([replay(engine, case.trace, PromptSource(case.trace, 1000), ReplayPlan())])
+
+
+@dataclass(slots=True)
+class Truth:
+    """What is true of a case, worked out as it is asked for and kept in a file.
+
+    Near overload a replay is chaotic: a machine 1 % faster may have half the tail. So
+    everything can be asked for at steps so many `times` as long.
+    """
+
+    case: PlantedCase
+    cache: Path | None = None
+    slos: tuple[Slo, ...] = ()
+    _known: dict[float, dict[EngineLimits, Measurement]] = field(default_factory=dict)
+    _has_new: bool = False
+
+    @classmethod
+    def of(cls, case: PlantedCase, cache: Path | None) -> Truth:
+        """Return the truth of a case over its whole grid, with the SLO that it is given."""
+        path = None if cache is None else cache / f"{_key(case)}.pickle"
+        truth = cls(case, path)
+        if path is not None and path.exists():
+            truth._known = pickle.loads(path.read_bytes())  # noqa: S301 - our own file
+        for limits in case.grid:
+            truth.measurement(limits)
+        if case.slo_metric is not None:
+            truth.slos = (truth._bound(*case.slo_metric),)
+        truth.keep()
+        return truth
+
+    def keep(self) -> None:
+        """Write down what was worked out since."""
+        if self.cache is not None and self._has_new:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            self.cache.write_bytes(pickle.dumps(self._known))
+            self._has_new = False
+
+    def measurement(self, limits: EngineLimits, times: float = 1.0) -> Measurement:
+        """Return what the whole traffic comes to at a setting."""
+        known = self._known.setdefault(times, {})
+        if limits not in known:
+            alike = next((m for own, m in known.items() if _alike(own, m, limits)), None)
+            known[limits] = alike or _replayed(self.case, limits, times)
+            self._has_new = True
+        return known[limits]
+
+    @property
+    def scoring(self) -> Scoring:
+        """How settings are judged on the whole traffic."""
+        return make_scoring(Objective.BALANCED, self.slos, len(self.case.trace))
+
+    def score(self, limits: EngineLimits, times: float = 1.0) -> Score:
+        """Return how a setting is truly judged."""
+        return self.scoring.score(self.measurement(limits, times))
+
+    def loss(self, limits: EngineLimits, best: EngineLimits, times: float = 1.0) -> float:
+        """Return by how much a setting is worse than the best; of another tier, by its tail."""
+        mine, its = self.score(limits, times), self.score(best, times)
+        ratio = mine.ratio_to(its)
+        if ratio is not None:
+            return max(0.0, ratio[1] - 1)
+        return max(0.0, mine.value_in(Tier.GOOD) / its.value_in(Tier.GOOD) - 1)
+
+    def is_better(self, limits: EngineLimits, other: EngineLimits, times: float = 1.0) -> bool:
+        """Whether a setting is truly judged better than another."""
+        mine, its = self.score(limits, times), self.score(other, times)
+        if mine.tier is not its.tier:
+            return mine.tier < its.tier
+        ratio = mine.ratio_to(its)
+        return ratio is not None and ratio[1] < 1
+
+    def best(self, *others: EngineLimits) -> EngineLimits:
+        """Return the best of the grid and of others; of the best tier, whatever else it is."""
+        scores = {limits: self.score(limits) for limits in (*self.case.grid, *others)}
+        tier = min(score.tier for score in scores.values())
+        of_tier = {limits: score for limits, score in scores.items() if score.tier is tier}
+        best = min(of_tier, key=lambda limits: of_tier[limits].value)
+        # Among settings of about the same rate, of which none lasts, the tail decides.
+        for limits, score in of_tier.items():
+            ratio = score.ratio_to(of_tier[best])
+            if ratio is not None and ratio[1] < 1:
+                best = limits
+        return best
+
+    def value(self, limits: EngineLimits, metric: str) -> float | None:
+        """Return a setting's true value by a metric as the tool names it; less is better."""
+        if metric.startswith("e2e_"):
+            return self.measurement(limits).latency("e2e_s", metric.removeprefix("e2e_"))
+        return self.score(limits).value_of(metric)
+
+    def _bound(self, metric: str, statistic: str) -> Slo:
+        """Return a bound that some settings meet and others do not, in the widest gap there."""
+        found = {
+            self.measurement(limits).latency(metric, statistic) for limits in self.case.grid
+        }
+        values = sorted(value for value in found if value is not None and math.isfinite(value))
+        if len(values) < 2:
+            return Slo(metric, statistic, 2 * values[0])
+        middle = self.case.slo_share * (len(values) - 1)
+        near = range(max(0, int(middle) - 2), min(len(values) - 1, int(middle) + 3))
+        at = max(near, key=lambda i: values[i + 1] / values[i])
+        return Slo(metric, statistic, float(f"{math.sqrt(values[at] * values[at + 1]):.3g}"))
+
+
+def _alike(own: EngineLimits, measured: Measurement, limits: EngineLimits) -> bool:
+    """Whether a setting leads to the schedule of another, whose limits were never reached."""
+    if measured.kv_usage.max > 0.4 or measured.preemptions:
+        return False
+    seqs = own.max_num_seqs == limits.max_num_seqs or measured.running.max < min(
+        own.max_num_seqs, limits.max_num_seqs
+    )
+    tokens = (
+        own.max_num_batched_tokens == limits.max_num_batched_tokens
+        or measured.max_step_tokens
+        < min(own.max_num_batched_tokens, limits.max_num_batched_tokens)
+    )
+    return seqs and tokens
+
+
+_CODE: Final = tuple(
+    f"tests/support/{name}.py" for name in ("planted", "planted_machine", "planted_cases")
+)
+
+
+def _key(case: PlantedCase) -> str:
+    """Return what a case's truth follows from: its traffic, its machine, and the code."""
+    told = hashlib.sha256(repr(replace(case, trace=None)).encode())  # type: ignore[arg-type]
+    for column in (case.trace.due_s, case.trace.prompt_tokens, case.trace.output_tokens):
+        told.update(column.tobytes())
+    sources = [*_CODE, *(str(p) for p in _sources())]
+    for source in sources:
+        told.update((ROOT / source).read_bytes())
+    return told.hexdigest()[:24]
+
+
+def _sources() -> Iterator[Path]:
+    for folder in ("replay", "engine"):
+        for path in sorted((ROOT / "tuner" / folder).glob("*.py")):
+            yield path.relative_to(ROOT)
+
+
+def apart(truth: Truth, settings: Sequence[EngineLimits]) -> bool:
+    """Whether two recommended settings are truly further apart than chance may decide."""
+    one, other = (truth.score(limits) for limits in settings)
+    ratio = one.ratio_to(other)
+    return ratio is None or abs(math.log(ratio[1])) > math.log1p(SEED_PAIR_RATIO)

@@ -1,0 +1,97 @@
+"""What repeated replays say of each setting, where all of a round share the machine's mood.
+
+Values are logarithms of what was measured: of a metric, or of how far it was from what had
+been predicted. A round's mood is common to its replays, a setting's effect to its rounds, and
+what is left is noise; how large the noise is, and the effects, is learnt from all replays
+together, so that two rounds already have an honest interval.
+
+Source: two-way random effects, Searle, Casella & McCulloch, Variance Components, chapter 3;
+    variances by their posterior mode beside a scaled inverse chi-square prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from tuner.arrays import Floats
+
+# How many replays' worth the assumed noise and spread count for: ours.
+PRIOR_FREEDOM = 4.0
+_PASSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Spreads:
+    """How far values are thought to differ before any was measured: standard deviations.
+
+    `effect` from setting to setting, `mood` from round to round, `noise` from replay to replay.
+    Where `learns_effect`, the first is learnt from the effects that were measured.
+    """
+
+    effect: float
+    mood: float
+    noise: float
+    learns_effect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The effects of settings, as a normal distribution with a scale of Student's t.
+
+    Shapes: mean is [settings], root [settings, settings], a square root of the covariance.
+    """
+
+    mean: Floats
+    root: Floats
+    noise: float
+    freedom: float
+
+    @classmethod
+    def of(
+        cls,
+        settings: int,
+        replays: Sequence[tuple[int, int, float]],
+        spreads: Spreads,
+    ) -> Self:
+        """Return the effects of so many settings.
+
+        `replays` are the round, the setting and the value of each.
+        """
+        rounds = sorted({number for number, _, _ in replays})
+        design = np.zeros((len(replays), len(rounds) + settings))
+        values = np.array([value for _, _, value in replays])
+        for at, (number, setting, _) in enumerate(replays):
+            design[at, rounds.index(number)] = design[at, len(rounds) + setting] = 1.0
+        seen = np.flatnonzero(design[:, len(rounds) :].any(axis=0)) + len(rounds)
+        effect2, noise2, freedom = spreads.effect**2, spreads.noise**2, PRIOR_FREEDOM
+        for _ in range(_PASSES):
+            prior = np.full(design.shape[1], effect2)
+            prior[: len(rounds)] = max(spreads.mood, 1e-9) ** 2
+            covariance = np.linalg.inv(np.diag(1.0 / prior) + design.T @ design / noise2)
+            mean = covariance @ design.T @ values / noise2
+            used = float(np.trace(covariance @ design.T @ design)) / noise2
+            off = values - design @ mean
+            freedom = PRIOR_FREEDOM + max(0.0, len(values) - used)
+            noise2 = (PRIOR_FREEDOM * spreads.noise**2 + float(off @ off)) / freedom
+            if spreads.learns_effect:
+                squares = mean[seen] ** 2 + np.diag(covariance)[seen]
+                effect2 = (PRIOR_FREEDOM * spreads.effect**2 + float(squares.sum())) / (
+                    PRIOR_FREEDOM + len(seen)
+                )
+        mine = covariance[len(rounds) :, len(rounds) :]
+        return cls(
+            np.asarray(mean[len(rounds) :]),
+            np.asarray(np.linalg.cholesky(mine + 1e-15 * np.eye(settings)), np.float64),
+            float(np.sqrt(noise2)),
+            freedom,
+        )
+
+    def draw(self, rng: np.random.Generator) -> Floats:
+        """Return effects that are as possible. Shapes: [settings]."""
+        wider = np.sqrt(self.freedom / rng.chisquare(self.freedom))
+        found: Floats = self.mean + wider * (self.root @ rng.standard_normal(self.mean.size))
+        return found
