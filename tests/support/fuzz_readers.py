@@ -22,6 +22,7 @@ with atheris.instrument_imports(include=["tuner"]):
 
 NAMES = (None, *format_names())
 SKIPPING = ReadOptions(skip_invalid=True, max_invalid_ratio=1.0)
+ALL_SKIPPED = len(NAMES) * -(-128 // len(NAMES))
 SEEDS = {
     None: b'{"arrived_at_s": 0.5, "input_length": 4, "output_length": 9}',
     "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n",
@@ -73,6 +74,11 @@ def main() -> None:
             choice = bytes([NAMES.index(name)])
             (corpus / f"{number}").write_bytes(choice + seed)
             (corpus / f"{number}-detected").write_bytes(b"\0" + seed)
+            # A file of which every row is skipped.
+            head = seed.split(b"\n", 1)[0]
+            (corpus / f"{number}-skipped").write_bytes(
+                bytes([ALL_SKIPPED + choice[0]]) + head + b"\n,\n"
+            )
         # A line of 10 kB, ten seconds and a gigabyte are the most that one input may take.
         bounds = ["-max_len=10240", "-len_control=0", "-timeout=10", "-rss_limit_mb=2048"]
         atheris.Setup([*sys.argv, *bounds, str(corpus)], lambda data: read(data, path))

@@ -187,3 +187,9 @@ def test_any_file_gives_columns_or_an_error_of_ours(
         trace_from_concurrency(path, LENGTHS)
     with suppress(TraceError, UsageError):
         read(path, ReadOptions())
+
+
+def test_where_every_reading_is_skipped_it_says_why(tmp_path: Path) -> None:
+    path = written(tmp_path, "time_s,in_flight\nx,3\ny,4\n")
+    with pytest.raises(TraceError, match=r"none of its readings can be used \(2 .*time_s"):
+        read(path, ReadOptions(skip_invalid=True, max_invalid_ratio=1.0))

@@ -153,6 +153,12 @@ def read_in_flight(path: Path, options: ReadOptions) -> InFlightReadings:
     if is_wall or time == TIME_S:
         no_time_unit(path, options)
     table = read_table(path, _fields(names, time, is_wall=is_wall), options)
+    if not len(table):
+        why = ", ".join(f"{count} {reason}" for reason, count in table.skipped.items())
+        raise TraceError(
+            f"{path}: none of its readings can be used ({why})",
+            "check its columns and their units",
+        )
     times_s = table.whole["time"] / 1e9 if is_wall else _seconds(path, table, time, options)
     levels = _levels(path, table, times_s)
     order = np.argsort(times_s, kind="stable")
