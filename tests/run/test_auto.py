@@ -33,7 +33,6 @@ from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
 from tuner.run.calibrate import Calibrator
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.formats import read_trace
 
@@ -262,13 +261,11 @@ def test_replays_that_leave_no_fit_model_end_no_run(
     """The model of the calibration still stands, and the profile that is kept is its own."""
     fitted, calls = Calibrator.profile, list[int]()
 
-    def unfit_later(
-        calibrator: Calibrator, predictor_of: Callable[[Profile], Predictor]
-    ) -> Profile:
+    def unfit_later(calibrator: Calibrator) -> Profile:
         calls.append(1)
         if len(calls) > 1:
             raise TooFewSamplesError("a step-time model wants more steps")
-        return fitted(calibrator, predictor_of)
+        return fitted(calibrator)
 
     monkeypatch.setattr(Calibrator, "profile", unfit_later)
     found = auto(tmp_path, SOURCE)
@@ -276,25 +273,6 @@ def test_replays_that_leave_no_fit_model_end_no_run(
     assert "nothing is learnt of the replays: a step-time model wants more steps" in found.talk
     assert found.result["recommendation"]["verdict"] == "change"
     assert read_profile(found.run_dir / "profile.yaml").uncertainty is not None
-
-
-def test_replays_that_were_all_cut_short_teach_nonetheless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on an engine so slow that no calibration replay ends in its time."""
-    fitted = Calibrator.profile
-
-    def cut_short(
-        calibrator: Calibrator, predictor_of: Callable[[Profile], Predictor]
-    ) -> Profile:
-        calibrator.whole.clear()
-        return fitted(calibrator, predictor_of)
-
-    monkeypatch.setattr(Calibrator, "profile", cut_short)
-    found = auto(tmp_path, SOURCE)
-    assert "shadow_unfit" not in found.caveats
-    assert by_phase(found, "shadow")
-    assert read_profile(found.run_dir / "profile.yaml").metric_error_ratio is None
 
 
 def test_a_profile_of_another_vllm_is_refused_before_anything_is_measured(

@@ -1,78 +1,80 @@
-"""Calibrate a run's step-time model: replay a few settings live, in rounds, keep every step.
+"""Calibrate a run's step-time model: short blocks of the traffic on the live engine.
 
-Tried and given up: one round of long replays, which a machine that drifts over minutes makes as
-wrong as the drift.
+The first blocks tell roughly how fast each kind of step is. From then on a prediction says who
+could be the best, and blocks are taken from the middle of these settings' own replays: those
+that tell most, for their time, of how two of them differ. They are replayed in random order, so
+that the drift of a machine hits all alike, until the differences are known or the time is over.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
+
+import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
-from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.errors import EngineError, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.plan import CutRule
+from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import Workload
 from tuner.run.journal import Round
-from tuner.run.predict import at_own_speed
-from tuner.run.rounds import STEPS, Steps, share_round, unpacked
+from tuner.run.predict import predict
+from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Phase, metric_error, relative_errors
-from tuner.shadow.calibration import (
-    LARGEST_ERROR_RATIO,
-    MIN_ERROR_RATIO,
-    Calibration,
-)
+from tuner.search.trials import Phase, leader
+from tuner.shadow.calibration import Calibration
+from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.speed import Speed, Visited
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest
 
 # The share of the budget that calibrating may take: ours; mostly it ends before.
 CALIBRATION_SHARE = 0.30
-# The current limits, the ceiling, and two more: `calibration_settings`.
+# The settings of the first blocks: the current limits, the ceiling, and two more.
 SETTINGS = 4
-# The first round's replays are cut at this many times the time they are planned to take, which
-# the current configuration exceeds where it is overloaded, and the low cap always: ours.
-MAX_CURRENT, MAX_OTHERS, MAX_LOW = 4.0, 2.0, 1.0
-# The first round's part of the calibration's time: ours, so that the least rounds fit.
-FIRST_SHARE = 0.5
-# Later rounds show the machine's mood and little else that is new but at the ceiling, whose
-# batches fill late. All others are cut after this long, or once the middle request has decoded:
-# ours. In half of the time that rounds of whole replays took, as many rounds then led to models
-# that were as right about six settings that they had not seen.
-LATER_S = 2.0
-# Rounds of short replays, so that the machine's drift over minutes hits all settings alike. On
-# a machine that drifts by 15 %, one round left a setting out that was 20 % off or more in three
-# of ten cases, three rounds of the same replays in none: ours.
-MIN_ROUNDS, MAX_ROUNDS = 3, 6
-# How long a replay of a round should take at least, in real time, and how many times over a
-# request should decode meanwhile: ours, a few hundred steps of batches as full as they get.
-REPLAY_S, FILLS = 3.0, 3.0
-# A round that takes less than this off the error was one too many: ours.
-STEADY_RATIO = 0.9
+# How long a block should take, and how many times as long it may take: ours, a hundred steps of
+# a large model.
+BLOCK_S, MAX_BLOCK = 2.0, 4.0
+# For how many steps the requests of a block answer: ours. Few make batches that come and go,
+# more those that stay.
+FEW_STEPS, MANY_STEPS = 16, 64
+# At how many instants of a setting's replay blocks are offered, and for how long a time all of
+# a round are chosen: ours.
+INSTANTS, ROUND_S = 6, 10.0
+# Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
+MIN_ROUNDS, MAX_ROUNDS = 2, 12
+# Who differs by so little, in logarithms, is known well enough: ours, half of what matters.
+KNOWN = 0.005
+# A round that leaves more than this of what was unknown was one too many: ours.
+STEADY = 0.85
+# By how much more than the steps a tail moves, and how many settings are looked at: ours.
+TAIL, CONTENDERS = 2.0, 4
+# How much traffic vLLM's own scheduler is asked about in the time, in seconds: ours.
+ASKED_S = 60.0
 
 
 @dataclass(slots=True)
 class Calibrator:
     """What live replays have shown of an engine's steps so far.
 
-    `whole` are the measurements of the calibration's whole replays, by setting, and `workload`
-    is what they replayed, None where an earlier run has calibrated.
+    `is_own` says whether this run has calibrated, not an earlier one.
     """
 
     calibration: Calibration
-    workload: Workload | None = None
-    whole: dict[EngineLimits, list[Mapping[str, Any]]] = field(default_factory=dict)
+    is_own: bool = False
 
     @classmethod
     def of(
@@ -124,152 +126,280 @@ class Calibrator:
         for limits, columns in steps:
             self.observe_steps(limits, replace(columns, duration_s=columns.duration_s / times))
 
-    def errors(self) -> list[float]:
-        """Return how wrong the steps so far leave a model, nothing while they are too few."""
-        try:
-            return [self.calibration.error_ratio()]
-        except TooFewSamplesError:
-            return []
+    def learn(self) -> tuple[Profile, Speed]:
+        """Return the profile that the steps so far make, and what they leave open.
 
-    def profile(self, predictor_of: Callable[[Profile], Predictor]) -> Profile:
-        """Fit a profile, and compare its predictions with the whole replays at their own speed.
-
-        Raises: TooFewSamplesError with too few steps; ShadowError, UsageError.
+        Raises: TooFewSamplesError with too few steps.
         """
-        profile = self.calibration.profile()
-        if self.workload is None:
-            return profile
-        predictor, errors = predictor_of(profile), []
-        for limits, replays in self.whole.items():
-            for measured in replays:
-                step_s = measured["busy_s"] / max(measured["steps"], 1)
-                found = at_own_speed(predictor, self.workload, limits, step_s)
-                if found is not None:
-                    errors.append(relative_errors([measured], found.as_json()))
-        return replace(profile, metric_error_ratio=metric_error(errors))
+        found, speed = self.calibration.learn()
+        return self.calibration.profile_of(found, speed), speed
+
+    def profile(self) -> Profile:
+        """Return the profile that the steps so far make. Raises: TooFewSamplesError."""
+        return self.learn()[0]
 
 
-def calibrate(runner: TrialRunner, calibrator: Calibrator) -> Pilot:
-    """Replay a few settings live, in rounds, until another would teach no more.
+def calibrate(
+    runner: TrialRunner, calibrator: Calibrator, predictor_of: Callable[[Profile], Predictor]
+) -> Pilot:
+    """Replay blocks live until it is known how those that could be the best differ.
 
-    Raises: EngineError.
+    Raises: EngineError; ShadowError, TooFewSamplesError, UsageError where nothing is predicted.
     """
     context = runner.context
+    calibrator.is_own = True
     with context.stopwatch.stage("calibrate"):
-        pilot = fly_pilot(runner)
+        observe = None if context.is_shared else calibrator.observe
+        pilot = fly_pilot(runner, observe)
         context.listener.note(_outlook(runner, pilot))
-        rounds = _Rounds.planned(runner, calibrator, pilot)
-        context.listener.note(
-            f"calibrating on {SETTINGS} settings, {rounds.length_s:.3g} s of traffic, in turns"
-        )
-        settings = rounds.first()
-        rounds.repeat(settings, max(LATER_S, pilot.decode_s))
+        context.listener.note("calibrating on short blocks of the traffic")
+        blocks = _Blocks.of(runner, calibrator, predictor_of)
+        blocks.first(pilot)
+        blocks.chosen()
     return pilot
 
 
 @dataclass(slots=True)
-class _Rounds:
-    """Rounds of calibration replays: all settings in turns, so that drift hits all alike.
+class _Blocks:
+    """Blocks that are replayed within the calibration's share of the budget.
 
-    Units: seconds; `planned_s` is what a replay should take.
+    Units: seconds.
     """
 
     runner: TrialRunner
     calibrator: Calibrator
-    workload: Workload
+    predictor_of: Callable[[Profile], Predictor]
+    trace: Trace
     share_s: float
-    length_s: float
-    planned_s: float
+    rng: np.random.Generator
     began_s: float = field(default_factory=time.monotonic)
+    count: int = 0
+    _rounds: int = 0
     _taken: set[int] = field(default_factory=set)
 
     @classmethod
-    def planned(cls, runner: TrialRunner, calibrator: Calibrator, pilot: Pilot) -> Self:
-        """Return rounds that fit into the calibration's share of the budget."""
+    def of(
+        cls,
+        runner: TrialRunner,
+        calibrator: Calibrator,
+        predictor_of: Callable[[Profile], Predictor],
+    ) -> Self:
+        """Return blocks of what is predicted."""
         context = runner.context
+        trace = predicted_part(context.trace, context.aim)
         share_s = CALIBRATION_SHARE * context.budget.total_s
-        length_s = replay_length_s(context.trace, pilot, share_s / SETTINGS)
-        all_times = MAX_CURRENT + MAX_LOW + (SETTINGS - 2) * MAX_OTHERS
-        planned_s = min(length_s * pilot.wall_per_trace_s, FIRST_SHARE * share_s / all_times)
-        window = busiest(context.trace, length_s)
-        workload = Workload.of_calibration(context.trace, (window,), context.aim)
-        calibrator.workload = workload
-        return cls(runner, calibrator, workload, share_s, length_s, planned_s)
+        return cls(runner, calibrator, predictor_of, trace, share_s, np.random.default_rng(0))
 
-    def first(self) -> list[EngineLimits]:
-        """Replay all settings; return them. Whole replays later show how true the model is.
+    @property
+    def left_s(self) -> float:
+        """What is left of the share."""
+        return self.began_s + self.share_s - time.monotonic()
 
-        The low cap, which has the longest queue, soon has shown what it can.
+    def first(self, pilot: Pilot) -> None:
+        """Replay bursts at a few settings: of whole requests, and of more and shorter ones."""
+        space, trace = self.runner.context.space, self.trace
+        request_s = pilot.wall_per_trace_s * trace.duration_s / len(trace)
+        whole = max(1, int(BLOCK_S / max(request_s, 1e-9)))
+        mean = float((trace.prompt_tokens + MANY_STEPS).mean())
+        held = int(self._held_tokens() / mean)
+        most = max(1, min(len(trace), space.ceiling.max_num_seqs))
+        settings = [space.current, space.ceiling, *calibration_settings(space, most / 2)]
+        blocks = []
+        for limits in dict.fromkeys(settings):
+            few = max(1, min(whole, held, limits.max_num_seqs, len(trace)))
+            many = min(limits.max_num_seqs, len(trace))
+            for count, share, steps in (
+                (few, 1.0, MANY_STEPS),
+                (many, min(1.0, min(whole, held) / many), FEW_STEPS),
+            ):
+                rows = np.sort(self.rng.choice(len(trace), count, replace=False))
+                blocks.append(Block.burst(limits, trace, rows, steps, share))
+        self._replay(blocks, [MAX_BLOCK * BLOCK_S] * len(blocks))
+
+    def _held_tokens(self) -> float:
+        """Return how many tokens the KV cache holds."""
+        calibration = self.calibrator.calibration
+        return calibration.starts[0].num_blocks * calibration.shape.block_size
+
+    def chosen(self) -> None:
+        """Replay what tells most of those that could be the best, until they are known."""
+        before = math.inf
+        for number in range(MAX_ROUNDS):
+            profile, speed = self.calibrator.learn()
+            predictor = self.predictor_of(profile)
+            known = self._contenders(predictor, speed)
+            if len(known) < 2:
+                return
+            aims = wanted([one.visited for one in known])
+            off = float(spreads(speed.uncertainty, aims).max())
+            self.runner.context.listener.note(
+                f"{self.count} blocks: the speed of {len(known)} settings is known to {off:.1%}"
+            )
+            is_known = off <= KNOWN or off > STEADY * before
+            if self.left_s <= 0 or (number >= MIN_ROUNDS and is_known):
+                return
+            before = min(before, off)
+            offered = [o for one in known for o in self._offered(predictor, one)]
+            seen = [Visited.of(profile.step_model, steps) for _, steps in offered]
+            if not offered:
+                return
+            time_s = min(ROUND_S, self.left_s) * (2 if self.runner.context.is_shared else 1)
+            picked = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
+            most_s = [MAX_BLOCK * max(BLOCK_S, float(seen[i].seconds.sum())) for i in picked]
+            self._replay([offered[i][0] for i in picked], most_s)
+            if self.runner.engine.restarts_per_config:
+                return  # where every change of limits is a start of its own
+
+    def _contenders(self, predictor: Predictor, speed: Speed) -> list[_Predicted]:
+        """Return those that could be the best by what is known of the speed, and the current.
+
+        Raises: ShadowError, UsageError.
         """
-        space = self.runner.context.space
-        settings = list(dict.fromkeys([space.current, space.ceiling]))
-        most_running = 0.0
-        for limits in settings:
-            times = MAX_CURRENT if limits == space.current else MAX_OTHERS
-            most_running = max(most_running, self._replay(limits, times * self.planned_s))
-        more = calibration_settings(space, most_running)
-        for limits in more:
-            times = MAX_LOW if limits == min(more) else MAX_OTHERS
-            self._replay(limits, times * self.planned_s)
-        return [*settings, *more]
+        context = self.runner.context
+        space = context.space
+        if predictor.doubt:
+            self.trace = busiest(self.trace, ASKED_S).of(self.trace)
+            more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
+            return self._predicted(predictor, [space.current, space.ceiling, *more])
+        found = predict(predictor, space, Workload.of_whole(context.trace, context.aim))
+        best = leader(found.observations)
+        known = self._predicted(predictor, found.outcomes)
+        by = {one.limits: one for one in known}
+        if best is None or best.limits not in by:
+            return []
+        means = np.array([one.visited.mean - by[best.limits].visited.mean for one in known])
+        # As far off as 19 in 20 are not; a tail moves by more than the steps do.
+        off = np.expm1(2.0 * TAIL * spreads(speed.uncertainty, means)) + predictor.wrong_ratio
+        scores = {o.limits: o.score for o in found.observations}
+        near = [
+            one
+            for one, ratio in zip(known, off.tolist(), strict=True)
+            if scores[one.limits].could_beat(best.score, ratio)
+        ]
+        near.sort(key=lambda one: scores[one.limits].order)
+        return list(
+            {one.limits: one for one in (*near[:CONTENDERS], by[space.current])}.values()
+        )
 
-    def repeat(self, settings: Sequence[EngineLimits], enough_s: float) -> None:
-        """Replay the settings in turns until the error falls no more or the time is over."""
-        most_s = dict.fromkeys(settings, min(enough_s, self.planned_s))
-        most_s[self.runner.context.space.ceiling] = MAX_OTHERS * self.planned_s
-        least_s = sum(min(one_s, self.planned_s) for one_s in most_s.values())
-        errors = self.calibrator.errors()
-        rounds = [self._round(number, most_s) for number in range(1, MAX_ROUNDS)]
-        if self.runner.context.is_shared:
-            self.runner.context.journal.offer(rounds)
-        for one in rounds:
-            is_over = time.monotonic() - self.began_s + least_s > self.share_s
-            # Where every change of limits is a start of its own, rounds cost too much.
-            if is_steady(errors) or is_over or self.runner.engine.restarts_per_config:
-                break
-            if not self._replay_round(one):
-                break
-            errors.extend(self.calibrator.errors())
-        if self.runner.context.is_shared:
-            self.runner.context.journal.withdraw(Phase.CALIBRATE)
+    def _predicted(
+        self, predictor: Predictor, settings: Iterable[EngineLimits]
+    ) -> list[_Predicted]:
+        """Return the predicted replays of settings. Raises: ShadowError, UsageError."""
+        plan = replace(self.runner.context.aim.plan, load=1.0, keep_steps=True)
+        found = {}
+        for limits in dict.fromkeys(settings):
+            try:
+                log = predictor.replay(self.trace, limits, plan)
+            except EngineError:
+                continue  # its own replay will tell
+            found[limits] = _Predicted.of(limits, predictor.profile.step_model, log)
+        return list(found.values())
 
-    def _round(self, number: int, most_s: Mapping[EngineLimits, float]) -> Round:
-        """Return a round of all settings, each of which begins one."""
-        settings = list(most_s)
-        turn = number % len(settings)
-        settings = [*settings[turn:], *settings[:turn]]
-        walls_s = tuple(most_s[limits] for limits in settings)
-        windows, load = self.workload.windows, self.workload.plan.load
-        return Round(Phase.CALIBRATE, number, tuple(settings), walls_s, windows, load)
+    def _offered(
+        self, predictor: Predictor, one: _Predicted
+    ) -> list[tuple[Block, StepColumns]]:
+        """Return blocks from the middle of a predicted replay, with what is predicted of them.
 
-    def _replay_round(self, one: Round) -> bool:
-        """Replay a round, or where workers share them one that is left; tell if there was."""
+        Raises: ShadowError, UsageError.
+        """
+        plan, found, steps = ReplayPlan(keep_steps=True), [], one.steps
+        step_s = float(steps.duration_s.sum() / max(steps.repeats.sum(), 1))
+        fit = BLOCK_S / max(step_s, 1e-9)
+        counts = {int(min(FEW_STEPS, max(2, fit / 4))), int(min(MANY_STEPS, max(4, fit)))}
+        timelines = one.log.timelines
+        for at_s in instants_s(steps.end_s, steps.duration_s, INSTANTS):
+            for count in sorted(counts):
+                block = Block.at(one.limits, self.trace, timelines, at_s, count)
+                if block is None:
+                    continue
+                try:
+                    inside = predictor.replay(block.of(self.trace), one.limits, plan)
+                    after_s = float(np.nanmax(inside.timelines.first_s))
+                    block = block.followed(
+                        self.trace, timelines, at_s, after_s, count * step_s, count
+                    )
+                    inside = predictor.replay(block.of(self.trace), one.limits, plan)
+                except EngineError:
+                    continue  # its first requests do not fit beside each other
+                found.append((block, _kept(inside)))
+        return found
+
+    def _replay(self, blocks: Sequence[Block], most_s: Sequence[float]) -> None:
+        """Replay blocks in random order, as rounds that workers may share."""
+        pairs = list(zip(blocks, most_s, strict=True))
+        pairs = [pairs[i] for i in self.rng.permutation(len(pairs))]
+        self.count += len(pairs)
+        if self.runner.engine.restarts_per_config:
+            pairs.sort(key=lambda pair: pair[0].limits)
         if not self.runner.context.is_shared:
-            for limits, wall_s in zip(one.settings, one.max_wall_s, strict=True):
-                self._replay(limits, wall_s)
-            return True
-        found = share_round(self.runner, self.workload, Phase.CALIBRATE)
+            for block, wall_s in pairs:
+                self._replay_one(block, wall_s)
+            return
+        middle = -(-len(pairs) // 2)
+        parts = [part for part in (pairs[:middle], pairs[middle:]) if part]
+        rounds = [
+            Round(
+                Phase.CALIBRATE,
+                self._rounds + number,
+                tuple(block.limits for block, _ in part),
+                tuple(wall_s for _, wall_s in part),
+                blocks=tuple(block for block, _ in part),
+            )
+            for number, part in enumerate(parts, 1)
+        ]
+        self._rounds += len(rounds)
+        self.runner.context.journal.offer(rounds)
+        while self._share():
+            pass
+
+    def _replay_one(self, block: Block, most_s: float) -> None:
+        context = self.runner.context
+        self.runner.measure(
+            block.limits,
+            Phase.CALIBRATE,
+            Workload.of_block(block, self.trace, context.aim),
+            CutRule(max_wall_s=most_s),
+            on_log=partial(self.calibrator.observe, block.limits),
+        )
+
+    def _share(self) -> bool:
+        """Replay a round of the queue, and take in others'; tell if there was one."""
+        context = self.runner.context
+
+        def workloads(one: Round) -> list[Workload]:
+            return [Workload.of_block(block, self.trace, context.aim) for block in one.blocks]
+
+        found = share_round(self.runner, workloads, Phase.CALIBRATE)
         for limits, columns in found.steps if found is not None else ():
             self.calibrator.observe_steps(limits, columns)
-        done = self.runner.context.journal.rounds(Phase.CALIBRATE)
+        done = context.journal.rounds(Phase.CALIBRATE)
         for number in sorted(done.keys() - self._taken):
             self.calibrator.observe_elsewhere(unpacked(done[number].get(STEPS, ())))
             self._taken.add(number)
         return found is not None
 
-    def _replay(self, limits: EngineLimits, most_s: float) -> float:
-        """Replay the traffic at a setting, observe its steps; return how many ran at once."""
-        _, record = self.runner.measure(
-            limits,
-            Phase.CALIBRATE,
-            self.workload,
-            CutRule(max_wall_s=most_s),
-            on_log=partial(self.calibrator.observe, limits),
-        )
-        measured = record.measurement
-        if measured and not record.cut_reason:
-            self.calibrator.whole.setdefault(limits, []).append(measured)
-        return float(measured["running"]["max"]) if measured else 0.0
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """A setting's predicted replay, and the batches in it."""
+
+    limits: EngineLimits
+    log: ReplayLog
+    steps: StepColumns
+    visited: Visited
+
+    @classmethod
+    def of(cls, limits: EngineLimits, model: StepModel, log: ReplayLog) -> Self:
+        """Return what is made of a log with its steps."""
+        steps = _kept(log)
+        return cls(limits, log, steps, Visited.of(model, steps))
+
+
+def _kept(log: ReplayLog) -> StepColumns:
+    """Return the steps of a replay that was asked to keep them."""
+    if log.kept_steps is None:
+        raise ShadowError("the predicted replay kept no steps")
+    return log.kept_steps
 
 
 def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
@@ -305,23 +435,3 @@ def calibration_settings(space: SearchSpace, most_running: float) -> list[Engine
     wanted = [space.at(middle, min(space.budgets)), space.at(low, max(space.budgets))]
     known = (space.current, space.ceiling)
     return list(dict.fromkeys(s for s in wanted if s.within(space.ceiling) and s not in known))
-
-
-def replay_length_s(trace: Trace, pilot: Pilot, each_s: float) -> float:
-    """Return how many seconds of the trace a calibration replays at every setting.
-
-    Long enough that batches fill up and medians mean something; beyond that, more rounds teach
-    more than longer ones. `each_s` is the real time for all replays of one setting.
-    """
-    wanted_s = max(REPLAY_S / pilot.wall_per_trace_s, FILLS * pilot.decode_s)
-    enough_s = MIN_REQUESTS * trace.duration_s / max(len(trace), 1)
-    most_s = each_s / MIN_ROUNDS / pilot.wall_per_trace_s
-    length_s = max(min(wanted_s, most_s), enough_s)
-    return min(length_s, max(trace.duration_s, 1e-3))
-
-
-def is_steady(errors: Sequence[float]) -> bool:
-    """Tell from the error after each round whether another is unlikely to teach more."""
-    if len(errors) < MIN_ROUNDS or errors[-1] > LARGEST_ERROR_RATIO:
-        return False
-    return errors[-1] <= MIN_ERROR_RATIO or errors[-1] > STEADY_RATIO * min(errors[:-1])

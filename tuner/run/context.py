@@ -25,8 +25,9 @@ from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Scoring, make_scoring
 from tuner.search.space import SearchSpace
+from tuner.shadow.design import Block
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window
+from tuner.traffic.windows import Window, whole
 
 if TYPE_CHECKING:  # what has no journal, as a prediction, need not import Optuna
     from tuner.run.journal import Journal
@@ -66,9 +67,11 @@ class Stopwatch:
         self.stages_s[name] = self.stages_s.get(name, 0.0) + took_s
 
 
-# The names of what the live search, the race and the cold engines replay, and of what
-# calibrates.
+# The names of what the live search, the race and the cold engines replay, and of blocks that
+# calibrate.
 WINDOW, CALIBRATION = "window", "calibration"
+# The name of what is predicted.
+TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,19 @@ class Workload:
         return cls(name, tuple(windows), pieces, aim.plan, aim.slos, scoring)
 
     @classmethod
-    def of_calibration(cls, trace: Trace, windows: Sequence[Window], aim: Aim) -> Self:
-        """Return windows to calibrate on, which hold too few requests for a tail."""
-        pieces = tuple(window.of(trace) for window in windows)
+    def of_whole(cls, trace: Trace, aim: Aim) -> Self:
+        """Return what is predicted: the window that was asked for, or the whole trace.
+
+        Raises: TooFewSamplesError if it cannot carry what was asked.
+        """
+        return cls.of(TRACE, trace, (aim.window or whole(trace),), aim)
+
+    @classmethod
+    def of_block(cls, block: Block, trace: Trace, aim: Aim) -> Self:
+        """Return a block to calibrate on, which holds too few requests for a tail."""
+        piece = block.of(trace)
         scoring = Scoring(aim.objective, aim.slos, "p50")
-        return cls(CALIBRATION, tuple(windows), pieces, aim.plan, aim.slos, scoring)
+        return cls(CALIBRATION, (), (piece,), ReplayPlan(), aim.slos, scoring)
 
     def replay_on(
         self,

@@ -33,6 +33,7 @@ from tuner.search.objective import Score, Tier
 from tuner.search.race import RaceRun
 from tuner.search.trials import Observation, Phase
 from tuner.search.trials import Trial as Record
+from tuner.shadow.design import Block
 from tuner.traffic.windows import Window
 
 # What a queued trial carries: the round that is to be replayed.
@@ -48,7 +49,7 @@ class Round:
     """Replays of several settings in turns, to be made by one process on one engine.
 
     The settings in their order, each cut after its `max_wall_s`, on windows of the run's trace
-    at a multiple of its load.
+    at a multiple of its load; to calibrate, on a block each of what is predicted.
 
     Units: seconds.
     """
@@ -57,8 +58,9 @@ class Round:
     number: int
     settings: tuple[EngineLimits, ...]
     max_wall_s: tuple[float, ...]
-    windows: tuple[Window, ...]
-    load: float
+    windows: tuple[Window, ...] = ()
+    load: float = 1.0
+    blocks: tuple[Block, ...] = ()
 
     @property
     def key(self) -> tuple[Phase, int]:

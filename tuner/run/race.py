@@ -287,7 +287,7 @@ def _share_rounds(
     context.journal.give_back_stale()
     context.journal.withdraw(Phase.RACE)
     context.journal.offer(offered)
-    if not share_round(runner, workload, Phase.RACE):
+    if not share_round(runner, lambda one: [workload] * len(one.settings), Phase.RACE):
         time.sleep(POLL_S)
 
 

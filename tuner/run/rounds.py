@@ -24,6 +24,7 @@ from tuner.run.journal import Recorded, Round
 from tuner.run.trial_runner import TrialRunner, judged
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
+from tuner.traffic.reshape import at_load
 from tuner.traffic.traces import Trace
 
 # How often a process without a round looks for one: ours.
@@ -46,13 +47,13 @@ class RoundReplay:
 def replay_round(
     engine: EngineRunner,
     one: Round,
-    workload: Workload,
+    workloads: Sequence[Workload],
     attempt: str,
     on_progress: Callable[[Progress], bool],
 ) -> RoundReplay:
-    """Replay the settings of a round one after the other. Raises: EngineError."""
+    """Replay the settings of a round one after the other, each its own. Raises: EngineError."""
     found = RoundReplay()
-    for limits, wall_s in zip(one.settings, one.max_wall_s, strict=True):
+    for limits, wall_s, workload in zip(one.settings, one.max_wall_s, workloads, strict=True):
 
         def keep(log: ReplayLog, limits: EngineLimits = limits) -> None:
             if log.kept_steps is not None:
@@ -69,15 +70,25 @@ def replay_round(
     return found
 
 
-def workload_of(one: Round, trace: Trace, aim: Aim) -> Workload:
-    """Return what a round replays. Raises: TooFewSamplesError."""
-    at_load = replace(aim, plan=replace(aim.plan, load=one.load))
+def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
+    """Return what a round replays at each of its settings. Raises: TooFewSamplesError."""
     if one.phase is Phase.CALIBRATE:
-        return Workload.of_calibration(trace, one.windows, at_load)
-    return Workload.of(WINDOW, trace, one.windows, at_load)
+        return [
+            Workload.of_block(block, predicted_part(trace, aim), aim) for block in one.blocks
+        ]
+    at_load = replace(aim, plan=replace(aim.plan, load=one.load))
+    return [Workload.of(WINDOW, trace, one.windows, at_load)] * len(one.settings)
 
 
-def share_round(runner: TrialRunner, workload: Workload, phase: Phase) -> RoundReplay | None:
+def predicted_part(trace: Trace, aim: Aim) -> Trace:
+    """Return what is predicted of a trace at the load that is aimed at."""
+    part = trace if aim.window is None else aim.window.of(trace)
+    return at_load(part, aim.plan.load)
+
+
+def share_round(
+    runner: TrialRunner, workloads: Callable[[Round], Sequence[Workload]], phase: Phase
+) -> RoundReplay | None:
     """Replay a round of the queue on the run's own engine; None if nobody has left one.
 
     Raises: EngineError.
@@ -89,7 +100,7 @@ def share_round(runner: TrialRunner, workload: Workload, phase: Phase) -> RoundR
         return None
     number, one = claimed
     context.listener.trial_started(number, one.settings[0], phase)
-    found = replay_round(runner.engine, one, workload, context.attempt, runner.progressed)
+    found = replay_round(runner.engine, one, workloads(one), context.attempt, runner.progressed)
     context.run_dir.is_measured = True
     context.journal.finish_round(number, found.records)
     runner.announce()

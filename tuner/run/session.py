@@ -62,8 +62,6 @@ NOTHING_ELSE = (
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
-# The name of what is predicted.
-TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +98,15 @@ def profile_facts(predictor: Predictor) -> dict[str, Any]:
     }
 
 
-def predicted_on(context: RunContext) -> Workload:
-    """Return what is predicted: the window that was asked for, or the whole trace.
-
-    Raises: TooFewSamplesError if it cannot carry what was asked.
-    """
-    window = context.aim.window or whole(context.trace)
-    return Workload.of(TRACE, context.trace, (window,), context.aim)
-
-
 def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
     """Predict the run's space and put it among the run's trials.
 
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     with context.stopwatch.stage("shadow"):
-        predicted = predict(predictor, context.space, predicted_on(context))
+        predicted = predict(
+            predictor, context.space, Workload.of_whole(context.trace, context.aim)
+        )
         _keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
@@ -163,7 +154,7 @@ class ShadowSession:
         """
         context, predictor = self.context, self.predictor
         context.stopwatch.begin()
-        workload = predicted_on(context)
+        workload = Workload.of_whole(context.trace, context.aim)
         context.keep_windows(workload.windows, workload.windows)
         self._predicted = predict_space(context, predictor)
         context.listener.note(_predicted_text(context, self._predicted))
@@ -203,7 +194,7 @@ class ShadowSession:
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
-        workload = predicted_on(self.context)
+        workload = Workload.of_whole(self.context.trace, self.context.aim)
         return RunFindings(
             windows=workload.windows,
             scoring=workload.scoring,
@@ -283,7 +274,9 @@ class Session:
                 profile = given = self._taken_over(read_profile(path), started)
             else:
                 self._calibrator = self._begun(started)
-                rate = calibrate(self.runner, self._calibrator).wall_per_trace_s
+                rate = calibrate(
+                    self.runner, self._calibrator, self.predictor_of
+                ).wall_per_trace_s
                 profile = self._fitted(self._calibrator)
             profile = self._compared(profile)
             settings = self._finalists(profile)
@@ -333,7 +326,7 @@ class Session:
             if given is not None:
                 profile = calibrator.calibration.corrected(given)
             else:
-                profile = calibrator.profile(self.predictor_of)
+                profile = calibrator.profile()
             profile = replace(profile, agreement=agreement or profile.agreement)
             self._keep_profile(profile)
         wrong = self.predictor_of(profile).wrong_ratio
@@ -347,7 +340,7 @@ class Session:
         context, predictor = self.context, self.predictor_of(profile)
         if predictor.doubt:
             return profile
-        workload, space = predicted_on(context), context.space
+        workload, space = Workload.of_whole(context.trace, context.aim), context.space
         piece = busiest(workload.pieces[0], COMPARED_S).of(workload.pieces[0])
         found = []
         # The current limits, and the largest, where other things bind.
@@ -492,7 +485,7 @@ class Session:
         self, plan: RacePlan, calibrator: Calibrator, before: Profile, workload: Workload
     ) -> tuple[RacePlan, Predictor, Predictions]:
         """Fit and predict anew. Raises: ShadowError, TooFewSamplesError, UsageError."""
-        context, is_own = self.context, calibrator.workload is not None
+        context, is_own = self.context, calibrator.is_own
         profile = self._fitted(calibrator, None if is_own else before, before.agreement)
         settings, predictor = list(plan.settings), self.predictor_of(profile)
         predicted = Predictions(workload, predictor.wrong_ratio, {})
@@ -563,7 +556,7 @@ class Session:
         if self._calibrator is None or (path.exists() and not is_unfit):
             return None
         try:
-            profile = self._calibrator.profile(self.predictor_of)
+            profile = self._calibrator.profile()
         except TooFewSamplesError as reason:
             self.context.listener.note(f"no profile is kept: {reason.message}")
             return None

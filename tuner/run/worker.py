@@ -18,7 +18,7 @@ from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
-from tuner.run.rounds import POLL_S, STEPS, packed, replay_round, workload_of
+from tuner.run.rounds import POLL_S, STEPS, packed, replay_round, workloads_of
 from tuner.run.stored import RunRecord, read_record
 from tuner.run.tune import aim_of, prepare
 from tuner.search.budget import Aim
@@ -113,8 +113,8 @@ class _Worker:
         if claimed is None:
             return False
         number, one = claimed
-        workload = workload_of(one, self.trace, self.aim)
-        found = replay_round(self.engine, one, workload, attempt, _go_on)
+        workloads = workloads_of(one, self.trace, self.aim)
+        found = replay_round(self.engine, one, workloads, attempt, _go_on)
         if all(record.cause for record, _ in found.records):
             # What nothing survives here says nothing of the run's own engine.
             raise EngineError(f"no setting survived its replay: {found.records[0][0].cause}")

@@ -16,7 +16,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import learn
+from tuner.shadow.speed import Speed, learn
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -46,34 +46,35 @@ class Calibration:
         start = KvStart(limits, num_blocks)
         return self if start in self.starts else replace(self, starts=(*self.starts, start))
 
-    def profile(self, metric_error_ratio: float | None = None) -> Profile:
-        """Fit a step-time model and put the profile together.
+    def learn(self) -> tuple[Fit, Speed]:
+        """Fit a step-time model, and learn what the steps leave open of it.
 
         Raises: TooFewSamplesError with too few steps.
         """
-        learnt: Fit = fit(self._by_limits(), tuple(self.shape.captured_sizes))
-        speed = learn(learnt.model, [columns for _, columns in self.steps])
+        found = fit(self._by_limits(), tuple(self.shape.captured_sizes))
+        return found, learn(found.model, [columns for _, columns in self.steps])
+
+    def profile(self) -> Profile:
+        """Learn from the steps and put the profile together.
+
+        Raises: TooFewSamplesError with too few steps.
+        """
+        return self.profile_of(*self.learn())
+
+    def profile_of(self, found: Fit, speed: Speed) -> Profile:
+        """Put the profile together of what was learnt."""
         return Profile(
             shape=self.shape,
             kv_starts=self.starts,
             step_model=speed.model,
-            fit=learnt.error,
-            metric_error_ratio=metric_error_ratio,
+            fit=found.error,
+            metric_error_ratio=None,
             made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             calibrated_on=tuple(dict.fromkeys(str(limits) for limits, _ in self.steps)),
             current_limits=self.current,
             serve_values=self.serve_values,
             uncertainty=speed.uncertainty,
         )
-
-    def error_ratio(self) -> float:
-        """Return how wrong a model of the steps so far is on steps that it has not seen.
-
-        Raises: TooFewSamplesError with too few steps.
-        """
-        return fit(
-            self._by_limits(), tuple(self.shape.captured_sizes)
-        ).error.heldout_steps_ratio
 
     def corrected(self, profile: Profile) -> Profile:
         """Return a profile of before whose steps take as long in all as those seen here.

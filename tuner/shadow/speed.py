@@ -126,16 +126,26 @@ def _changed(model: StepModel, terms: Floats, factors: Floats) -> StepModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """A step model and what is uncertain of it; `mood` says how restless the machine was.
+class MoodSpreads:
+    """How far apart like steps are, as standard deviations of logarithms.
 
-    `mood` are the standard deviations of the logarithm of the speed of a segment of SEGMENT_S,
-    of its part that grows with the batch, and of a replay.
+    Those of a segment of SEGMENT_S, of its part that grows with the batch, of a replay, and of
+    like steps of a segment.
     """
+
+    segment: float
+    grows: float
+    replay: float
+    like_steps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A step model and what is uncertain of it; `mood` says how restless the machine was."""
 
     model: StepModel
     uncertainty: Uncertainty
-    mood: tuple[float, float, float]
+    mood: MoodSpreads
 
 
 def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
@@ -157,7 +167,47 @@ def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
     uncertainty = Uncertainty.of(found.directions(seen.design))
-    return Speed(learnt, uncertainty, (found.sds[1], found.sds[2], found.sds[3]))
+    return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """Which batches steps were of, as the model sees them: like ones taken together.
+
+    `design` says what each kind's logarithm of time moves by with `TERMS` and factors,
+    `seconds` what all of a kind take, `grows` the share of it that grows with the batch.
+
+    Shapes: [kinds], design [kinds, TERMS + knots].
+    """
+
+    design: Floats
+    seconds: Floats
+    grows: Floats
+
+    @classmethod
+    def of(cls, model: StepModel, steps: StepColumns) -> Self:
+        """Return the kinds of the steps that have a batch; times are the model's."""
+        seqs, tokens = steps.decode_seqs, steps.prefill_tokens
+        has_batch = seqs + tokens > 0
+        seqs, tokens = seqs[has_batch], tokens[has_batch]
+        parts_s = model.parts_s(steps)[has_batch]
+        took_s = (model.predict_s(steps) * steps.repeats)[has_batch]
+        shape = (len(model.factors.rows), len(model.factors.rows[0]))
+        shares = parts_s / parts_s.sum(axis=1, keepdims=True)
+        design = np.column_stack([shares, _weights(seqs, tokens, shape)])
+        kinds = np.column_stack([np.round(2 * _doublings(x)) for x in (seqs, tokens)])
+        _, kind = np.unique(kinds, axis=0, return_inverse=True)
+        total = np.zeros((int(kind.max(initial=-1)) + 1, design.shape[1] + 2))
+        table = np.column_stack([design, 1.0 - shares[:, 0], np.ones(len(took_s))])
+        np.add.at(total, kind.ravel(), table * took_s[:, None])
+        seconds = total[:, -1]
+        return cls(total[:, :-2] / seconds[:, None], seconds, total[:, -2] / seconds)
+
+    @property
+    def mean(self) -> Floats:
+        """What the logarithm of all their time moves by. Shapes: [TERMS + knots]."""
+        found: Floats = self.seconds @ self.design / self.seconds.sum()
+        return found
 
 
 # What was measured, in cells of like batches.
