@@ -21,17 +21,18 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import Workload
 from tuner.run.journal import Round
-from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
+from tuner.search.objective import Objective, Score, make_scoring
 from tuner.search.space import SearchSpace
-from tuner.search.trials import Phase, leader
+from tuner.search.trials import Phase
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.predictor import Predictor
@@ -261,25 +262,28 @@ class _Blocks:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
             return self._predicted(predictor, [space.current, space.ceiling, *more])
-        found = predict(predictor, space, Workload.of_whole(context.trace, context.aim))
-        best = leader(found.observations)
-        known = self._predicted(predictor, found.outcomes)
-        by = {one.limits: one for one in known}
-        if best is None or best.limits not in by:
+        known = self._predicted(predictor, [space.current, *space.grid()])
+        scores = {one.limits: self._score(one.log) for one in known}
+        if space.current not in scores:
             return []
-        means = np.array([one.visited.mean - by[best.limits].visited.mean for one in known])
+        best = min(known, key=lambda one: scores[one.limits].order)
+        means = np.array([one.visited.mean - best.visited.mean for one in known])
         # As far off as 19 in 20 are not; a tail moves by more than the steps do.
         off = np.expm1(2.0 * TAIL * spreads(speed.uncertainty, means)) + predictor.wrong_ratio
-        scores = {o.limits: o.score for o in found.observations}
         near = [
             one
             for one, ratio in zip(known, off.tolist(), strict=True)
-            if scores[one.limits].could_beat(best.score, ratio)
+            if scores[one.limits].could_beat(scores[best.limits], ratio)
         ]
         near.sort(key=lambda one: scores[one.limits].order)
-        return list(
-            {one.limits: one for one in (*near[:CONTENDERS], by[space.current])}.values()
-        )
+        current = [one for one in known if one.limits == space.current]
+        return list({one.limits: one for one in (*near[:CONTENDERS], *current)}.values())
+
+    def _score(self, log: ReplayLog) -> Score:
+        """Return how a predicted replay is judged, also where a capacity is sought."""
+        aim = self.runner.context.aim
+        scoring = make_scoring(Objective.BALANCED, aim.slos, len(self.trace))
+        return scoring.score(measure([log], aim.slos))
 
     def _predicted(
         self, predictor: Predictor, settings: Iterable[EngineLimits]

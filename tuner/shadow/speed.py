@@ -189,19 +189,20 @@ class Visited:
         """Return the kinds of the steps that have a batch; times are the model's."""
         seqs, tokens = steps.decode_seqs, steps.prefill_tokens
         has_batch = seqs + tokens > 0
-        seqs, tokens = seqs[has_batch], tokens[has_batch]
-        parts_s = model.parts_s(steps)[has_batch]
         took_s = (model.predict_s(steps) * steps.repeats)[has_batch]
-        shape = (len(model.factors.rows), len(model.factors.rows[0]))
+        parts_s = model.parts_s(steps)[has_batch]
         shares = parts_s / parts_s.sum(axis=1, keepdims=True)
-        design = np.column_stack([shares, _weights(seqs, tokens, shape)])
-        kinds = np.column_stack([np.round(2 * _doublings(x)) for x in (seqs, tokens)])
-        _, kind = np.unique(kinds, axis=0, return_inverse=True)
-        total = np.zeros((int(kind.max(initial=-1)) + 1, design.shape[1] + 2))
-        table = np.column_stack([design, 1.0 - shares[:, 0], np.ones(len(took_s))])
-        np.add.at(total, kind.ravel(), table * took_s[:, None])
-        seconds = total[:, -1]
-        return cls(total[:, :-2] / seconds[:, None], seconds, total[:, -2] / seconds)
+        table = np.column_stack([seqs[has_batch], tokens[has_batch], shares])
+        half_doublings = np.round(2 * _doublings(table[:, :2])).astype(np.int64)
+        _, kind = np.unique(half_doublings @ np.array([1000, 1]), return_inverse=True)
+        kind = kind.ravel()
+        seconds = np.bincount(kind, took_s).astype(np.float64)
+        means = np.column_stack([np.bincount(kind, took_s * column) for column in table.T])
+        means = means.astype(np.float64) / seconds[:, None]
+        shape = (len(model.factors.rows), len(model.factors.rows[0]))
+        weights = _weights(means[:, 0], means[:, 1], shape)
+        grows: Floats = np.asarray(1.0 - means[:, 2], dtype=np.float64)
+        return cls(np.column_stack([means[:, 2:], weights]), seconds, grows)
 
     @property
     def mean(self) -> Floats:
