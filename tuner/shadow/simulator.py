@@ -204,8 +204,14 @@ class PreparedTrace:
             nothing = _fixed(np.zeros(1), np.int32)
             return nothing, _fixed(np.zeros(n + 1), np.int64), _fixed(np.zeros(n), np.int64), 0
         links = np.empty(max(1, hashes.ids.size), dtype=np.int32)
+        size = max(16, 1 << (2 * hashes.ids.size - 1).bit_length())
         count = _number_chains(
-            _fixed(hashes.offsets, np.int64), _fixed(hashes.ids, np.int64), links
+            _fixed(hashes.offsets, np.int64),
+            _fixed(hashes.ids, np.int64),
+            links,
+            np.full(size, -1, np.int32),
+            np.empty(size, np.int32),
+            np.empty(size, np.int64),
         )
         covered = np.minimum(hashes.counts * hashes.block_size, self.trace.prompt_tokens)
         return (
@@ -258,15 +264,20 @@ def _fixed(column: NDArray[Any], dtype: type) -> NDArray[Any]:
     return fixed
 
 
-@compiled(nogil=True, error_model="numpy")
-def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]) -> int:
-    """Give a number to each beginning of a prompt, by the one before and its last block."""
-    size = 16
-    while size < 2 * ids.size:
-        size *= 2
-    before, added = np.empty(size, np.int32), np.empty(size, np.int64)
-    number = np.full(size, -1, np.int32)
-    count = 0
+@compiled
+def _number_chains(
+    offsets: NDArray[Any],
+    ids: NDArray[Any],
+    links: NDArray[Any],
+    number: NDArray[Any],
+    before: NDArray[Any],
+    added: NDArray[Any],
+) -> int:
+    """Give a number to each beginning of a prompt, by the one before and its last block.
+
+    The last three are a hash table, of a power of two; numbers in it begin with -1.
+    """
+    size, count = number.size, 0
     for row in range(offsets.size - 1):
         chain = -1
         for i in range(offsets[row], offsets[row + 1]):
@@ -281,19 +292,6 @@ def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]
                 count += 1
             chain = number[at]
             links[i] = chain
-    return count
-
-
-@compiled(nogil=True, error_model="numpy")
-def _filled(counted: Floats, bins: NDArray[np.int64]) -> int:
-    """Write down which bins hold something, that of zeros first; return how many."""
-    last, count = counted.shape[0] - 1, 0
-    if counted[last, 0] > 0:
-        bins[0], count = last, 1
-    for at in range(last):
-        if counted[at, 0] > 0:
-            bins[count] = at
-            count += 1
     return count
 
 
@@ -392,8 +390,7 @@ class _Simulation:
         self._answers[:, s.OUTCOME] = s.ABORTED
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
-        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS, 2))
-        self._bins = np.empty(s.BINS, np.int64)
+        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
         self._cache = _cache(prepared, self._g, caches=caches)
@@ -499,10 +496,10 @@ class _Simulation:
 
     def _samples(self, which: int) -> WeightedSamples:
         """Return what a histogram has counted, ascending."""
-        counted = self._histograms[which]
-        at = self._bins[: _filled(counted, self._bins)]
-        weights = counted[at, 0]
-        return WeightedSamples(counted[at, 1] / weights, weights)
+        bins, marks = np.split(self._histograms[which], [s.BINS])
+        stretches = bins.reshape(-1, s.STRETCH, 2)[np.flatnonzero(marks[:, 0])].reshape(-1, 2)
+        weights, totals = stretches[stretches[:, 0] > 0].T.copy()
+        return WeightedSamples(totals / weights, weights)
 
     def _summary(self) -> StepSummary:
         x = self._x
