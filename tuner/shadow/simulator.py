@@ -18,12 +18,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, Ints
+from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, ShadowError
-from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals
+from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals, check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, Timelines
@@ -114,9 +114,7 @@ class PreparedTrace:
     """A trace as it is replayed again and again: what does not depend on the setting.
 
     `of` is the trace that was brought to the plan's load, the trace itself where none is given.
-    `priorities` are served smallest first where the engine's policy asks for them.
 
-    Shapes: priorities is [n].
     Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
         open one for arrivals that were not.
     """
@@ -127,7 +125,6 @@ class PreparedTrace:
         plan: ReplayPlan,
         *,
         of: Trace | None = None,
-        priorities: Ints | None = None,
     ) -> None:
         check_arrivals(trace, plan.load_model)
         self.trace = trace
@@ -137,7 +134,7 @@ class PreparedTrace:
         self.prompts = _fixed(trace.prompt_tokens, np.int64)
         self.outputs = _fixed(trace.output_tokens, np.int64)
         self.priorities = _fixed(
-            np.empty(0, np.int64) if priorities is None else priorities, np.int64
+            np.empty(0) if trace.priorities is None else trace.priorities, np.int64
         )
         causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
         self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
@@ -307,13 +304,15 @@ def simulate(
     The schedule is vLLM's, step for step. The prefix cache is empty at first.
 
     Raises: EngineError for a request that is larger than the KV cache, or when nothing can be
-        scheduled; ReplayError when the replay itself is void.
+        scheduled; ReplayError when the replay itself is void; UsageError for priorities on an
+        engine that serves by arrival.
     """
     _check_sizes(engine, prepared)
+    check_priorities(prepared.trace, has_priorities=engine.shape.has_priorities)
     began_s = time.perf_counter()
     caches = engine.shape.prefix_caching and prepared.may_share
     slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
-    if _has_priorities(engine.shape):
+    if engine.shape.has_priorities:
         # Whoever was preempted may wait behind those who came later.
         slots = min(4 * slots, len(prepared.trace) + 1)
     while True:
@@ -352,10 +351,6 @@ def _is_since(shape: EngineShape, minor: int) -> bool:
     """Whether the engine's vLLM is 0.`minor` or later; of an unknown one, yes."""
     found = re.match(r"0\.(\d+)", shape.vllm_version)
     return found is None or int(found[1]) >= minor
-
-
-def _has_priorities(shape: EngineShape) -> bool:
-    return shape.scheduler.get("policy") == "priority"
 
 
 class _Simulation:
@@ -551,7 +546,7 @@ def _integers(
     g[s.CHUNKS] = bool(_option(shape, "enable_chunked_prefill", 1))
     g[s.RESERVES] = bool(_option(shape, "scheduler_reserve_full_isl"))
     g[s.WATERMARK] = int(_option(shape, "watermark") * engine.num_blocks)
-    g[s.PRIORITY] = _has_priorities(shape)
+    g[s.PRIORITY] = shape.has_priorities
     g[s.AHEAD], g[s.BLOCK] = shape.asynchronous, block
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
