@@ -269,9 +269,7 @@ _ALL = ("ttft_s", "tpot_s", "e2e_s", "itl_s", "decode_step_s")
 
 
 def measure(
-    logs: Sequence[ReplayLog],
-    slos: Sequence[Slo] = (),
-    latencies: Collection[str] = _ALL,
+    logs: Sequence[ReplayLog], slos: Sequence[Slo] = (), latencies: Collection[str] = _ALL
 ) -> Measurement:
     """Return the measurement of a replay, pooled when the trace was replayed in windows.
 
@@ -282,9 +280,7 @@ def measure(
     Shapes: logs is [windows], at least one.
     Raises: ValueError without a log.
     """
-    if not logs:
-        raise ValueError("nothing was replayed")
-    lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
+    lines, steps = _parts(logs)
     span_s = sum(_busy_span_s(log) for log in logs)
     offered = sum(len(line) for line in lines)
     completed = sum(line.count(Outcome.COMPLETED) for line in lines)
@@ -319,6 +315,12 @@ def measure(
         unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
     return _with_caveats(_with_load(measurement, lines))
+
+
+def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary]]:
+    if not logs:
+        raise ValueError("nothing was replayed")
+    return [log.timelines for log in logs], [log.steps for log in logs]
 
 
 def _kept_up(log: ReplayLog) -> bool:
