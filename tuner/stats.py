@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,12 +119,10 @@ def order_interval(n: int, q: float) -> tuple[int, int]:
     """Return the ranks (from 1) of the two order statistics that enclose the quantile."""
     tail = (1.0 - CONFIDENCE) / 2
     reach = 4 * math.sqrt(n * q * (1 - q)) + 2
-    first, last = max(0, int(n * q - reach)), min(n, int(n * q + reach) + 1)
-    ks = np.arange(first, last + 1)
-    below = bdtr(ks, n, q)
-    low = int(ks[np.searchsorted(below, tail, side="left")]) if below.size else 0
-    high = int(ks[min(int(np.searchsorted(below, 1 - tail, side="left")), ks.size - 1)]) + 1
-    return low, high
+    ks = range(max(0, int(n * q - reach)), min(n, int(n * q + reach) + 1) + 1)
+    low = bisect_left(ks, tail, key=lambda k: bdtr(k, n, q))
+    high = bisect_left(ks, 1 - tail, key=lambda k: bdtr(k, n, q))
+    return ks[low], ks[min(high, len(ks) - 1)] + 1
 
 
 def mean(samples: Floats | Sequence[float]) -> Estimate:

@@ -4,7 +4,7 @@
                                            [--budget 30m] [-o results.json]
 
 TRACE is repeated until it lasts --hours. The whole command is timed from its start to its end,
-the import of vLLM and the report included. The engine is the demo's profile with the steps of a
+imports and the report included. The engine is the demo's profile with the steps of a
 larger model: 16 ms, 0.15 ms more for a sequence and 0.01 ms more for a prompt token. The
 current limits are replayed whole in any case, so those of a cap that is far too small, whose
 queue never ends, make it slower. A small --budget has the command replay stretches of the
@@ -86,9 +86,7 @@ def timed(folder: Path, number: int, current: str, budget: str) -> dict[str, Any
         "wall_s": wall_s,
         "replays": len(trials),
         "cut_short": sum(t["tier"].startswith("3") for t in trials),
-        "ranked": next(
-            x for x in done.stderr.splitlines() if x.startswith("the shadow ranked")
-        ),
+        "ranked": next(x for x in done.stderr.splitlines() if x.startswith("predicted ")),
         "recommendation": result["recommendation"],
         "stages_s": result["provenance"]["stages_s"],
         "window": result["provenance"]["trace"]["window"],

@@ -1,14 +1,18 @@
 """How fast the simulator replays: tokens per second on one core, the reference beside it.
 
     python tests/benchmarks/simulator_speed.py TRACE [--shared TRACE] [--runs 9] [--week]
-        [-o results.json]
+        [--before CHECKOUT] [-o results.json]
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
 Steps take a fixed time. --shared names a trace with hash ids, which is replayed as it is, in
 blocks of 16 tokens. "preempted" has blocks for a third of what is in use at most. --week adds
 27 million requests in one replay. "reference" is vLLM's own scheduler asked at every step, for
 ten seconds, where vLLM is installed. All variants run in turns in one process; the time is that
-of the processor, metrics included.
+of the processor, of the replay alone and with its metrics.
+
+--before names a checkout of the shadow that leapt with vLLM's Python scheduler (git worktree
+add CHECKOUT a6405e2), which replays the same hour in turns with this one, of which the middle
+of three replays counts; both by the wall clock, without metrics.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -21,6 +25,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,12 +63,19 @@ class Variant:
     engine: SimulatedEngine
     counts_prompts: bool = False
 
-    def run(self) -> tuple[float, ReplayLog]:
-        """Replay and measure once; return the processor's seconds and the log."""
+    def run(self) -> tuple[tuple[float, float], ReplayLog]:
+        """Replay and measure once; return the processor's seconds of both, and the log."""
         began_s = time.process_time()
         log = simulate(self.engine, self.workload, LIMITS, PLAN)
+        replayed_s = time.process_time() - began_s
         measure([log])
-        return time.process_time() - began_s, log
+        return (replayed_s, time.process_time() - began_s), log
+
+    def on_the_wall(self) -> tuple[float, ReplayLog]:
+        """Replay once; return the seconds that passed, and the log."""
+        began_s = time.perf_counter()
+        log = simulate(self.engine, self.workload, LIMITS, PLAN)
+        return time.perf_counter() - began_s, log
 
     def tokens(self, log: ReplayLog) -> int:
         """Return the tokens that count: answers, and prompts where a cache is looked into."""
@@ -160,21 +172,26 @@ def reference_rate(variant: Variant) -> float:
     return float(log.timelines.output_tokens.sum()) / (time.process_time() - began_s)
 
 
-def report(name: str, variant: Variant, took_s: list[float], log: ReplayLog) -> dict[str, Any]:
+def report(
+    name: str, variant: Variant, took_s: list[tuple[float, float]], log: ReplayLog
+) -> dict[str, Any]:
     """Print and return what a variant came to."""
     tokens = variant.tokens(log)
-    rates = sorted(tokens / one_s for one_s in took_s)
+    alone_s, all_s = zip(*took_s, strict=True)
+    rates = sorted(tokens / one_s for one_s in alone_s)
     e2e_s = [float(np.quantile(log.timelines.e2e_s, q)) for q in (0.5, 0.99)]
     print(
         f"{name:<32} {median(rates) / 1e6:>8,.0f} million tokens/s "
         f"({rates[0] / 1e6:,.0f} … {rates[-1] / 1e6:,.0f}, n {len(rates)}), "
-        f"{median(took_s) * 1e3:,.1f} ms, {log.steps.steps:,} steps, "
-        f"{log.steps.preempted:,} preempted, E2E p50, p99 {e2e_s[0]:.3f}, {e2e_s[1]:.3f} s",
+        f"{median(alone_s) * 1e3:,.1f} ms, with metrics {median(all_s) * 1e3:,.1f} ms, "
+        f"{log.steps.steps:,} steps, {log.steps.preempted:,} preempted, "
+        f"E2E p50, p99 {e2e_s[0]:.3f}, {e2e_s[1]:.3f} s",
         flush=True,
     )
     return {
         "tokens": tokens,
-        "seconds": took_s,
+        "seconds": alone_s,
+        "seconds_with_metrics": all_s,
         "steps": log.steps.steps,
         "preempted": log.steps.preempted,
         "requests": len(variant.workload.trace),
@@ -185,7 +202,7 @@ def report(name: str, variant: Variant, took_s: list[float], log: ReplayLog) -> 
 def measured_in_turns(variants: dict[str, Variant], runs: int) -> dict[str, Any]:
     """Run all variants in turns and report them."""
     logs = {name: variant.run()[1] for name, variant in variants.items()}
-    took_s: dict[str, list[float]] = {name: [] for name in variants}
+    took_s: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for _ in range(runs):
         for name, variant in variants.items():
             took_s[name].append(variant.run()[0])
@@ -198,8 +215,44 @@ def week(variant: Variant) -> dict[str, Any]:
     took_s, log = whole.run()
     found = report("a week of 27 million requests", whole, [took_s], log)
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-    print(f"  {took_s:.1f} s, {peak_gib:.1f} GiB at most, the trace included")
+    print(f"  {took_s[0]:.1f} s, {peak_gib:.1f} GiB at most, the trace included")
     return {**found, "peak_gib": peak_gib}
+
+
+def beside_before(
+    variants: dict[str, Variant], checkout: Path, trace: Path, runs: int
+) -> dict[str, Any]:
+    """Replay by the shadow of another checkout and by this one, in turns."""
+    script = checkout / "tests" / "benchmarks" / "shadow_speed.py"
+    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    found: dict[str, Any] = {}
+    for name in ("20 ms", "20 ms, asynchronous"):
+        pairs = []
+        for _ in range(runs):
+            command = [sys.executable, str(script), str(trace), "--child", name]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, env=env, cwd=checkout
+            )
+            line = next(x for x in done.stdout.splitlines() if x.startswith("RESULT "))
+            before = json.loads(line.removeprefix("RESULT "))
+            ours_s, log = sorted((variants[name].on_the_wall() for _ in range(3)), key=_first)[
+                1
+            ]
+            pairs.append((before["wall_s"], ours_s))
+        ratios = sorted(old_s / ours_s for old_s, ours_s in pairs)
+        now = [float(np.quantile(log.timelines.e2e_s, q)) for q in (0.5, 0.99)]
+        print(
+            f"{name}: {median(ratios):,.0f} times as fast as before ({ratios[0]:,.0f} … "
+            f"{ratios[-1]:,.0f}, n {runs}), {median(p[0] for p in pairs):.1f} s then; steps "
+            f"{before['steps']:,} and {log.steps.steps:,}, E2E p50, p99 {before['e2e_s']} "
+            f"and {now} s"
+        )
+        found[name] = {"wall_s": pairs, "before": before, "e2e_p50_p99_s": now}
+    return found
+
+
+def _first(timed: tuple[float, ReplayLog]) -> float:
+    return timed[0]
 
 
 def main() -> None:
@@ -209,6 +262,7 @@ def main() -> None:
     parser.add_argument("--shared")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--week", action="store_true")
+    parser.add_argument("--before", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     variants = variants_of(args)
@@ -219,6 +273,9 @@ def main() -> None:
         stages["reference"] = lambda: reference_rate(first)
     if args.week:
         stages["week"] = lambda: week(first)
+    if args.before:
+        before, trace = args.before.resolve(), Path(args.trace).resolve()
+        stages["before"] = lambda: beside_before(variants, before, trace, 3)
     more = {name: stage() for name, stage in stages.items()}
     if "reference" in more:
         print(f"reference, asked at every step: {more['reference']:,.0f} tokens/s")

@@ -19,7 +19,7 @@ from support.paths import TESTS
 from support.toy_tune import write_trace
 from tuner.cli import run
 from tuner.cli.commands import tune
-from tuner.cli.console import talk
+from tuner.cli.displays import talk
 
 SNAPSHOT = TESTS / "snapshots" / "help.txt"
 HELP_S = 0.2

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 SHOWS = """
-from tuner.cli.console import ReplayDisplay, RunDisplay
+from tuner.cli.displays import ReplayDisplay, RunDisplay
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError
 from tuner.search.objective import Score, Tier

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.traffic import a_trace
-from tuner.errors import TraceError
+from tuner.errors import TraceError, UsageError
 from tuner.replay.arrivals import (
     ClockKind,
     ClosedArrivals,
     OpenArrivals,
     ReplayClock,
     arrivals_of,
+    check_priorities,
 )
 from tuner.traffic.traces import LoadModel
 
@@ -107,3 +111,11 @@ def test_wall_seconds_pass_whatever_a_step_says() -> None:
     due_s = clock.wall_s + 0.02
     clock.idle_until(due_s)
     assert due_s <= clock.now_s <= clock.wall_s
+
+
+def test_priorities_are_refused_where_an_engine_serves_by_arrival() -> None:
+    trace = replace(a_trace([0.0, 1.0]), priorities=np.array([0, -1]))
+    with pytest.raises(UsageError, match="1 of 2 requests have a priority"):
+        check_priorities(trace, has_priorities=False)
+    check_priorities(trace, has_priorities=True)
+    check_priorities(replace(trace, priorities=np.zeros(2, np.int64)), has_priorities=False)

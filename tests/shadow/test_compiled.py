@@ -16,7 +16,7 @@ from tuner.shadow.compiled import compiled, warms_up
 def step(n):
     return n + 1
 
-@compiled(nogil=True)
+@compiled
 def climb(n):
     total = 0
     for i in range(n):

@@ -48,7 +48,13 @@ def random_case(seed: int) -> Case:
     if shape.scheduler["watermark"]:
         blocks = max(blocks, 2 * least)
     engine = SimulatedEngine(shape, blocks, _model(rng), ceiling)
-    return Case(engine, trace, limits, _plan(rng, trace))
+    plan = _plan(rng, trace)
+    # Drawn apart too.
+    rng = np.random.default_rng([seed, 2])
+    if shape.has_priorities and rng.random() < 0.8:
+        priorities = rng.integers(-1, int(rng.choice([1, 2, 8])), len(trace))
+        trace = replace(trace, priorities=priorities)
+    return Case(engine, trace, limits, plan)
 
 
 def _trace(rng: np.random.Generator, block: int) -> Trace:

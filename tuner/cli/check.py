@@ -10,14 +10,28 @@ from tuner.cli.console import say, show_result
 from tuner.cli.inputs import TrafficOptions
 from tuner.cli.options import Params, path_of
 from tuner.cli.prometheus import PrometheusOptions
-from tuner.cli.shadows import retune_of
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.check import check_traffic
 from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
+from tuner.search.objective import Objective
+from tuner.search.space import DEFAULT_LADDER
 from tuner.traffic.reshape import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import TooLong, Trace
+
+
+def retune_of(params: Params) -> RetuneOptions:
+    """Return what a re-tune aims at, as check and watch say it alike."""
+    objective = params["objective"]
+    return RetuneOptions(
+        objective=Objective(objective) if objective else None,
+        slos=tuple(params["slo"]),
+        ladder=params["max_num_seqs"] or DEFAULT_LADDER,
+        too_long=TooLong(params["too_long"]),
+        seed=params["seed"],
+        is_forced=params["force_profile"],
+    )
 
 
 @dataclass(frozen=True, slots=True)

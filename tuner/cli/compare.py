@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from tuner.cli.console import ReplayDisplay, json_text, say, show_result
+from tuner.cli.console import json_text, say, show_result
+from tuner.cli.displays import ReplayDisplay
 from tuner.cli.inputs import EngineOptions, LimitOptions, TrafficOptions, announce
 from tuner.cli.options import Params, path_of
 from tuner.cli.report import write_report

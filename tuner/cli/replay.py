@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from tuner.cli.console import ReplayDisplay, say, show_result
+from tuner.cli.console import say, show_result
+from tuner.cli.displays import ReplayDisplay
 from tuner.cli.inputs import (
     WHERE_PROFILES_ARE,
     EngineOptions,

@@ -1,4 +1,4 @@
-"""Predictions of a baseline's profile for new traffic, as `tune check` and `watch` need."""
+"""Traffic that `tune watch` samples, and what a baseline's profile predicts of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.cli.console import say
-from tuner.cli.options import Params
 from tuner.cli.prometheus import PrometheusOptions
 from tuner.drift.baseline import Baseline
 from tuner.drift.check import Checked, check_traffic, unlike_server
@@ -18,26 +17,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import Failure
-from tuner.search.objective import Objective
-from tuner.search.space import DEFAULT_LADDER
 from tuner.traffic.prometheus import hits_missed
 from tuner.traffic.prometheus.live import Live, live_between
 from tuner.traffic.sketch import TrafficSketch, sketch_of
-from tuner.traffic.traces import TooLong, Trace
+from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
-
-
-def retune_of(params: Params) -> RetuneOptions:
-    """Return what a re-tune aims at, as check and watch say it alike."""
-    objective = params["objective"]
-    return RetuneOptions(
-        objective=Objective(objective) if objective else None,
-        slos=tuple(params["slo"]),
-        ladder=params["max_num_seqs"] or DEFAULT_LADDER,
-        too_long=TooLong(params["too_long"]),
-        seed=params["seed"],
-        is_forced=params["force_profile"],
-    )
 
 
 @dataclass(frozen=True, slots=True)

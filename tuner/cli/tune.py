@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from tuner.cli.console import RunDisplay, say, show_outcome
+from tuner.cli.console import say
+from tuner.cli.displays import RunDisplay, show_outcome
 from tuner.cli.emit import check_ending, holds_secrets
 from tuner.cli.inputs import EngineOptions, TrafficOptions, check_folder, check_named
 from tuner.cli.options import LADDER, SLO, Params, given_in, path_of

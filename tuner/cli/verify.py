@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from tuner.cli.console import ProgressLine, say, show_result
+from tuner.cli.console import say, show_result
+from tuner.cli.displays import ProgressLine
 from tuner.cli.inputs import (
     WHERE_PROFILES_ARE,
     EngineOptions,

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from tuner.cli.check import retune_of
 from tuner.cli.console import say
 from tuner.cli.emit import check_ending
 from tuner.cli.options import Params, path_of
 from tuner.cli.prometheus import PrometheusOptions
-from tuner.cli.shadows import PrometheusTraffic, ShadowCheck, retune_of
+from tuner.cli.shadows import PrometheusTraffic, ShadowCheck
 from tuner.drift.baseline import Baseline, read_baseline
 from tuner.drift.compare import MIN_S
 from tuner.drift.retune import RetuneOptions

@@ -85,7 +85,9 @@ class LiveEngine:
     def prepare(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Make the tokens, block hashes and request object that `add` will hand over."""
         self._between.look()
-        self._prepared[row] = self._running_core.request(row, prompt.token_ids(), output_tokens)
+        self._prepared[row] = self._running_core.request(
+            row, prompt.token_ids(), output_tokens, prompt.priority
+        )
 
     def add(self, row: int, prompt: Prompt, output_tokens: int) -> None:
         """Queue a request that answers with exactly output_tokens tokens."""

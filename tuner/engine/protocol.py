@@ -22,7 +22,8 @@ class EngineInfo:
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
     false where this vLLM cannot, so that every configuration needs a restart. `remark` is a
     sentence on it for the user, or empty. `captured_sizes` are the batch sizes in tokens for
-    which graphs were captured, `sampling` a sentence on how tokens are.
+    which graphs were captured, `sampling` a sentence on how tokens are. `has_priorities` tells
+    whether requests of a smaller priority are served first.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class EngineInfo:
     remark: str = ""
     captured_sizes: tuple[int, ...] = ()
     sampling: str = ""
+    has_priorities: bool = False
 
     @classmethod
     def of_shadow(
@@ -60,6 +62,7 @@ class EngineInfo:
             can_change_limits=True,
             asynchronous=shape.asynchronous,
             remark=remark,
+            has_priorities=shape.has_priorities,
         )
 
 
@@ -143,6 +146,10 @@ class Prompt(Protocol):
 
     def __len__(self) -> int:
         """Return the number of tokens."""
+
+    @property
+    def priority(self) -> int:
+        """Return vLLM's priority, of which the smallest is served first."""
 
     def token_ids(self) -> list[int]:
         """Return the tokens themselves."""

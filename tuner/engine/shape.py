@@ -42,6 +42,11 @@ class EngineShape:
     captured_sizes: tuple[int, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
 
+    @property
+    def has_priorities(self) -> bool:
+        """Whether requests of a smaller priority are served first."""
+        return self.scheduler.get("policy") == "priority"
+
 
 def padded_tokens(tokens: int, captured_sizes: tuple[int, ...]) -> int:
     """Return the tokens that a batch computes once padded to a captured graph.

@@ -20,7 +20,7 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.errors import TraceError
+from tuner.errors import TraceError, UsageError
 from tuner.traffic.traces import LoadModel, Trace, Turns
 
 
@@ -260,6 +260,18 @@ def check_arrivals(trace: Trace, load_model: LoadModel) -> None:
             f"{trace.source} records requests in flight, not arrivals",
             "replay it with --load-model closed",
         )
+
+
+def check_priorities(trace: Trace, *, has_priorities: bool) -> None:
+    """Refuse priorities where an engine serves by arrival, as vLLM does. Raises: UsageError."""
+    if has_priorities or trace.priorities is None or not trace.priorities.any():
+        return
+    count = np.count_nonzero(trace.priorities)
+    raise UsageError(
+        f"{count} of {len(trace)} requests have a priority, and the engine's scheduling-policy"
+        " is fcfs",
+        "add `scheduling-policy: priority` to the configuration, or leave `priority` out",
+    )
 
 
 Arrivals = OpenArrivals | CausalArrivals | ClosedArrivals | BatchArrivals

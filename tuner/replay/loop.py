@@ -18,7 +18,14 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
 from tuner.errors import ReplayError
-from tuner.replay.arrivals import Ahead, CausalArrivals, ClockKind, ReplayClock, arrivals_of
+from tuner.replay.arrivals import (
+    Ahead,
+    CausalArrivals,
+    ClockKind,
+    ReplayClock,
+    arrivals_of,
+    check_priorities,
+)
 from tuner.replay.load import offered_work_s
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
@@ -355,7 +362,9 @@ def replay(
 
     Units: seconds on the replay's clock, zero at the trace's own zero.
     Raises: EngineError when the engine fails; ReplayError when the replay itself is void;
-        TraceError when a closed loop asks for a concurrency that was not recorded.
+        TraceError when a closed loop asks for a concurrency that was not recorded; UsageError
+        for priorities on an engine that serves by arrival.
     """
+    check_priorities(trace, has_priorities=engine.info.has_priorities)
     engine.reset()
     return _Replay(engine, trace, prompts, plan).run(on_progress)

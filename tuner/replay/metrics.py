@@ -8,7 +8,7 @@ windows of the trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from tuner.replay.load import arrival_span_s, is_sustained, utilisation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.stats import QUANTILES, Estimate, LogHistogram, WeightedSamples, pooled
+from tuner.stats import QUANTILES, Estimate, WeightedSamples, pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,13 @@ class TimeWeighted:
 
 def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
     """Return a level of the steps weighted by time, idle time counting as nothing."""
-    histogram, peak = LogHistogram(), 0.0
-    for log in logs:
-        idle_s = max(0.0, log.clock_s - log.steps.duration_s)
-        histogram.add_counted(log.steps.levels[name])
-        histogram.add(np.zeros(1), np.array([idle_s]))
-        peak = max(peak, log.steps.peaks[name])
-    pooled = histogram.finish()
-    if pooled.total_weight <= 0:
+    held = pooled([log.steps.levels[name] for log in logs])
+    idle_s = sum(max(0.0, log.clock_s - log.steps.duration_s) for log in logs)
+    samples = WeightedSamples(np.r_[0.0, held.values], np.r_[idle_s, held.weights])
+    if samples.total_weight <= 0:
         return TimeWeighted(0.0, 0.0, 0.0)
-    return TimeWeighted(pooled.mean().value, pooled.value_at(0.99), peak)
+    peak = max(log.steps.peaks[name] for log in logs)
+    return TimeWeighted(samples.mean().value, samples.value_at(0.99), peak)
 
 
 # Above this share of distorted steps the machine is called noisy: ours.
@@ -268,18 +265,22 @@ def load_text(
     return f"{message}: utilisation {utilisation:.0%}"
 
 
-def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
+_ALL = ("ttft_s", "tpot_s", "e2e_s", "itl_s", "decode_step_s")
+
+
+def measure(
+    logs: Sequence[ReplayLog], slos: Sequence[Slo] = (), latencies: Collection[str] = _ALL
+) -> Measurement:
     """Return the measurement of a replay, pooled when the trace was replayed in windows.
 
-    Goodput and attainment count requests that meet every SLO on TTFT, TPOT and E2E themselves;
-    without an SLO there is none.
+    It has the latencies that are named, which are most of the work. Goodput and attainment
+    count requests that meet every SLO on TTFT, TPOT and E2E themselves; without an SLO there is
+    none.
 
     Shapes: logs is [windows], at least one.
     Raises: ValueError without a log.
     """
-    if not logs:
-        raise ValueError("nothing was replayed")
-    lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
+    lines, steps = _parts(logs)
     span_s = sum(_busy_span_s(log) for log in logs)
     offered = sum(len(line) for line in lines)
     completed = sum(line.count(Outcome.COMPLETED) for line in lines)
@@ -295,7 +296,7 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
-        latencies=_latencies(logs),
+        latencies=_latencies(logs, latencies),
         queue_depth=levels(logs, "waiting"),
         running=levels(logs, "running"),
         kv_usage=levels(logs, "kv_usage_ratio"),
@@ -314,6 +315,12 @@ def measure(logs: Sequence[ReplayLog], slos: Sequence[Slo] = ()) -> Measurement:
         unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
     )
     return _with_caveats(_with_load(measurement, lines))
+
+
+def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary]]:
+    if not logs:
+        raise ValueError("nothing was replayed")
+    return [log.timelines for log in logs], [log.steps for log in logs]
 
 
 def _kept_up(log: ReplayLog) -> bool:
@@ -382,23 +389,25 @@ def _answered_tokens(logs: Sequence[ReplayLog]) -> int:
     return tokens
 
 
-def _latencies(logs: Sequence[ReplayLog]) -> dict[str, Distribution | None]:
-    """Return the distribution of every latency, pooled over windows.
+def _latencies(
+    logs: Sequence[ReplayLog], names: Collection[str]
+) -> dict[str, Distribution | None]:
+    """Return the distribution of each latency that is named, pooled over windows.
 
     What was in flight when a replay was cut was not lost: how it would have ended is unknown.
     """
-    lines, steps = [log.timelines for log in logs], [log.steps for log in logs]
     lost = sum(int(log.timelines.lost.sum()) for log in logs if log.cut_reason is None)
-    columns: dict[str, list[Floats]] = {
-        "ttft_s": [line.ttft_s for line in lines],
-        "tpot_s": [line.tpot_s for line in lines],
-        "e2e_s": [line.e2e_s for line in lines],
-    }
-    return {
-        **{name: distribution(np.concatenate(parts), lost) for name, parts in columns.items()},
-        "itl_s": counted_distribution(pooled([line.gap_s for line in lines])),
-        "decode_step_s": counted_distribution(pooled([s.decode_steps for s in steps])),
-    }
+
+    def spread(name: str) -> Distribution | None:
+        if name == "itl_s":
+            return counted_distribution(pooled([log.timelines.gap_s for log in logs]))
+        if name == "decode_step_s":
+            return counted_distribution(pooled([log.steps.decode_steps for log in logs]))
+        return distribution(
+            np.concatenate([getattr(log.timelines, name) for log in logs]), lost
+        )
+
+    return {name: spread(name) for name in names}
 
 
 def _hit_ratio(steps: Sequence[StepSummary]) -> float | None:

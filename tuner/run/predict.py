@@ -372,4 +372,5 @@ class _Replays:
             ]
         except EngineError as error:
             return Failure(error.message)
-        return replace(measure(logs, self._workload.slos), load=load * self._traffic[0].load)
+        measured = measure(logs, self._workload.slos, self._workload.scoring.latencies)
+        return replace(measured, load=load * self._traffic[0].load)

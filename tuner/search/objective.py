@@ -187,8 +187,13 @@ class Scoring:
                 "add for example --slo ttft_p99=500ms --slo tpot_p99=50ms",
             )
 
+    @property
+    def latencies(self) -> set[str]:
+        """The latencies by which a measurement is placed in the order."""
+        return {"e2e_s", *(slo.metric for slo in self.slos)}
+
     def score(self, m: Measurement) -> Score:
-        """Place a measurement in the order."""
+        """Place a measurement in the order; it has at least `latencies`."""
         if m.cut_reason is not None:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, overload
+from typing import Any, Final, Protocol, TypeVar
 
 from tuner.errors import UsageError
 
@@ -50,24 +50,14 @@ class _Decorator(Protocol):
 _warm_ups: list[Callable[[], object]] = []
 
 
-@overload
-def compiled(function: _Function, /) -> _Function: ...
-@overload
-def compiled(function: None = None, /, **options: object) -> _Decorator: ...
-def compiled(function: _Function | None = None, /, **options: object) -> _Function | _Decorator:
+def compiled(function: _Function) -> _Function:
     """Let numba compile a function at its first call, and keep the machine code.
 
-    Options are numba.njit's. The code is compiled anew when any source beside this module has
-    changed, and so has a compiled function that calls another; what a function takes from
-    outside this package has to be an argument.
+    For arrays and numbers alone: what it fills has to be an argument, as it makes no array, and
+    so has what it takes from outside this package. The code is compiled anew when any source
+    beside this module has changed, and so has a compiled function that calls another.
     """
-    if function is None:
-        return lambda function: _compiled(function, options)
-    return _compiled(function, options)
-
-
-def _compiled(function: _Function, options: dict[str, object]) -> _Function:
-    dispatcher: Any = numba.njit(**options)(function)
+    dispatcher: Any = numba.njit(_nrt=False, nogil=True, error_model="numpy")(function)
     if dispatcher is not function:  # as it is with NUMBA_DISABLE_JIT=1
         try:
             # What Dispatcher.enable_caching() does, with a cache of ours.
@@ -157,8 +147,11 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]  # numba is untyped
         self._cache_file = self._files[0]
 
     def load_overload(self, sig: object, target_context: Any) -> Any:  # noqa: ANN401 - numba's
-        """Return the code for a signature, None where there is none that can be read."""
-        target_context.refresh()
+        """Return the code for a signature, None where there is none that can be read.
+
+        numba would first load all that it can compile, half a second, and what makes arrays
+        needs some of that; what is compiled here does not.
+        """
         key = self._index_key(sig, target_context.codegen())
         for file in self._files:
             try:

@@ -81,8 +81,9 @@ PIPE = 4  # batches that the arrays hold at once: more than are ever on their wa
 LOG_FIELDS = 13
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, usage.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USAGE, HISTOGRAMS = range(6)
-# A bin for each key of stats.LogHistogram from e^-22.5 to e^17.5; the last one holds zeros.
-BINS = 80_001
+# A bin for each key of stats.LogHistogram from e^-22.5 to e^17.5; the first one holds zeros.
+# Behind them a mark for each stretch of bins, whether any of it was counted.
+BINS, STRETCH = 80_064, 64
 LOWEST_KEY = -45_000
 LOG_WIDTH = math.log1p(0.0005)
 
@@ -152,11 +153,12 @@ def _count(h, which, value, weight, total):
     """Count a sample of which `weight` come to `total`."""
     if value > 0.0:
         at = math.floor(math.log(value) / LOG_WIDTH) - LOWEST_KEY
-        at = min(max(at, 0), BINS - 2)
+        at = min(max(at, 1), BINS - 1)
     else:
-        at = BINS - 1
+        at = 0
     h[which, at, 0] += weight
     h[which, at, 1] += total
+    h[which, BINS + at // STRETCH, 0] = 1.0
 
 
 # the heap of decoding requests by the step of their last token
@@ -1659,7 +1661,7 @@ def _begin_to_measure(g, x, h):
     for field in range(STEPS_N, FLOATS):
         x[field] = 0.0
     for which in range(HISTOGRAMS):
-        for at in range(BINS):
+        for at in range(h.shape[1]):
             h[which, at, 0] = h[which, at, 1] = 0.0
 
 
@@ -1676,7 +1678,7 @@ def _leave_unfinished(g, x, f, q):
         g[ENDED] += 1
 
 
-@compiled(_nrt=False, nogil=True, error_model="numpy")
+@compiled
 def stop_all(g, x, w, sl, f, q):
     """Note how far every answer in flight came."""
     for slot in range(g[SLOTS]):
@@ -1684,7 +1686,7 @@ def stop_all(g, x, w, sl, f, q):
             _stop(g, x, w, sl, f, q, slot)
 
 
-@compiled(_nrt=False, nogil=True, error_model="numpy")
+@compiled
 def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
     """Go on with a replay for so many turns, or until it has ended; True while there is more.
 

@@ -18,12 +18,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, Ints
+from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, ShadowError
-from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals
+from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals, check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, Timelines
@@ -114,9 +114,7 @@ class PreparedTrace:
     """A trace as it is replayed again and again: what does not depend on the setting.
 
     `of` is the trace that was brought to the plan's load, the trace itself where none is given.
-    `priorities` are served smallest first where the engine's policy asks for them.
 
-    Shapes: priorities is [n].
     Raises: TraceError when a closed loop asks for a concurrency that was not recorded, or an
         open one for arrivals that were not.
     """
@@ -127,7 +125,6 @@ class PreparedTrace:
         plan: ReplayPlan,
         *,
         of: Trace | None = None,
-        priorities: Ints | None = None,
     ) -> None:
         check_arrivals(trace, plan.load_model)
         self.trace = trace
@@ -137,7 +134,7 @@ class PreparedTrace:
         self.prompts = _fixed(trace.prompt_tokens, np.int64)
         self.outputs = _fixed(trace.output_tokens, np.int64)
         self.priorities = _fixed(
-            np.empty(0, np.int64) if priorities is None else priorities, np.int64
+            np.empty(0) if trace.priorities is None else trace.priorities, np.int64
         )
         causal = plan.sessions is Sessions.CAUSAL and trace.turns is not None
         self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
@@ -204,8 +201,14 @@ class PreparedTrace:
             nothing = _fixed(np.zeros(1), np.int32)
             return nothing, _fixed(np.zeros(n + 1), np.int64), _fixed(np.zeros(n), np.int64), 0
         links = np.empty(max(1, hashes.ids.size), dtype=np.int32)
+        size = max(16, 1 << (2 * hashes.ids.size - 1).bit_length())
         count = _number_chains(
-            _fixed(hashes.offsets, np.int64), _fixed(hashes.ids, np.int64), links
+            _fixed(hashes.offsets, np.int64),
+            _fixed(hashes.ids, np.int64),
+            links,
+            np.full(size, -1, np.int32),
+            np.empty(size, np.int32),
+            np.empty(size, np.int64),
         )
         covered = np.minimum(hashes.counts * hashes.block_size, self.trace.prompt_tokens)
         return (
@@ -258,15 +261,20 @@ def _fixed(column: NDArray[Any], dtype: type) -> NDArray[Any]:
     return fixed
 
 
-@compiled(nogil=True, error_model="numpy")
-def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]) -> int:
-    """Give a number to each beginning of a prompt, by the one before and its last block."""
-    size = 16
-    while size < 2 * ids.size:
-        size *= 2
-    before, added = np.empty(size, np.int32), np.empty(size, np.int64)
-    number = np.full(size, -1, np.int32)
-    count = 0
+@compiled
+def _number_chains(
+    offsets: NDArray[Any],
+    ids: NDArray[Any],
+    links: NDArray[Any],
+    number: NDArray[Any],
+    before: NDArray[Any],
+    added: NDArray[Any],
+) -> int:
+    """Give a number to each beginning of a prompt, by the one before and its last block.
+
+    The last three are a hash table, of a power of two; numbers in it begin with -1.
+    """
+    size, count = number.size, 0
     for row in range(offsets.size - 1):
         chain = -1
         for i in range(offsets[row], offsets[row + 1]):
@@ -284,19 +292,6 @@ def _number_chains(offsets: NDArray[Any], ids: NDArray[Any], links: NDArray[Any]
     return count
 
 
-@compiled(nogil=True, error_model="numpy")
-def _filled(counted: Floats, bins: NDArray[np.int64]) -> int:
-    """Write down which bins hold something, that of zeros first; return how many."""
-    last, count = counted.shape[0] - 1, 0
-    if counted[last, 0] > 0:
-        bins[0], count = last, 1
-    for at in range(last):
-        if counted[at, 0] > 0:
-            bins[count] = at
-            count += 1
-    return count
-
-
 def simulate(
     engine: SimulatedEngine,
     prepared: PreparedTrace,
@@ -309,13 +304,15 @@ def simulate(
     The schedule is vLLM's, step for step. The prefix cache is empty at first.
 
     Raises: EngineError for a request that is larger than the KV cache, or when nothing can be
-        scheduled; ReplayError when the replay itself is void.
+        scheduled; ReplayError when the replay itself is void; UsageError for priorities on an
+        engine that serves by arrival.
     """
     _check_sizes(engine, prepared)
+    check_priorities(prepared.trace, has_priorities=engine.shape.has_priorities)
     began_s = time.perf_counter()
     caches = engine.shape.prefix_caching and prepared.may_share
     slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
-    if _has_priorities(engine.shape):
+    if engine.shape.has_priorities:
         # Whoever was preempted may wait behind those who came later.
         slots = min(4 * slots, len(prepared.trace) + 1)
     while True:
@@ -356,10 +353,6 @@ def _is_since(shape: EngineShape, minor: int) -> bool:
     return found is None or int(found[1]) >= minor
 
 
-def _has_priorities(shape: EngineShape) -> bool:
-    return shape.scheduler.get("policy") == "priority"
-
-
 class _Simulation:
     """One replay: its arrays, and what is read from them."""
 
@@ -392,8 +385,7 @@ class _Simulation:
         self._answers[:, s.OUTCOME] = s.ABORTED
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
-        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS, 2))
-        self._bins = np.empty(s.BINS, np.int64)
+        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
         self._cache = _cache(prepared, self._g, caches=caches)
@@ -499,10 +491,10 @@ class _Simulation:
 
     def _samples(self, which: int) -> WeightedSamples:
         """Return what a histogram has counted, ascending."""
-        counted = self._histograms[which]
-        at = self._bins[: _filled(counted, self._bins)]
-        weights = counted[at, 0]
-        return WeightedSamples(counted[at, 1] / weights, weights)
+        bins, marks = np.split(self._histograms[which], [s.BINS])
+        stretches = bins.reshape(-1, s.STRETCH, 2)[np.flatnonzero(marks[:, 0])].reshape(-1, 2)
+        weights, totals = stretches[stretches[:, 0] > 0].T.copy()
+        return WeightedSamples(totals / weights, weights)
 
     def _summary(self) -> StepSummary:
         x = self._x
@@ -554,7 +546,7 @@ def _integers(
     g[s.CHUNKS] = bool(_option(shape, "enable_chunked_prefill", 1))
     g[s.RESERVES] = bool(_option(shape, "scheduler_reserve_full_isl"))
     g[s.WATERMARK] = int(_option(shape, "watermark") * engine.num_blocks)
-    g[s.PRIORITY] = _has_priorities(shape)
+    g[s.PRIORITY] = shape.has_priorities
     g[s.AHEAD], g[s.BLOCK] = shape.asynchronous, block
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching

@@ -37,6 +37,7 @@ class TokenPrompt:
     """
 
     ids: Sequence[int]
+    priority: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -67,6 +68,11 @@ class RecordedPrompt:
 
     def __len__(self) -> int:
         return self.source.length(self.index)
+
+    @property
+    def priority(self) -> int:
+        """Return the recorded priority, 0 where there is none."""
+        return self.source.priority(self.index)
 
     def token_ids(self) -> list[int]:
         """Return the tokens."""
@@ -138,6 +144,11 @@ class PromptSource:
     def length(self, index: int) -> int:
         """Return the prompt's number of tokens."""
         return int(self._trace.prompt_tokens[index])
+
+    def priority(self, index: int) -> int:
+        """Return the request's priority, 0 where none is recorded."""
+        priorities = self._trace.priorities
+        return 0 if priorities is None else int(priorities[index])
 
     def block_keys(self, index: int, block_size: int) -> list[bytes]:
         """Return a key for each full block of block_size tokens of the prompt.

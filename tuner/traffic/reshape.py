@@ -59,6 +59,7 @@ def merge(traces: Sequence[Trace], starts_s: Sequence[float] | None = None) -> T
         ttft_s=_latencies(traces, lambda t: t.ttft_s, order),
         turns=turns.take(order) if turns is not None else None,
         request_ids=_request_ids(traces, order),
+        priorities=_priorities(traces, order),
         source=f"{traces[0].source} and {len(traces) - 1} more",
         format="+".join(sorted({trace.format for trace in traces})),
         sha256=hashlib.sha256("".join(t.sha256 for t in traces).encode()).hexdigest(),
@@ -159,6 +160,18 @@ def _request_ids(traces: Sequence[Trace], order: Ints) -> tuple[str, ...] | None
         return None
     names = [name for t in traces for name in (t.request_ids or ("",) * len(t))]
     return tuple(names[i] for i in order.tolist())
+
+
+def _priorities(traces: Sequence[Trace], order: Ints) -> Ints | None:
+    columns = [trace.priorities for trace in traces]
+    if all(column is None for column in columns):
+        return None
+    filled = [
+        np.zeros(len(trace), dtype=np.int64) if column is None else column
+        for trace, column in zip(traces, columns, strict=True)
+    ]
+    joined: Ints = np.concatenate(filled)[order]
+    return joined
 
 
 MANY_ROWS = 50
@@ -560,6 +573,7 @@ class _Copies:
             ttft_s=None if trace.ttft_s is None else trace.ttft_s[rows],
             turns=_turns_of_copies(trace.turns, rows, number, due_s),
             request_ids=_names(trace.request_ids, rows, number),
+            priorities=None if trace.priorities is None else trace.priorities[rows],
         )
 
     def _own_hashes(self, rows: Ints, number: Ints) -> HashIds | None:

@@ -206,6 +206,7 @@ _PER_ROW = (
     "ttft_s",
     "turns",
     "request_ids",
+    "priorities",
 )
 
 
@@ -219,9 +220,11 @@ class Trace:
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
     block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
-    is the multiple of the recorded arrivals that these are (`scaling.at_load`).
+    is the multiple of the recorded arrivals that these are (`scaling.at_load`). Of `priorities`
+    the smallest is served first, as in vLLM; None where all are alike.
 
-    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s are [n], n >= 1; due_s ascends.
+    Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s, priorities are [n], n >= 1;
+        due_s ascends.
     Units: seconds from the start of the trace; e2e_s and ttft_s are nan where not recorded.
     Raises: TraceError if n is 0 or the hash ids do not fit the prompts; ValueError if the
         columns differ in length or are out of range.
@@ -244,6 +247,7 @@ class Trace:
     zero_s: float = 0.0
     hash_scope: str = ""
     load: float = 1.0
+    priorities: Ints | None = None
 
     def __post_init__(self) -> None:
         n = len(self.due_s)
@@ -261,7 +265,14 @@ class Trace:
             raise ValueError("every request must have at least 1 prompt and 1 output token")
         if self.hashes is not None:
             self.hashes.check_fits(self.prompt_tokens, self.source)
-        for name in ("due_s", "prompt_tokens", "output_tokens", "e2e_s", "ttft_s"):
+        for name in (
+            "due_s",
+            "prompt_tokens",
+            "output_tokens",
+            "e2e_s",
+            "ttft_s",
+            "priorities",
+        ):
             if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
 
@@ -290,6 +301,7 @@ class Trace:
             ttft_s=self.ttft_s[rows] if self.ttft_s is not None else None,
             turns=self.turns.take(rows) if self.turns is not None else None,
             request_ids=_pick(self.request_ids, rows),
+            priorities=self.priorities[rows] if self.priorities is not None else None,
         )
 
     def between(self, start_s: float, end_s: float) -> Trace:

@@ -133,6 +133,7 @@ class Core:
             asynchronous=getattr(self._core, "batch_queue", None) is not None,
             captured_sizes=captured_sizes(config),
             sampling=self._sampling_text,
+            has_priorities=config.scheduler_config.policy == "priority",
         )
 
     def shape(self) -> EngineShape:
@@ -153,7 +154,9 @@ class Core:
         """Forget cached blocks; False if vLLM could not."""
         return bool(self._engine.reset_prefix_cache())
 
-    def request(self, row: int, prompt_token_ids: list[int], output_tokens: int) -> Any:
+    def request(
+        self, row: int, prompt_token_ids: list[int], output_tokens: int, priority: int = 0
+    ) -> Any:
         """Return a request of exactly output_tokens tokens, its blocks hashed.
 
         What the core's input thread does in a server, beside the core's loop.
@@ -170,6 +173,7 @@ class Core:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
+            priority=priority,
         )
         return self._core.preprocess_add_request(request)
 

@@ -125,6 +125,7 @@ class SchedulerCore:
             sampling_params=params,
             pooling_params=None,
             arrival_time=arrival,
+            priority=prompt.priority,
             block_hasher=self._hasher(row, prompt) if self.caches else None,
         )
         self.scheduler.add_request(request)

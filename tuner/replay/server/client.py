@@ -270,6 +270,8 @@ class _Client:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if priority := self._prompts.prompt(row).priority:
+            content["priority"] = priority
         return json.dumps(content).encode()
 
 

@@ -126,6 +126,7 @@ class Columns:
     skipped: Mapping[str, int] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     sampled_from: str = ""
+    priorities: Ints | None = None
 
     def take(self, rows: npt.NDArray[np.int64]) -> Columns:
         """Return the given rows, in the given order."""
@@ -144,6 +145,7 @@ class Columns:
             aborted=self.aborted[rows] if self.aborted is not None else None,
             turns=self.turns.take(rows) if self.turns is not None else None,
             request_ids=tuple(names[i] for i in rows.tolist()) if names is not None else None,
+            priorities=self.priorities[rows] if self.priorities is not None else None,
         )
 
 
@@ -253,6 +255,7 @@ def assemble(
         turns=columns.turns if columns.turns is not None and columns.turns.waiting else None,
         concurrency=columns.concurrency,
         request_ids=columns.request_ids,
+        priorities=columns.priorities,
         source=source,
         format=format_name,
         sha256=sha256,

@@ -57,6 +57,7 @@ class Block:
     chats: Texts
     parents: Texts
     aborted: Bools
+    priorities: Ints | None
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -99,6 +100,7 @@ def join(
         e2e_s=None if np.isnan(e2e_s).all() else e2e_s,
         ttft_s=None if np.isnan(ttft_s).all() else ttft_s,
         request_ids=_joined_texts(blocks, lambda block: block.request_ids),
+        priorities=_joined_priorities(blocks),
         models=Labels.of(models) if models is not None else None,
         aborted=aborted if aborted.any() else None,
         aborted_before=header.aborted,
@@ -124,6 +126,15 @@ def _joined_texts(blocks: Sequence[Block], of: Callable[[Block], Texts]) -> Text
     if all(of(block) is None for block in blocks):
         return None
     return tuple(chain.from_iterable(of(block) or ("",) * len(block) for block in blocks))
+
+
+def _joined_priorities(blocks: Sequence[Block]) -> Ints | None:
+    """Return who is served first; vLLM's 0 where a line says nothing, None where none does."""
+    if all(block.priorities is None for block in blocks):
+        return None
+    return np.concatenate(
+        [np.zeros(len(b), np.int64) if b.priorities is None else b.priorities for b in blocks]
+    )
 
 
 def _given_turns(path: Path, blocks: Sequence[Block], skipped: Skipped) -> Turns | None:
@@ -200,6 +211,7 @@ class _Row(msgspec.Struct, gc=False, kw_only=True):
     model: str | None = None
     after: int | None = None
     pause_s: float | None = None
+    priority: int | None = None
     status: Any = None
     chat_id: None = None
     parent_chat_id: None = None
@@ -322,6 +334,8 @@ def _decode(data: bytes, dialect: Dialect) -> Block | None:
 def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block | None:
     n = len(rows)
     lists = [row.hash_ids for row in rows]
+    priorities = [row.priority for row in rows]
+    has_priorities = any(priority is not None for priority in priorities)
     block = Block(
         arrived=arrived,
         prompt=np.fromiter((row.input_length for row in rows), np.int64, n),
@@ -337,6 +351,7 @@ def _columns(rows: Sequence[_Row], arrived: Floats, dialect: Dialect) -> Block |
         chats=_texts([row.chat_id for row in rows]),
         parents=_texts([row.parent_chat_id for row in rows]),
         aborted=np.fromiter((row.status == _ABORTED for row in rows), np.bool_, n),
+        priorities=np.array([p or 0 for p in priorities], np.int64) if has_priorities else None,
     )
     sizes = {row.block_size for row in rows} - {None, dialect.block_size}
     return block if not sizes and _is_plausible(block, dialect) else None

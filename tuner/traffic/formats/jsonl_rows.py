@@ -107,6 +107,9 @@ def _faults(row: dict[str, object], dialect: Dialect) -> Iterator[Fault]:
     after = row.get("after")
     if after is not None and (not _is_id(after) or after < 0):
         yield f"after must be the number of an earlier row, from 0, got {shown(after)}", ""
+    priority = row.get("priority")
+    if priority is not None and not _is_id(priority):
+        yield f"priority must be a 64-bit whole number, got {shown(priority)}", ""
     yield from _text_faults(row, dialect)
 
 

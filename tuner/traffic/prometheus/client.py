@@ -12,19 +12,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 from urllib.parse import urlsplit
 
 import numpy as np
-import requests
-from prometheus_api_client import PrometheusConnect
-from prometheus_api_client.exceptions import PrometheusApiClientException
-from urllib3.util.retry import Retry
 
 from tuner.arrays import Floats
 from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.traffic.formats.columns import shown
+
+if TYPE_CHECKING:
+    from prometheus_api_client.exceptions import PrometheusApiClientException
+    from requests.exceptions import RequestException
 
 MAX_POINTS = 10_000
 """Prometheus refuses more than 11,000 points per series (web/api/v1/api.go, queryRange)."""
@@ -92,6 +92,10 @@ class Prometheus:
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, verify: bool = True
     ) -> None:
+        # Imported late: what reads traces alone needs no client.
+        from prometheus_api_client import PrometheusConnect
+        from urllib3.util.retry import Retry
+
         self.place = _place(url)
         self._digest = hashlib.sha256()
         # A query to a server that is there but busy is repeated; one to none fails soon.
@@ -148,6 +152,9 @@ class Prometheus:
         self, query: str, span: Span, first: int, last: int
     ) -> list[tuple[dict[str, str], Floats, Floats]]:
         """Return the labels, times and values of each series between two instants."""
+        from prometheus_api_client.exceptions import PrometheusApiClientException
+        from requests.exceptions import JSONDecodeError, RequestException
+
         start, end = (
             datetime.fromtimestamp(span.start_s + span.step_s * row, tz=UTC)
             for row in (first, last)
@@ -157,9 +164,9 @@ class Prometheus:
             return [(one["metric"], *_columns(one["values"])) for one in answer]
         except PrometheusApiClientException as cause:
             self._refused(cause)
-        except requests.exceptions.JSONDecodeError as cause:
+        except JSONDecodeError as cause:
             raise self._no_prometheus() from cause
-        except requests.exceptions.RequestException as cause:
+        except RequestException as cause:
             raise self._unreachable(cause) from cause
         except (KeyError, TypeError, ValueError, IndexError) as cause:
             raise self._no_prometheus() from cause
@@ -170,16 +177,18 @@ class Prometheus:
             "give the URL of Prometheus itself, not of a page or a login before it",
         )
 
-    def _unreachable(self, error: requests.exceptions.RequestException) -> UsageError:
+    def _unreachable(self, error: RequestException) -> UsageError:
         """Return the error for a request that got no answer."""
-        if isinstance(error, requests.exceptions.Timeout):
+        from requests.exceptions import SSLError, Timeout
+
+        if isinstance(error, Timeout):
             return UsageError(
                 f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
                 "ask for less: a shorter --since or a longer --step",
             )
         root = list(_causes(error))[-1]
         reason = getattr(root, "strerror", None) or type(root).__name__
-        if isinstance(error, requests.exceptions.SSLError):
+        if isinstance(error, SSLError):
             # OpenSSL puts the reason where other errors have the number's text.
             reason = getattr(root, "verify_message", "") or reason
             return UsageError(

@@ -1,0 +1,268 @@
+"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere.
+
+And how a run ended. Owns rich.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+
+from tuner.cli.console import say
+from tuner.engine.limits import EngineLimits
+from tuner.replay.loop import Progress
+from tuner.report.summary import gain_words
+from tuner.run.listener import Listener, clock_text
+from tuner.run.result import Advice, RunResult
+from tuner.search.objective import Tier
+from tuner.search.trials import Phase, Trial, leader
+
+_TIER_STYLES = {
+    Tier.GOOD: "green",
+    Tier.NOT_SUSTAINED: "yellow",
+    Tier.BREAKS_SLO: "red",
+    Tier.CUT: "dim",
+    Tier.FAILED: "red",
+}
+
+
+def talk() -> RichConsole:
+    """Return the console on standard error; colour only on a terminal that wants it.
+
+    Texts are shown as they are: paths, vLLM's words and a user's names hold brackets and colons
+    that are neither markup nor emoji.
+    """
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return RichConsole(
+        stderr=True, highlight=False, markup=False, emoji=False, no_color=plain, soft_wrap=True
+    )
+
+
+class RunDisplay(Listener):
+    """Shows a run while it goes on, from its first trial as a table.
+
+    `result` is the last that was put on disk.
+    """
+
+    def __init__(self, tail: str, budget_s: float) -> None:
+        self._console = talk()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        self._tail = tail
+        self._trials: list[Trial] = []
+        self._now = ""
+        self._began_s = time.monotonic()
+        self._budget_s = budget_s
+        self.result: RunResult | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def trial_recalled(self, trial: Trial) -> None:
+        """Take in a trial of a run that is resumed, without announcing it."""
+        self._trials.append(trial)
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+        if self._live is not None:
+            self._live.console.print(text)
+        else:
+            say(text)
+
+    def trial_started(self, number: int, limits: EngineLimits, phase: Phase) -> None:
+        """Show what begins."""
+        if self._is_live and self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        self._now = f"trial {number} {phase} {limits}"
+        self._refresh()
+
+    def progress(self, progress: Progress) -> None:
+        """Show how far the replay is."""
+        left = clock_text(self._budget_s - (time.monotonic() - self._began_s))
+        head = self._now.split(" · ", maxsplit=1)[0]
+        share = f"{progress.ended}/{progress.offered} requests"
+        self._now = f"{head} · {share} · at most {left} left"
+        self._refresh()
+
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
+        """Show what came out."""
+        self._trials.append(trial)
+        if self._live is None:
+            cells = " ".join(_cells(trial))
+            say(f"trial {cells}  {self._so_far()}, at most {clock_text(left_s)} left")
+        self._refresh()
+
+    def result_written(self, result: RunResult, run_dir: Path) -> None:  # noqa: ARG002
+        """Keep the result, to be shown when the run has ended."""
+        self.result = result
+
+    def _so_far(self) -> str:
+        """Name the best so far and what a single replay says it gains."""
+        every = [trial.observation for trial in self._trials]
+        observations = [o for o in every if o.phase.is_on_windows] or [
+            o for o in every if o.phase is Phase.SHADOW
+        ]
+        best = leader(observations)
+        if best is None:
+            return "nothing works so far" if observations else "nothing to compare yet"
+        # Every run begins with the current configuration.
+        limits = self._trials[0].limits
+        current = next((o for o in observations if o.limits == limits), None)
+        gain = ""
+        comparable = current is not None and current.score.metric == best.score.metric
+        if current is not None and comparable and current.limits != best.limits:
+            one = "replay" if best.phase.is_on_windows else "shadow"
+            gain = f" ({best.score.value / current.score.value - 1:+.0%}, one {one})"
+        return f"best so far {best.limits}{gain}"
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(
+            box=None,
+            caption=f"{self._now}\n{self._so_far()}",
+            caption_justify="left",
+            pad_edge=False,
+        )
+        for name, justify in _COLUMNS:
+            table.add_column(name, justify="left" if justify == "l" else "right")
+        rows = self._trials[-(self._console.height - 6) :] if self._console.height > 8 else []
+        best = leader([trial.observation for trial in self._trials])
+        for trial in rows:
+            style = _TIER_STYLES[trial.tier]
+            bold = " bold" if best is not None and trial.limits == best.limits else ""
+            table.add_row(*_cells(trial), style=style + bold)
+        return table
+
+
+class ProgressLine:
+    """One line on a terminal that says how far something is; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        console = talk()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_live:
+            self._live.stop()
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the last one."""
+        if self._is_live:
+            self._live.update(text, refresh=True)
+
+
+class ReplayDisplay(ProgressLine):
+    """Shows on a terminal how far a single replay is."""
+
+    def progress(self, progress: Progress) -> bool:
+        """Show it and let the replay go on."""
+        share = f"{progress.ended} of {progress.offered} requests"
+        now = f"{share}, {progress.clock_s:.1f} s on the replay's clock"
+        self.show(f"{now}, {progress.wall_s:.0f} s real")
+        return True
+
+
+_COLUMNS = (
+    ("#", "r"),
+    ("why", "l"),
+    ("seqs/tokens", "r"),
+    ("e2e p50", "r"),
+    ("p95", "r"),
+    ("tpot p50", "r"),
+    ("req/s", "r"),
+    ("kv", "r"),
+    ("state", "l"),
+)
+
+
+def _cells(trial: Trial) -> list[str]:
+    """Return a trial as words of fixed width."""
+    m = trial.measurement or {}
+    e2e, tpot = m.get("e2e_s") or {}, m.get("tpot_s") or {}
+    usage = m.get("gpu_cache_usage_perc") or {}
+    rate = m.get("requests_per_s")
+    state = trial.tier[2:]
+    why = trial.cause or trial.cut_reason
+    return [
+        f"{trial.number:>3}",
+        f"{trial.phase:<7}",
+        f"{trial.limits!s:>10}",
+        f"{_seconds(e2e.get('p50')):>9}",
+        f"{_seconds(e2e.get('p95')):>9}",
+        f"{_seconds(tpot.get('p50')):>8}",
+        f"{rate:6.2f}/s" if rate is not None else "       -",
+        f"{usage['max']:.2f}" if usage.get("max") is not None else "   -",
+        f"{state}{': ' + why if why else ''}",
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    """Write seconds short: milliseconds below one second."""
+    if value is None:
+        return "-"
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def show_outcome(outcome: RunResult, written_to: str) -> None:
+    """Say the four things that end a run: config, gain, what limits it, caveats."""
+    say("")
+    if outcome.recommendation is not None:
+        _show_advice(outcome, outcome.recommendation)
+    if outcome.load:
+        say(outcome.load)
+    say(outcome.kv)
+    say(f"limited by: {outcome.limited_by}")
+    if outcome.capacity is not None:
+        say(f"capacity at the SLOs: {outcome.capacity.text}")
+    for caveat in outcome.caveats:
+        say(f"caveat: {caveat.text}")
+    stages = outcome.provenance.stages_s
+    if stages:
+        say("time: " + ", ".join(f"{name} {took_s:.0f} s" for name, took_s in stages.items()))
+    say(written_to)
+
+
+def _show_advice(outcome: RunResult, advice: Advice) -> None:
+    """Say what to do, what comes of it and what is as good."""
+    if advice.is_change:
+        say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)})")
+    else:
+        say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
+    if advice.shown != outcome.current:
+        how = f"{advice.rounds} rounds in turns" if advice.rounds else "predicted, not raced"
+        say(f"{_words(advice.shown)} against the current configuration, {how}:")
+        for row in outcome.evidence:
+            say(f"  {row.text}")
+    if advice.odds is not None:
+        say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
+    ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
+    if ties:
+        say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")
+
+
+def _words(limits: EngineLimits) -> str:
+    return (
+        f"max-num-seqs {limits.max_num_seqs}, "
+        f"max-num-batched-tokens {limits.max_num_batched_tokens}"
+    )
