@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, stdtrit
 
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
@@ -114,6 +113,10 @@ def quantiles(
 @lru_cache(maxsize=4096)
 def order_interval(n: int, q: float) -> tuple[int, int]:
     """Return the ranks (from 1) of the two order statistics that enclose the quantile."""
+    # Imported late, here and below: every engine's process imports this module, and it takes a
+    # quarter of a second.
+    from scipy.special import bdtr
+
     tail = (1.0 - CONFIDENCE) / 2
     reach = 4 * math.sqrt(n * q * (1 - q)) + 2
     first, last = max(0, int(n * q - reach)), min(n, int(n * q + reach) + 1)
@@ -173,6 +176,8 @@ def mean_of_totals(totals: Floats, counts: Floats) -> Estimate:
 
 def _half_width(values: Floats, confidence: float) -> float:
     """Return half the width of Student's interval for the mean of values."""
+    from scipy.special import stdtrit
+
     t = float(stdtrit(values.size - 1, 0.5 + confidence / 2))
     return t * float(values.std(ddof=1)) / math.sqrt(values.size)
 
@@ -384,6 +389,8 @@ def difference(new: Resampled, old: Resampled, confidence: float) -> tuple[float
 
     Source: Welch (1947), for two samples of different spread.
     """
+    from scipy.special import stdtrit
+
     variances = new.error**2, old.error**2
     error = math.sqrt(sum(variances))
     change = new.value - old.value
