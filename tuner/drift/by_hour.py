@@ -23,6 +23,7 @@ from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.context import Workload
+from tuner.run.predict import FEW_DRAWS
 from tuner.search.budget import Aim
 from tuner.search.objective import Scoring
 from tuner.search.posterior import Draws
@@ -37,6 +38,9 @@ HOURS: Final = 24
 
 MIN_REQUESTS: Final = 40
 """Ours: an hour with fewer cannot carry more than a median, and any configuration serves it."""
+
+MIN_DRAWS: Final = 10
+"""Ours: of each date at least; all dates of an hour together have FEW_DRAWS or more."""
 
 _OFFSET = re.compile(r"(?:UTC)?([+-])(\d{1,2})(?::?([0-5]\d))?", re.ASCII)
 _LARGEST_OFFSET_H = 14
@@ -355,7 +359,8 @@ def calendar_of(
     fewest = min(len(part.of(trace)) for hour in hours for part in hour.parts)
     slos = tuple(slo for slo in aim.slos if slo.needed_samples <= fewest)
     scoring = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
-    draw = partial(retune.draw, settings=sorted(candidates))
+    draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
+    draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
     drawn = []
     for hour in hours:
         of_dates = [

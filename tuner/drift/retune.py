@@ -50,11 +50,13 @@ class Retune:
         """
         return decide(self.predictor, predicted, self.space, FEW_DRAWS)
 
-    def draw(self, workload: Workload, settings: Sequence[EngineLimits]) -> Draws:
+    def draw(
+        self, workload: Workload, settings: Sequence[EngineLimits], draws: int = FEW_DRAWS
+    ) -> Draws:
         """Return draws of settings on a workload. Raises: ShadowError, UsageError."""
         nothing = Predictions(workload, self.wrong_ratio, {})
         predicted = predict_more(self.predictor, nothing, settings)
-        return draw(self.predictor, predicted, settings, FEW_DRAWS)
+        return draw(self.predictor, predicted, settings, draws)
 
 
 @dataclass(frozen=True, slots=True)
