@@ -21,6 +21,9 @@ settings.load_profile("tests")
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Threads of numpy's BLAS spin while they wait for each other, and two workers have two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Tests share what lies in `support`, and an engine's process finds it through the same path.
 sys.path.insert(0, str(ROOT / "tests"))
 _more = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []

@@ -144,12 +144,8 @@ def test_a_program_leaves_the_directory_that_the_command_leaves(
     assert theirs.keys() == json.loads((mine / "result.json").read_text()).keys()
 
 
-@pytest.mark.parametrize(
-    ("stop", "state"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("x"), "failed")]
-)
-def test_a_run_that_is_stopped_keeps_the_best_so_far_and_can_go_on(
-    trace: Path, stop: BaseException, state: str
-) -> None:
+def stopped(trace: Path, stop: BaseException, state: str) -> Path:
+    """Return the directory of a run that was stopped after three trials."""
     listener = Told(stop)
     with pytest.raises(type(stop)):
         tuner.tune(asked(trace), listener, source=ToySource(CROWDED))
@@ -158,6 +154,15 @@ def test_a_run_that_is_stopped_keeps_the_best_so_far_and_can_go_on(
     assert [result.state for result in listener.results] == [state]
     assert (folder / "report.html").exists()
     assert len((folder / "trials.jsonl").read_text().splitlines()) == 3
+    return folder
+
+
+def test_a_run_that_fails_keeps_the_best_so_far(trace: Path) -> None:
+    stopped(trace, RuntimeError("x"), "failed")
+
+
+def test_a_run_that_is_interrupted_keeps_the_best_so_far_and_can_go_on(trace: Path) -> None:
+    folder = stopped(trace, KeyboardInterrupt(), "interrupted")
     with pytest.raises(UsageError, match="program, which gave the trace itself"):
         job_on(ToySource(CROWDED), ["--resume", str(folder)])
     with pytest.raises(UsageError, match=r"load cannot change .* it was 1\.0, now 2\.0"):

@@ -15,12 +15,10 @@ from tuner.stats import (
     CONFIDENCE,
     carries_quantile,
     mean,
-    paired_ratio,
     quantile,
 )
 
 values = st.floats(-1e6, 1e6, allow_nan=False)
-positive = st.floats(1e-6, 1e6)
 fractions = st.floats(0.01, 0.99)
 
 
@@ -123,66 +121,3 @@ def test_a_quantile_outside_its_range_is_refused(q: float) -> None:
 def test_no_samples_is_an_error_and_never_a_zero() -> None:
     with pytest.raises(TooFewSamplesError):
         quantile([], 0.5)
-
-
-@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=8))
-def test_swapping_two_configurations_inverts_ratio_and_interval(
-    pairs: list[tuple[float, float]],
-) -> None:
-    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    there, back = paired_ratio(ours, theirs), paired_ratio(theirs, ours)
-    assert there.low is not None
-    assert there.high is not None
-    assert back.low is not None
-    assert back.high is not None
-    assert there.low <= there.value <= there.high
-    for x, y in ((there.value, back.value), (there.low, back.high), (there.high, back.low)):
-        assert (
-            math.log(x) == pytest.approx(-math.log(y), abs=1e-6) if 0 < x < math.inf else True
-        )
-
-
-@given(st.lists(st.tuples(positive, positive), min_size=2, max_size=8), st.floats(0.1, 10))
-def test_a_ratio_does_not_depend_on_the_unit(
-    pairs: list[tuple[float, float]], unit: float
-) -> None:
-    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-    scaled = paired_ratio([a * unit for a in ours], [b * unit for b in theirs])
-    assert scaled.value == pytest.approx(paired_ratio(ours, theirs).value)
-
-
-def test_what_slows_a_whole_round_cancels_in_a_paired_ratio() -> None:
-    drift = np.array([1.0, 3.0, 9.0, 27.0])
-    found = paired_ratio((2.0 * drift).tolist(), drift.tolist())
-    assert found.value == pytest.approx(2.0)
-    assert found.low == pytest.approx(2.0)
-    assert found.high == pytest.approx(2.0)
-
-
-def test_a_paired_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """Seed 0, 2,000 races of four rounds: outside 0.935 to 0.965 with probability 0.002."""
-    rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(2000):
-        ours, theirs = np.exp(rng.normal(0.0, 0.1, (2, 4)))
-        found = paired_ratio((1.2 * ours).tolist(), theirs.tolist())
-        assert found.low is not None
-        assert found.high is not None
-        hits += found.low <= 1.2 <= found.high
-    assert 0.935 <= hits / 2000 <= 0.965
-
-
-def test_runs_that_cannot_be_paired_are_refused() -> None:
-    with pytest.raises(ValueError, match="pairs"):
-        paired_ratio([1.0, 2.0], [1.0])
-    with pytest.raises(TooFewSamplesError):
-        paired_ratio([1.0], [1.0])
-    with pytest.raises(ValueError, match="above zero"):
-        paired_ratio([1.0, 0.0], [1.0, 1.0])
-
-
-def test_two_rounds_that_contradict_each_other_have_an_interval_without_end() -> None:
-    found = paired_ratio([1e-6, 1e6], [1e6, 1e-6], confidence=0.9917)
-    assert found.value == pytest.approx(1.0)
-    assert found.low == 0.0
-    assert found.high == math.inf

@@ -8,7 +8,6 @@ blocks again. An `Estimate` holds value, interval and sample size together.
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, stdtrit
 
 from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
@@ -29,7 +27,6 @@ BEYOND_TAIL = 10
 # Batches for a mean's interval: ours, 20 as Schmeiser (1982) found 10 to 30 to be enough.
 MEAN_BATCHES = 20
 CONFIDENCE = 0.95
-_LARGEST_LOG = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +114,10 @@ def quantiles(
 @lru_cache(maxsize=4096)
 def order_interval(n: int, q: float) -> tuple[int, int]:
     """Return the ranks (from 1) of the two order statistics that enclose the quantile."""
+    # Imported late, here and below: every engine's process imports this module, and it takes a
+    # quarter of a second.
+    from scipy.special import bdtr
+
     tail = (1.0 - CONFIDENCE) / 2
     reach = 4 * math.sqrt(n * q * (1 - q)) + 2
     ks = range(max(0, int(n * q - reach)), min(n, int(n * q + reach) + 1) + 1)
@@ -174,44 +175,10 @@ def mean_of_totals(totals: Floats, counts: Floats) -> Estimate:
 
 def _half_width(values: Floats, confidence: float) -> float:
     """Return half the width of Student's interval for the mean of values."""
-    t = _t(values.size, confidence)
+    from scipy.special import stdtrit
+
+    t = float(stdtrit(values.size - 1, 0.5 + confidence / 2))
     return t * float(values.std(ddof=1)) / math.sqrt(values.size)
-
-
-def paired_ratio(
-    ours: Sequence[float], theirs: Sequence[float], confidence: float = CONFIDENCE
-) -> Estimate:
-    """Return the ratio ours / theirs over runs made in turns, with Student's interval.
-
-    Pairs share a round, so the machine's slow drift cancels; logarithms make the ratio
-    symmetric (swapping the two inverts value and interval).
-
-    Shapes: ours and theirs are [rounds], pair by pair, rounds >= 2, all above zero.
-    Units: a ratio without unit.
-    Raises: TooFewSamplesError below two pairs; ValueError if the lengths differ or a value is
-        not above zero.
-    Source: Student's t on log ratios, Fieller's problem avoided; Kalibera & Jones (2013).
-    """
-    if len(ours) != len(theirs):
-        raise ValueError(f"pairs must match, got {len(ours)} and {len(theirs)} runs")
-    if len(ours) < 2:
-        raise TooFewSamplesError(f"a paired interval wants two rounds, got {len(ours)}")
-    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
-    if bool((a <= 0).any()) or bool((b <= 0).any()):
-        raise ValueError("a ratio wants values above zero")
-    logs = np.log(a) - np.log(b)
-    centre, half = float(logs.mean()), _half_width(logs, confidence)
-    return Estimate(math.exp(centre), _exp(centre - half), _exp(centre + half), len(ours))
-
-
-def _t(n: int, confidence: float) -> float:
-    """Return Student's quantile for the mean of n values."""
-    return float(stdtrit(n - 1, 0.5 + confidence / 2))
-
-
-def _exp(log: float) -> float:
-    """Return the exponential, without end where two rounds say next to nothing."""
-    return math.exp(log) if log < _LARGEST_LOG else math.inf
 
 
 # Width of a bin relative to its value: ours, a twentieth of a percent, far below what two
@@ -421,6 +388,8 @@ def difference(new: Resampled, old: Resampled, confidence: float) -> tuple[float
 
     Source: Welch (1947), for two samples of different spread.
     """
+    from scipy.special import stdtrit
+
     variances = new.error**2, old.error**2
     error = math.sqrt(sum(variances))
     change = new.value - old.value

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import platform
 import sys
@@ -37,7 +38,7 @@ from scipy.stats import ttest_1samp
 
 from tuner.recorder.recorder import process_recorder
 from tuner.recorder.settings import FILE
-from tuner.stats import CONFIDENCE, paired_ratio, quantile
+from tuner.stats import CONFIDENCE, quantile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -220,12 +221,11 @@ def main(options: argparse.Namespace) -> None:
     found = Found()
     for start in range(options.starts):
         found.add(options, start)
-    rate = paired_ratio(
-        [a.requests_per_s for a, _ in found.turns], [b.requests_per_s for _, b in found.turns]
-    )
+    logs = mean_of([math.log(a.requests_per_s / b.requests_per_s) for a, b in found.turns])
+    lost, least, most = (1 - math.exp(logs[i]) for i in (0, 2, 1))
     alone = quantile(found.later_s, 0.5)
     figures: dict[str, Interval] = {
-        "requests_lost_ratio": (1 - rate.value, 1 - (rate.high or 0), 1 - (rate.low or 0)),
+        "requests_lost_ratio": (lost, least, most),
         "ttft_p50_later_under_load_s": mean_of(
             [a.ttft_p50_s - b.ttft_p50_s for a, b in found.turns]
         ),

@@ -60,7 +60,7 @@ def test_a_corrected_profile_gives_back_what_was_recorded(
         (["--profile", "gone.yaml", "-o", "y.yaml"], "gone.yaml cannot be read"),
     ],
 )
-def test_what_cannot_be_corrected_is_told(
+def test_what_cannot_be_corrected_is_reported(
     more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write_recording(tmp_path / "recording.jsonl", CALM.trace())

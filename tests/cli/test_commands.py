@@ -106,7 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("typed", "shown"), BAD_INPUT, ids=[typed for typed, _ in BAD_INPUT])
-def test_bad_input_is_told_in_one_form_before_anything_starts(
+def test_bad_input_is_reported_in_one_form_before_anything_starts(
     folder: Path, capsys: Output, typed: str, shown: tuple[str, ...]
 ) -> None:
     before = sorted(folder.rglob("*"))
@@ -148,7 +148,7 @@ def typed_in_a_shell(
     )
 
 
-def test_a_missing_vllm_is_told_with_the_command_that_mends_it(folder: Path) -> None:
+def test_a_missing_vllm_is_reported_with_the_command_that_mends_it(folder: Path) -> None:
     arguments = ["--trace", "t.jsonl", "--budget", "30s"]
     done = typed_in_a_shell(arguments, folder, without("vllm", folder))
     assert done.returncode == 2, done.stderr

@@ -80,7 +80,7 @@ def test_the_model_may_have_another_name_where_it_is_served(
         (["--merge", "latin.yaml"], "latin.yaml is not YAML: it is no text in UTF-8"),
     ],
 )
-def test_what_cannot_be_written_is_told(
+def test_what_cannot_be_written_is_reported(
     more: list[str],
     shown: str,
     tmp_path: Path,

@@ -236,7 +236,7 @@ def test_a_model_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "hint:  " in done.stderr
 
 
-def test_an_engine_that_cannot_start_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_is_reported_in_its_own_words(tmp_path: Path) -> None:
     arguments = ("--trace", str(TRACE), "--engine-arg", "kv-cache-memory-bytes=1000")
     done = typed(tmp_path, *arguments)
     assert done.returncode == 4, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,26 @@ def arguments_for(trace: Path) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a trace, a run on it that has ended, and what that wrote."""
+    folder = tmp_path_factory.mktemp("ended")
+    arguments = arguments_for(write_trace(folder / "t.jsonl", n=400))
+    more = ["--max-num-seqs", "8,16", "--engine-arg", "api-key=sk-secret"]
+    assert job_on(ToySource(CROWDED), [*arguments, *more]) == 0
+    return folder
+
+
+@pytest.fixture
+def ended(whole_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the directory of a run that has ended."""
+    return shutil.copytree(whole_run / "run", tmp_path / "run")
+
+
+AGAIN = ("--engine-arg", "api-key=sk-secret")
+"""What a run that was begun with a secret is resumed with."""
+
+
 @contextmanager
 def running(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """Run the program in a process of its own, which does not outlive the test."""
@@ -77,10 +98,14 @@ def has_trials(run_dir: Path, least: int) -> bool:
     return len(lines_of(run_dir / "trials.jsonl")) >= least
 
 
-def test_ctrl_c_writes_the_best_so_far_and_says_how_to_go_on(trace: Path) -> None:
+def test_a_run_shares_its_directory_with_none_and_on_ctrl_c_writes_the_best_so_far(
+    trace: Path,
+) -> None:
     run_dir, emitted = trace.parent / "run", trace.parent / "best.yaml"
     with running(arguments_for(trace)) as process:
         wait_for(lambda: has_trials(run_dir, 3), process)
+        with pytest.raises(UsageError, match="another run is using"):
+            job_on(ToySource(CROWDED), ["--resume", str(run_dir)])
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -162,13 +187,13 @@ def test_a_run_whose_study_is_lost_goes_on_from_its_file_of_trials(
     assert [key_of(trial) for trial in after] == [key_of(trial) for trial in uninterrupted]
 
 
-def test_a_run_whose_trials_are_nowhere_is_refused_and_left_as_it_is(killed: Path) -> None:
-    (killed / "study.db").unlink()
-    (killed / "trials.jsonl").unlink()
+def test_a_run_whose_trials_are_nowhere_is_refused_and_left_as_it_is(ended: Path) -> None:
+    (ended / "study.db").unlink()
+    (ended / "trials.jsonl").unlink()
     with pytest.raises(UsageError, match=r"no study named .* trials\.jsonl holds no trial"):
-        job_on(ToySource(CROWDED), ["--resume", str(killed)])
-    assert not (killed / "study.db").exists()
-    assert (killed / "run.json").exists()
+        job_on(ToySource(CROWDED), ["--resume", str(ended), *AGAIN])
+    assert not (ended / "study.db").exists()
+    assert (ended / "run.json").exists()
 
 
 @pytest.mark.slow
@@ -201,8 +226,7 @@ def test_a_file_of_trials_that_cannot_be_restored_is_kept_beside_the_new_one(
     strange = json.loads(lines[0]) | {"number": -1}
     damaged = "\n".join([*lines[:-1], lines[-1][:40], json.dumps(strange), "{}"])
     path.write_text(damaged)
-    again = ["--resume", str(ended), "--engine-arg", "api-key=sk-secret"]
-    assert job_on(ToySource(CROWDED), again) == 0
+    assert job_on(ToySource(CROWDED), ["--resume", str(ended), *AGAIN]) == 0
     assert (ended / "trials.1.jsonl").read_text() == damaged
     assert path.read_text().splitlines() == lines
     shown = capsys.readouterr().err
@@ -225,30 +249,6 @@ def test_a_run_killed_in_the_race_is_resumed_too(trace: Path) -> None:
     assert measured_once(after)
 
 
-def test_a_finished_run_is_resumed_to_the_same_end(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert job_on(ToySource(CROWDED), arguments_for(trace)) == 0
-    run_dir = trace.parent / "run"
-    before, first = lines_of(run_dir / "trials.jsonl"), (trace.parent / "best.yaml").read_text()
-    assert job_on(ToySource(CROWDED), ["--resume", str(run_dir)]) == 0
-    assert lines_of(run_dir / "trials.jsonl") == before
-    assert yaml.safe_load((trace.parent / "best.yaml").read_text()) == yaml.safe_load(first)
-    assert "trial   0" in capsys.readouterr().err
-
-
-def test_two_processes_never_share_a_run_directory(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = trace.parent / "run"
-    with running(arguments_for(trace)) as process:
-        wait_for(lambda: has_trials(run_dir, 1), process)
-        with pytest.raises(UsageError, match="another run is using"):
-            job_on(ToySource(CROWDED), ["--resume", str(run_dir)])
-        assert process.poll() is None
-    capsys.readouterr()
-
-
 def test_a_directory_that_holds_a_run_is_not_overwritten(trace: Path) -> None:
     run_dir = trace.parent / "run"
     RunDir(run_dir, resume=False).write_json("run.json", {})
@@ -257,29 +257,24 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(trace: Path) -> None:
     assert f"--resume {run_dir}" in caught.value.hint
 
 
-@pytest.fixture
-def ended(trace: Path) -> Path:
-    """Return the directory of a run that has ended."""
-    more = ["--max-num-seqs", "8,16", "--engine-arg", "api-key=sk-secret"]
-    assert job_on(ToySource(CROWDED), [*arguments_for(trace), *more]) == 0
-    return trace.parent / "run"
-
-
 def test_another_trace_is_refused(ended: Path) -> None:
     other = write_trace(ended.parent / "other.jsonl", n=400, seed=1)
-    again = ["--resume", str(ended), "--engine-arg", "api-key=sk-secret"]
     with pytest.raises(UsageError, match="the trace is not the one"):
-        job_on(ToySource(CROWDED), [*again, "--trace", str(other)])
+        job_on(ToySource(CROWDED), ["--resume", str(ended), *AGAIN, "--trace", str(other)])
 
 
-def test_a_secret_has_to_be_given_again(ended: Path) -> None:
+def test_a_finished_run_is_resumed_to_the_same_end_with_its_secret_given_again(
+    whole_run: Path, ended: Path
+) -> None:
     kept = json.loads((ended / "run.json").read_text())["options"]
     assert kept["engine_args"] == {"api-key": REDACTED}
     with pytest.raises(UsageError, match="--engine-arg api-key is a secret"):
         job_on(ToySource(CROWDED), ["--resume", str(ended)])
-    again = ["--resume", str(ended), "--engine-arg", "api-key=sk-secret"]
-    assert job_on(ToySource(CROWDED), again) == 0
-    emitted = yaml.safe_load((ended.parent / "best.yaml").read_text())
+    before, again = lines_of(ended / "trials.jsonl"), ended.parent / "again.yaml"
+    assert job_on(ToySource(CROWDED), ["--resume", str(ended), *AGAIN, "-o", str(again)]) == 0
+    assert lines_of(ended / "trials.jsonl") == before
+    emitted = yaml.safe_load(again.read_text())
+    assert emitted == yaml.safe_load((whole_run / "best.yaml").read_text())
     assert emitted["api-key"] == "sk-secret"
     assert b"sk-secret" not in b"".join(p.read_bytes() for p in ended.iterdir())
 

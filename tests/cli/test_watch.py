@@ -89,7 +89,7 @@ def test_metrics_and_health_tell_what_happened_also_after_a_restart(tmp_path: Pa
         assert values(page(port, "/metrics")[1]) == first
 
 
-def test_an_address_that_cannot_be_listened_on_is_told(tmp_path: Path) -> None:
+def test_an_address_that_cannot_be_listened_on_is_reported(tmp_path: Path) -> None:
     with a_world(tmp_path) as world, serving("127.0.0.1:0", world.watcher) as port:
         for listen, words in (
             ("9105", "--listen must be HOST:PORT, got 9105"),
@@ -206,7 +206,7 @@ def test_a_token_is_sent_and_never_shown(
         (("--prometheus", "http://p:9", "--listen", "x"), "--listen must be HOST:PORT"),
     ],
 )
-def test_what_cannot_be_watched_is_told_at_once(
+def test_what_cannot_be_watched_is_reported_at_once(
     home: Path, more: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(UsageError) as shown:

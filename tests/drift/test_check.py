@@ -66,7 +66,7 @@ def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
     assert again == found
 
 
-def test_a_shift_that_no_other_cap_serves_better_is_told_as_such() -> None:
+def test_a_shift_that_no_other_cap_serves_better_is_reported_as_such() -> None:
     found, replays = checked(longer_outputs(TODAY), current=5)
     assert (found.verdict, found.exit_code) == (DriftVerdict.STILL_BEST, 0)
     assert replays > 0
@@ -163,7 +163,7 @@ def test_a_live_run_is_checked_at_what_it_recommends(
         (("--baseline", "."), "result.json is missing"),
     ],
 )
-def test_what_cannot_be_checked_is_told(
+def test_what_cannot_be_checked_is_reported(
     arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -159,7 +159,9 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_emitted_from_is_told(case: str, tmp_path: Path, capsys: Output) -> None:
+def test_what_cannot_be_emitted_from_is_reported(
+    case: str, tmp_path: Path, capsys: Output
+) -> None:
     source, shown = bad_sources(tmp_path)[case]
     with pytest.raises(UsageError) as raised:
         read_source(source)

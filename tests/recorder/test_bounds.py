@@ -182,7 +182,7 @@ def of_each_kind(number: int) -> list[Message]:
         for each in range(8)
     ]
     return [
-        Asked(name, far, array("I", range(100 * (number % 50))), 16, f"\0{number}" * 20),
+        Asked(name, far, array("I", bytes(400 * (number % 50))), 16, f"\0{number}" * 20),
         Finished(at_s, of_them),
         Left(name, far, at_s, [Unfinished(at_s + 1, far + 1, far + 2, far + 3, at_s)]),
         Replied(at_s, at_s + 1, at_s + 2, [(name, far)], Usage(far + 1, far + 2, None, "stop")),

@@ -129,7 +129,7 @@ def recorded(trace: Trace, limits: EngineLimits, source: ToySource) -> Trace:
 
 
 @pytest.mark.parametrize("times_as_slow", [1.0, 1.1, 1.3, 1.6])
-def test_a_slower_engine_is_told_at_so_much_less_and_no_more(times_as_slow: float) -> None:
+def test_a_slower_engine_is_reported_at_so_much_less_and_no_more(times_as_slow: float) -> None:
     costs, limits = ToyCosts(per_prefill_token_s=0.00005), EngineLimits(64, 8192)
     trace = recorded(steady(1200, 10.0, prompt=60, output=100), limits, ToySource(costs))
     log = replay_toy(trace, limits, ToySource(costs.scaled(times_as_slow)), closed(None))
@@ -311,7 +311,7 @@ def test_a_lead_in_is_replayed_and_not_measured() -> None:
     assert measure([cut]).offered == rows.sum()
 
 
-def test_a_lead_in_that_leaves_nothing_is_told() -> None:
+def test_a_lead_in_that_leaves_nothing_is_reported() -> None:
     with pytest.raises(ReplayError, match="no request is due after the lead-in of 9 s"):
         replay_toy(steady(20, 10.0), LIMITS, ToySource(), ReplayPlan(lead_in_s=9.0))
     with pytest.raises(UsageError, match="at least 0 s, got -1"):

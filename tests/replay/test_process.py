@@ -93,7 +93,7 @@ def test_one_process_serves_all_requests(host: EngineProcess) -> None:
     assert pid_of(host) == first
 
 
-def test_facts_are_told_before_anything_is_started(log_path: Path) -> None:
+def test_facts_are_reported_before_anything_is_started(log_path: Path) -> None:
     with EngineProcess(ToySource(), log_path) as host:
         assert host.facts({}) == EngineFacts(CURRENT, 4096, True, "0.0", "toy")
 
@@ -241,7 +241,9 @@ class Defective(ToySource):
         raise ZeroDivisionError(f"the defect of {values}")
 
 
-def test_an_unforeseen_failure_of_the_child_is_told_with_its_last_words(log_path: Path) -> None:
+def test_an_unforeseen_failure_of_the_child_is_reported_with_its_last_words(
+    log_path: Path,
+) -> None:
     with (
         EngineProcess(Defective(), log_path) as host,
         pytest.raises(EngineError, match=r"ZeroDivisionError: the defect of \{\}"),

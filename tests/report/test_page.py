@@ -84,7 +84,7 @@ def test_the_headline_is_the_recommendation(live: Path) -> None:
     )
 
 
-def test_the_gain_is_told_with_its_interval(live: Path) -> None:
+def test_the_gain_is_reported_with_its_interval(live: Path) -> None:
     advice = read(live, RESULT_FILE)["recommendation"]
     said = sections_of(read_run(live))[0].says[0]
     low, high = (
@@ -171,7 +171,7 @@ def test_nothing_feasible_is_the_answer_too(live: Path, tmp_path: Path) -> None:
     assert Outline(report_of(run_dir)).sections == ORDER
 
 
-def test_keeping_is_told_with_what_was_found_and_why_it_does_not_count(
+def test_keeping_is_reported_with_what_was_found_and_why_it_does_not_count(
     live: Path, tmp_path: Path
 ) -> None:
     found = read(live, RESULT_FILE)
@@ -222,7 +222,7 @@ def test_an_unfinished_run_and_a_prediction_say_it_first(live: Path, tmp_path: P
 # --- bad input ------------------------------------------------------------------------
 
 
-def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_result_is_reported(tmp_path: Path) -> None:
     for path, shown in (
         (tmp_path / "none", "not a run directory"),
         (tmp_path, "holds no result"),
@@ -241,7 +241,7 @@ def test_a_directory_without_a_result_is_told(tmp_path: Path) -> None:
         ('{"schema": 2}', "missing required field"),
     ],
 )
-def test_a_damaged_result_is_told_and_the_last_page_stays(
+def test_a_damaged_result_is_reported_and_the_last_page_stays(
     live: Path, tmp_path: Path, damage: str, shown: str
 ) -> None:
     run_dir = changed(live, tmp_path)
@@ -253,7 +253,7 @@ def test_a_damaged_result_is_told_and_the_last_page_stays(
     assert target.read_text() == "the last page"
 
 
-def test_a_trial_that_is_none_is_told(live: Path, tmp_path: Path) -> None:
+def test_a_trial_that_is_none_is_reported(live: Path, tmp_path: Path) -> None:
     run_dir = changed(live, tmp_path)
     result = read(run_dir, RESULT_FILE)
     result["trials"][0]["phase"] = "guess"
@@ -262,7 +262,7 @@ def test_a_trial_that_is_none_is_told(live: Path, tmp_path: Path) -> None:
         report_of(run_dir)
 
 
-def test_the_command_writes_beside_the_run_or_where_it_is_told(
+def test_the_command_writes_beside_the_run_or_where_it_is_reported(
     live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = changed(live, tmp_path)

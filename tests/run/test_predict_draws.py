@@ -15,7 +15,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.predict import DRAWS, Predictions, decide, draw, predict
+from tuner.run.predict import DRAWS, FEW_DRAWS, Predictions, decide, draw, predict
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.posterior import MODEL_ALONE, OTHER_TRAFFIC, Draws
@@ -70,7 +70,7 @@ def test_draws_lie_about_what_was_predicted_of_the_traffic_as_it_was_recorded() 
 
 
 def test_a_longer_recording_is_surer() -> None:
-    short, long = drawn(traffic(0, 400, 3.0)), drawn(traffic(0, 3200, 3.0))
+    short, long = (drawn(traffic(0, n, 3.0), draws=100) for n in (400, 3200))
     spread = [float(np.log(d.elsewhere[:, 0]).std()) for d in (short, long)]
     assert spread[1] < 0.7 * spread[0]
 
@@ -78,7 +78,8 @@ def test_a_longer_recording_is_surer() -> None:
 def test_a_less_sure_profile_leaves_open_what_a_surer_one_decides() -> None:
     trace = traffic(0, 700, 8.0)
     verdicts = [
-        decide(*predicted(trace, wrong_ratio=wrong), SPACE).verdict for wrong in (0.02, 0.5)
+        decide(*predicted(trace, wrong_ratio=wrong), SPACE, FEW_DRAWS).verdict
+        for wrong in (0.02, 0.5)
     ]
     assert verdicts == [RaceVerdict.CHANGE, RaceVerdict.KEEP]
 

@@ -110,22 +110,28 @@ def test_equal_configurations_are_never_told_apart(
     assert done.result["recommendation"]["verdict"] == "keep"
 
 
-def test_without_an_output_file_standard_output_holds_the_yaml_alone(
+def test_a_part_of_the_traffic_is_said_and_without_a_file_standard_output_holds_the_yaml_alone(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--trace", str(trace), "--run-dir", str(tmp_path / "run"), *SHORT]
-    arguments += ["--method", "live"]
-    assert job_on(ToySource(CROWDED), arguments) == 0
+    long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
+    trace.write_text(trace.read_text() + "".join(long % second for second in range(12)))
+    part = ("--window", "2s:12s", "--load", "0.5", "--too-long", "clip")
+    arguments = ["--trace", str(trace), "--run-dir", str(tmp_path / "run"), *SHORT, *part]
+    assert job_on(ToySource(CROWDED), [*arguments, "--method", "live"]) == 0
     out, err = capsys.readouterr()
     done = Run(tmp_path, err, out)
-    read = yaml.safe_load(out)
-    found = done.result["recommendation"]
-    assert (read["max-num-seqs"], read["max-num-batched-tokens"]) == (
-        found["max_num_seqs"],
-        found["max_num_batched_tokens"],
-    )
+    read, found = yaml.safe_load(out), done.result["recommendation"]
+    limits = (read["max-num-seqs"], read["max-num-batched-tokens"])
+    assert limits == (found["max_num_seqs"], found["max_num_batched_tokens"])
     assert out.startswith("# vllm serve --config best.yaml\n")
     assert not done.emitted.exists()
+    assert {"windowed", "requests_clipped"} <= done.caveats
+    assert "requests exceed max_model_len 4096: they were clipped" in done.talk
+    assert "window 2 s to 12 s" in done.result["provenance"]["trace"]["window"]
+    for shown in (t["measurement"] for t in done.trials):
+        assert shown["refused"] == 0
+        assert shown["offered"] < 120
+        assert 0.3 * 14 < shown["requests_per_s"] < 0.7 * 14
 
 
 def test_secrets_reach_the_emitted_file_and_nothing_else(
@@ -271,35 +277,15 @@ def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(
     assert max(t["measurement"]["running"]["max"] for t in done.trials) == 6
 
 
-def test_a_window_is_said_in_the_result(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = run(capsys, ToySource(CROWDED), trace, "--window", "2s:12s", *SHORT)
-    assert "windowed" in done.caveats
-    assert "window 2 s to 12 s" in done.result["provenance"]["trace"]["window"]
-    assert done.result["provenance"]["trace"]["replayed_requests"] < 240
-
-
-def test_the_load_is_scaled(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    light = run(capsys, ToySource(CROWDED), trace, "--load", "0.1", *SHORT)
-    rates = {t["measurement"]["requests_per_s"] for t in light.trials}
-    assert max(rates) < 0.2 * 14
-
-
 def test_an_slo_is_a_bound_and_not_a_price(
-    trace: Path, capsys: pytest.CaptureFixture[str]
+    finished: Run, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A cap of ten is best by latency; a bound on TPOT that only smaller ones meet rules."""
-    free = run(capsys, ToySource(CROWDED), trace, *SHORT)
-    tpot_s = {t["max_num_seqs"]: t["measurement"]["tpot_s"]["p90"] for t in free.trials}
-    bound_s = tpot_s[4] * 1.02
-    folder = trace.parent / "again"
-    folder.mkdir()
-    trace = write_trace(folder / "t.jsonl")
-    slo = f"tpot_p90={bound_s * 1000:.3f}ms"
+    tpot_s = {t["max_num_seqs"]: t["measurement"]["tpot_s"]["p90"] for t in finished.trials}
+    slo = f"tpot_p90={tpot_s[4] * 1.02 * 1000:.3f}ms"
     bound = run(capsys, ToySource(CROWDED), trace, "--slo", slo, *SHORT)
     found = bound.result["recommendation"]
-    assert found["max_num_seqs"] < free.result["recommendation"]["max_num_seqs"]
+    assert found["max_num_seqs"] < finished.result["recommendation"]["max_num_seqs"]
     assert "SLO tpot_p90" in bound.result["limited_by"]
 
 

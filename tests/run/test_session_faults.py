@@ -10,7 +10,10 @@ import pytest
 from support.job_parts import SHORT, arguments_for, run
 from support.toy import ToySource
 from support.toy_tune import CROWDED, FragileSource, job_on, write_trace
+from support.traffic import a_trace
 from tuner.errors import EngineError, NoFeasibleConfigError, TooFewSamplesError, UsageError
+from tuner.run.inputs import fit_lengths
+from tuner.traffic.traces import TooLong
 
 
 @pytest.fixture
@@ -19,40 +22,24 @@ def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "t.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("policy", "shown", "refused", "offered"),
-    [("refuse", "will be refused", 40, 240), ("drop", "were dropped", 0, 200)],
-)
-def test_requests_above_the_models_length_follow_the_policy_and_are_counted(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    *,
-    policy: str,
-    shown: str,
-    refused: int,
-    offered: int,
+def test_requests_above_the_models_length_are_refused_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_trace(tmp_path / "t.jsonl", n=200)
     long = '{"arrived_at_s": %d, "input_length": 5000, "output_length": 9}\n'
     path.write_text(path.read_text() + "".join(long % second for second in range(40)))
-    done = run(capsys, ToySource(CROWDED), path, "--too-long", policy, *SHORT)
-    assert f"40 of 240 requests exceed max_model_len 4096: they {shown}" in done.talk
+    done = run(capsys, ToySource(CROWDED), path, "--too-long", "refuse", *SHORT)
+    assert "40 of 240 requests exceed max_model_len 4096: they will be refused" in done.talk
     whole = [t["measurement"] for t in done.trials if t["tier"] != "3 cut short"]
-    assert {m["refused"] for m in whole} == {refused}
-    assert {m["offered"] for m in whole} == {offered}
-    assert ("requests_refused" in done.caveats) is (refused > 0)
+    assert {(m["refused"], m["offered"]) for m in whole} == {(40, 240)}
+    assert "requests_refused" in done.caveats
 
 
-def test_clipped_requests_are_replayed_and_the_result_says_that_they_were_clipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "t.jsonl", n=200)
-    long = '{"arrived_at_s": 3, "input_length": 5000, "output_length": 9}\n'
-    path.write_text(path.read_text() + long)
-    done = run(capsys, ToySource(CROWDED), path, "--too-long", "clip", *SHORT)
-    assert "1 of 201 requests exceed max_model_len 4096: they were clipped" in done.talk
-    assert {t["measurement"]["refused"] for t in done.trials} == {0}
-    assert "requests_clipped" in done.caveats
+def test_requests_above_the_models_length_can_be_left_out() -> None:
+    trace = a_trace([float(s) for s in range(20)], prompt=[100] * 15 + [5000] * 5, output=9)
+    fitted, message = fit_lengths(trace, 4096, TooLong.DROP)
+    assert len(fitted) == 15
+    assert "5 of 20 requests exceed max_model_len 4096: they were dropped" in message
 
 
 def test_an_slo_nothing_meets_names_the_nearest_and_what_broke(trace: Path) -> None:
@@ -125,7 +112,7 @@ def test_a_current_configuration_that_fails_is_an_infeasible_trial_0(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = FragileSource(CROWDED, fails_above=15)
-    more = ("--window", "all", "--max-num-seqs", "4,8", "--budget", "60s")
+    more = ("--window", "all", "--max-num-seqs", "8", "--budget", "60s")
     done = run(capsys, source, trace, *more)
     assert (done.trials[0]["tier"], done.trials[0]["measurement"]) == ("4 failed", None)
     assert "no memory for 16" in done.trials[0]["cause"]

@@ -132,7 +132,7 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
         (154.0, "a stretch of it will race; --budget 31m would race all of it"),
     ],
 )
-def test_what_the_time_can_answer_is_told_with_the_option_that_helps(
+def test_what_the_time_can_answer_is_reported_with_the_option_that_helps(
     replay_s: float, words: str
 ) -> None:
     shown = outlook(Budget(240), 226.0, 0.3, replay_s, cold_s=30.0)

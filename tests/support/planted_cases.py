@@ -23,7 +23,14 @@ from tuner.replay.loop import replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.search.objective import Objective, Score, Scoring, Tier, make_scoring
+from tuner.search.objective import (
+    RATE_TIE_RATIO,
+    Objective,
+    Score,
+    Scoring,
+    Tier,
+    make_scoring,
+)
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
@@ -228,9 +235,9 @@ class Truth:
     def loss(self, limits: EngineLimits, best: EngineLimits, times: float = 1.0) -> float:
         """Return by how much a setting is worse than the best; of another tier, by its tail."""
         mine, its = self.score(limits, times), self.score(best, times)
-        ratio = mine.ratio_to(its)
+        ratio = ratio_of(mine, its)
         if ratio is not None:
-            return max(0.0, ratio[1] - 1)
+            return max(0.0, ratio - 1)
         return max(0.0, mine.value_in(Tier.GOOD) / its.value_in(Tier.GOOD) - 1)
 
     def is_better(self, limits: EngineLimits, other: EngineLimits, times: float = 1.0) -> bool:
@@ -238,8 +245,8 @@ class Truth:
         mine, its = self.score(limits, times), self.score(other, times)
         if mine.tier is not its.tier:
             return mine.tier < its.tier
-        ratio = mine.ratio_to(its)
-        return ratio is not None and ratio[1] < 1
+        ratio = ratio_of(mine, its)
+        return ratio is not None and ratio < 1
 
     def best(self, *others: EngineLimits) -> EngineLimits:
         """Return the best of the grid and of others; of the best tier, whatever else it is."""
@@ -249,8 +256,8 @@ class Truth:
         best = min(of_tier, key=lambda limits: of_tier[limits].value)
         # Among settings of about the same rate, of which none lasts, the tail decides.
         for limits, score in of_tier.items():
-            ratio = score.ratio_to(of_tier[best])
-            if ratio is not None and ratio[1] < 1:
+            ratio = ratio_of(score, of_tier[best])
+            if ratio is not None and ratio < 1:
                 best = limits
         return best
 
@@ -272,6 +279,19 @@ class Truth:
         near = range(max(0, int(middle) - 2), min(len(values) - 1, int(middle) + 3))
         at = max(near, key=lambda i: values[i + 1] / values[i])
         return Slo(metric, statistic, float(f"{math.sqrt(values[at] * values[at + 1]):.3g}"))
+
+
+def ratio_of(one: Score, other: Score) -> float | None:
+    """Return the ratio of the values, None where none compares.
+
+    Where neither sustains the load and both serve about the same rate, it is the tail's.
+    """
+    if one.tier is not other.tier or one.metric != other.metric:
+        return None
+    ours, theirs = one.value, other.value
+    if one.tier is Tier.NOT_SUSTAINED and abs(ours / theirs - 1) <= RATE_TIE_RATIO:
+        ours, theirs = one.value_in(Tier.GOOD), other.value_in(Tier.GOOD)
+    return ours / theirs if 0 < ours < math.inf and 0 < theirs < math.inf else None
 
 
 def _alike(own: EngineLimits, measured: Measurement, limits: EngineLimits) -> bool:
@@ -314,5 +334,5 @@ def _sources() -> Iterator[Path]:
 def apart(truth: Truth, settings: Sequence[EngineLimits]) -> bool:
     """Whether two recommended settings are truly further apart than chance may decide."""
     one, other = (truth.score(limits) for limits in settings)
-    ratio = one.ratio_to(other)
-    return ratio is None or abs(math.log(ratio[1])) > math.log1p(SEED_PAIR_RATIO)
+    ratio = ratio_of(one, other)
+    return ratio is None or abs(math.log(ratio)) > math.log1p(SEED_PAIR_RATIO)

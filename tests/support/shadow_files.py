@@ -51,10 +51,15 @@ def a_trace_file(path: Path, requests: int, per_s: float = 40.0) -> Path:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """Return a folder with a profile, the traffic it was made for, and a file in use."""
-    write_profile(tmp_path / "profile.yaml", a_profile())
-    path = a_trace_file(tmp_path / "before.jsonl", 2600, per_s=4.0)
+    return furnished(tmp_path)
+
+
+def furnished(folder: Path) -> Path:
+    """Fill a folder as `home` is."""
+    write_profile(folder / "profile.yaml", a_profile())
+    path = a_trace_file(folder / "before.jsonl", 2600, per_s=4.0)
     before = read_traces([str(path)], None, ReadOptions())
-    write_sketch(tmp_path / TRAFFIC_FILE, sketch_of(before))
+    write_sketch(folder / TRAFFIC_FILE, sketch_of(before))
     served = "model: none\nmax-num-seqs: 4\nmax-num-batched-tokens: 512\n"
-    (tmp_path / "best.yaml").write_text(served)
-    return tmp_path
+    (folder / "best.yaml").write_text(served)
+    return folder

@@ -146,7 +146,7 @@ def test_equal_lengths_mislead_and_mixed_ones_do_not() -> None:
     assert Caveat.UNIFORM_TRACE not in codes(a_trace([0.0], [128], [128]))
 
 
-def test_long_silences_and_sorted_rows_are_told() -> None:
+def test_long_silences_and_sorted_rows_are_reported() -> None:
     busy_s = np.arange(0, 10, 0.1)
     assert "long_silence" in codes(a_trace(np.concatenate([busy_s, busy_s + 200])))
     assert "long_silence" not in codes(a_trace(busy_s * 1000))

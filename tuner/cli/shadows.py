@@ -92,13 +92,13 @@ class ShadowCheck:
         try:
             trace = self.traffic.between(start_s, end_s)
             ready = retune_on(trace, self.baseline, settings[0], self.config, self.retune, say)
-            outcomes = ready.retune.replay([ready.trace], settings, ready.aim)
+            measure, plan = ready.retune.predictor.measure, ready.aim.plan
+            outcomes = {x: measure([ready.trace], x, plan, ready.aim.slos) for x in settings}
         except TunerError as error:
             return GuardSample(live, {}, error.message)
-        in_use = outcomes[settings[-1]][0]
-        if why := _unlike(trace, in_use):
+        if why := _unlike(trace, outcomes[settings[-1]]):
             return GuardSample(live, {}, why)
-        return GuardSample(live, {limits: first for limits, (first, *_) in outcomes.items()})
+        return GuardSample(live, outcomes)
 
 
 def _unlike(trace: Trace, predicted: Measurement | Failure) -> str:

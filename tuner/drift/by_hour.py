@@ -10,21 +10,24 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
 
-from tuner import stats
-from tuner.drift.retune import ReplayOutcome, Retune
+from tuner.arrays import Floats
+from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
-from tuner.replay.metrics import Measurement
-from tuner.replay.runner import Failure
+from tuner.run.context import Workload
+from tuner.run.predict import FEW_DRAWS
 from tuner.search.budget import Aim
-from tuner.search.objective import Scoring, Tier
+from tuner.search.objective import Scoring
+from tuner.search.posterior import Draws
+from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
 from tuner.stats import Estimate, tail_statistic
 from tuner.traffic.traces import ClockOrigin, Trace
@@ -35,6 +38,9 @@ HOURS: Final = 24
 
 MIN_REQUESTS: Final = 40
 """Ours: an hour with fewer cannot carry more than a median, and any configuration serves it."""
+
+MIN_DRAWS: Final = 10
+"""Ours: of each date at least; all dates of an hour together have FEW_DRAWS or more."""
 
 _OFFSET = re.compile(r"(?:UTC)?([+-])(\d{1,2})(?::?([0-5]\d))?", re.ASCII)
 _LARGEST_OFFSET_H = 14
@@ -130,27 +136,12 @@ def clock_spans(hours: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedHour:
-    """How a configuration serves a stretch: which demands it meets, and a value, less better.
-
-    The value is comparable between configurations at the same stretch.
-    """
-
-    tier: Tier
-    value: float
-
-
-Table = Mapping[EngineLimits, Sequence[Sequence[ServedHour]]]
-"""What each configuration makes of each stretch: [hours][dates]."""
-
-
-@dataclass(frozen=True, slots=True)
 class DayPlan:
     """A configuration for each hour, and what it gains over one for the whole day.
 
-    `gain` is 1 - value / value of the fixed one, weighed by requests; its interval varies with
-    the dates and the shadow's error, and is None where there is nothing to switch.
-    `hours_mended` are those that meet a demand which the fixed one does not.
+    `gain` is 1 - value / value of the fixed one over a day, hours weighed by requests; its
+    interval is over dates and draws. None where nothing is switched, or nothing compares.
+    `hours_mended` are those that surely keep bounds which the fixed one does not.
     """
 
     by_hour: tuple[EngineLimits, ...]
@@ -168,7 +159,7 @@ class DayPlan:
 
     @property
     def pays(self) -> bool:
-        """Whether switching gains beyond chance and the shadow's error."""
+        """Whether switching surely gains."""
         beyond = self.gain is not None and self.gain.low is not None and self.gain.low > 0
         return beyond or self.hours_mended > 0
 
@@ -182,97 +173,91 @@ class DayPlans:
     hourly: DayPlan
 
 
-def day_plans(hours: Sequence[Hour], table: Table, wrong_ratio: float) -> DayPlans:
+def day_plans(hours: Sequence[Hour], drawn: Sequence[Draws]) -> DayPlans:
     """Return the best plans of each kind.
 
-    An hour switches only for a gain beyond the shadow's error: what is not known to be better
-    is not worth a restart.
-    """
-    settings = sorted(table)
-    fixed = min(settings, key=lambda limits: _loss(hours, table, [limits] * len(hours)))
+    An hour switches only to what is surely better: else it is not worth a restart.
 
-    def with_choice(among: Iterable[EngineLimits], base: EngineLimits) -> DayPlan:
-        chosen = tuple(
-            _best(table, row, list(among), base, wrong_ratio) for row in range(len(hours))
-        )
-        return _plan(hours, table, chosen, fixed, wrong_ratio)
+    Shapes: drawn is [hours], each with as many draws of every date, one date after the other.
+    """
+    settings = drawn[0].settings
+    day = _Day(hours, drawn)
+    fixed = min(settings, key=lambda limits: day.loss([limits] * len(hours)))
+
+    def with_choice(
+        among: Sequence[EngineLimits], base: EngineLimits
+    ) -> tuple[EngineLimits, ...]:
+        return tuple(_best(draws.among(among), base) for draws in drawn)
 
     pairs = [with_choice(pair, base) for pair in combinations(settings, 2) for base in pair]
-    single = _plan(hours, table, (fixed,) * len(hours), fixed, wrong_ratio)
-    two = min([single, *pairs], key=lambda plan: _loss(hours, table, plan.by_hour))
-    return DayPlans(single, two, with_choice(settings, fixed))
+    single = (fixed,) * len(hours)
+    two = min([single, *pairs], key=day.loss)
+    hourly = with_choice(settings, fixed)
+    return DayPlans(*(day.plan(by_hour, fixed) for by_hour in (single, two, hourly)))
 
 
-def _loss(
-    hours: Sequence[Hour], table: Table, by_hour: Sequence[EngineLimits]
-) -> tuple[float, float]:
-    """Return what is to be small: demands that are not met first, then the values."""
-    tiers = values = 0.0
-    for row, (hour, limits) in enumerate(zip(hours, by_hour, strict=True)):
-        weight = hour.requests / len(hour.parts)
-        for served in table[limits][row]:
-            tiers += weight * list(Tier).index(served.tier)
-            values += weight * math.log(served.value)
-    return tiers, values
+def _best(draws: Draws, base: EngineLimits) -> EngineLimits:
+    """Return what surely serves an hour better than the base, or else that."""
+    if not np.isfinite(draws.values).any():
+        return base
+    return draws.decide(base).winner
 
 
-def _best(
-    table: Table,
-    row: int,
-    among: Sequence[EngineLimits],
-    base: EngineLimits,
-    wrong_ratio: float,
-) -> EngineLimits:
-    """Return what serves an hour best; `base` unless another is clearly better."""
+class _Day:
+    """What was drawn of each hour: who surely keeps the bounds there, and what each costs."""
 
-    def of(limits: EngineLimits) -> tuple[float, float]:
-        served = table[limits][row]
-        tiers = sum(list(Tier).index(s.tier) for s in served) / len(served)
-        return tiers, sum(math.log(s.value) for s in served) / len(served)
+    def __init__(self, hours: Sequence[Hour], drawn: Sequence[Draws]) -> None:
+        self._hours, self._settings = hours, drawn[0].settings
+        self._holds, self._logs = [], []
+        for draws in drawn:
+            holds, _, cost, _ = draws.criterion()
+            self._holds.append(holds)
+            with np.errstate(divide="ignore"):
+                self._logs.append(np.log(cost))
 
-    best = min(among, key=of)
-    (tier, value), (base_tier, base_value) = of(best), of(base)
-    if tier < base_tier or (tier == base_tier and base_value - value > math.log1p(wrong_ratio)):
-        return best
-    return base
+    def loss(self, by_hour: Sequence[EngineLimits]) -> tuple[float, float]:
+        """Return what is to be small: hours in which bounds are not kept, then the costs."""
+        missed = costs = 0.0
+        for row, column, weight in self._rows(by_hour):
+            missed += weight * (not self._holds[row][column])
+            costs += weight * float(self._logs[row][:, column].mean())
+        return missed, costs
 
+    def plan(self, by_hour: tuple[EngineLimits, ...], fixed: EngineLimits) -> DayPlan:
+        """Put a plan together with what it gains over a fixed setting."""
+        before = self._settings.index(fixed)
+        mended = sum(
+            bool(self._holds[row][column] and not self._holds[row][before])
+            for row, column, _ in self._rows(by_hour)
+        )
+        return DayPlan(by_hour, self._gain(by_hour, before), mended)
 
-def _plan(
-    hours: Sequence[Hour],
-    table: Table,
-    by_hour: tuple[EngineLimits, ...],
-    fixed: EngineLimits,
-    wrong_ratio: float,
-) -> DayPlan:
-    """Put a plan together with what it gains, date by date."""
-    logs: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    mended, switched = 0, 0.0
-    for row, (hour, limits) in enumerate(zip(hours, by_hour, strict=True)):
-        ours, theirs = table[limits][row], table[fixed][row]
-        mended += any(o.tier < t.tier for o, t in zip(ours, theirs, strict=True))
-        switched += hour.requests * (limits != fixed)
-        weight = hour.requests / len(hour.parts)
-        for date, our, their in zip(hour.dates, ours, theirs, strict=True):
-            logs[date].append((weight, math.log(our.value) - math.log(their.value)))
-    total = sum(hour.requests for hour in hours)
-    if not switched:
-        return DayPlan(by_hour, None, 0)
-    gain = _over_dates(list(logs.values()), math.log1p(wrong_ratio) * switched / total)
-    return DayPlan(by_hour, gain, mended)
+    def _gain(self, by_hour: Sequence[EngineLimits], before: int) -> Estimate | None:
+        """Return the gain of a day, over dates and draws of each."""
+        if all(self._settings[before] == limits for limits in by_hour):
+            return None
+        totals: dict[int, Floats] = defaultdict(lambda: np.zeros(1))
+        weights: dict[int, float] = defaultdict(float)
+        for row, column, weight in self._rows(by_hour):
+            with np.errstate(invalid="ignore"):
+                logs = self._logs[row][:, column] - self._logs[row][:, before]
+            if not np.isfinite(logs).all():
+                continue
+            dates = self._hours[row].dates
+            for date, of_date in zip(dates, np.split(logs, len(dates)), strict=True):
+                totals[date] = totals[date] + weight * of_date
+                weights[date] += weight
+        if not totals:
+            return None
+        ratios = np.exp(np.concatenate([totals[date] / weights[date] for date in totals]))
+        ends = (0.5 - CONFIDENCE / 2, 0.5, 0.5 + CONFIDENCE / 2)
+        high, value, low = (1 - np.quantile(ratios, ends)).tolist()
+        return Estimate(value, low, high, len(ratios))
 
-
-def _over_dates(dates: Sequence[Sequence[tuple[float, float]]], wrong_log: float) -> Estimate:
-    """Return the gain over all dates, each of which counts by its requests."""
-    weights = np.array([sum(weight for weight, _ in gains) for gains in dates])
-    means = np.array([sum(w * log for w, log in gains) for gains in dates]) / weights
-    centre = float(means @ weights / weights.sum())
-    half = wrong_log
-    if len(dates) > 1:
-        ratio = stats.paired_ratio(np.exp(means).tolist(), [1.0] * len(dates))
-        high = ratio.high if ratio.high is not None else math.inf
-        half = math.hypot(wrong_log, math.log(high / ratio.value))
-    low, value, high = (1 - math.exp(centre + d) for d in (half, 0.0, -half))
-    return Estimate(value, low, high, len(dates))
+    def _rows(self, by_hour: Sequence[EngineLimits]) -> Iterator[tuple[int, int, float]]:
+        """Return of each hour its number, the column of its setting, and a date's requests."""
+        for row, (hour, limits) in enumerate(zip(self._hours, by_hour, strict=True)):
+            yield row, self._settings.index(limits), hour.requests / len(hour.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +324,7 @@ class Calendar:
 
     def _text(self, plan: DayPlan) -> str:
         if plan.gain is None:
-            return "no pair is better than one for all hours beyond the shadow's error"
+            return "no pair is surely better than one for all hours"
         low, high = plan.gain.low or 0.0, plan.gain.high or 0.0
         served = "; ".join(
             f"{limits} at {clock_spans(plan.hours_of(self.hours, limits))}"
@@ -371,44 +356,20 @@ def calendar_of(
         if best is not None:
             candidates.add(best.limits)
         on_hour(f"{hour.name}: best {best.limits if best is not None else 'none'}")
-    pieces = [part.of(trace) for hour in hours for part in hour.parts]
-    fewest = min(len(piece) for piece in pieces)
+    fewest = min(len(part.of(trace)) for hour in hours for part in hour.parts)
     slos = tuple(slo for slo in aim.slos if slo.needed_samples <= fewest)
     scoring = Scoring(aim.objective, slos or aim.slos, tail_statistic(fewest))
-    outcomes = retune.replay(pieces, sorted(candidates), aim)
-    metric, table = served(outcomes, scoring)
-    by_hour = {limits: _by_hour(row, hours) for limits, row in table.items()}
-    plans = day_plans(hours, by_hour, retune.wrong_ratio)
-    return Calendar(hours, plans, metric, current, retune.wrong_ratio)
-
-
-def served(
-    replays: Mapping[EngineLimits, Sequence[ReplayOutcome]], scoring: Scoring
-) -> tuple[str, dict[EngineLimits, list[ServedHour]]]:
-    """Return by which metric stretches are judged, and how each setting serves each of them.
-
-    By the scoring's own where it is the same for all; else by the tail of the latency, which
-    settings have whether they keep up or not.
-    """
-    outcomes = [o for row in replays.values() for o in row if isinstance(o, Measurement)]
-    metrics = {scoring.score(o).metric for o in outcomes}
-    tail = f"e2e_{scoring.tail}"
-    metric = metrics.pop() if len(metrics) == 1 else tail
-
-    def of(outcome: Measurement | Failure) -> ServedHour:
-        if isinstance(outcome, Failure):
-            return ServedHour(Tier.FAILED, 1.0)
-        score = scoring.score(outcome)
-        latency_s = outcome.latency("e2e_s", scoring.tail)
-        value = score.value if metric != tail else latency_s or 1.0
-        return ServedHour(score.tier, value)
-
-    return metric, {limits: [of(o) for o in row] for limits, row in replays.items()}
-
-
-def _by_hour(row: Sequence[ServedHour], hours: Sequence[Hour]) -> list[list[ServedHour]]:
-    left = iter(row)
-    return [[next(left) for _ in hour.parts] for hour in hours]
+    draws = max(MIN_DRAWS, math.ceil(FEW_DRAWS / max(len(hour.dates) for hour in hours)))
+    draw = partial(retune.draw, settings=sorted(candidates), draws=draws)
+    drawn = []
+    for hour in hours:
+        of_dates = [
+            draw(Workload("hour", (part,), (part.of(trace),), aim.plan, aim.slos, scoring))
+            for part in hour.parts
+        ]
+        drawn.append(Draws.pooled(of_dates))
+    metrics = " or ".join(dict.fromkeys(draws.criterion()[-1] for draws in drawn))
+    return Calendar(hours, day_plans(hours, drawn), metrics, current, retune.wrong_ratio)
 
 
 def _limits(limits: EngineLimits) -> dict[str, int]:

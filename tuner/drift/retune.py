@@ -7,22 +7,19 @@ from dataclasses import dataclass
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
-from tuner.replay.metrics import Measurement
-from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
-from tuner.run.predict import FEW_DRAWS, Predictions, decide, predict
+from tuner.run.predict import FEW_DRAWS, Predictions, decide, draw, predict, predict_more
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
+from tuner.search.posterior import Draws
 from tuner.search.race import RaceDecision
 from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, WindowChoice, whole
-
-ReplayOutcome = Measurement | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +50,13 @@ class Retune:
         """
         return decide(self.predictor, predicted, self.space, FEW_DRAWS)
 
-    def replay(
-        self, pieces: Sequence[Trace], settings: Sequence[EngineLimits], aim: Aim
-    ) -> dict[EngineLimits, list[ReplayOutcome]]:
-        """Predict each setting on each piece by itself.
-
-        Raises: ShadowError, UsageError.
-        """
-        return {
-            limits: [self.predictor.measure([p], limits, aim.plan, aim.slos) for p in pieces]
-            for limits in settings
-        }
+    def draw(
+        self, workload: Workload, settings: Sequence[EngineLimits], draws: int = FEW_DRAWS
+    ) -> Draws:
+        """Return draws of settings on a workload. Raises: ShadowError, UsageError."""
+        nothing = Predictions(workload, self.wrong_ratio, {})
+        predicted = predict_more(self.predictor, nothing, settings)
+        return draw(self.predictor, predicted, settings, draws)
 
 
 @dataclass(frozen=True, slots=True)

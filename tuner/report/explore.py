@@ -119,15 +119,15 @@ def _says(explored: Explored, i: int) -> str:
     best, current = at.best, at.reached(surface.current)
     offered = (best.figures or {}).get("offered_per_s")
     rate = "" if offered is None else f" ({plain(offered)} requests/s)"
-    told = f"{_at(explored.loads[i])}{rate} the best is {_told(best, metric)}"
+    text = f"{_at(explored.loads[i])}{rate} the best is {_figure_text(best, metric)}"
     if best.limits == current.limits:
-        return f"{told}, which is the current configuration: {at.decision.why}"
+        return f"{text}, which is the current configuration: {at.decision.why}"
     advice = "change" if at.change_pays else "keep it"
-    told = f"{told}; the current configuration is {_told(current, metric)}: {advice}"
-    return f"{told}, {at.decision.why}"
+    text = f"{text}; the current configuration is {_figure_text(current, metric)}: {advice}"
+    return f"{text}, {at.decision.why}"
 
 
-def _told(reached: Reached, metric: str) -> str:
+def _figure_text(reached: Reached, metric: str) -> str:
     fault = f", {reached.fault}" if reached.fault else ""
     value = quantity(metric, reached.value(metric))
     return f"{reached.limits} with {metric_name(metric)} {value}{fault}"

@@ -64,18 +64,18 @@ def _until(line: _Line, loads: Sequence[float]) -> str:
         return f"{line.name}: holds at every load up to {times(loads[-1])}"
     first = min(ends)
     before = f"holds up to {times(loads[first - 1])}; " if first else ""
-    told = [f"{', '.join(faults)} from {times(loads[at])}" for at, faults in ends.items()]
-    return f"{line.name}: {before}{'; '.join(told)}"
+    ends_at = [f"{', '.join(faults)} from {times(loads[at])}" for at, faults in ends.items()]
+    return f"{line.name}: {before}{'; '.join(ends_at)}"
 
 
 def _ends(line: _Line) -> dict[int, list[str]]:
     """Return what of a line no longer holds, by the number of the first load at which."""
     ends: dict[int, list[str]] = {}
-    told: set[str] = set()
+    seen: set[str] = set()
     for at, reached in enumerate(line.reached):
-        if new := [fault for fault in reached.faults if fault not in told]:
+        if new := [fault for fault in reached.faults if fault not in seen]:
             ends[at] = new
-            told.update(new)
+            seen.update(new)
     return ends
 
 
@@ -119,7 +119,7 @@ def _curve(
     line: _Line, loads: Sequence[float], metric: str, where: str, *, is_named: bool
 ) -> dict[str, Any]:
     """Return a line with a cross where the setting does not hold."""
-    told = [
+    texts = [
         [str(r.limits), quantity(metric, r.value(metric)), r.fault or "holds"]
         for r in line.reached
     ]
@@ -131,7 +131,7 @@ def _curve(
         "x": list(loads),
         "y": [r.value(metric) for r in line.reached],
         "yaxis": where,
-        "customdata": told,
+        "customdata": texts,
         "hovertemplate": "%{x:g} \N{MULTIPLICATION SIGN}, %{customdata[0]}: %{customdata[1]}, "
         "%{customdata[2]}<extra></extra>",
         "line": {"color": line.colour, "width": 2, "dash": line.dash},
@@ -144,7 +144,7 @@ def _curve(
 
 
 def _offered(line: _Line, loads: Sequence[float]) -> dict[str, Any]:
-    """Return what was asked for, which a rate reaches where the load is sustained."""
+    """Return the offered rate, which a rate reaches where the load is sustained."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -189,11 +189,11 @@ def _marks(
 def _text(lines: Sequence[_Line], loads: Sequence[float], metrics: Sequence[str]) -> str:
     parts = []
     for i, load in enumerate(loads):
-        told = [
+        texts = [
             f"{line.name} {listed([_named(line.reached[i], m) for m in metrics])}"
             for line in lines
         ]
-        parts.append(f"{times(load)}: {', '.join(told)}")
+        parts.append(f"{times(load)}: {', '.join(texts)}")
     return f"Predicted; a cross is a setting that does not hold. {'; '.join(parts)}."
 
 

@@ -210,9 +210,9 @@ def predict_surface(
     found_at = []
     for load, found in zip(loads, searched, strict=True):
         whole = predict_more(predictor, found, settings)
-        kept = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
-        decision = decide(predictor, kept, space, FEW_DRAWS)
-        found_at.append(AtLoad(load, decision, kept))
+        compared = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
+        decision = decide(predictor, compared, space, FEW_DRAWS)
+        found_at.append(AtLoad(load, decision, compared))
         note(f"load {load:g} x: best {decision.best}")
     return Surface(space.current, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
 

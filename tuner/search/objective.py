@@ -141,21 +141,6 @@ class Score:
             return self.value_in(Tier.GOOD) > other.value_in(Tier.GOOD) * (1 + tolerance_ratio)
         return self.value > other.value * (1.0 + tolerance_ratio)
 
-    def ratio_to(self, other: Score) -> tuple[str, float] | None:
-        """Return the ratio of the values and what they are of, None where none compares.
-
-        Where neither sustains the load and both serve about the same rate, it is the tail's.
-        """
-        if self.tier is not other.tier or self.metric != other.metric:
-            return None
-        metric, ours, theirs = self.metric, self.value, other.value
-        if self.tier is Tier.NOT_SUSTAINED and abs(ours / theirs - 1) <= RATE_TIE_RATIO:
-            metric = self.own_metric
-            ours, theirs = self.value_in(Tier.GOOD), other.value_in(Tier.GOOD)
-        if not (math.isfinite(ours) and math.isfinite(theirs) and theirs > 0):
-            return None
-        return metric, ours / theirs
-
     @property
     def order(self) -> tuple[str, float]:
         """Return what to sort by."""

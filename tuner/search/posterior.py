@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -45,6 +45,15 @@ OTHER_TRAFFIC = "other traffic of the kind and the model's error"
 MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
 LIVE_ALONE = "other replays of the same traffic"
 _LEAST_USED = 1e-9
+# What of draws has a row for each.
+_DRAWN = (
+    "values",
+    "slo_used",
+    "load_used",
+    "elsewhere",
+    "slo_elsewhere",
+    "load_elsewhere",
+)
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
 
@@ -147,6 +156,20 @@ class Draws:
         drawn_twice = (values, *bounds, values, *bounds)
         return cls(tuple(settings), metric, point, *drawn_twice, LIVE_ALONE, has_slos)
 
+    @classmethod
+    def pooled(cls, parts: Sequence[Self]) -> Self:
+        """Return draws of the same settings together, as of any one of the parts."""
+        first = parts[0]
+        rows = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _DRAWN}
+        point = np.exp(np.mean([np.log(p.point) for p in parts], axis=0))
+        return replace(first, point=point, **rows)
+
+    def among(self, settings: Sequence[EngineLimits]) -> Self:
+        """Return the draws of these settings alone."""
+        at = [self.settings.index(limits) for limits in settings]
+        columns = {name: getattr(self, name)[:, at] for name in _DRAWN}
+        return replace(self, settings=tuple(settings), point=self.point[at], **columns)
+
     @property
     def meets(self) -> Bools:
         """Whether every SLO is met."""
@@ -172,7 +195,7 @@ class Draws:
             raise NoFeasibleConfigError(
                 "no configuration survived its replay", "see the causes in trials.jsonl"
             )
-        field, cost, elsewhere, metric = self._criterion(confidence)
+        field, cost, elsewhere, metric = self.criterion(confidence)
         loss = _losses(cost, field)
         now = self.settings.index(current)
         best, tied = self._least(loss, field, now)
@@ -203,7 +226,7 @@ class Draws:
 
         At least one other than the current one, as long as there is any.
         """
-        field, cost, *_ = self._criterion(confidence)
+        field, cost, *_ = self.criterion(confidence)
         least = np.where(field, cost, math.inf).argmin(axis=1)
         shares = np.bincount(least, minlength=len(self.settings)) / len(least)
         now = self.settings.index(current)
@@ -220,14 +243,16 @@ class Draws:
         Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
             Decision Theory, chapter 4.
         """
-        field, cost, *_ = self._criterion(confidence)
+        field, cost, *_ = self.criterion(confidence)
         loss = _losses(cost, field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
-    def _criterion(self, confidence: float) -> tuple[Bools, Floats, Floats, str]:
+    def criterion(self, confidence: float = CONFIDENCE) -> tuple[Bools, Floats, Floats, str]:
         """Return who may be recommended, by which costs they are judged, and what those are.
 
         The costs on the recorded traffic, and on other traffic of the kind.
+
+        Shapes: [settings], then [draws, settings] each.
         """
         holds = (self.meets & self.sustains).mean(axis=0) >= confidence
         meets = self.meets.mean(axis=0) >= confidence

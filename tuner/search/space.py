@@ -52,11 +52,6 @@ class SearchSpace:
             caps.append(cap)
         return caps
 
-    def rungs(self) -> list[EngineLimits]:
-        """Return the settings along the ladder at the current token budget."""
-        settings = [self.at(cap, self.reference_budget) for cap in self.caps()]
-        return [limits for limits in settings if limits.within(self.ceiling)]
-
     def grid(self) -> list[EngineLimits]:
         """Return every setting: caps of the ladder and past it, times token budgets."""
         budgets = sorted({*self.budgets, self.reference_budget})

@@ -197,8 +197,10 @@ class Visited:
         _, kind = np.unique(half_doublings @ np.array([1000, 1]), return_inverse=True)
         kind = kind.ravel()
         seconds = np.bincount(kind, took_s).astype(np.float64)
-        means = np.column_stack([np.bincount(kind, took_s * column) for column in table.T])
-        means = means.astype(np.float64) / seconds[:, None]
+        means: Floats = np.column_stack(
+            [np.bincount(kind, took_s * column) for column in table.T]
+        ).astype(np.float64)
+        means = means / seconds[:, None]
         shape = (len(model.factors.rows), len(model.factors.rows[0]))
         weights = _weights(means[:, 0], means[:, 1], shape)
         grows: Floats = np.asarray(1.0 - means[:, 2], dtype=np.float64)

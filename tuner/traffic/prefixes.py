@@ -145,3 +145,19 @@ def misfit_reason(count: int, prompt_tokens: int, block_size: int) -> str:
         f"hash_ids must hold {expected} ids for {prompt_tokens} tokens in blocks of "
         f"{block_size}, got {count}"
     )
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit words, so that neighbours have nothing in common.
+
+    A new id meets an old one but by a chance of 2^-63 each. Multiples of GOLDEN make a stream.
+
+    Source: the finaliser of SplitMix64, Steele, Lea and Flood (2014).
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    scrambled: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return scrambled

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from tuner.arrays import Ints
 from tuner.errors import UsageError
 from tuner.traffic.answers import HeldAnswers, held_answers
+from tuner.traffic.prefixes import GOLDEN, mixed
 from tuner.traffic.traces import Trace
 
 SPECIAL_IDS = range(10)
 """Ours: padding, start, end and unknown are among the first ten ids of many vocabularies."""
 
 _Words = npt.NDArray[np.uint64]
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK_DOMAIN, _TAIL_DOMAIN, _ANSWER_DOMAIN = 1, 2, 3
 
 
@@ -118,7 +118,7 @@ class PromptSource:
                 "check the model's vocab_size",
             )
         self._usable = usable
-        self._seed = _mixed(np.array([seed % (1 << 64)], np.uint64) + _GOLDEN)
+        self._seed = mixed(np.array([seed % (1 << 64)], np.uint64) + GOLDEN)
         self._digits = _digits_needed(len(trace), usable.size)
         self._all_held: HeldAnswers | None = None
         self._held: HeldAnswers | None = None
@@ -244,9 +244,9 @@ class PromptSource:
 
         Shapes: numbers is [k], the result [k, end - begin].
         """
-        keys = _mixed(numbers.astype(np.uint64) ^ _mixed(self._seed + np.uint64(domain)))
-        counters = np.arange(begin + 1, end + 1, dtype=np.uint64) * _GOLDEN
-        words = _mixed(keys[:, np.newaxis] + counters[np.newaxis, :])
+        keys = mixed(numbers.astype(np.uint64) ^ mixed(self._seed + np.uint64(domain)))
+        counters = np.arange(begin + 1, end + 1, dtype=np.uint64) * GOLDEN
+        words = mixed(keys[:, np.newaxis] + counters[np.newaxis, :])
         base = np.uint64(self._usable.size)
         places = ((words >> np.uint64(32)) * base) >> np.uint64(32)
         is_block = domain == _BLOCK_DOMAIN
@@ -263,14 +263,6 @@ class PromptSource:
 def own_key(row: int, end: int) -> bytes:
     """Return the key of a block that only this request has, of its prompt or its answer."""
     return b"row%d:%d" % (row, end)
-
-
-def _mixed(words: _Words) -> _Words:
-    """Scramble 64-bit words so that neighbours have nothing in common."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: _Words = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 def _digits_needed(count: int, base: int) -> int:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tuner.arrays import Floats, Ints
 from tuner.errors import TooFewSamplesError, TraceError, UsageError
-from tuner.traffic.prefixes import HashIds, offsets_of
+from tuner.traffic.prefixes import GOLDEN, HashIds, mixed, offsets_of
 from tuner.traffic.traces import ClockOrigin, ReadNotes, Trace, Turns
 
 
@@ -375,8 +375,6 @@ SHIFT_S = 60.0
 # Sessions are taken out in the order of one shuffle, so that a larger load holds a smaller one.
 SEED = 0
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
 
 def at_load(trace: Trace, load: float) -> Trace:
     """Return the trace at `load` times its arrivals, over the same time.
@@ -584,7 +582,7 @@ class _Copies:
         taken = hashes.take(rows)
         own = HashIds(hashes.offsets, self.is_private, hashes.block_size).take(rows)
         copy = np.repeat(number, taken.counts).astype(np.uint64)
-        fresh = _mixed(taken.ids.astype(np.uint64) + copy * _GOLDEN) >> np.uint64(1)
+        fresh = mixed(taken.ids.astype(np.uint64) + copy * GOLDEN) >> np.uint64(1)
         ids = np.where((own.ids == 1) & (copy > 0), fresh.astype(np.int64), taken.ids)
         return HashIds(taken.offsets, ids, hashes.block_size)
 
@@ -603,17 +601,6 @@ def _turns_of_copies(
     is_wrapped = (after >= 0) & (due_s[after] > due_s)
     after = np.where(is_wrapped, -1, after)
     return Turns(after, np.where(after >= 0, turns.pause_s[rows], 0.0))
-
-
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit words, so that new ids meet no old one but by a chance of 2^-63 each.
-
-    Source: the finaliser of SplitMix64, Steele, Lea and Flood (2014).
-    """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 def _names(names: tuple[str, ...] | None, rows: Ints, number: Ints) -> tuple[str, ...] | None:

@@ -90,7 +90,7 @@ def test_loads_are_a_list_of_loads_and_ranges_ascending(
         (["--profile", "x.yaml", "--loads", "0"], "must be a multiple above 0"),
     ],
 )
-def test_what_cannot_be_planned_is_told(
+def test_what_cannot_be_planned_is_reported(
     more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(a_trace_file(tmp_path / "prod.jsonl", 40))

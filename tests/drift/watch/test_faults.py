@@ -195,18 +195,18 @@ def test_a_real_hook_is_told_what_happened_and_needs_no_shell(tmp_path: Path) ->
         ("import os; os.kill(os.getpid(), 15)", "was ended by SIGTERM"),
     ],
 )
-def test_how_a_hook_ends_is_told(code: str, words: str) -> None:
+def test_how_a_hook_ends_is_reported(code: str, words: str) -> None:
     end = run_hook([sys.executable, "-c", code], {}, 0.5 if "sleep" in code else 30.0)
     assert not end.is_done
     assert words in end.text
 
 
-def test_a_hook_that_is_not_there_is_told() -> None:
+def test_a_hook_that_is_not_there_is_reported() -> None:
     end = run_hook(["/no/such program"], {}, 1.0)
     assert end.text == "the hook cannot be run: /no/such program: No such file or directory"
 
 
-def test_a_damaged_state_is_told_and_the_file_says_what_is_in_use(tmp_path: Path) -> None:
+def test_a_damaged_state_is_reported_and_the_file_says_what_is_in_use(tmp_path: Path) -> None:
     with a_world(tmp_path) as world:
         world.lasts(pays())
     (tmp_path / "state" / "state.json").write_text("{")
@@ -216,7 +216,7 @@ def test_a_damaged_state_is_told_and_the_file_says_what_is_in_use(tmp_path: Path
         assert world.rounds(pays(THIRTY)) == [Act.CONFIRM]
 
 
-def test_kept_traffic_that_is_damaged_is_told_and_the_profiles_own_taken(
+def test_kept_traffic_that_is_damaged_is_reported_and_the_profiles_own_taken(
     tmp_path: Path,
 ) -> None:
     with a_world(tmp_path) as world:
@@ -237,7 +237,7 @@ def test_one_state_is_for_one_watch(tmp_path: Path) -> None:
         pass
 
 
-def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_told(
+def test_a_prometheus_that_comes_back_is_asked_again_and_one_that_does_not_is_reported(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "best.yaml").write_text(SERVED)

@@ -152,7 +152,7 @@ def test_what_was_rolled_back_does_not_come_again(
             assert not alike(proposal.limits, barred)
 
 
-def test_each_reason_to_wait_is_told() -> None:
+def test_each_reason_to_wait_is_reported() -> None:
     policy = Policy(0.05, 1000.0, 2, 600.0)
     fresh, once = Memory(), Memory(EIGHT.limits, 1, verdict_s=500.0)
     soon = replace(once, last_change_s=500.0)

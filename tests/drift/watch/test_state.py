@@ -144,7 +144,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_state(tmp_path:
         b'{"handover": {}}',
     ],
 )
-def test_a_damaged_state_is_set_aside_and_told(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_state_is_set_aside_and_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / STATE_FILE).write_bytes(content)
     with StateDir(tmp_path) as kept:
         state, shown = kept.load()

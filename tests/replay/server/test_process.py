@@ -79,7 +79,7 @@ def test_interrupted_it_takes_its_server_along() -> None:
     assert servers() <= before
 
 
-def test_a_taken_port_and_a_server_that_dies_are_told() -> None:
+def test_a_taken_port_and_a_server_that_dies_are_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -78,7 +78,7 @@ def test_a_converted_recording_still_says_that_lengths_were_drawn(prod: Path) ->
     assert "clients left; the rest of their" in "\n".join(describe(again).lines())
 
 
-def test_a_few_are_told_without_a_caveat_and_none_is_not_told(tmp_path: Path) -> None:
+def test_a_few_are_reported_without_a_caveat_and_none_is_not_reported(tmp_path: Path) -> None:
     path = tmp_path / "prod.jsonl"
     line = '{"arrived_at_s": 0, "input_length": 9, "output_length": 5, "status": %s}\n'
     path.write_text(line % '"stop"' * 100 + line % '"abort"')

@@ -75,7 +75,7 @@ def test_what_cannot_be_asked_is_refused_before_asking(
     assert "secret" not in said.message + said.hint
 
 
-def test_a_server_that_is_not_there_is_told_soon() -> None:
+def test_a_server_that_is_not_there_is_reported_soon() -> None:
     began_s, port = time.monotonic(), free_port()
     said = refused(f"http://me:secret@127.0.0.1:{port}")
     assert said.message == (
@@ -113,7 +113,7 @@ def test_a_login_is_asked_for_taken_from_the_url_and_never_shown(tmp_path: Path)
     assert "admin" not in f"{trace.source} {trace.notes}"
 
 
-def test_a_certificate_that_is_not_trusted_is_told(tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
     need_prometheus()
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here: apt-get install openssl")

@@ -217,7 +217,7 @@ def test_requests_held_in_flight_are_seen_in_flight(load: Load) -> None:
     assert trace.notes.sampled_from.startswith("Prometheus at 127.0.0.1:")
 
 
-def test_the_servers_own_numbers_are_told(load: Load) -> None:
+def test_the_servers_own_numbers_are_reported(load: Load) -> None:
     shown = " / ".join(traced(load).notes.remarks)
     assert "KV cache was at most" in shown
     # All prompts begin alike, so that most of their blocks hit.

@@ -154,7 +154,7 @@ def test_vllms_own_scheduler_finds_as_many_hits_as_the_server_had(
     assert measured.prefix_cache_hit_ratio == pytest.approx(0.4, abs=0.02)
 
 
-def test_hits_that_prompts_of_this_length_cannot_have_are_told(url: str) -> None:
+def test_hits_that_prompts_of_this_length_cannot_have_are_reported(url: str) -> None:
     trace = read(url, "terse")
     assert "prefix hits cannot be imitated: 97% of the prompt tokens hit" in shown(trace)
     assert re.search(r"prompts this short share 7\d% at most", shown(trace))

@@ -22,7 +22,7 @@ PAGE = "explore.html"
 class ExploreOptions:
     """What is predicted, and where the page goes; with `as_json` the data goes to stdout."""
 
-    asked: LoadsOptions
+    inputs: LoadsOptions
     output: Path | None
     as_json: bool
 
@@ -34,16 +34,16 @@ class ExploreOptions:
 
 def run_explore(options: ExploreOptions) -> int:
     """Predict every setting at every load, write the page or the data. Raises: TunerError."""
-    asked = options.asked
+    inputs = options.inputs
     check_folder(options.output)
     began_s = time.monotonic()
-    profile, source = asked.shadow.load()
-    trace, surface = asked.surface(source)
+    profile, source = inputs.shadow.load()
+    trace, surface = inputs.surface(source)
     took_s = time.monotonic() - began_s
     replays = len(surface.settings) * len(surface.loads)
     say(f"{replays} replays predicted, and what is best at each load, in {took_s:.1f} s")
     explored = Explored(
-        surface, profile, str(asked.shadow.profile), trace, str(asked.objective), took_s
+        surface, profile, str(inputs.shadow.profile), trace, str(inputs.objective), took_s
     )
     if options.as_json:
         sys.stdout.write(json_text(_content(explored)))

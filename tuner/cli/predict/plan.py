@@ -34,7 +34,7 @@ class PlanOptions:
     Units: seconds.
     """
 
-    asked: LoadsOptions
+    inputs: LoadsOptions
     utc_offset_s: float | None
     as_json: bool
 
@@ -43,7 +43,7 @@ class PlanOptions:
         """Return what the command line says. Raises: UsageError."""
         is_by_hour = params["by"] == "hour"
         return cls(
-            asked=LoadsOptions.parse(params),
+            inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
             as_json=params["as_json"],
         )
@@ -51,13 +51,13 @@ class PlanOptions:
 
 def run_plan(options: PlanOptions) -> int:
     """Predict every load, or hour of day, and print the table. Raises: TunerError."""
-    _, source = options.asked.shadow.load()
+    _, source = options.inputs.shadow.load()
     if options.utc_offset_s is not None:
-        calendar = _calendar(options.asked, source, options.utc_offset_s)
+        calendar = _calendar(options.inputs, source, options.utc_offset_s)
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
         return 0
-    _, surface = options.asked.surface(source)
-    lines = _table(surface, options.asked.objective)
+    _, surface = options.inputs.surface(source)
+    lines = _table(surface, options.inputs.objective)
     show_result(surface.as_json(), lines, as_json=options.as_json)
     return 0
 
@@ -103,17 +103,17 @@ def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
     faults = {"best": best.fault, "current": current.fault}
     if best.fault == current.fault:
         faults = {"both": best.fault}
-    told = "; ".join(f"{whose}: {fault}" for whose, fault in faults.items() if fault)
-    return f"{advice} [{told}]" if told else advice
+    shown = "; ".join(f"{whose}: {fault}" for whose, fault in faults.items() if fault)
+    return f"{advice} [{shown}]" if shown else advice
 
 
-def _calendar(asked: LoadsOptions, source: ProfiledEngine, utc_offset_s: float) -> Calendar:
+def _calendar(inputs: LoadsOptions, source: ProfiledEngine, utc_offset_s: float) -> Calendar:
     """Return what is best at each hour of the day. Raises: TunerError."""
-    check_named(asked.traffic.files)
-    recorded = asked.traffic.part_of(asked.traffic.reading.read(asked.traffic.files))
-    load = asked.traffic.load
-    trace, retune = asked.retune(source, recorded, load)
-    aim = asked.aim(trace)
+    check_named(inputs.traffic.files)
+    recorded = inputs.traffic.part_of(inputs.traffic.reading.read(inputs.traffic.files))
+    load = inputs.traffic.load
+    trace, retune = inputs.retune(source, recorded, load)
+    aim = inputs.aim(trace)
     aim = replace(aim, plan=replace(aim.plan, load=load))
     return calendar_of(trace, _hours(trace, utc_offset_s), retune, aim, say)
 

@@ -277,10 +277,10 @@ def sampling_text(params: Mapping[str, float], model_config: Any, *, is_greedy: 
     """Say in a sentence how tokens are sampled, and where that comes from."""
     if is_greedy:
         return "tokens are sampled greedily, as asked for; a server samples as its model says"
-    told = {n: v for n, v in params.items() if v != OPENAI_DEFAULTS[n]}
-    if not told:
+    set_apart = {n: v for n, v in params.items() if v != OPENAI_DEFAULTS[n]}
+    if not set_apart:
         return "tokens are sampled at temperature 1: the model's generation_config says nothing"
-    words = ", ".join(f"{name} {value:g}" for name, value in told.items())
+    words = ", ".join(f"{name} {value:g}" for name, value in set_apart.items())
     where = str(getattr(model_config, "generation_config", "auto"))
     source = (
         "the model's generation_config" if where == "auto" else f"generation_config {where}"
