@@ -56,6 +56,7 @@ class RunDisplay(Listener):
         self._live: Live | None = None
         self._tail = tail
         self._trials: list[Trial] = []
+        self._current: EngineLimits | None = None
         self._now = ""
         self._began_s = time.monotonic()
         self._budget_s = budget_s
@@ -69,9 +70,14 @@ class RunDisplay(Listener):
             self._live.stop()
             self._live = None
 
+    def current_known(self, current: EngineLimits) -> None:
+        """Take in what the best so far is compared with."""
+        self._current = current
+
     def trial_recalled(self, trial: Trial) -> None:
         """Take in a trial of a run that is resumed, without announcing it."""
-        self._trials.append(trial)
+        if trial.phase is not Phase.CALIBRATE:
+            self._trials.append(trial)
 
     def note(self, text: str) -> None:
         """Show a sentence."""
@@ -97,7 +103,9 @@ class RunDisplay(Listener):
         self._refresh()
 
     def trial_ended(self, trial: Trial, left_s: float) -> None:
-        """Show what came out."""
+        """Show what came out; blocks that calibrate are many, and told of together."""
+        if trial.phase is Phase.CALIBRATE:
+            return
         self._trials.append(trial)
         if self._live is None:
             cells = " ".join(_cells(trial))
@@ -117,9 +125,7 @@ class RunDisplay(Listener):
         best = leader(observations)
         if best is None:
             return "nothing works so far" if observations else "nothing to compare yet"
-        # Every run begins with the current configuration.
-        limits = self._trials[0].limits
-        current = next((o for o in observations if o.limits == limits), None)
+        current = next((o for o in observations if o.limits == self._current), None)
         gain = ""
         comparable = current is not None and current.score.metric == best.score.metric
         if current is not None and comparable and current.limits != best.limits:

@@ -311,7 +311,7 @@ class _Blocks:
         fit = BLOCK_S / max(step_s, 1e-9)
         counts = {int(min(FEW_STEPS, max(2, fit / 4))), int(min(MANY_STEPS, max(4, fit)))}
         timelines = one.log.timelines
-        for at_s in instants_s(steps.end_s, steps.duration_s, INSTANTS):
+        for at_s in instants_s(steps.end_s, steps.duration_s, INSTANTS, self.rng):
             for count in sorted(counts):
                 block = Block.at(one.limits, self.trace, timelines, at_s, count)
                 if block is None:

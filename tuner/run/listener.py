@@ -26,6 +26,9 @@ class Listener:
     def note(self, text: str) -> None:
         """Receive a sentence worth reading."""
 
+    def current_known(self, current: EngineLimits) -> None:
+        """Receive the limits that are run with now, before any trial."""
+
     def trial_recalled(self, trial: Trial) -> None:
         """Receive a trial that an earlier process of a resumed run has made."""
 

@@ -458,6 +458,7 @@ def _tell_plan(
     prepared: PreparedRun, facts: EngineFacts, space: SearchSpace, listener: Listener
 ) -> None:
     """Say what will be done, and for how long at most."""
+    listener.current_known(facts.current_limits)
     origin = "the configuration" if prepared.engine.names_limits else "vLLM's default here"
     listener.note(
         f"current configuration {facts.current_limits} (max_num_seqs/max_num_batched_tokens), "

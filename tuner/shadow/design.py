@@ -163,7 +163,7 @@ def choose(
     """Return which blocks tell most of what is wanted in the time, one at least.
 
     One after the other: each takes most off the variances for its seconds, after those before
-    it. A block may be chosen again.
+    it, and each once, since no model says all that two blocks differ by.
 
     Units: seconds as predicted.
     """
@@ -172,13 +172,11 @@ def choose(
     # Independent standard normal numbers say how far off the model is in each direction.
     covariance, turned = np.eye(len(table)), wanted @ table.T
     seen = [(b.design @ table.T, _errors(b, mood)) for b in blocks]
-    costs_s = [max(float(b.seconds.sum()), LEAST_S) for b in blocks]
-    while not chosen or left_s > 0:
+    costs_s = np.array([max(float(b.seconds.sum()), LEAST_S) for b in blocks])
+    while len(chosen) < len(blocks) and (not chosen or left_s > 0):
         learnt = [_learnt(covariance, *one) for one in seen]
-        gains = [
-            float(((turned @ root) ** 2).sum()) / cost_s
-            for root, cost_s in zip(learnt, costs_s, strict=True)
-        ]
+        gains = np.array([float(((turned @ root) ** 2).sum()) for root in learnt]) / costs_s
+        gains[chosen] = -1.0
         best = int(np.argmax(gains))
         chosen.append(best)
         covariance = covariance - learnt[best] @ learnt[best].T
@@ -202,11 +200,13 @@ def _learnt(covariance: Floats, design: Floats, errors: Floats) -> Floats:
     return found
 
 
-def instants_s(steps_end_s: Floats, busy_s: Floats, count: int) -> list[float]:
-    """Return instants of a replay, each in the middle of an equal share of its busy time."""
+def instants_s(
+    steps_end_s: Floats, busy_s: Floats, count: int, rng: np.random.Generator
+) -> list[float]:
+    """Return random instants of a replay, one in each of equal shares of its busy time."""
     if not len(busy_s):
         return []
     reached = np.cumsum(busy_s) / busy_s.sum()
-    at = np.searchsorted(reached, (np.arange(count) + 0.5) / count)
+    at = np.searchsorted(reached, (np.arange(count) + rng.random(count)) / count)
     middle = steps_end_s - busy_s / 2
     return [float(x) for x in middle[np.minimum(at, len(middle) - 1)] if math.isfinite(x)]
