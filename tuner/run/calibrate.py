@@ -160,6 +160,36 @@ def calibrate(
     return pilot
 
 
+def replay_longer(
+    runner: TrialRunner,
+    calibrator: Calibrator,
+    settings: Sequence[EngineLimits],
+    pilot_rate: float,
+    time_s: float,
+) -> None:
+    """Replay the busiest traffic at each setting, as long as the time for it lasts.
+
+    Where no race will be held the time is best spent on batches as full as they get, which
+    blocks are too short for. `pilot_rate` is what a second of the trace costs.
+
+    Raises: EngineError.
+    """
+    context, each_s = runner.context, time_s / len(settings)
+    trace = predicted_part(context.trace, context.aim)
+    length_s = min(each_s / pilot_rate, max(trace.duration_s, 1e-3))
+    piece = busiest(trace, length_s).of(trace)
+    workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
+    with context.stopwatch.stage("calibrate"):
+        context.listener.note(
+            f"the time holds no race: {len(settings)} settings are looked at for "
+            f"{each_s:.0f} s each"
+        )
+        for limits in settings:
+            observe = partial(calibrator.observe, limits)
+            cut = CutRule(max_wall_s=each_s)
+            runner.measure(limits, Phase.CALIBRATE, workload, cut, on_log=observe)
+
+
 @dataclass(slots=True)
 class _Blocks:
     """Blocks that are replayed within the calibration's share of the budget.
@@ -361,7 +391,7 @@ class _Blocks:
         self.runner.measure(
             block.limits,
             Phase.CALIBRATE,
-            Workload.of_block(block, self.trace, context.aim),
+            Workload.of_piece(block.of(self.trace), ReplayPlan(), context.aim),
             CutRule(max_wall_s=most_s),
             on_log=partial(self.calibrator.observe, block.limits),
         )
@@ -371,7 +401,10 @@ class _Blocks:
         context = self.runner.context
 
         def workloads(one: Round) -> list[Workload]:
-            return [Workload.of_block(block, self.trace, context.aim) for block in one.blocks]
+            return [
+                Workload.of_piece(block.of(self.trace), ReplayPlan(), context.aim)
+                for block in one.blocks
+            ]
 
         found = share_round(self.runner, workloads, Phase.CALIBRATE)
         for limits, columns in found.steps if found is not None else ():

@@ -25,7 +25,6 @@ from tuner.run.stored import RunRecord
 from tuner.search.budget import Aim, Budget
 from tuner.search.objective import Scoring, make_scoring
 from tuner.search.space import SearchSpace
-from tuner.shadow.design import Block
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 
@@ -108,11 +107,10 @@ class Workload:
         return cls.of(TRACE, trace, (aim.window or whole(trace),), aim)
 
     @classmethod
-    def of_block(cls, block: Block, trace: Trace, aim: Aim) -> Self:
-        """Return a block to calibrate on, which holds too few requests for a tail."""
-        piece = block.of(trace)
+    def of_piece(cls, piece: Trace, plan: ReplayPlan, aim: Aim) -> Self:
+        """Return traffic to calibrate on, which holds too few requests for a tail."""
         scoring = Scoring(aim.objective, aim.slos, "p50")
-        return cls(CALIBRATION, (), (piece,), ReplayPlan(), aim.slos, scoring)
+        return cls(CALIBRATION, (), (piece,), plan, aim.slos, scoring)
 
     def replay_on(
         self,

@@ -351,14 +351,25 @@ class Cold:
         }
 
 
+Deployed = Callable[[EngineLimits], tuple[Estimate, float] | None]
+"""Predicts a setting over the current one on engines started with either, their blocks known.
+
+The ratio on the whole traffic, and the logarithm of that on the window that raced; None where
+nothing is predicted.
+"""
+
+
 def confirm_cold(
-    runner: TrialRunner, plan: RacePlan, decision: RaceDecision
+    runner: TrialRunner,
+    plan: RacePlan,
+    decision: RaceDecision,
+    deployed: Deployed | None = None,
 ) -> tuple[RaceDecision, Cold | None]:
     """Start winner and current configuration as they would be deployed, and compare them.
 
     Each once, and once more in the opposite order where that leaves doubt and the time holds
-    it. What they show is weighed with what the race has shown; a winner that is then not
-    thought to be better is not recommended.
+    it. What they show is weighed with what is predicted of such engines, or with what the race
+    has shown; a winner that is then not thought to be better is not recommended.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
@@ -372,11 +383,11 @@ def confirm_cold(
         return decision, None
     with context.stopwatch.stage("cold"):
         _start_all(runner, plan.workload, pair, 1)
-        cold = _cold_of(context, plan, decision)
+        cold = _cold_of(context, plan, decision, deployed)
         is_open = cold.p_better is not None and cold.p_better < CLEAR
         if is_open and context.left_s >= cost_s:
             _start_all(runner, plan.workload, pair[::-1], 2)
-            cold = _cold_of(context, plan, decision)
+            cold = _cold_of(context, plan, decision, deployed)
     ours, theirs = (_known_cold(context, limits) for limits in pair)
     tiers = {score.tier for score in (*ours, *theirs)}
     if Tier.CUT in tiers or (cold.current.tier is Tier.FAILED is not cold.winner.tier):
@@ -421,11 +432,14 @@ def _noise(context: RunContext) -> float:
     return math.sqrt((4 * REPLAY_NOISE**2 + squares) / (4 + freedom))
 
 
-def _cold_of(context: RunContext, plan: RacePlan, decision: RaceDecision) -> Cold:
+def _cold_of(
+    context: RunContext, plan: RacePlan, decision: RaceDecision, deployed: Deployed | None
+) -> Cold:
     """Return the two beside each other, with how probable a gain is by all that is known.
 
     What they show is of the window that raced, and the gain of the whole trace: it is by how
-    much the cold ones differ from what raced there that moves the gain.
+    much the cold ones differ there from what was predicted of them, or else from what raced,
+    that moves the gain.
     """
     current = context.space.current
     ours, theirs = _known_cold(context, decision.winner), _known_cold(context, current)
@@ -437,9 +451,14 @@ def _cold_of(context: RunContext, plan: RacePlan, decision: RaceDecision) -> Col
     seen, seen_sd = float(np.mean(logs)), noise * math.sqrt(2 / starts)
     cold = Cold(*worst, math.exp(seen), float(ndtr(-seen / seen_sd)), starts)
     raced, raced_sd = _raced_ratio(context, plan, decision.winner, noise)
-    if decision.gain is None:
+    gain = decision.gain_here or decision.gain
+    predicted = None if deployed is None else deployed(decision.winner)
+    if predicted is not None:
+        gain, raced = predicted
+        raced_sd = REPLAY_NOISE
+    if gain is None:
         return cold
-    known, known_sd = _normal(decision.gain_here or decision.gain)
+    known, known_sd = _normal(gain)
     if not math.isfinite(raced):
         raced, raced_sd = known, known_sd
     effect, effect_sd = seen - raced, math.hypot(seen_sd, raced_sd)

@@ -17,7 +17,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay.loop import Progress, ReplayLog
-from tuner.replay.plan import CutRule
+from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import WINDOW, Workload
 from tuner.run.journal import Recorded, Round
@@ -73,9 +73,8 @@ def replay_round(
 def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
     """Return what a round replays at each of its settings. Raises: TooFewSamplesError."""
     if one.phase is Phase.CALIBRATE:
-        return [
-            Workload.of_block(block, predicted_part(trace, aim), aim) for block in one.blocks
-        ]
+        part = predicted_part(trace, aim)
+        return [Workload.of_piece(block.of(part), ReplayPlan(), aim) for block in one.blocks]
     at_load = replace(aim, plan=replace(aim.plan, load=one.load))
     return [Workload.of(WINDOW, trace, one.windows, at_load)] * len(one.settings)
 

@@ -5,6 +5,7 @@ Ties the stages together. A listener receives everything that there is to say on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.replay.series import timeline_record
-from tuner.run.calibrate import Calibrator, calibrate
+from tuner.run.calibrate import Calibrator, calibrate, replay_longer
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
@@ -28,6 +29,7 @@ from tuner.run.predict import (
     cross_check,
     decide,
     disagreement,
+    draw,
     predict,
     predict_more,
 )
@@ -51,14 +53,18 @@ from tuner.search.trials import Observation, Trial, leader, predictions
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
+from tuner.shadow.profiles import Agreement, KvStart, Profile, read_profile, write_profile
 from tuner.shadow.reference import replay_reference
+from tuner.stats import Estimate
 from tuner.traffic.windows import Window, busiest, whole
 
 NOTHING_ELSE = (
     "only the current configuration was replayed in the time: nothing can be said of others; "
     "give --budget more"
 )
+# The share of the time that is left which finalists are looked at for where it holds no race:
+# ours, the rest is for predicting them anew.
+LONGER_SHARE = 0.7
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
@@ -253,7 +259,9 @@ class Session:
         if decision is None:
             decision = self._search_live(started)
         if self._plan is not None:
-            decision, self.cold = confirm_cold(self.runner, self._plan, decision)
+            decision, self.cold = confirm_cold(
+                self.runner, self._plan, decision, self._predicted_cold
+            )
             self._keep_starts()
         self._find_capacity(decision)
         context.journal.set_state("done")
@@ -283,6 +291,8 @@ class Session:
             plan = self._race_plan(settings, rate)
             if plan is None and given is not None:
                 plan = self._plan_beside_a_pilot(given, rate)
+            elif plan is None and rate is not None and self._calibrator is not None:
+                self._look_longer(self._calibrator, profile, settings, rate)
         except (ShadowError, TooFewSamplesError) as unfit:
             context.caveats.add(Caveat.SHADOW_UNFIT)
             self._predicted = self._predictor = None
@@ -293,6 +303,23 @@ class Session:
             return self._decided_by_prediction()
         self._plan = fitting(self.runner, plan)
         return self._race(self._plan)
+
+    def _look_longer(
+        self,
+        calibrator: Calibrator,
+        profile: Profile,
+        settings: Sequence[EngineLimits],
+        rate: float,
+    ) -> None:
+        """Spend the time that holds no race on the finalists' steps, and predict them anew.
+
+        Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
+        """
+        time_s = LONGER_SHARE * self.context.left_s
+        if time_s <= 0 or self.runner.engine.restarts_per_config:
+            return
+        replay_longer(self.runner, calibrator, settings, rate, time_s)
+        self._finalists(self._fitted(calibrator, None, profile.agreement))
 
     def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         current = self.context.space.current
@@ -498,6 +525,37 @@ class Session:
         predicted = predict_more(predictor, predicted, plan.settings)
         self._plan, self._predictor, self._predicted = plan, predictor, predicted
         return plan, predictor, predicted
+
+    def _predicted_cold(self, winner: EngineLimits) -> tuple[Estimate, float] | None:
+        """Predict the winner over the current one on engines with the blocks that each has.
+
+        The ratio on all that is predicted, and the logarithm of that on the window that raced.
+        """
+        predictor, predicted, plan = self._predictor, self._predicted, self._plan
+        pair, blocks = (winner, self.context.space.current), self.runner.engine.cold_blocks
+        if predictor is None or predicted is None or plan is None or predictor.doubt:
+            return None
+        if not set(pair) <= blocks.keys():
+            return None
+        profile = predictor.profile
+        known = [KvStart(limits, blocks[limits]) for limits in pair]
+        others = [start for start in profile.kv_starts if start.limits not in pair]
+        own = replace(
+            predictor, ceiling=None, profile=replace(profile, kv_starts=(*known, *others))
+        )
+        try:
+            nothing = replace(predicted, outcomes={})
+            ratio = draw(own, predict_more(own, nothing, pair), pair).ratio(*pair)
+        except (ShadowError, EngineError):
+            return None
+        window, values = plan.workload, []
+        for limits in pair:
+            found = own.measure(window.pieces, limits, window.plan, window.slos)
+            if isinstance(found, Measurement):
+                values.append(window.scoring.score(found).value_in(Tier.GOOD))
+        if ratio is None or len(values) < 2 or not all(0 < v < math.inf for v in values):
+            return None
+        return ratio, math.log(values[0] / values[1])
 
     # By predictions alone.
 

@@ -235,6 +235,13 @@ class Draws:
         inside = [i for i in order if shares[i] >= CONTENDS][:MAX_CONTENDERS] or order[:1]
         return [*(self.settings[i] for i in inside), current]
 
+    def ratio(
+        self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE
+    ) -> Estimate | None:
+        """Return what one costs over another on the recorded traffic, None without end."""
+        _, cost, *_ = self.criterion(confidence)
+        return _gain(self.settings.index(setting), self.settings.index(other), cost)
+
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.
 
