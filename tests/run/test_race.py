@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import at_own_speed
-from tuner.run.race import Cold, confirm_cold, race
+from tuner.run.race import Cold, Deployed, confirm_cold, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
@@ -52,9 +54,11 @@ def a_change(winner: EngineLimits, gain: float | None) -> RaceDecision:
     return RaceDecision(RaceVerdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
 
 
-def cold_of(run: ToyRun, decision: RaceDecision) -> tuple[RaceDecision, Cold | None]:
+def cold_of(
+    run: ToyRun, decision: RaceDecision, deployed: Deployed | None = None
+) -> tuple[RaceDecision, Cold | None]:
     """Start both cold, as at the end of a race of the winner."""
-    return confirm_cold(run.runner, run.plan(decision.winner, CURRENT), decision)
+    return confirm_cold(run.runner, run.plan(decision.winner, CURRENT), decision, deployed)
 
 
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
@@ -104,6 +108,29 @@ def test_a_winner_that_is_not_better_cold_is_not_recommended(
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, winner)
     assert found.why == "the gain did not show on engines started cold"
     assert cold is not None
+
+
+def _always(predicted: tuple[Estimate, float], winner: EngineLimits) -> tuple[Estimate, float]:
+    _ = winner
+    return predicted
+
+
+def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks(
+    tmp_path: Path,
+) -> None:
+    """A window on which both are alike says nothing of the whole if that was to be expected."""
+    seen = math.log(known_ratio(WORSE))
+    for folder, ratio, window, verdict in (
+        ("as predicted", 0.6, seen, RaceVerdict.CHANGE),
+        ("no gain predicted", 1.05, seen, RaceVerdict.KEEP),
+        ("far from predicted", 0.9, seen - 0.5, RaceVerdict.KEEP),
+    ):
+        (tmp_path / folder).mkdir()
+        whole = Estimate(ratio, ratio * 0.98, ratio * 1.02, 200)
+        with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+            predicted = (whole, window)
+            found, _ = cold_of(run, a_change(WORSE, 0.8), partial(_always, predicted))
+        assert found.verdict is verdict, folder
 
 
 def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
