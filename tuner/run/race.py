@@ -385,6 +385,7 @@ def confirm_cold(
         _start_all(runner, plan.workload, pair, 1)
         cold = _cold_of(context, plan, decision, deployed)
         is_open = cold.p_better is not None and cold.p_better < CLEAR
+        is_open |= _is_lower(context, decision)
         if is_open and context.left_s >= cost_s:
             _start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
@@ -503,12 +504,24 @@ def _normal(gain: Estimate) -> tuple[float, float]:
     return math.log(gain.value), math.log(gain.high / gain.low) / (2 * 1.645)
 
 
+def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
+    """Whether the winner was of a lower tier in every cold start than it ever was before.
+
+    And than the current one ever was cold: a single start near a bound may miss it by chance.
+    """
+    ours, theirs = (
+        [score.tier for score in _known_cold(context, limits)]
+        for limits in (decision.winner, context.space.current)
+    )
+    raced = by_round(context.journal.race_runs(), decision.winner).values()
+    usual = max((run.score.tier for run in raced), default=Tier.GOOD)
+    return min(ours) > max(*theirs, usual)
+
+
 def _with_cold(context: RunContext, decision: RaceDecision, cold: Cold) -> RaceDecision:
     """Return the decision once both were measured cold."""
     is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS
-    raced = by_round(context.journal.race_runs(), decision.winner).values()
-    usual = max((run.score.tier for run in raced), default=Tier.GOOD)
-    if cold.winner.tier > max(cold.current.tier, usual) or is_none:
+    if _is_lower(context, decision) or is_none:
         why = "the gain did not show on engines started cold"
         if cold.winner.tier is Tier.FAILED:
             cause = _cold_cause(context, decision.winner)
