@@ -44,8 +44,6 @@ from tuner.traffic.windows import Window, busiest
 
 # The share of the budget that calibrating may take: ours; mostly it ends before.
 CALIBRATION_SHARE = 0.30
-# The settings of the first blocks: the current limits, the ceiling, and two more.
-SETTINGS = 4
 # How long a block should take, and how many times as long it may take: ours, a hundred steps of
 # a large model.
 BLOCK_S, MAX_BLOCK = 2.0, 4.0
@@ -156,7 +154,7 @@ def calibrate(
         context.listener.note("calibrating on short blocks of the traffic")
         blocks = _Blocks.of(runner, calibrator, predictor_of)
         blocks.first(pilot)
-        blocks.chosen()
+        blocks.chosen(pilot)
     return pilot
 
 
@@ -252,11 +250,27 @@ class _Blocks:
         calibration = self.calibrator.calibration
         return calibration.starts[0].num_blocks * calibration.shape.block_size
 
-    def chosen(self) -> None:
-        """Replay what tells most of those that could be the best, until they are known."""
+    def _learnt(self, pilot: Pilot) -> tuple[Profile, Speed]:
+        """Return what is learnt, of more bursts while their steps are too few.
+
+        Raises: TooFewSamplesError when the time is over.
+        """
+        while True:
+            try:
+                return self.calibrator.learn()
+            except TooFewSamplesError:
+                if self.left_s <= 0:
+                    raise
+            self.first(pilot)
+
+    def chosen(self, pilot: Pilot) -> None:
+        """Replay what tells most of those that could be the best, until they are known.
+
+        Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
+        """
         before = math.inf
         for number in range(MAX_ROUNDS):
-            profile, speed = self.calibrator.learn()
+            profile, speed = self._learnt(pilot)
             predictor = self.predictor_of(profile)
             known = self._contenders(predictor, speed)
             if len(known) < 2:
@@ -288,6 +302,8 @@ class _Blocks:
         """
         context = self.runner.context
         space = context.space
+        if predictor.doubt and context.is_shared:
+            return []  # workers know the rows of the whole trace alone
         if predictor.doubt:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
