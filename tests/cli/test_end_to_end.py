@@ -97,7 +97,7 @@ def test_before_measuring_it_says_what_the_trace_asks_for(tuned: Path) -> None:
         "plan: caps 4, 16",
         "demo model",
     ):
-        assert word in talk[: talk.index("trial   0")]
+        assert word in talk[: talk.index("calibrating on")]
 
 
 @pytest.mark.end_to_end

@@ -119,9 +119,10 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     assert tuned.result["trials"] == tuned.trials
     assert len(by_phase(tuned, "cold")) == 2
     taught = Counter(key_of(trial) for trial in by_phase(tuned, "calibrate"))
-    assert len(taught) == 4
-    assert len(set(taught.values())) == 1
-    assert 3 <= taught[4, CURRENT.max_num_batched_tokens] <= 6
+    # Two bursts at each of four settings, then what tells most.
+    assert len(taught) >= 4
+    assert taught.total() > 8
+    assert (CURRENT.max_num_seqs, CURRENT.max_num_batched_tokens) in taught
     # One engine for calibration and race, one each for the winner and the current one, cold.
     assert tuned.result["provenance"]["engine_starts"] == 3
     assert tuned.result["method"] == "auto"
