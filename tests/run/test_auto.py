@@ -183,8 +183,8 @@ def test_a_profile_is_left_that_reads_back(tuned: Run, profile_path: Path) -> No
     profile = read_profile(profile_path)
     assert profile.current_limits == CURRENT
     assert profile.shape.vllm_version == serve.vllm_version()
-    assert profile.metric_error_ratio is not None
-    assert profile.metric_error_ratio < 0.05
+    assert profile.fit.heldout_steps_ratio < 0.05
+    assert profile.uncertainty is not None
     assert str(CURRENT) in profile.calibrated_on
     starts = {start.limits for start in profile.kv_starts}
     found = tuned.result["recommendation"]

@@ -65,6 +65,15 @@ def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() ->
     assert found.odds.loss == pytest.approx(0.25, abs=0.05)
 
 
+def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval() -> None:
+    """As near overload, where a model a little slower has a tail many times as long."""
+    point = [score(2.0), score(1.6)]
+    drawn = [[score(2.0), score(1.6 if n % 25 else 1e9)] for n in range(DRAWS)]
+    found = Draws.of((CURRENT, OTHER), point, drawn, drawn, None).ratio(OTHER, CURRENT)
+    assert found is not None
+    assert found.value == found.low == found.high == pytest.approx(0.8)
+
+
 def test_a_gain_that_may_be_none_keeps_the_current_one_and_says_how_likely_it_is() -> None:
     found = draws(score(2.0), score(1.95)).decide(CURRENT)
     assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, OTHER)

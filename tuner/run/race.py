@@ -385,7 +385,7 @@ def confirm_cold(
         _start_all(runner, plan.workload, pair, 1)
         cold = _cold_of(context, plan, decision, deployed)
         is_open = cold.p_better is not None and cold.p_better < CLEAR
-        is_open |= _is_lower(context, decision)
+        is_open |= cold.winner.tier is not Tier.FAILED and _is_lower(context, decision)
         if is_open and context.left_s >= cost_s:
             _start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
@@ -508,6 +508,7 @@ def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
     """Whether the winner was of a lower tier in every cold start than it ever was before.
 
     And than the current one ever was cold: a single start near a bound may miss it by chance.
+    One that fails does not.
     """
     ours, theirs = (
         [score.tier for score in _known_cold(context, limits)]
@@ -515,6 +516,8 @@ def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
     )
     raced = by_round(context.journal.race_runs(), decision.winner).values()
     usual = max((run.score.tier for run in raced), default=Tier.GOOD)
+    if Tier.FAILED in ours and Tier.FAILED not in theirs:
+        return True
     return min(ours) > max(*theirs, usual)
 
 

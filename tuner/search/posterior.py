@@ -352,15 +352,16 @@ def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
 
 
 def _gain(best: int, now: int, cost: Floats) -> Estimate | None:
-    """Return the middle ratio of the costs with its interval, None where one has no end."""
+    """Return the ratio of the costs with its interval, None where one has no end."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = cost[:, best] / cost[:, now]
     ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
     if not (np.isfinite(ratios) & (ratios > 0)).all():
         return None
-    # Near overload a few draws are many times off, which would move a mean out of the interval.
     middle, low, high = np.quantile(ratios, (0.5, *ends)).tolist()
-    return Estimate(middle, low, high, len(ratios))
+    mean = float(np.exp(np.log(ratios).mean()))
+    # Near overload a few draws are many times off, which can move the mean out of the interval.
+    return Estimate(mean if low <= mean <= high else middle, low, high, len(ratios))
 
 
 def _used(share: float | None, score: Score) -> float:
