@@ -31,10 +31,12 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from truth_figures import limits_of, show, summary
@@ -45,7 +47,7 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.search.trials import metric_error, relative_errors
+from tuner.search.trials import COMPARED, measured_and_predicted
 from tuner.shadow.calibration import Calibration, error_ratio
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
@@ -220,6 +222,25 @@ def checked(
     """Return the profile with the error that the tool would state."""
     differences = [relative_errors(live[limits], shadow[limits]) for limits in known]
     return replace(profile, metric_error_ratio=metric_error(differences))
+
+
+def relative_errors(
+    live: Sequence[Mapping[str, Any]],
+    shadow: Mapping[str, Any],
+    metrics: Sequence[str] = COMPARED,
+) -> dict[str, float]:
+    """Return how far a shadow's metrics are from the live ones, relative and signed."""
+    pairs = measured_and_predicted(live, shadow, metrics)
+    return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
+
+
+def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the largest of the metrics' median absolute errors, None without a comparison."""
+    by_metric: dict[str, list[float]] = {}
+    for difference in differences:
+        for metric, off in difference.items():
+            by_metric.setdefault(metric, []).append(abs(off))
+    return max((median(offs) for offs in by_metric.values()), default=None)
 
 
 def main() -> None:

@@ -14,11 +14,9 @@ from support.traffic import kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import calibration_settings
 from tuner.search.space import TOKEN_BUDGETS, SearchSpace
-from tuner.search.trials import COMPARED, metric_error, relative_errors
 from tuner.shadow.calibration import (
     LARGEST_ERROR_RATIO,
     MIN_ERROR_RATIO,
@@ -94,40 +92,6 @@ def taught_in_rounds(rounds: int, slowing_ratio: float) -> Profile:
             slowed = replace(steps, duration_s=steps.duration_s * slow)
             calibration = calibration.and_steps(limits, [slowed])
     return calibration.profile()
-
-
-def test_a_metric_is_apart_by_what_the_shadow_says_too_much() -> None:
-    live = {"requests_per_s": 2.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 4.0}}
-    shadow = {"requests_per_s": 2.2, "tpot_s": {"p50": 0.09}, "e2e_s": {"p50": 4.0}}
-    found = relative_errors([live], shadow)
-    assert set(found) == set(COMPARED)
-    assert found["requests_per_s"] == pytest.approx(0.1)
-    assert found["tpot_p50"] == pytest.approx(-0.1)
-    assert found["e2e_p50"] == 0.0
-
-
-def test_what_was_not_measured_is_not_compared() -> None:
-    live = {"requests_per_s": 2.0, "tpot_s": {"p50": None}, "e2e_s": {"p50": 4.0}}
-    shadow = {"requests_per_s": 0.0, "tpot_s": {"p50": 0.1}, "e2e_s": {"p50": 5.0}}
-    assert relative_errors([live], shadow) == {"e2e_p50": pytest.approx(0.25)}
-    assert relative_errors([], {}) == {}
-
-
-def test_what_is_compared_can_be_read_of_every_measurement() -> None:
-    log = replay_toy(steady(60, per_s=5.0), EngineLimits(8, 1024))
-    found = measure([log]).as_json()
-    assert relative_errors([found], found) == dict.fromkeys(COMPARED, 0.0)
-
-
-def test_the_error_is_the_worst_metrics_middle_one_whatever_its_sign() -> None:
-    differences = [
-        {"requests_per_s": 0.01, "tpot_p50": -0.30},
-        {"requests_per_s": -0.02, "tpot_p50": 0.04},
-        {"requests_per_s": 0.90, "tpot_p50": 0.05},
-    ]
-    assert metric_error(differences) == pytest.approx(0.05)
-    assert metric_error([]) is None
-    assert metric_error([{}, {}]) is None
 
 
 def test_the_stated_error_is_that_of_the_metrics_and_else_of_the_steps() -> None:

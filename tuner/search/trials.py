@@ -312,22 +312,3 @@ def measured_and_predicted(
         if measured and predicted:
             compared[metric] = median(measured), predicted
     return compared
-
-
-def relative_errors(
-    live: Sequence[Mapping[str, Any]],
-    shadow: Mapping[str, Any],
-    metrics: Sequence[str] = COMPARED,
-) -> dict[str, float]:
-    """Return how far a shadow's metrics are from the live ones, relative and signed."""
-    pairs = measured_and_predicted(live, shadow, metrics)
-    return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
-
-
-def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the largest of the metrics' median absolute errors, None without a comparison."""
-    by_metric: dict[str, list[float]] = {}
-    for difference in differences:
-        for metric, off in difference.items():
-            by_metric.setdefault(metric, []).append(abs(off))
-    return max((median(offs) for offs in by_metric.values()), default=None)
