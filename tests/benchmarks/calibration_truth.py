@@ -6,7 +6,9 @@ Each case of `planted_truth` is calibrated as a run of `tune` does it, in the mo
 which is then ended. What the step model says of every batch that the true machine makes at the
 current setting, at the best and at four others that lose at most 15 % is held to what those
 batches truly take. A level that is off for all of them alike matters little; how far settings
-are apart decides. Units: logarithms, so 0.01 is 1 %.
+are apart decides. What the model says that it leaves open is held to that: as many times the
+standard deviations that it states are the errors, once were it right. Units: logarithms, so
+0.01 is 1 %.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -18,6 +20,7 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,26 +33,36 @@ from support.planted import VirtualClock
 from support.planted_cases import LADDER, PlantedCase, Truth, drawn_case, recordings
 from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
+from tuner.engine.steps import StepColumns
 from tuner.replay.loop import replay
 from tuner.replay.plan import ReplayPlan
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.tune import tune
+from tuner.shadow.design import spreads
 from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.speed import Visited
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prompts import PromptSource
 
 NEAR_LOSS, OTHERS = 0.15, 4
+# Settings of which less is open make the same batches.
+SAME_SD = 1e-6
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What one calibration took, in seconds of the engine, and how far off it is by setting."""
+    """What one calibration took, in seconds of the engine, and how far off it is by setting.
+
+    `deviations` are the errors of each other setting less the current one's, over the standard
+    deviations that the profile states of the difference.
+    """
 
     case: str
     seed: int
     calibrate_s: float
     off: dict[str, float]
+    deviations: list[float]
 
     @property
     def apart(self) -> float:
@@ -108,17 +121,37 @@ def settings_of(case: PlantedCase, truth: Truth) -> list[EngineLimits]:
     return list(dict.fromkeys((case.current, best, *others)))
 
 
-def off_by(case: PlantedCase, model: StepModel, limits: EngineLimits) -> float:
-    """Return the logarithm of what is predicted of all true batches over what they take."""
+def true_steps(case: PlantedCase, limits: EngineLimits) -> StepColumns:
+    """Return all batches that the true machine makes at a setting, and what they take."""
     engine = case.truth().start({}, limits)
     log = replay(
         engine, case.trace, PromptSource(case.trace, 1000), ReplayPlan(keep_steps=True)
     )
-    steps = log.kept_steps
-    if steps is None:
+    if log.kept_steps is None:
         raise AssertionError("steps were asked for")
+    return log.kept_steps
+
+
+def off_by(model: StepModel, steps: StepColumns) -> float:
+    """Return the logarithm of what is predicted of all true batches over what they take."""
     predicted_s = float((model.predict_s(steps) * steps.repeats).sum())
     return math.log(predicted_s / float(steps.duration_s.sum()))
+
+
+def deviations(profile: Profile, steps: Sequence[StepColumns]) -> list[float]:
+    """Return how far off each other is beside the first, in the profile's own deviations.
+
+    Those that make the same batches as the first are left out.
+    """
+    model = profile.step_model
+    if profile.uncertainty is None:
+        raise AssertionError("a calibration says what it leaves open")
+    off = [off_by(model, columns) for columns in steps]
+    means = [Visited.of(model, columns).mean for columns in steps]
+    wanted = np.array([mean - means[0] for mean in means[1:]])
+    sds = spreads(profile.uncertainty, wanted) if len(wanted) else []
+    pairs = zip(off[1:], sds, strict=True)
+    return [(o - off[0]) / float(sd) for o, sd in pairs if sd > SAME_SD]
 
 
 def main() -> None:
@@ -138,11 +171,14 @@ def main() -> None:
         case = drawn_case(number, traces)
         truth = Truth.of(case, args.cache)
         profile, took_s = calibrated(case, truth, args.seed)
-        found = {str(s): off_by(case, profile.step_model, s) for s in settings_of(case, truth)}
-        rows.append(Calibrated(case.name, args.seed, took_s, found))
+        steps = {limits: true_steps(case, limits) for limits in settings_of(case, truth)}
+        found = {str(at): off_by(profile.step_model, s) for at, s in steps.items()}
+        off = deviations(profile, list(steps.values()))
+        rows.append(Calibrated(case.name, args.seed, took_s, found, off))
         level = np.mean(list(found.values()))
         print(
-            f"{case.name}: {took_s:.0f} s, level {level:+.1%}, apart {rows[-1].apart:.1%}",
+            f"{case.name}: {took_s:.0f} s, level {level:+.1%}, apart {rows[-1].apart:.1%}, "
+            f"deviations {', '.join(f'{x:+.1f}' for x in off)}",
             flush=True,
         )
     _tell(rows)
@@ -159,6 +195,11 @@ def _tell(rows: list[Calibrated]) -> None:
     for name, values in figures.items():
         middle, worst = np.median(values), max(values)
         print(f"{name}: mean {np.mean(values):.3g}, median {middle:.3g}, most {worst:.3g}")
+    off = np.array([x for row in rows for x in row.deviations])
+    print(
+        f"errors in stated deviations: root mean square {np.sqrt(np.mean(off**2)):.2f}, "
+        f"within 1.645 {np.mean(np.abs(off) < 1.645):.0%} (90 % were they right), n={len(off)}"
+    )
 
 
 if __name__ == "__main__":
