@@ -148,10 +148,9 @@ def deviations(profile: Profile, steps: Sequence[StepColumns]) -> list[float]:
         raise AssertionError("a calibration says what it leaves open")
     off = [off_by(model, columns) for columns in steps]
     means = [Visited.of(model, columns).mean for columns in steps]
-    wanted = np.array([mean - means[0] for mean in means[1:]])
-    sds = spreads(profile.uncertainty, wanted) if len(wanted) else []
-    pairs = zip(off[1:], sds, strict=True)
-    return [(o - off[0]) / float(sd) for o, sd in pairs if sd > SAME_SD]
+    wanted = np.array([mean - means[0] for mean in means[1:]]).reshape(-1, len(means[0]))
+    pairs = zip(off[1:], spreads(profile.uncertainty, wanted).tolist(), strict=True)
+    return [(o - off[0]) / sd for o, sd in pairs if sd > SAME_SD]
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.planted import PlantedSource
@@ -27,7 +27,8 @@ INFEASIBLE = "nothing feasible"
 class Said:
     """What a run said. Gains are shares of the current value, below 0 for less of it.
 
-    `limits` are those to run with from now on, None where it said that none will do.
+    `limits` are those to run with from now on, None where it said that none will do;
+    `stages_s` is where the engine's seconds went.
     """
 
     verdict: str = "none"
@@ -41,14 +42,16 @@ class Said:
     cold_ratio: float | None = None
     caveats: tuple[str, ...] = ()
     engine_starts: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, result: RunResult) -> Said:
         """Return what a result says."""
         caveats = tuple(caveat.id for caveat in result.caveats)
         starts, advice = result.provenance.engine_starts, result.recommendation
+        stages_s = {name: round(s, 1) for name, s in result.provenance.stages_s.items()}
         if advice is None:
-            return cls(caveats=caveats, engine_starts=starts)
+            return cls(caveats=caveats, engine_starts=starts, stages_s=stages_s)
         gain, cold = result.gain, result.confirmed_cold
         # The truth is of the traffic that was recorded, not of other hours.
         told = (None, None) if gain is None else (gain.low, gain.high)
@@ -65,6 +68,7 @@ class Said:
             cold_ratio=None if cold is None else cold.ratio,
             caveats=caveats,
             engine_starts=starts,
+            stages_s=stages_s,
         )
 
 

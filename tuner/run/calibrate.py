@@ -21,16 +21,17 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError, ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.loop import ReplayLog
-from tuner.replay.metrics import measure
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import Workload
 from tuner.run.journal import Round
+from tuner.run.predict import contend, predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
-from tuner.search.objective import Objective, Score, make_scoring
+from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
 from tuner.shadow.calibration import Calibration
@@ -54,13 +55,13 @@ FEW_STEPS, MANY_STEPS = 16, 64
 # a round are chosen: ours.
 INSTANTS, ROUND_S = 6, 10.0
 # Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
-MIN_ROUNDS, MAX_ROUNDS = 2, 12
+MIN_ROUNDS, MAX_ROUNDS = 2, 32
 # Who differs by so little, in logarithms, is known well enough: ours, half of what matters.
 KNOWN = 0.005
-# A round that leaves more than this of what was unknown was one too many: ours.
-STEADY = 0.85
-# By how much more than the steps a tail moves, and how many settings are looked at: ours.
-TAIL, CONTENDERS = 2.0, 4
+# What choosing now may lose, as a share, and what a round has to be expected to save: ours.
+SETTLED, WORTH = 0.002, 0.0003
+# How many settings are looked at beside the current one: ours.
+CONTENDERS = 4
 # How much traffic vLLM's own scheduler is asked about in the time, in seconds: ours.
 ASKED_S = 60.0
 
@@ -138,59 +139,11 @@ class Calibrator:
         return self.learn()[0]
 
 
-def calibrate(
-    runner: TrialRunner, calibrator: Calibrator, predictor_of: Callable[[Profile], Predictor]
-) -> Pilot:
-    """Replay blocks live until it is known how those that could be the best differ.
-
-    Raises: EngineError; ShadowError, TooFewSamplesError, UsageError where nothing is predicted.
-    """
-    context = runner.context
-    calibrator.is_own = True
-    with context.stopwatch.stage("calibrate"):
-        observe = None if context.is_shared else calibrator.observe
-        pilot = fly_pilot(runner, observe)
-        context.listener.note(_outlook(runner, pilot))
-        context.listener.note("calibrating on short blocks of the traffic")
-        blocks = _Blocks.of(runner, calibrator, predictor_of)
-        blocks.first(pilot)
-        blocks.chosen(pilot)
-    return pilot
-
-
-def replay_longer(
-    runner: TrialRunner,
-    calibrator: Calibrator,
-    settings: Sequence[EngineLimits],
-    pilot_rate: float,
-    time_s: float,
-) -> None:
-    """Replay the busiest traffic at each setting, as long as the time for it lasts.
-
-    Where no race will be held the time is best spent on batches as full as they get, which
-    blocks are too short for. `pilot_rate` is what a second of the trace costs.
-
-    Raises: EngineError.
-    """
-    context, each_s = runner.context, time_s / len(settings)
-    trace = predicted_part(context.trace, context.aim)
-    length_s = min(each_s / pilot_rate, max(trace.duration_s, 1e-3))
-    piece = busiest(trace, length_s).of(trace)
-    workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
-    with context.stopwatch.stage("calibrate"):
-        context.listener.note(
-            f"the time holds no race: {len(settings)} settings are looked at for "
-            f"{each_s:.0f} s each"
-        )
-        for limits in settings:
-            observe = partial(calibrator.observe, limits)
-            cut = CutRule(max_wall_s=each_s)
-            runner.measure(limits, Phase.CALIBRATE, workload, cut, on_log=observe)
-
-
 @dataclass(slots=True)
-class _Blocks:
-    """Blocks that are replayed within the calibration's share of the budget.
+class Blocks:
+    """Blocks of the traffic that are replayed until it is known who is the best.
+
+    `ends_s` is when the time for them is over. `count` is how many were replayed.
 
     Units: seconds.
     """
@@ -199,11 +152,12 @@ class _Blocks:
     calibrator: Calibrator
     predictor_of: Callable[[Profile], Predictor]
     trace: Trace
-    share_s: float
     rng: np.random.Generator
-    began_s: float = field(default_factory=time.monotonic)
+    ends_s: float = 0.0
     count: int = 0
+    _request_s: float = 0.0
     _rounds: int = 0
+    _asked: int = 0
     _taken: set[int] = field(default_factory=set)
 
     @classmethod
@@ -214,20 +168,45 @@ class _Blocks:
         predictor_of: Callable[[Profile], Predictor],
     ) -> Self:
         """Return blocks of what is predicted."""
-        context = runner.context
-        trace = predicted_part(context.trace, context.aim)
-        share_s = CALIBRATION_SHARE * context.budget.total_s
-        return cls(runner, calibrator, predictor_of, trace, share_s, np.random.default_rng(0))
+        trace = predicted_part(runner.context.trace, runner.context.aim)
+        return cls(runner, calibrator, predictor_of, trace, np.random.default_rng(0))
+
+    def calibrate(self) -> Pilot:
+        """Replay blocks live until it is known who is the best, or their share is over.
+
+        Raises: EngineError; ShadowError, TooFewSamplesError, UsageError where nothing is
+            predicted.
+        """
+        context, trace = self.runner.context, self.trace
+        self.calibrator.is_own = True
+        with context.stopwatch.stage("calibrate"):
+            observe = None if context.is_shared else self.calibrator.observe
+            pilot = fly_pilot(self.runner, observe)
+            self._request_s = pilot.wall_per_trace_s * trace.duration_s / len(trace)
+            context.listener.note(_outlook(self.runner, pilot))
+            context.listener.note("calibrating on short blocks of the traffic")
+            self.ends_s = time.monotonic() + CALIBRATION_SHARE * context.budget.total_s
+            self._first()
+            self._chosen()
+        return pilot
+
+    def go_on(self, time_s: float) -> None:
+        """Replay more blocks, for as long as that, where no race will be held.
+
+        Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
+        """
+        with self.runner.context.stopwatch.stage("calibrate"):
+            self.ends_s = time.monotonic() + time_s
+            self._chosen()
 
     @property
-    def left_s(self) -> float:
-        """What is left of the share."""
-        return self.began_s + self.share_s - time.monotonic()
+    def _left_s(self) -> float:
+        """What is left of the time for blocks."""
+        return self.ends_s - time.monotonic()
 
-    def first(self, pilot: Pilot) -> None:
+    def _first(self) -> None:
         """Replay bursts at a few settings: of whole requests, and of more and shorter ones."""
-        space, trace = self.runner.context.space, self.trace
-        request_s = pilot.wall_per_trace_s * trace.duration_s / len(trace)
+        space, trace, request_s = self.runner.context.space, self.trace, self._request_s
         whole = max(1, int(BLOCK_S / max(request_s, 1e-9)))
         mean = float((trace.prompt_tokens + MANY_STEPS).mean())
         held = int(self._held_tokens() / mean)
@@ -250,7 +229,7 @@ class _Blocks:
         calibration = self.calibrator.calibration
         return calibration.starts[0].num_blocks * calibration.shape.block_size
 
-    def _learnt(self, pilot: Pilot) -> tuple[Profile, Speed]:
+    def _learnt(self) -> tuple[Profile, Speed]:
         """Return what is learnt, of more bursts while their steps are too few.
 
         Raises: TooFewSamplesError when the time is over.
@@ -259,77 +238,71 @@ class _Blocks:
             try:
                 return self.calibrator.learn()
             except TooFewSamplesError:
-                if self.left_s <= 0:
+                if self._left_s <= 0:
                     raise
-            self.first(pilot)
+            self._first()
 
-    def chosen(self, pilot: Pilot) -> None:
+    def _chosen(self) -> None:
         """Replay what tells most of those that could be the best, until they are known.
 
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
-        before = math.inf
-        for number in range(MAX_ROUNDS):
-            profile, speed = self._learnt(pilot)
+        for _ in range(MAX_ROUNDS):
+            profile, speed = self._learnt()
             predictor = self.predictor_of(profile)
-            known = self._contenders(predictor, speed)
+            known, loss = self._contenders(predictor)
             if len(known) < 2:
                 return
             aims = wanted([one.visited for one in known])
             off = float(spreads(speed.uncertainty, aims).max())
             self.runner.context.listener.note(
-                f"{self.count} blocks: the speed of {len(known)} settings is known to {off:.1%}"
+                f"{self.count} blocks: the speed of {len(known)} settings is known to "
+                f"{off:.1%}, choosing now loses {loss:.1%}"
             )
-            is_known = off <= KNOWN or off > STEADY * before
-            if self.left_s <= 0 or (number >= MIN_ROUNDS and is_known):
+            is_known = off <= KNOWN or self._is_settled(loss)
+            if self._left_s <= 0 or (self._asked >= MIN_ROUNDS and is_known):
                 return
-            before = min(before, off)
             offered = [o for one in known for o in self._offered(predictor, one)]
             seen = [Visited.of(profile.step_model, steps) for _, steps in offered]
             if not offered:
                 return
-            time_s = min(ROUND_S, self.left_s) * (2 if self.runner.context.is_shared else 1)
+            self._asked += 1
+            time_s = min(ROUND_S, self._left_s) * (2 if self.runner.context.is_shared else 1)
             picked = choose(speed.uncertainty, speed.mood, aims, seen, time_s)
             most_s = [MAX_BLOCK * max(BLOCK_S, float(seen[i].seconds.sum())) for i in picked]
             self._replay([offered[i][0] for i in picked], most_s)
             if self.runner.engine.restarts_per_config:
                 return  # where every change of limits is a start of its own
 
-    def _contenders(self, predictor: Predictor, speed: Speed) -> list[_Predicted]:
-        """Return those that could be the best by what is known of the speed, and the current.
+    def _is_settled(self, loss: float) -> bool:
+        """Whether so little is lost, or another round would save so little, that it is enough.
+
+        What is open shrinks as the root of the rounds grows, and what it costs with it.
+        """
+        rounds = self._asked + 1
+        return loss <= SETTLED or loss * (1 - math.sqrt(rounds / (rounds + 1))) < WORTH
+
+    def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:
+        """Return those that could be the best, and the current; what choosing now loses.
 
         Raises: ShadowError, UsageError.
         """
         context = self.runner.context
         space = context.space
         if predictor.doubt and context.is_shared:
-            return []  # workers know the rows of the whole trace alone
+            return [], math.inf  # workers know the rows of the whole trace alone
         if predictor.doubt:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
-            return self._predicted(predictor, [space.current, space.ceiling, *more])
-        known = self._predicted(predictor, [space.current, *space.grid()])
-        scores = {one.limits: self._score(one.log) for one in known}
-        if space.current not in scores:
-            return []
-        best = min(known, key=lambda one: scores[one.limits].order)
-        means = np.array([one.visited.mean - best.visited.mean for one in known])
-        # As far off as 19 in 20 are not; a tail moves by more than the steps do.
-        off = np.expm1(2.0 * TAIL * spreads(speed.uncertainty, means)) + predictor.wrong_ratio
-        near = [
-            one
-            for one, ratio in zip(known, off.tolist(), strict=True)
-            if scores[one.limits].could_beat(scores[best.limits], ratio)
-        ]
-        near.sort(key=lambda one: scores[one.limits].order)
-        current = [one for one in known if one.limits == space.current]
-        return list({one.limits: one for one in (*near[:CONTENDERS], *current)}.values())
-
-    def _score(self, log: ReplayLog) -> Score:
-        """Return how a predicted replay is judged, also where a capacity is sought."""
-        aim = self.runner.context.aim
-        scoring = make_scoring(Objective.BALANCED, aim.slos, len(self.trace))
-        return scoring.score(measure([log], aim.slos))
+            settings = [space.current, space.ceiling, *more]
+            return self._predicted(predictor, settings), math.inf
+        # A capacity takes a dozen replays each, and is decided by the same batches.
+        aim = replace(context.aim, objective=Objective.BALANCED)
+        predicted = predict(predictor, space, Workload.of_whole(context.trace, aim))
+        if not isinstance(predicted.outcomes[space.current], Measurement):
+            return [], math.inf
+        found = contend(predictor, predicted, space.current, CONTENDERS)
+        return self._predicted(predictor, [*found.settings, space.current]), found.loss
 
     def _predicted(
         self, predictor: Predictor, settings: Iterable[EngineLimits]

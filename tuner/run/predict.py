@@ -24,9 +24,9 @@ from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
 from tuner.search.effects import Effects, Spreads
-from tuner.search.ladder import finalists
+from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import Draws
+from tuner.search.posterior import CONTENDS, Draws
 from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
@@ -195,10 +195,17 @@ def at_own_speed(
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
+# Who could be the best is asked of all with so many draws and of the likeliest of these with
+# more; who is further than this from what is thought best is not, and who may keep its bounds
+# is whoever does so as often as not: ours.
+SIFT_DRAWS, SIFTED, FAR, POSSIBLE = 8, 8, 1.0, 0.5
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
 UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
+# How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
+# machines 1 % between two settings in the middle of 20 cases.
+OWN_SPEED = 0.007
 # Of a profile that does not say what it leaves open, the stated error counts as the interval of
 # 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
 # has in common cancels. A setting has its share.
@@ -216,8 +223,54 @@ def decide(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    settings = finalists(predictions.observations, space, predictor.wrong_ratio)
+    found = contend(predictor, predictions, space.current)
+    settings = [*found.settings, space.current]
     return draw(predictor, predictions, settings, draws).decide(space.current, confidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Who could be the best by what is known, the likeliest first, without the current one.
+
+    `loss` is what choosing now is expected to lose, as a share of what the best costs.
+    """
+
+    settings: tuple[EngineLimits, ...]
+    loss: float
+
+
+def contend(
+    predictor: Predictor,
+    predictions: Predictions,
+    current: EngineLimits,
+    most: int = FINALISTS,
+) -> Contention:
+    """Return who could be the best by a few draws of what is open of the engine's speed.
+
+    Settings that make the same batches stand for each other. One at least, as long as any but
+    the current one was predicted; none where all make the current one's batches.
+
+    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
+    """
+    inside = _distinct(predictions.observations, current)
+    drawn = draw(predictor, predictions, inside, SIFT_DRAWS, is_here=True)
+    inside = drawn.contenders(current, POSSIBLE, SIFTED, 0.0)
+    drawn = draw(predictor, predictions, inside, FEW_DRAWS, is_here=True)
+    inside = drawn.contenders(current, POSSIBLE, most, CONTENDS)
+    return Contention(tuple(inside[:-1]), drawn.regret(current, POSSIBLE))
+
+
+def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:
+    """Return one of each kind that is not far from the best, and the current one first."""
+    whole = [o for o in seen if o.is_whole]
+    best = leader(whole)
+    mine = [o for o in whole if o.limits == current]
+    chosen: list[Observation] = []
+    for o in sorted(whole, key=lambda o: (o.score.order, o.limits)):
+        is_near = best is None or o.score.could_beat(best.score, FAR)
+        if is_near and not any(alike(o, other) for other in (*mine, *chosen)):
+            chosen.append(o)
+    return [current, *(o.limits for o in chosen)]
 
 
 def draw(
@@ -226,12 +279,14 @@ def draw(
     settings: Sequence[EngineLimits],
     draws: int = DRAWS,
     unexplained: Effects | None = None,
+    *,
+    is_here: bool = False,
 ) -> Draws:
     """Return draws of settings of which everything was predicted.
 
     `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
-    setting by setting. Where vLLM's own scheduler is asked, which takes too long, and where the
-    traffic is too little to draw from, only the model's error is drawn.
+    setting by setting. Where vLLM's own scheduler is asked, which takes too long, where the
+    traffic is too little to draw from, and with `is_here`, only the model's error is drawn.
 
     Raises: ShadowError, UsageError.
     """
@@ -244,7 +299,7 @@ def draw(
         for limits, t in zip(settings, times, strict=True)
     ]
     seeds = np.random.SeedSequence(predictor.seed).spawn(_count(workload, draws))
-    drawing = _Drawing(predictor, predictions, settings, unexplained)
+    drawing = _Drawing(predictor, predictions, settings, unexplained, is_here=is_here)
     if predictor.doubt:
         drawn = [drawing.slower(point, np.random.default_rng(seed)) for seed in seeds]
         return Draws.of(settings, point, drawn, drawn, None)
@@ -284,10 +339,14 @@ class _Drawing:
         predictions: Predictions,
         settings: Sequence[EngineLimits],
         unexplained: Effects,
+        *,
+        is_here: bool,
     ) -> None:
         self._predictor, self._outcomes = predictor, predictions.outcomes
         self._workload = workload = predictions.workload
-        self._settings, self._resamplers = settings, _resamplers(workload)
+        self._settings = settings
+        alone: list[Resampler | None] = [None] * len(workload.pieces)
+        self._resamplers = alone if is_here else _resamplers(workload)
         self._unexplained = unexplained
         self._recorded = _Replays(workload, workload.pieces)
         self.stretches = sum(r.stretches for r in self._resamplers if r is not None) or None
@@ -308,12 +367,16 @@ class _Drawing:
         return here, self._scores(_Replays(self._workload, traffic), models, times)
 
     def _models(self, rng: np.random.Generator) -> list[StepModel]:
-        """Return the step model of each setting, one that is as possible for all of them."""
-        profile = self._predictor.profile
-        if profile.uncertainty is not None:
-            drawn = profile.uncertainty.draw(profile.step_model, rng)
-            return [drawn] * len(self._settings)
-        return [profile.step_model.scaled(float(t)) for t in self._own_errors(rng)]
+        """Return the step model of each setting, one that is as possible for all of them.
+
+        But for what the batches of each have that no model knows.
+        """
+        profile, model = self._predictor.profile, self._predictor.profile.step_model
+        if profile.uncertainty is None:
+            return [model.scaled(float(t)) for t in self._own_errors(rng)]
+        drawn = profile.uncertainty.draw(model, rng)
+        own = np.exp(rng.normal(0.0, OWN_SPEED, len(self._settings)))
+        return [drawn.scaled(t) for t in own.tolist()]
 
     def _own_errors(self, rng: np.random.Generator) -> Floats:
         error = math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS

@@ -16,7 +16,7 @@ from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.replay.series import timeline_record
-from tuner.run.calibrate import Calibrator, calibrate, replay_longer
+from tuner.run.calibrate import Blocks, Calibrator
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
@@ -26,6 +26,7 @@ from tuner.run.predict import (
     DISAGREEMENT,
     Differences,
     Predictions,
+    contend,
     cross_check,
     decide,
     disagreement,
@@ -46,7 +47,7 @@ from tuner.run.time_plan import (
 )
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, window_text
-from tuner.search.ladder import FINALIST_RATIO, at_edge, disturbed, finalists
+from tuner.search.ladder import at_edge, disturbed
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Trial, leader, predictions
@@ -62,8 +63,8 @@ NOTHING_ELSE = (
     "only the current configuration was replayed in the time: nothing can be said of others; "
     "give --budget more"
 )
-# The share of the time that is left which finalists are looked at for where it holds no race:
-# ours, the rest is for predicting them anew.
+# The share of the time that is left which goes to more blocks where it holds no race: ours, the
+# rest is for predicting the space anew.
 LONGER_SHARE = 0.7
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
@@ -276,23 +277,22 @@ class Session:
         """
         context, path = self.context, self.context.run_dir.path / PROFILE_FILE
         try:
-            rate, given = None, None
+            rate, given, blocks = None, None, None
             if path.exists():
                 # The run is resumed, or was given a profile: the calibration is done.
                 profile = given = self._taken_over(read_profile(path), started)
             else:
                 self._calibrator = self._begun(started)
-                rate = calibrate(
-                    self.runner, self._calibrator, self.predictor_of
-                ).wall_per_trace_s
+                blocks = Blocks.of(self.runner, self._calibrator, self.predictor_of)
+                rate = blocks.calibrate().wall_per_trace_s
                 profile = self._fitted(self._calibrator)
             profile = self._compared(profile)
             settings = self._finalists(profile)
             plan = self._race_plan(settings, rate)
             if plan is None and given is not None:
                 plan = self._plan_beside_a_pilot(given, rate)
-            elif plan is None and rate is not None and self._calibrator is not None:
-                self._look_longer(self._calibrator, profile, settings, rate)
+            elif plan is None and blocks is not None:
+                self._look_longer(blocks, profile)
         except (ShadowError, TooFewSamplesError) as unfit:
             context.caveats.add(Caveat.SHADOW_UNFIT)
             self._predicted = self._predictor = None
@@ -304,22 +304,17 @@ class Session:
         self._plan = fitting(self.runner, plan)
         return self._race(self._plan)
 
-    def _look_longer(
-        self,
-        calibrator: Calibrator,
-        profile: Profile,
-        settings: Sequence[EngineLimits],
-        rate: float,
-    ) -> None:
-        """Spend the time that holds no race on the finalists' steps, and predict them anew.
+    def _look_longer(self, blocks: Blocks, profile: Profile) -> None:
+        """Spend the time that holds no race on more blocks, and predict the space anew.
 
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
         time_s = LONGER_SHARE * self.context.left_s
         if time_s <= 0 or self.runner.engine.restarts_per_config:
             return
-        replay_longer(self.runner, calibrator, settings, rate, time_s)
-        self._finalists(self._fitted(calibrator, None, profile.agreement))
+        self.context.listener.note("the time holds no race: more blocks are replayed instead")
+        blocks.go_on(time_s)
+        self._finalists(self._fitted(blocks.calibrator, None, profile.agreement))
 
     def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         current = self.context.space.current
@@ -398,13 +393,13 @@ class Session:
         context, predictor = self.context, self.predictor_of(profile)
         self._predictor = predictor
         predicted = self._predicted = predict_space(context, predictor)
-        near = max(predictor.wrong_ratio, FINALIST_RATIO / 2)
-        settings = finalists(predicted.observations, context.space, near)
+        with context.stopwatch.stage("draw"):
+            found = contend(predictor, predicted, context.space.current)
         context.listener.note(
-            f"{_predicted_text(context, predicted)}; within {near:.0%} of the best: "
-            f"{', '.join(map(str, settings[:-1])) or 'only the current one'}"
+            f"{_predicted_text(context, predicted)}; could be the best: "
+            f"{', '.join(map(str, found.settings)) or 'only the current one'}"
         )
-        return settings
+        return [*found.settings, context.space.current]
 
     @property
     def _race_aim(self) -> Aim:

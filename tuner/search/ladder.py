@@ -246,7 +246,7 @@ def finalists(
     chosen: list[Observation] = []
     for o in (best, *_in_turns(candidates, near_ratio)):
         others = [*chosen, current] if current is not None else chosen
-        if len(chosen) < FINALISTS and not any(_alike(o, c) for c in others):
+        if len(chosen) < FINALISTS and not any(alike(o, c) for c in others):
             chosen.append(o)
     return [*(o.limits for o in chosen), space.current]
 
@@ -267,7 +267,7 @@ def _in_turns(candidates: Sequence[Observation], wrong_ratio: float) -> list[Obs
     return [o for places in zip(*orders, strict=True) for o in places]
 
 
-def _alike(a: Observation, b: Observation) -> bool:
+def alike(a: Observation, b: Observation) -> bool:
     """Whether two configurations made the same batches: what differs between them never bound.
 
     A race between such two would only measure the machine's noise.

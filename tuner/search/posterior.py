@@ -220,19 +220,25 @@ class Draws:
         )
 
     def contenders(
-        self, current: EngineLimits, confidence: float = CONFIDENCE
+        self,
+        current: EngineLimits,
+        confidence: float = CONFIDENCE,
+        most: int = MAX_CONTENDERS,
+        share: float = CONTENDS,
     ) -> list[EngineLimits]:
         """Return who may yet be the best, the likeliest first, and the current one last.
 
-        At least one other than the current one, as long as there is any.
+        At most so many, who are the best in so large a share of the draws, then of the least
+        expected loss. At least one other than the current one, as long as there is any.
         """
         field, cost, *_ = self.criterion(confidence)
         least = np.where(field, cost, math.inf).argmin(axis=1)
         shares = np.bincount(least, minlength=len(self.settings)) / len(least)
         now = self.settings.index(current)
         alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
-        order = [int(i) for i in np.argsort(-shares, kind="stable") if i != now and alive[i]]
-        inside = [i for i in order if shares[i] >= CONTENDS][:MAX_CONTENDERS] or order[:1]
+        loss = _losses(cost, field)
+        order = [int(i) for i in np.lexsort((loss, -shares)) if i != now and alive[i]]
+        inside = [i for i in order if shares[i] >= share][:most] or order[:1]
         return [*(self.settings[i] for i in inside), current]
 
     def ratio(

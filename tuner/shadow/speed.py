@@ -2,7 +2,7 @@
 
 A step model's coefficients explain most of what was measured. What is left is explained by a
 smooth factor of what is in a batch, and by the machine's mood, which differs from moment to
-moment and from replay to replay: on all of a step, and on the part that grows with the batch.
+moment and from minute to minute: on all of a step, and on the part that grows with the batch.
 All of it is one linear model of logarithms with normal errors, so that its posterior is exact
 and any number of models can be drawn from it that the measurements leave possible.
 
@@ -40,6 +40,8 @@ TERMS = (
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
 SEGMENT_S, MAX_SEGMENTS = 2.0, 128
+# Replays within so many seconds of each other share a slower mood: ours.
+SPAN_S = 30.0
 # How far a fitted coefficient may be off, in logarithms: ours. What is off by more shows in the
 # factors.
 PRIOR_TERM = 0.1
@@ -50,15 +52,18 @@ START = 0.01
 # were not counting this much.
 MAX_DIRECTIONS, DIGITS, UNSEEN = 96, 5, 0.03
 # Before anything is measured, the standard deviations of a factor, of the mood of a segment, of
-# its part that grows with the batch, of the mood of a replay, and of like steps of a segment;
+# its part that grows with the batch, of the mood of a span, and of like steps of a segment;
 # last, over how many doublings of sequences or tokens a factor is much the same. Their medians
 # in logarithms, and by how much each is uncertain: ours.
 _PRIOR_SDS = np.log([0.04, 0.03, 0.02, 0.02, 0.01, 2.0])
 _PRIOR_SPREADS = np.log([3.0, 3.0, 3.0, 3.0, 3.0, 1.5])
 # A segment as far off as nine in ten are not counts less: degrees of freedom of Student's t.
 _FREEDOM = 4.0
-# Standard deviations are learnt from about so many cells, of whole replays: ours, for time.
+# Standard deviations are learnt from about so many cells, of whole spans: ours, for time.
 MAX_CELLS = 500
+# A step counts at most so many times as long as it should have taken: ours, a single one that
+# stood still for seconds says nothing of a year.
+MAX_STALL = 10.0
 # Passes of Gauss and Newton, since a term's share depends on the terms.
 _PASSES = 3
 
@@ -129,13 +134,13 @@ def _changed(model: StepModel, terms: Floats, factors: Floats) -> StepModel:
 class MoodSpreads:
     """How far apart like steps are, as standard deviations of logarithms.
 
-    Those of a segment of SEGMENT_S, of its part that grows with the batch, of a replay, and of
-    like steps of a segment.
+    Those of a segment of SEGMENT_S, of its part that grows with the batch, of a span of SPAN_S,
+    and of like steps of a segment.
     """
 
     segment: float
     grows: float
-    replay: float
+    span: float
     like_steps: float
 
 
@@ -167,7 +172,23 @@ def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
     uncertainty = Uncertainty.of(found.directions(seen.design))
+    learnt = learnt.scaled(_level(learnt, replays))
     return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
+
+
+def _level(model: StepModel, replays: Sequence[StepColumns]) -> float:
+    """Return how many times as long as the model says all steps took together.
+
+    How batches differ is learnt from the steps that nothing disturbed, but those that wait are
+    delayed by other work too.
+    """
+    took_s = predicted_s = 0.0
+    for columns in replays:
+        has_batch = columns.decode_seqs + columns.prefill_tokens > 0
+        each_s = (model.predict_s(columns) * columns.repeats)[has_batch]
+        took_s += float(np.minimum(columns.duration_s[has_batch], MAX_STALL * each_s).sum())
+        predicted_s += float(each_s.sum())
+    return took_s / predicted_s if took_s > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,38 +243,38 @@ class _Steps:
 
     The table's columns are the seconds, sequences, prefilled tokens, and each term's seconds.
 
-    Shapes: table is [steps, 3 + TERMS], replay and segment, of which each is, [steps].
+    Shapes: table is [steps, 3 + TERMS], span and segment, of which each is, [steps].
     """
 
     table: Floats
-    replay: NDArray[np.int64]
+    span: NDArray[np.int64]
     segment: NDArray[np.int64]
 
     @classmethod
     def of(cls, model: StepModel, replays: Sequence[StepColumns]) -> Self:
         """Return the steps of all replays, their terms as the model has them."""
-        tables, of_replay, of_segment, segments = [], [], [], 0
+        tables, of_span, of_segment, segments, before_s = [], [], [], 0, 0.0
         total_s = sum(float(columns.duration_s.sum()) for columns in replays)
         length_s = max(SEGMENT_S, total_s / MAX_SEGMENTS)
-        for number, columns in enumerate(replays):
+        for columns in replays:
             each_s = columns.duration_s / columns.repeats
             batch = (columns.decode_seqs, columns.prefill_tokens)
             table = np.column_stack([each_s, *batch, model.parts_s(columns)])
             kept = table[:, 1:3].sum(axis=1) > 0
             segment = (np.cumsum(columns.duration_s) / length_s).astype(np.int64)
+            span = ((before_s + segment * length_s) / SPAN_S).astype(np.int64)
             tables.append(table[kept])
-            of_replay.append(np.full(int(kept.sum()), number))
+            of_span.append(span[kept])
             of_segment.append(segments + segment[kept])
             segments += int(segment.max(initial=-1)) + 1
+            before_s += float(columns.duration_s.sum())
         steps = np.concatenate(tables)
         # Like steps tell what was stretched; the model may be far off for all of a kind.
         kinds = np.round(np.column_stack([_doublings(steps[:, 1]), _doublings(steps[:, 2])]))
         _, kind = np.unique(kinds, axis=0, return_inverse=True)
         predicted_s, alone = steps[:, 3:].sum(axis=1), steps[:, 2] == 0
         kept = undistorted(steps[:, 0], predicted_s, alone, kind.ravel())
-        return cls(
-            steps[kept], np.concatenate(of_replay)[kept], np.concatenate(of_segment)[kept]
-        )
+        return cls(steps[kept], np.concatenate(of_span)[kept], np.concatenate(of_segment)[kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +293,13 @@ class _Cells:
     step_variance: Floats
     grows: Floats
     segment: NDArray[np.int64]
-    replay: NDArray[np.int64]
+    span: NDArray[np.int64]
     shape: tuple[int, int]
 
     @classmethod
     def of(cls, kept: _Steps, moved: Floats) -> Self:
         """Return the cells of all replays, by the model with its terms moved so far."""
-        steps, replay, segment = kept.table.copy(), kept.replay, kept.segment
+        steps, span, segment = kept.table.copy(), kept.span, kept.segment
         steps[:, 3:] *= np.exp(moved)
         kind = np.column_stack(
             [segment, *(np.round(2 * _doublings(x)) for x in (steps[:, 1], steps[:, 2]))]
@@ -302,20 +323,20 @@ class _Cells:
             variance / n,
             1.0 - shares[:, 0],
             segment[first],
-            replay[first],
+            span[first],
             shape,
         )
 
     def part(self, cells: int) -> _Cells:
-        """Return the cells of every second replay, or third, and so on: about so many."""
-        kept = self.replay % -(-len(self.off) // cells) == 0
+        """Return the cells of every second span, or third, and so on: about so many."""
+        kept = self.span % -(-len(self.off) // cells) == 0
         return _Cells(
             self.design[kept],
             self.off[kept],
             self.step_variance[kept],
             self.grows[kept],
             self.segment[kept],
-            self.replay[kept],
+            self.span[kept],
             self.shape,
         )
 
@@ -388,7 +409,7 @@ class _Posterior:
         if moved is not None:
             target -= precision[:, : len(TERMS)] @ moved
         fit = 0.0
-        for rows in _by_replay(seen):
+        for rows in _by_span(seen):
             white, log_det = _whitened(seen, rows, sds, weight)
             design, off = white[:, :-1], white[:, -1]
             precision += design.T @ design
@@ -435,17 +456,17 @@ def _prior(shape: tuple[int, int], sd: float, length: float) -> Floats:
     return prior
 
 
-def _by_replay(seen: _Cells) -> list[NDArray[np.int64]]:
-    order = np.argsort(seen.replay, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(seen.replay[order])) + 1)
+def _by_span(seen: _Cells) -> list[NDArray[np.int64]]:
+    order = np.argsort(seen.span, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(seen.span[order])) + 1)
 
 
 def _whitened(
     seen: _Cells, rows: NDArray[np.int64], sds: Floats, weight: Floats | None
 ) -> tuple[Floats, float]:
-    """Return a replay's design and offs with independent errors of 1, and their log variance.
+    """Return a span's design and offs with independent errors of 1, and their log variance.
 
-    Shapes: [cells of the replay, TERMS + knots + 1].
+    Shapes: [cells of the span, TERMS + knots + 1].
     """
     same = seen.segment[rows][:, None] == seen.segment[rows]
     grows = seen.grows[rows]
@@ -466,7 +487,7 @@ def _weights_of_segments(seen: _Cells, found: _Posterior) -> Floats:
     """
     sds, weights = np.array(found.sds), np.ones(int(seen.segment.max()) + 1)
     off = seen.off - seen.design @ found.mean
-    for rows in _by_replay(seen):
+    for rows in _by_span(seen):
         own = off[rows] - np.median(off[rows])
         for segment in np.unique(seen.segment[rows]):
             mine = own[seen.segment[rows] == segment]
