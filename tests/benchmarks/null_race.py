@@ -47,12 +47,14 @@ def race(host: EngineProcess, requests: int) -> dict[str, Any]:
     goal = make_scoring(Objective.LATENCY, (), requests)
     runs: list[RaceRun] = []
     for number in range(1, MAX_ROUNDS + 1):
+        round_s = 0.0
         for name in missing_in(runs, number, [TWIN, LIMITS]):
             measured = measure([host.replay("window", LIMITS, ReplayPlan())])
+            round_s += measured.wall_s
             runs.append(RaceRun(name, number, goal.score(measured)))
         draws = Draws.of_replays([TWIN, LIMITS], runs, DRAWS)
         is_enough = number >= MIN_ROUNDS_LIVE
-        if is_enough and is_settled(draws.regret(LIMITS), number):
+        if is_enough and is_settled(draws.regret(LIMITS), number, round_s):
             break
     return {
         "separated": draws.decide(LIMITS).verdict is RaceVerdict.CHANGE,

@@ -22,8 +22,8 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.run.live_search import LiveEvidence
-from tuner.run.predict import at_own_speed
-from tuner.run.race import Cold, Deployed, confirm_cold, race
+from tuner.run.predict import Deployed, at_own_speed
+from tuner.run.race import Cold, confirm_cold, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
@@ -58,7 +58,8 @@ def cold_of(
     run: ToyRun, decision: RaceDecision, deployed: Deployed | None = None
 ) -> tuple[RaceDecision, Cold | None]:
     """Start both cold, as at the end of a race of the winner."""
-    return confirm_cold(run.runner, run.plan(decision.winner, CURRENT), decision, deployed)
+    plan = run.plan(decision.winner, CURRENT)
+    return confirm_cold(run.runner, plan, decision, partial(_always, deployed))
 
 
 def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_winner_that_is_not_better_cold_is_not_recommended(
     assert cold is not None
 
 
-def _always(predicted: tuple[Estimate, float], winner: EngineLimits) -> tuple[Estimate, float]:
+def _always(predicted: Deployed | None, winner: EngineLimits) -> Deployed | None:
     _ = winner
     return predicted
 
@@ -128,9 +129,11 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
         (tmp_path / folder).mkdir()
         whole = Estimate(ratio, ratio * 0.98, ratio * 1.02, 200)
         with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-            predicted = (whole, window)
-            found, _ = cold_of(run, a_change(WORSE, 0.8), partial(_always, predicted))
+            predicted = Deployed(replace(whole, value=ratio * 0.99), whole, window)
+            found, _ = cold_of(run, a_change(WORSE, 0.8), predicted)
         assert found.verdict is verdict, folder
+        # The gain that is told is theirs.
+        assert (found.gain, found.gain_here) == (predicted.gain, whole)
 
 
 def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
@@ -146,7 +149,8 @@ def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) ->
 def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> None:
     decision = a_change(BETTER, 0.8)
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        run.engine.started = replace(run.engine.ensure_started(), start_s=1e6)
+        run.engine.ensure_started()
+        run.engine.start_s = 1e6
         assert cold_of(run, decision) == (decision, None)
         assert run.engine.starts == 1
         assert run.context.journal.observations() == []
@@ -298,7 +302,8 @@ def test_one_that_fails_in_its_replay_is_never_recommended(tmp_path: Path) -> No
 def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> None:
     """Of 300 s two starts of 55 s are for them, and a replay takes two thirds of the rest."""
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        run.engine.started = replace(run.engine.ensure_started(), start_s=55.0)
+        run.engine.ensure_started()
+        run.engine.start_s = 55.0
         (slow,) = (
             replace(m, busy_s=0.01) for m in [measure([replay_toy(TRACE, BETTER, CROWDED_TOY)])]
         )

@@ -58,7 +58,7 @@ def test_as_many_race_as_two_rounds_fit_into_the_time(
 
 def test_two_rounds_come_before_the_cold_engines(run: ToyRun) -> None:
     plan = replace(planned(run, 200.0, 10.0, 10.0, 10.0, 30.0), settings=(BEST, CURRENT))
-    assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, BEST) == 40.0
+    assert reserve_s(run.runner, plan) == cold_cost_s(run.runner, plan, (BEST, CURRENT)) == 40.0
     planned(run, 115.0, 10.0, 10.0, 10.0, 30.0)
     assert reserve_s(run.runner, plan) == 0.0
 

@@ -69,7 +69,7 @@ def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval()
     """As near overload, where a model a little slower has a tail many times as long."""
     point = [score(2.0), score(1.6)]
     drawn = [[score(2.0), score(1.6 if n % 25 else 1e9)] for n in range(DRAWS)]
-    found = Draws.of((CURRENT, OTHER), point, drawn, drawn, None).ratio(OTHER, CURRENT)
+    _, found = Draws.of((CURRENT, OTHER), point, drawn, drawn, None).ratios(OTHER, CURRENT)
     assert found is not None
     assert found.value == found.low == found.high == pytest.approx(0.8)
 

@@ -146,28 +146,32 @@ def test_a_measured_start_answers_with_its_own_blocks(
     for start in profile.kv_starts:
         same = [s.num_blocks for s in profile.kv_starts if s.limits == start.limits]
         assert profile.num_blocks_at(start.limits) == min(same)
-    assert profile.num_blocks_at(wanted) in {s.num_blocks for s in profile.kv_starts}
+    assert profile.num_blocks_at(wanted) >= 1
+    more = replace(wanted, max_num_batched_tokens=2 * wanted.max_num_batched_tokens)
+    only = replace(profile, kv_starts=profile.kv_starts[:1])
+    assert only.num_blocks_at(more) == only.num_blocks_at(wanted)
 
 
 @pytest.mark.parametrize(
     ("wanted", "blocks"),
     [
-        ((8, 512), 1000),
+        ((8, 2000), 900),
         ((15, 2000), 900),
         ((18, 2000), 800),  # above 16, the middle of 8 and 32 in ratios, but below 20
-        ((1, 1), 1000),
-        ((4096, 65536), 800),
+        ((2000, 2000), 800),
     ],
 )
 def test_the_nearest_start_is_nearest_in_ratios(wanted: tuple[int, int], blocks: int) -> None:
-    profile = starting((8, 2000, 900), (32, 2000, 800), (8, 512, 1000))
+    profile = starting((8, 2000, 900), (32, 2000, 800), (8, 2500, 1000))
     assert profile.num_blocks_at(EngineLimits(*wanted)) == blocks
 
 
-def test_both_limits_count_for_nearness() -> None:
-    profile = starting((8, 512, 1000), (8, 8192, 700))
-    assert profile.num_blocks_at(EngineLimits(64, 4096)) == 700
-    assert profile.num_blocks_at(EngineLimits(64, 1024)) == 1000
+def test_starts_of_several_budgets_tell_what_a_token_costs() -> None:
+    """Planted: a block for every 32 tokens, of 2,000, less a few that the cap takes."""
+    profile = starting((8, 2048, 1936), (256, 16384, 1480))
+    assert profile.num_blocks_at(EngineLimits(8, 512)) == pytest.approx(1984, abs=4)
+    assert profile.num_blocks_at(EngineLimits(16, 8192)) == pytest.approx(1744, abs=25)
+    assert profile.num_blocks_at(EngineLimits(8, 10**7)) == 1
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -298,10 +298,11 @@ class Blocks:
             return self._predicted(predictor, settings), math.inf
         # A capacity takes a dozen replays each, and is decided by the same batches.
         aim = replace(context.aim, objective=Objective.BALANCED)
-        predicted = predict(predictor, space, Workload.of_whole(context.trace, aim))
+        deployed = predictor.as_deployed()
+        predicted = predict(deployed, space, Workload.of_whole(context.trace, aim))
         if not isinstance(predicted.outcomes[space.current], Measurement):
             return [], math.inf
-        found = contend(predictor, predicted, space.current, CONTENDERS)
+        found = contend(deployed, predicted, space.current, CONTENDERS)
         return self._predicted(predictor, [*found.settings, space.current]), found.loss
 
     def _predicted(

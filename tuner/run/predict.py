@@ -40,6 +40,7 @@ from tuner.search.trials import (
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
+from tuner.stats import Estimate
 from tuner.traffic.reshape import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -258,6 +259,48 @@ def contend(
     drawn = draw(predictor, predictions, inside, FEW_DRAWS, is_here=True)
     inside = drawn.contenders(current, POSSIBLE, most, CONTENDS)
     return Contention(tuple(inside[:-1]), drawn.regret(current, POSSIBLE))
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A setting over the current one, as predicted of engines started with either.
+
+    `gain` is the ratio on other traffic of the kind, `here` on the traffic as recorded, and
+    `log_window` the logarithm of that on the window that raced.
+    """
+
+    gain: Estimate
+    here: Estimate
+    log_window: float
+
+
+def predict_deployed(
+    predictor: Predictor,
+    predictions: Predictions,
+    window: Workload,
+    pair: tuple[EngineLimits, EngineLimits],
+) -> Deployed | None:
+    """Predict one setting over another on engines started with either.
+
+    None where one of them fails.
+
+    Raises: ShadowError, UsageError.
+    """
+    own, nothing = predictor.as_deployed(), replace(predictions, outcomes={})
+    try:
+        draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS)
+        gain, here = draws.ratios(*pair)
+    except EngineError:
+        return None
+    values = []
+    for limits in pair:
+        found = own.measure(window.pieces, limits, window.plan, window.slos)
+        if isinstance(found, Measurement):
+            values.append(window.scoring.score(found).value_in(Tier.GOOD))
+    is_known = len(values) == len(pair) and all(0 < v < math.inf for v in values)
+    if gain is None or here is None or not is_known:
+        return None
+    return Deployed(gain, here, math.log(values[0] / values[1]))
 
 
 def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:

@@ -28,6 +28,7 @@ from tuner.run.predict import (
     DRAWS,
     FEW_DRAWS,
     UNEXPLAINED,
+    Deployed,
     Predictions,
     at_own_speed,
     draw,
@@ -53,14 +54,12 @@ from tuner.stats import Estimate
 
 # With a prediction one round tells whether it holds: ours.
 MIN_ROUNDS_PREDICTED = 1
-# A round that is expected to save less than this share of what matters is not worth its time:
-# ours.
-WORTH = 0.0025
+# What a second of the engine has to be expected to save, as a share of what is optimised: ours,
+# four minutes for one percent.
+WORTH_PER_S = 4e-5
 # By how much the gain on engines started cold usually differs from that on one engine, in
 # logarithms: ours, for KV-cache blocks and captured graphs follow the start-up values.
 COLD_EFFECT = 0.02
-# With this probability of a gain on cold engines no more of them are started: ours.
-CLEAR = 0.975
 # How far replays of one setting on one engine differ where it was replayed but once: ours.
 REPLAY_NOISE = 0.05
 # A cold gain so many standard deviations from the race's is a caveat, and with so many what is
@@ -97,7 +96,8 @@ class PredictedEvidence:
     """A prediction, and how far off live replays of the same requests show it to be.
 
     Each replay is compared with the simulation at the replay's own speed, so that the mood of
-    the machine cancels.
+    the machine cancels, and on the blocks of the engine that all are replayed on; what is
+    predicted is predicted of engines as they will be deployed.
     """
 
     plan: RacePlan
@@ -114,32 +114,35 @@ class PredictedEvidence:
 
     def draws(self, count: int) -> Draws:
         """Return draws of the predictions, moved and spread by what the replays showed."""
-        settings = self.settings()
-        trials = self._trials()
+        return self.draws_of(self.settings(), count)
+
+    def draws_of(self, settings: Sequence[EngineLimits], count: int) -> Draws:
+        """Return draws of settings that were predicted, also of some that have not raced."""
+        trials = self._trials(settings)
         failed = {t.limits for t in trials if t.score.tier is Tier.FAILED}
         outcomes = dict(self.predictions.outcomes)
         for limits in failed:
             outcomes[limits] = Failure("it failed in its live replay")
         predictions = replace(self.predictions, outcomes=outcomes)
-        return draw(self.predictor, predictions, settings, count, self._unexplained())
+        unexplained = self._unexplained(settings)
+        return draw(self.predictor.as_deployed(), predictions, settings, count, unexplained)
 
-    def _trials(self) -> list[Trial]:
-        settings = set(self.settings())
+    def _trials(self, settings: Sequence[EngineLimits]) -> list[Trial]:
         return [
             trial
             for trial in self.plan.context.journal.records()
             if trial.phase is Phase.RACE and trial.limits in settings
         ]
 
-    def _unexplained(self) -> Effects:
+    def _unexplained(self, settings: Sequence[EngineLimits]) -> Effects:
         """Return how far off the predictions are beyond each replay's own speed."""
-        settings, replays = list(self.settings()), []
-        for trial in self._trials():
+        replays = []
+        for trial in self._trials(settings):
             if trial.is_whole and trial.number not in self._off:
                 self._off[trial.number] = self._off_by(trial)
             off = self._off.get(trial.number, math.nan)
             if math.isfinite(off):
-                replays.append((0, settings.index(trial.limits), off))
+                replays.append((0, list(settings).index(trial.limits), off))
         return Effects.of(len(settings), replays, UNEXPLAINED)
 
     def _off_by(self, trial: Trial) -> float:
@@ -185,13 +188,14 @@ def race(
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
+            inside = evidence.inside(draws, confidence)
+            round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds and all(
                 # Few draws may be wrong about what many say.
-                is_settled(evidence.draws(count).regret(current, confidence), rounds)
+                is_settled(evidence.draws(count).regret(current, confidence), rounds, round_s)
                 for count in (FEW_DRAWS, DRAWS)
             ):
                 break
-            inside = evidence.inside(draws, confidence)
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
                 break
@@ -205,15 +209,16 @@ def race(
         return evidence.draws(DRAWS).decide(current, confidence, whole)
 
 
-def is_settled(regret: float, rounds: int) -> bool:
-    """Whether so little is lost, or another round would tell so little, that it is enough.
+def is_settled(regret: float, rounds: int, round_s: float) -> bool:
+    """Whether so little is lost, or another round would save so little for its time.
 
     What is uncertain shrinks as the root of the rounds grows, and what it costs with it.
 
     Source: the knowledge-gradient rule, Frazier, Powell & Dayanik, A knowledge-gradient policy
         for sequential information collection, SIAM J. Control Optim. 47 (2008).
     """
-    return regret <= TIE_LOSS or regret * (1 - math.sqrt(rounds / (rounds + 1))) < WORTH
+    saved = regret * (1 - math.sqrt(rounds / (rounds + 1)))
+    return regret <= TIE_LOSS or saved < WORTH_PER_S * round_s
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
@@ -351,25 +356,22 @@ class Cold:
         }
 
 
-Deployed = Callable[[EngineLimits], tuple[Estimate, float] | None]
-"""Predicts a setting over the current one on engines started with either, their blocks known.
-
-The ratio on the whole traffic, and the logarithm of that on the window that raced; None where
-nothing is predicted.
-"""
+PredictDeployed = Callable[[EngineLimits], Deployed | None]
+"""Predicts a setting over the current one, their blocks known; None where nothing can be."""
 
 
 def confirm_cold(
     runner: TrialRunner,
     plan: RacePlan,
     decision: RaceDecision,
-    deployed: Deployed | None = None,
+    predict: PredictDeployed = lambda _: None,
 ) -> tuple[RaceDecision, Cold | None]:
     """Start winner and current configuration as they would be deployed, and compare them.
 
-    Each once, and once more in the opposite order where that leaves doubt and the time holds
-    it. What they show is weighed with what is predicted of such engines, or with what the race
-    has shown; a winner that is then not thought to be better is not recommended.
+    Each once, and once more in the opposite order where they are not what was expected and the
+    time holds it. What they show is weighed with what is predicted of such engines, or with
+    what the race has shown; a winner that is then not thought to be better is not recommended.
+    The gain is from then on that of engines started with either.
 
     Raises: EngineError when the engine cannot be kept alive.
     """
@@ -377,17 +379,19 @@ def confirm_cold(
     if decision.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return decision, None
     pair = (decision.winner, current)
-    cost_s = cold_cost_s(runner, plan, decision.winner)
-    if not all(_known_cold(context, s) for s in pair) and context.left_s < cost_s:
+    cost_s = cold_cost_s(runner, plan, pair)
+    missing = [limits for limits in pair if not _known_cold(context, limits)]
+    if missing and context.left_s < cold_cost_s(runner, plan, missing):
         context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, None
     with context.stopwatch.stage("cold"):
-        _start_all(runner, plan.workload, pair, 1)
+        start_all(runner, plan.workload, pair, 1)
+        deployed = predict(decision.winner)
         cold = _cold_of(context, plan, decision, deployed)
-        is_open = cold.p_better is not None and cold.p_better < CLEAR
-        is_open |= cold.winner.tier is not Tier.FAILED and _is_lower(context, decision)
-        if is_open and context.left_s >= cost_s:
-            _start_all(runner, plan.workload, pair[::-1], 2)
+        is_odd = cold.deviations > COLD_DIFFERS
+        is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, decision)
+        if is_odd and context.left_s >= cost_s:
+            start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
     ours, theirs = (_known_cold(context, limits) for limits in pair)
     tiers = {score.tier for score in (*ours, *theirs)}
@@ -398,10 +402,12 @@ def confirm_cold(
         )
         context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, cold
+    if deployed is not None:
+        decision = replace(decision, gain=deployed.gain, gain_here=deployed.here)
     return _with_cold(context, decision, cold), cold
 
 
-def _start_all(
+def start_all(
     runner: TrialRunner, workload: Workload, order: Sequence[EngineLimits], starts: int
 ) -> None:
     """Replay each on an engine started with its limits, until it has had so many starts."""
@@ -453,10 +459,8 @@ def _cold_of(
     cold = Cold(*worst, math.exp(seen), float(ndtr(-seen / seen_sd)), starts)
     raced, raced_sd = _raced_ratio(context, plan, decision.winner, noise)
     gain = decision.gain_here or decision.gain
-    predicted = None if deployed is None else deployed(decision.winner)
-    if predicted is not None:
-        gain, raced = predicted
-        raced_sd = REPLAY_NOISE
+    if deployed is not None:
+        gain, raced, raced_sd = deployed.here, deployed.log_window, REPLAY_NOISE
     if gain is None:
         return cold
     known, known_sd = _normal(gain)

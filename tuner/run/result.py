@@ -491,9 +491,9 @@ def _how(result: RunResult, advice: Advice) -> str:
         return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
     made = [t for t in ranked(result.trials) if not t.is_live]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
-    if advice.is_predicted:
-        return f"{first}PREDICTED, not raced"
     cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
+    if advice.is_predicted:
+        return f"{first}PREDICTED, not raced{cold}"
     return f"{first}measured live, {advice.rounds} rounds in turns{cold}"
 
 

@@ -5,7 +5,6 @@ Ties the stages together. A listener receives everything that there is to say on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,20 +23,23 @@ from tuner.run.live_search import LiveEvidence, has_searched, search_live, searc
 from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
+    DRAWS,
+    Deployed,
     Differences,
     Predictions,
     contend,
     cross_check,
     decide,
     disagreement,
-    draw,
     predict,
+    predict_deployed,
     predict_more,
 )
-from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race
+from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race, start_all
 from tuner.run.time_plan import (
     Observe,
     RacePlan,
+    cold_cost_s,
     fitting,
     fly_pilot,
     plan_race,
@@ -56,7 +58,6 @@ from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Agreement, KvStart, Profile, read_profile, write_profile
 from tuner.shadow.reference import replay_reference
-from tuner.stats import Estimate
 from tuner.traffic.windows import Window, busiest, whole
 
 NOTHING_ELSE = (
@@ -66,6 +67,11 @@ NOTHING_ELSE = (
 # The share of the time that is left which goes to more blocks where it holds no race: ours, the
 # rest is for predicting the space anew.
 LONGER_SHARE = 0.7
+# How many times as much as starting the current setting has to be left for it: ours, the
+# winner's start comes after.
+OWN_BLOCKS_WORTH = 2.5
+# From how full a KV cache on it binds: ours, a request more and it does.
+KV_FULL = 0.95
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
@@ -111,9 +117,8 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
     Raises: ShadowError, TooFewSamplesError, UsageError.
     """
     with context.stopwatch.stage("shadow"):
-        predicted = predict(
-            predictor, context.space, Workload.of_whole(context.trace, context.aim)
-        )
+        workload = Workload.of_whole(context.trace, context.aim)
+        predicted = predict(predictor.as_deployed(), context.space, workload)
         _keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
@@ -129,7 +134,8 @@ def decide_predicted(
     Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
     """
     with context.stopwatch.stage("draw"):
-        return decide(predictor, predicted, context.space, confidence=context.aim.confidence)
+        confidence = context.aim.confidence
+        return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
 
 
 def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
@@ -142,6 +148,13 @@ def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
     context.run_dir.is_measured = True
     context.journal.add(zip(made, slacks, strict=True))
     context.keep_trials()
+
+
+def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
+    """Whether the size of the KV cache matters to any of the settings."""
+    found = [predictions.outcomes.get(limits) for limits in settings]
+    measured = [m for m in found if isinstance(m, Measurement)]
+    return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL for m in measured)
 
 
 @dataclass(slots=True)
@@ -394,7 +407,7 @@ class Session:
         self._predictor = predictor
         predicted = self._predicted = predict_space(context, predictor)
         with context.stopwatch.stage("draw"):
-            found = contend(predictor, predicted, context.space.current)
+            found = contend(predictor.as_deployed(), predicted, context.space.current)
         context.listener.note(
             f"{_predicted_text(context, predicted)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
@@ -478,7 +491,49 @@ class Session:
         if differ:
             self.context.listener.note(f"live and predicted disagree: {differ}")
             self.context.caveats.add(Caveat.SHADOW_DISAGREES)
-        return decision
+        return self._with_own_blocks(evidence, decision)
+
+    def _with_own_blocks(
+        self, evidence: PredictedEvidence, decision: RaceDecision
+    ) -> RaceDecision:
+        """Decide anew by the KV blocks that engines started with each setting will have.
+
+        Where the KV cache is what binds, and no start but the largest has shown how many blocks
+        its size costs: the current setting is started cold, as it will be once more to no end
+        if the answer is to keep it.
+
+        Raises: EngineError, ShadowError, UsageError.
+        """
+        plan, context, calibrator = evidence.plan, self.context, self._calibrator
+        current, predictions = context.space.current, evidence.predictions
+        cost_s = cold_cost_s(self.runner, plan, [current])
+        if (
+            calibrator is None
+            or not decision.rounds
+            or evidence.predictor.doubt
+            or self.runner.engine.restarts_per_config
+            or len({s.limits.max_num_batched_tokens for s in calibrator.calibration.starts}) > 1
+            or not _kv_binds(predictions, evidence.settings())
+            or context.left_s < OWN_BLOCKS_WORTH * cost_s
+        ):
+            return decision
+        context.listener.note("the KV cache binds: the current setting shows its own blocks")
+        with context.stopwatch.stage("cold"):
+            start_all(self.runner, plan.workload, [current], 1)
+        self._keep_starts()
+        profile = read_profile(context.run_dir.path / PROFILE_FILE)
+        settings = self._finalists(profile)
+        predictor, predicted = self._predictor, self._predicted
+        if predictor is None or predicted is None:
+            raise ShadowError("nothing was predicted")
+        evidence.predictor, evidence.predictions = predictor, predicted
+        raced = evidence.settings()
+        field = list(dict.fromkeys([*settings[:-1], *raced, current]))
+        evidence.predictions = predict_more(predictor.as_deployed(), predicted, field)
+        draws = evidence.draws_of(field, DRAWS)
+        anew = draws.decide(current, context.aim.confidence, decision.rounds)
+        is_raced = anew.winner in raced
+        return anew if is_raced else replace(anew, rounds=0, is_predicted=True)
 
     def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
         """Fit anew with every step seen; predict anew, and who may be the best by that.
@@ -511,21 +566,18 @@ class Session:
         profile = self._fitted(calibrator, None if is_own else before, before.agreement)
         settings, predictor = list(plan.settings), self.predictor_of(profile)
         predicted = Predictions(workload, predictor.wrong_ratio, {})
-        if context.journal.last_prediction() == 1:
+        if len({run.round for run in context.journal.race_runs()}) == 1:
             # The first round may show that others are better; later ones move little.
             settings = list(dict.fromkeys([*plan.settings[:-1], *self._finalists(profile)]))
             predicted = self._predicted or predicted
         windows = plan.workload.windows
         plan = race_on(context, predictor, self._race_aim, settings, windows)
-        predicted = predict_more(predictor, predicted, plan.settings)
+        predicted = predict_more(predictor.as_deployed(), predicted, plan.settings)
         self._plan, self._predictor, self._predicted = plan, predictor, predicted
         return plan, predictor, predicted
 
-    def _predicted_cold(self, winner: EngineLimits) -> tuple[Estimate, float] | None:
-        """Predict the winner over the current one on engines with the blocks that each has.
-
-        The ratio on all that is predicted, and the logarithm of that on the window that raced.
-        """
+    def _predicted_cold(self, winner: EngineLimits) -> Deployed | None:
+        """Predict the winner over the current one on engines with the blocks that each has."""
         predictor, predicted, plan = self._predictor, self._predicted, self._plan
         pair, blocks = (winner, self.context.space.current), self.runner.engine.cold_blocks
         if predictor is None or predicted is None or plan is None or predictor.doubt:
@@ -535,22 +587,8 @@ class Session:
         profile = predictor.profile
         known = [KvStart(limits, blocks[limits]) for limits in pair]
         others = [start for start in profile.kv_starts if start.limits not in pair]
-        own = replace(
-            predictor, ceiling=None, profile=replace(profile, kv_starts=(*known, *others))
-        )
-        try:
-            nothing = replace(predicted, outcomes={})
-            ratio = draw(own, predict_more(own, nothing, pair), pair).ratio(*pair)
-        except (ShadowError, EngineError):
-            return None
-        window, values = plan.workload, []
-        for limits in pair:
-            found = own.measure(window.pieces, limits, window.plan, window.slos)
-            if isinstance(found, Measurement):
-                values.append(window.scoring.score(found).value_in(Tier.GOOD))
-        if ratio is None or len(values) < 2 or not all(0 < v < math.inf for v in values):
-            return None
-        return ratio, math.log(values[0] / values[1])
+        own = replace(profile, kv_starts=(*known, *others))
+        return predict_deployed(replace(predictor, profile=own), predicted, plan.workload, pair)
 
     # By predictions alone.
 

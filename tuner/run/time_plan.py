@@ -98,12 +98,10 @@ def duration_s(workload: Workload, predicted: Measurement) -> float:
     return predicted.busy_s if jumps else predicted.clock_s
 
 
-def cold_cost_s(runner: TrialRunner, plan: RacePlan, winner: EngineLimits) -> float:
-    """Return what starting and replaying the winner and the current one cold will take."""
-    engine, current = runner.engine, runner.context.space.current
-    started = engine.started
-    start_s = started.start_s + started.warm_up_s if started is not None else 0.0
-    return 2 * (engine.process_s + start_s) + plan.replay_s(winner) + plan.replay_s(current)
+def cold_cost_s(runner: TrialRunner, plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
+    """Return what starting and replaying settings cold will take."""
+    start_s = runner.engine.process_s + runner.engine.start_s
+    return sum(start_s + plan.replay_s(limits) for limits in settings)
 
 
 def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
@@ -111,7 +109,8 @@ def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
 
     Before the race; the settings begin with what is thought best.
     """
-    left_s, wanted_s = runner.context.left_s, cold_cost_s(runner, plan, plan.settings[0])
+    pair = (plan.settings[0], runner.context.space.current)
+    left_s, wanted_s = runner.context.left_s, cold_cost_s(runner, plan, pair)
     is_small = wanted_s < MAX_COLD_RATIO * left_s
     return wanted_s if is_small and wanted_s + _min_s(plan, plan.settings) < left_s else 0.0
 
@@ -122,7 +121,7 @@ def fitting(runner: TrialRunner, plan: RacePlan) -> RacePlan:
     The last before the current one go first, and somebody always races against it.
     """
     settings = list(plan.settings)
-    cold_s = cold_cost_s(runner, plan, settings[0])
+    cold_s = cold_cost_s(runner, plan, (settings[0], runner.context.space.current))
     while len(settings) > 2 and _min_s(plan, settings) + cold_s > runner.context.left_s:
         del settings[-2]
     return replace(plan, settings=tuple(settings))

@@ -351,7 +351,7 @@ class _Start:
         source = ProfiledEngine(profile, is_forced=options.is_forced)
         facts = source.facts(self.prepared.engine.values)
         context, message = self._context(facts)
-        predictor = self._predictor(profile, context.space.ceiling)
+        predictor = self._predictor(profile, context.space.ceiling).as_deployed()
         return ShadowSession(context, predictor, is_forced=options.is_forced), message
 
     def live(self, host: EngineProcess) -> tuple[AnySession, str]:

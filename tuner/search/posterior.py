@@ -241,12 +241,16 @@ class Draws:
         inside = [i for i in order if shares[i] >= share][:most] or order[:1]
         return [*(self.settings[i] for i in inside), current]
 
-    def ratio(
+    def ratios(
         self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE
-    ) -> Estimate | None:
-        """Return what one costs over another on the recorded traffic, None without end."""
-        _, cost, *_ = self.criterion(confidence)
-        return _gain(self.settings.index(setting), self.settings.index(other), cost)
+    ) -> tuple[Estimate | None, Estimate | None]:
+        """Return what one costs over another on other traffic and on the recorded traffic.
+
+        None without end.
+        """
+        _, cost, elsewhere, _ = self.criterion(confidence)
+        pair = self.settings.index(setting), self.settings.index(other)
+        return _gain(*pair, elsewhere), _gain(*pair, cost)
 
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.

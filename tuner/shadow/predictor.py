@@ -61,6 +61,10 @@ class Predictor:
             return f"vLLM {agreement.vllm_version} decides otherwise, {agreement.departs}"
         return ""
 
+    def as_deployed(self) -> Predictor:
+        """Return what says of each setting what an engine started with it will do."""
+        return replace(self, ceiling=None)
+
     def info(self, limits: EngineLimits) -> EngineInfo:
         """Return what is known of the engine that the limits are predicted on."""
         ceiling, doubt = self._ceiling(limits), self.doubt

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 import yaml
 
 from tuner.engine.limits import EngineLimits
@@ -106,10 +107,12 @@ class Profile:
     def num_blocks_at(self, limits: EngineLimits) -> int:
         """Return the KV-cache blocks of an engine started with the limits.
 
-        Where no such start was measured it is the nearest one's, by distance between the
+        Where no such start was measured, those of the nearest one, by distance between the
         logarithms of both limits, because limits are tried at ratios and not at differences; of
-        equally near starts the one with the fewest blocks, to err towards preemption. Larger
-        start-up limits leave less memory to the cache, which this does not extrapolate.
+        equally near starts the one with the fewest blocks, to err towards preemption. Starts
+        of several token budgets tell how many blocks a token costs, for what vLLM keeps free is
+        what its largest batch takes; limits that differ from the nearest start's have so many
+        more or fewer.
         """
 
         def distance(start: KvStart) -> tuple[float, int]:
@@ -118,7 +121,24 @@ class Profile:
             apart = math.hypot(math.log(seqs), math.log(tokens))
             return round(apart, 9), start.num_blocks  # rounded: 8 to 20 is as far as 20 to 50
 
-        return min(self.kv_starts, key=distance).num_blocks
+        near = min(self.kv_starts, key=distance)
+        more = near.limits.max_num_batched_tokens - limits.max_num_batched_tokens
+        return max(1, near.num_blocks + int(self._blocks_per_token * more))
+
+    @property
+    def _blocks_per_token(self) -> float:
+        """How many KV blocks a token of the budget costs at a start, 0 where that is unknown.
+
+        Starts of much the same budget do not tell.
+
+        Source: least squares; what costs memory costs no less than nothing.
+        """
+        tokens = np.array([s.limits.max_num_batched_tokens for s in self.kv_starts], float)
+        blocks = np.array([s.num_blocks for s in self.kv_starts], float)
+        off = tokens - tokens.mean()
+        spread = float(off @ off)
+        is_known = tokens.max() >= APART_RATIO * tokens.min()
+        return max(0.0, -float(off @ blocks) / spread) if is_known else 0.0
 
 
 def check_fits(
@@ -180,6 +200,9 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: {error}", _REMAKE) from error
     return profile
 
+
+# Starts whose token budgets differ by less than this do not tell what a token costs: ours.
+APART_RATIO = 1.5
 
 _Made = TypeVar("_Made", EngineLimits, EngineShape, FitError, Uncertainty)
 

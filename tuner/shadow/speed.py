@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
-from tuner.shadow.fit import undistorted
+from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
 from tuner.shadow.step_model import Factors, StepModel, places
 
 TERMS = (
@@ -61,9 +61,6 @@ _PRIOR_SPREADS = np.log([3.0, 3.0, 3.0, 3.0, 3.0, 1.5])
 _FREEDOM = 4.0
 # Standard deviations are learnt from about so many cells, of whole spans: ours, for time.
 MAX_CELLS = 500
-# A step counts at most so many times as long as it should have taken: ours, a single one that
-# stood still for seconds says nothing of a year.
-MAX_STALL = 10.0
 # Passes of Gauss and Newton, since a term's share depends on the terms.
 _PASSES = 3
 
@@ -177,17 +174,18 @@ def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns]) -> float:
-    """Return how many times as long as the model says all steps took together.
+    """Return how many times as long as the model says all steps took that were not stretched.
 
-    How batches differ is learnt from the steps that nothing disturbed, but those that wait are
-    delayed by other work too.
+    How batches differ is learnt of each kind alike, however seldom it is; how long a replay
+    takes is a matter of all their time.
     """
     took_s = predicted_s = 0.0
     for columns in replays:
+        each_s = model.predict_s(columns) * columns.repeats
         has_batch = columns.decode_seqs + columns.prefill_tokens > 0
-        each_s = (model.predict_s(columns) * columns.repeats)[has_batch]
-        took_s += float(np.minimum(columns.duration_s[has_batch], MAX_STALL * each_s).sum())
-        predicted_s += float(each_s.sum())
+        kept = has_batch & (columns.duration_s < MIN_STALL_RATIO * each_s)
+        took_s += float(columns.duration_s[kept].sum())
+        predicted_s += float(each_s[kept].sum())
     return took_s / predicted_s if took_s > 0 else 1.0
 
 
