@@ -195,7 +195,7 @@ class Draws:
             raise NoFeasibleConfigError(
                 "no configuration survived its replay", "see the causes in trials.jsonl"
             )
-        field, cost, elsewhere, metric = self.criterion(confidence)
+        field, cost, elsewhere, metric = self.criterion(confidence, current)
         loss = _losses(cost, field)
         now = self.settings.index(current)
         best, tied = self._least(loss, field, now)
@@ -231,7 +231,7 @@ class Draws:
         At most so many, who are the best in so large a share of the draws, then of the least
         expected loss. At least one other than the current one, as long as there is any.
         """
-        field, cost, *_ = self.criterion(confidence)
+        field, cost, *_ = self.criterion(confidence, current)
         least = np.where(field, cost, math.inf).argmin(axis=1)
         shares = np.bincount(least, minlength=len(self.settings)) / len(least)
         now = self.settings.index(current)
@@ -248,7 +248,7 @@ class Draws:
 
         None without end.
         """
-        _, cost, elsewhere, _ = self.criterion(confidence)
+        _, cost, elsewhere, _ = self.criterion(confidence, other)
         pair = self.settings.index(setting), self.settings.index(other)
         return _gain(*pair, elsewhere), _gain(*pair, cost)
 
@@ -260,14 +260,18 @@ class Draws:
         Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
             Decision Theory, chapter 4.
         """
-        field, cost, *_ = self.criterion(confidence)
+        field, cost, *_ = self.criterion(confidence, current)
         loss = _losses(cost, field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
-    def criterion(self, confidence: float = CONFIDENCE) -> tuple[Bools, Floats, Floats, str]:
+    def criterion(
+        self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
+    ) -> tuple[Bools, Floats, Floats, str]:
         """Return who may be recommended, by which costs they are judged, and what those are.
 
-        The costs on the recorded traffic, and on other traffic of the kind.
+        The costs on the recorded traffic, and on other traffic of the kind. Where nobody surely
+        keeps the SLOs and nobody is further from them than the current setting is, whoever is
+        as close is judged by what is optimised.
 
         Shapes: [settings], then [draws, settings] each.
         """
@@ -278,6 +282,10 @@ class Draws:
         if meets.any():
             return meets, self.values, self.elsewhere, self.metric
         every = np.ones(len(self.settings), dtype=np.bool_)
+        loss = _losses(self.slo_used, every)
+        least = loss <= loss.min() + TIE_LOSS
+        if current is not None and least[self.settings.index(current)] and least.sum() > 1:
+            return least, self.values, self.elsewhere, self.metric
         return every, self.slo_used, self.slo_elsewhere, WORST_SLACK
 
     def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
