@@ -91,7 +91,7 @@ def test_the_objective_capacity_ranks_by_it(
 def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Path) -> None:
     predictor = ToyPredictor(a_profile())
     decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
-    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS) as run:
+    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
         found = predict_capacity(predictor, run.workload, decision, SMALL)
         assert found.winner is not None
         assert found.current is not None
@@ -104,8 +104,9 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         assert confirmed(found) is True
         beyond = replace(found, winner=1.5 * found.winner)
         assert confirmed(beyond) is False
-        # Without the time for it nobody looks.
+        # Without the time for it nobody looks, nor for more than a tenth of the budget.
         assert confirmed(replace(found, replay_s=1e6)) is None
+        assert confirmed(replace(found, replay_s=360.0)) is None
         tried = [r for r in run.context.journal.records() if r.phase is Phase.CAPACITY]
     assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
 

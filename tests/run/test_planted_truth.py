@@ -20,6 +20,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.run.listener import Listener
 from tuner.search.objective import Tier
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
@@ -176,3 +177,43 @@ def test_a_run_finds_the_gain_that_was_planted() -> None:
     assert row.engine_s < 1.5 * case.budget_s
     again = judged_run(truth, seed=0)
     assert (again.said, again.engine_s) == (row.said, row.engine_s)
+
+
+@pytest.mark.slow
+def test_where_the_kv_cache_binds_each_setting_is_judged_by_blocks_of_its_own() -> None:
+    """The largest token budget leaves a quarter of the blocks less than the current one does.
+
+    On these requests wait and are preempted, as no engine would that is started with any other.
+    """
+    rng = np.random.default_rng(7)
+    due_s = np.cumsum(rng.exponential(1 / 5.0, 400))
+    prompts = np.where(rng.random(400) < 0.01, 4000, rng.integers(50, 900, 400))
+    case = PlantedCase(
+        name="scarce",
+        trace=Trace(due_s - due_s[0], prompts, rng.integers(20, 200, 400)),
+        machine="gpu-8b",
+        mood="calm",
+        current=EngineLimits(256, 2048),
+        num_blocks=900,
+        load=0.5,
+        budget_s=900.0,
+        slo_metric=None,
+        slo_share=0.5,
+    )
+    truth, heard = Truth.of(case, None), Heard()
+    row = judged_run(truth, 0, heard)
+    assert any("the KV cache binds" in line for line in heard.lines)
+    assert row.true.loss is not None
+    assert row.true.loss < 0.02
+
+
+class Heard(Listener):
+    """Keeps what a run says of itself."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep a sentence."""
+        self.lines.append(text)

@@ -15,11 +15,13 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.predict import DRAWS, FEW_DRAWS, Predictions, decide, draw, predict
+from tuner.run.predict import DRAWS, FEW_DRAWS, Predictions, contend, decide, draw, predict
 from tuner.search.budget import Aim
+from tuner.search.ladder import alike
 from tuner.search.objective import Objective
 from tuner.search.posterior import MODEL_ALONE, OTHER_TRAFFIC, Draws
 from tuner.search.race import RaceVerdict
+from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
@@ -82,6 +84,31 @@ def test_a_less_sure_profile_leaves_open_what_a_surer_one_decides() -> None:
         for wrong in (0.02, 0.5)
     ]
     assert verdicts == [RaceVerdict.CHANGE, RaceVerdict.KEEP]
+
+
+def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses() -> None:
+    predictor, found = predicted(traffic(0, 700, 8.0), wrong_ratio=0.03)
+    unsure = predictor_of(wrong_ratio=0.5)
+    seen = {o.limits: o for o in found.observations}
+    best = leader(found.observations)
+    assert best is not None
+    sure, open_ = (contend(p, found, CURRENT) for p in (predictor, unsure))
+    assert any(alike(best, seen[limits]) for limits in sure.settings)
+    assert sure.loss < 0.02 < open_.loss
+    for contention in (sure, open_):
+        assert CURRENT not in contention.settings
+        kinds = [seen[limits] for limits in (*contention.settings, CURRENT)]
+        assert not any(alike(a, b) for i, a in enumerate(kinds) for b in kinds[:i])
+
+
+def test_where_all_make_the_batches_of_the_current_one_nobody_else_could_be_better() -> None:
+    predictor, found = predicted(traffic(0, 200, 0.2))
+    kinds = {o.limits for o in found.observations if not o.cap_bound}
+    top = EngineLimits(16, 2048)
+    only = replace(found, outcomes={s: m for s, m in found.outcomes.items() if s in kinds})
+    assert {CURRENT, top} <= kinds
+    assert contend(predictor, only, top).settings == ()
+    assert contend(predictor, only, top).loss == 0.0
 
 
 def test_with_too_little_traffic_to_draw_from_only_the_models_error_is_drawn() -> None:

@@ -100,6 +100,14 @@ def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price()
     assert shaky.winner == CURRENT
 
 
+def test_of_those_that_break_the_slos_alike_it_is_what_is_optimised_that_decides() -> None:
+    found = draws(score(2.0, slo=1.5), score(1.5, slo=1.5), error=0.01).decide(CURRENT)
+    assert (found.verdict, found.winner, found.metric) == (RaceVerdict.CHANGE, OTHER, "e2e_p99")
+    assert found.odds is not None
+    assert found.odds.p_slo is not None
+    assert found.odds.p_slo < 0.1
+
+
 def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None:
     found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, WORST_SLACK)

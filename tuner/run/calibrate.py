@@ -60,8 +60,9 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 32
 KNOWN = 0.005
 # What choosing now may lose, as a share, and what a round has to be expected to save: ours.
 SETTLED, WORTH = 0.002, 0.0003
-# How many settings are looked at beside the current one: ours.
-CONTENDERS = 4
+# How many settings are looked at beside the current one, found by how many draws: ours, it is
+# asked anew after every few seconds of blocks.
+CONTENDERS, BLOCK_DRAWS = 4, 20
 # How much traffic vLLM's own scheduler is asked about in the time, in seconds: ours.
 ASKED_S = 60.0
 
@@ -302,7 +303,7 @@ class Blocks:
         predicted = predict(deployed, space, Workload.of_whole(context.trace, aim))
         if not isinstance(predicted.outcomes[space.current], Measurement):
             return [], math.inf
-        found = contend(deployed, predicted, space.current, CONTENDERS)
+        found = contend(deployed, predicted, space.current, CONTENDERS, BLOCK_DRAWS)
         return self._predicted(predictor, [*found.settings, space.current]), found.loss
 
     def _predicted(

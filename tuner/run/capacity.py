@@ -15,12 +15,15 @@ from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import Workload
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
 
 # A live replay may take this many times what was predicted before it does not fit: ours.
 COST_RATIO = 1.5
+# The share of the budget that it may take where capacity is not what is optimised: ours.
+ASIDE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def confirm_capacity(
 
     The same requests, judged in the same way: the first of the workloads, on which the capacity
     was predicted, or the first of the others that time allows if by the prediction it holds
-    that load too.
+    that load too. Where capacity is not what is optimised, a part of the budget at most.
 
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
@@ -123,6 +126,10 @@ def confirm_capacity(
         return found
     engine, context = runner.engine, runner.context
     start_s = 0.0 if engine.started is not None else engine.start_s
+    is_aside = context.aim.objective is not Objective.CAPACITY
+    left_s = context.left_s
+    if is_aside:
+        left_s = min(left_s, ASIDE_SHARE * context.budget.total_s)
     for workload in workloads:
         load = found.winner / workload.pieces[0].load
         plan, replay_s = replace(workload.plan, load=load), found.replay_s
@@ -131,7 +138,7 @@ def confirm_capacity(
             if isinstance(predicted, Failure) or not holds(predicted, workload.slos):
                 return found
             replay_s = predicted.busy_s
-        if context.left_s < start_s + COST_RATIO * replay_s:
+        if left_s < start_s + COST_RATIO * replay_s:
             continue
         cut = CutRule(max_wall_s=max(30.0, context.left_s))
         at_load = replace(workload, plan=plan)

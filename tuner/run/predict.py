@@ -196,10 +196,10 @@ def at_own_speed(
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
-# Who could be the best is asked of all with so many draws and of the likeliest of these with
-# more; who is further than this from what is thought best is not, and who may keep its bounds
-# is whoever does so as often as not: ours.
-SIFT_DRAWS, SIFTED, FAR, POSSIBLE = 8, 8, 1.0, 0.5
+# Who could be the best is asked of all with this share of the draws, and with all draws of so
+# many of these, the likeliest; who is further than this from what is thought best is not, and
+# who may keep its bounds is whoever does so as often as not: ours.
+SIFT, SIFTED, FAR, POSSIBLE = 0.2, 8, 1.0, 0.5
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
@@ -245,6 +245,7 @@ def contend(
     predictions: Predictions,
     current: EngineLimits,
     most: int = FINALISTS,
+    draws: int = FEW_DRAWS,
 ) -> Contention:
     """Return who could be the best by a few draws of what is open of the engine's speed.
 
@@ -254,9 +255,10 @@ def contend(
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
     inside = _distinct(predictions.observations, current)
-    drawn = draw(predictor, predictions, inside, SIFT_DRAWS, is_here=True)
+    few = max(1, int(SIFT * _count(predictions.workload, draws)))
+    drawn = draw(predictor, predictions, inside, few, is_here=True)
     inside = drawn.contenders(current, POSSIBLE, SIFTED, 0.0)
-    drawn = draw(predictor, predictions, inside, FEW_DRAWS, is_here=True)
+    drawn = draw(predictor, predictions, inside, draws, is_here=True)
     inside = drawn.contenders(current, POSSIBLE, most, CONTENDS)
     return Contention(tuple(inside[:-1]), drawn.regret(current, POSSIBLE))
 
