@@ -11,6 +11,7 @@ from support.run_parts import a_profile, a_space
 from support.shadow_parts import a_shape
 from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
@@ -99,6 +100,23 @@ def test_who_could_be_the_best_is_one_of_each_kind_with_what_choosing_now_loses(
         assert CURRENT not in contention.settings
         kinds = [seen[limits] for limits in (*contention.settings, CURRENT)]
         assert not any(alike(a, b) for i, a in enumerate(kinds) for b in kinds[:i])
+
+
+def test_beside_one_that_may_break_an_slo_stands_one_that_surely_keeps_it() -> None:
+    trace = traffic(0, 700, 8.0)
+    _, unbound = predicted(trace)
+    best = leader(unbound.observations)
+    assert best is not None
+    fastest = unbound.outcomes[best.limits]
+    assert isinstance(fastest, Measurement)
+    tail_s = fastest.latency("tpot_s", "p95")
+    assert tail_s is not None
+    bound = parse_slo(f"tpot_p95={1.002 * tail_s:.5f}s")
+    predictor, found = predicted(trace, Aim(Objective.BALANCED, (bound,), ReplayPlan(), None))
+    inside = [found.outcomes[s] for s in contend(predictor, found, CURRENT).settings]
+    used = [m.latency("tpot_s", "p95") for m in inside if isinstance(m, Measurement)]
+    shares = [s / bound.bound_s for s in used if s is not None]
+    assert shares[0] < 0.985 < 0.99 < shares[1]
 
 
 def test_where_all_make_the_batches_of_the_current_one_nobody_else_could_be_better() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
@@ -257,10 +258,25 @@ def contend(
     inside = _distinct(predictions.observations, current)
     few = max(1, int(SIFT * _count(predictions.workload, draws)))
     drawn = draw(predictor, predictions, inside, few, is_here=True)
-    inside = drawn.contenders(current, POSSIBLE, SIFTED, 0.0)
+    inside = [*_likeliest(drawn, current, SIFTED, 0.0), current]
     drawn = draw(predictor, predictions, inside, draws, is_here=True)
-    inside = drawn.contenders(current, POSSIBLE, most, CONTENDS)
-    return Contention(tuple(inside[:-1]), drawn.regret(current, POSSIBLE))
+    found = _likeliest(drawn, current, most, CONTENDS)
+    return Contention(tuple(found[:most]), drawn.regret(current))
+
+
+def _likeliest(
+    drawn: Draws, current: EngineLimits, most: int, share: float
+) -> list[EngineLimits]:
+    """Return who is the best of those that surely keep their bounds, and of those that may.
+
+    In turns, so many of each at most, since who may keep them may turn out not to.
+    """
+    sides = [
+        drawn.contenders(current, confidence, most, share)[:-1]
+        for confidence in (CONFIDENCE, POSSIBLE)
+    ]
+    turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
+    return list(dict.fromkeys(turns))
 
 
 @dataclass(frozen=True, slots=True)
