@@ -55,7 +55,7 @@ FEW_STEPS, MANY_STEPS = 16, 64
 # a round are chosen: ours.
 INSTANTS, ROUND_S = 6, 10.0
 # Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
-MIN_ROUNDS, MAX_ROUNDS = 2, 32
+MIN_ROUNDS, MAX_ROUNDS = 3, 32
 # Who differs by so little, in logarithms, is known well enough: ours, half of what matters.
 KNOWN = 0.005
 # What choosing now may lose, as a share, and what a round has to be expected to save: ours.
@@ -140,6 +140,36 @@ class Calibrator:
         return self.learn()[0]
 
 
+def replay_longer(
+    runner: TrialRunner,
+    calibrator: Calibrator,
+    settings: Sequence[EngineLimits],
+    pilot_rate: float,
+    time_s: float,
+) -> None:
+    """Replay the busiest traffic at each setting, as long as the time for it lasts.
+
+    Where no race will be held the time is best spent on batches as full as they get, which
+    blocks are too short for. `pilot_rate` is what a second of the trace costs.
+
+    Raises: EngineError.
+    """
+    context, each_s = runner.context, time_s / len(settings)
+    trace = predicted_part(context.trace, context.aim)
+    length_s = min(each_s / pilot_rate, max(trace.duration_s, 1e-3))
+    piece = busiest(trace, length_s).of(trace)
+    workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
+    with context.stopwatch.stage("calibrate"):
+        context.listener.note(
+            f"the time holds no race: {len(settings)} settings are looked at for "
+            f"{each_s:.0f} s each"
+        )
+        for limits in settings:
+            observe = partial(calibrator.observe, limits)
+            cut = CutRule(max_wall_s=each_s)
+            runner.measure(limits, Phase.CALIBRATE, workload, cut, on_log=observe)
+
+
 @dataclass(slots=True)
 class Blocks:
     """Blocks of the traffic that are replayed until it is known who is the best.
@@ -190,15 +220,6 @@ class Blocks:
             self._first()
             self._chosen()
         return pilot
-
-    def go_on(self, time_s: float) -> None:
-        """Replay more blocks, for as long as that, where no race will be held.
-
-        Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
-        """
-        with self.runner.context.stopwatch.stage("calibrate"):
-            self.ends_s = time.monotonic() + time_s
-            self._chosen()
 
     @property
     def _left_s(self) -> float:

@@ -15,7 +15,7 @@ from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.replay.series import timeline_record
-from tuner.run.calibrate import Blocks, Calibrator
+from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
@@ -64,8 +64,8 @@ NOTHING_ELSE = (
     "only the current configuration was replayed in the time: nothing can be said of others; "
     "give --budget more"
 )
-# The share of the time that is left which goes to more blocks where it holds no race: ours, the
-# rest is for predicting the space anew.
+# The share of the time that is left which finalists are looked at for where it holds no race:
+# ours, the rest is for predicting them anew.
 LONGER_SHARE = 0.7
 # How many times as much as starting the current setting has to be left for it: ours, the
 # winner's start comes after.
@@ -290,7 +290,7 @@ class Session:
         """
         context, path = self.context, self.context.run_dir.path / PROFILE_FILE
         try:
-            rate, given, blocks = None, None, None
+            rate, given = None, None
             if path.exists():
                 # The run is resumed, or was given a profile: the calibration is done.
                 profile = given = self._taken_over(read_profile(path), started)
@@ -304,8 +304,8 @@ class Session:
             plan = self._race_plan(settings, rate)
             if plan is None and given is not None:
                 plan = self._plan_beside_a_pilot(given, rate)
-            elif plan is None and blocks is not None:
-                self._look_longer(blocks, profile)
+            elif plan is None and rate is not None and self._calibrator is not None:
+                self._look_longer(self._calibrator, profile, settings, rate)
         except (ShadowError, TooFewSamplesError) as unfit:
             context.caveats.add(Caveat.SHADOW_UNFIT)
             self._predicted = self._predictor = None
@@ -317,17 +317,22 @@ class Session:
         self._plan = fitting(self.runner, plan)
         return self._race(self._plan)
 
-    def _look_longer(self, blocks: Blocks, profile: Profile) -> None:
-        """Spend the time that holds no race on more blocks, and predict the space anew.
+    def _look_longer(
+        self,
+        calibrator: Calibrator,
+        profile: Profile,
+        settings: Sequence[EngineLimits],
+        rate: float,
+    ) -> None:
+        """Spend the time that holds no race on the finalists' steps, and predict them anew.
 
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
         time_s = LONGER_SHARE * self.context.left_s
         if time_s <= 0 or self.runner.engine.restarts_per_config:
             return
-        self.context.listener.note("the time holds no race: more blocks are replayed instead")
-        blocks.go_on(time_s)
-        self._finalists(self._fitted(blocks.calibrator, None, profile.agreement))
+        replay_longer(self.runner, calibrator, settings, rate, time_s)
+        self._finalists(self._fitted(calibrator, None, profile.agreement))
 
     def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         current = self.context.space.current
