@@ -111,6 +111,20 @@ def test_no_request_within_the_slos_is_no_good_configuration() -> None:
     assert goal(Objective.GOODPUT, "ttft_p50=1ms").score(m).tier is Tier.BREAKS_SLO
 
 
+@pytest.mark.parametrize("slos", [("e2e_p90=1s",), ("e2e_p90=1h",), ()])
+@pytest.mark.parametrize("objective", [Objective.BALANCED, Objective.LATENCY])
+@pytest.mark.parametrize("per_s", [0.5, 2.0, 50.0])
+@given(times=st.floats(0.01, 100.0))
+def test_a_slower_one_is_judged_by_what_counts_where_it_then_stands(
+    per_s: float, objective: Objective, slos: tuple[str, ...], times: float
+) -> None:
+    score = goal(objective, *slos).score(measured(per_s, 4, 150, *slos))
+    slower = score.times(times)
+    for tier in (Tier.GOOD, Tier.NOT_SUSTAINED, Tier.BREAKS_SLO):
+        assert slower.value_in(tier) == pytest.approx(times * score.value_in(tier))
+    assert slower.own_metric == score.own_metric
+
+
 def test_what_completed_nothing_or_was_cut_has_no_value() -> None:
     nothing = measure([a_log([(0.0, [], Outcome.REFUSED), (1.0, [], Outcome.REFUSED)])])
     cut = measure([a_log([(0.0, [1.0], Outcome.COMPLETED)], cut_reason="too late")])

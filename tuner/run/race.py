@@ -57,6 +57,8 @@ MIN_ROUNDS_PREDICTED = 1
 # What a second of the engine has to be expected to save, as a share of what is optimised: ours,
 # four minutes for one percent.
 WORTH_PER_S = 4e-5
+# Rounds without which nothing would be less certain end a race: ours.
+VAIN_ROUNDS = 2
 # By how much the gain on engines started cold usually differs from that on one engine, in
 # logarithms: ours, for KV-cache blocks and captured graphs follow the start-up values.
 COLD_EFFECT = 0.02
@@ -185,17 +187,22 @@ def race(
     """
     context, current = runner.context, runner.context.space.current
     reserved_s, rounds = reserve_s(runner, plan), 0
+    regrets: list[float] = []
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
             inside = evidence.inside(draws, confidence)
             round_s = sum(plan.replay_s(limits) for limits in inside)
-            if rounds >= evidence.min_rounds and all(
-                # Few draws may be wrong about what many say.
-                is_settled(evidence.draws(count).regret(current, confidence), rounds, round_s)
-                for count in (FEW_DRAWS, DRAWS)
-            ):
-                break
+            if rounds >= evidence.min_rounds:
+                regrets.append(draws.regret(current, confidence))
+                if is_futile(regrets) or all(
+                    # Few draws may be wrong about what many say.
+                    is_settled(
+                        evidence.draws(count).regret(current, confidence), rounds, round_s
+                    )
+                    for count in (FEW_DRAWS, DRAWS)
+                ):
+                    break
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
                 break
@@ -219,6 +226,15 @@ def is_settled(regret: float, rounds: int, round_s: float) -> bool:
     """
     saved = regret * (1 - math.sqrt(rounds / (rounds + 1)))
     return regret <= TIE_LOSS or saved < WORTH_PER_S * round_s
+
+
+def is_futile(regrets: Sequence[float]) -> bool:
+    """Whether the last rounds have made nothing more certain than it was before them.
+
+    `regrets` are what would be lost after each round: replays no longer tell what is open.
+    """
+    before, last = regrets[:-VAIN_ROUNDS], regrets[-VAIN_ROUNDS:]
+    return bool(before) and min(last) >= min(before)
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:

@@ -48,6 +48,10 @@ class Tier(StrEnum):
     FAILED = "4 failed"
 
 
+# What is judged by something else than what is optimised, by what.
+_OTHER_TIERS = {Tier.NOT_SUSTAINED: RATE, Tier.BREAKS_SLO: WORST_SLACK}
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A place in the order of configurations: tier first, then the smaller value.
@@ -74,8 +78,7 @@ class Score:
         """Return the value by which it would be judged in a tier, without end if unknown."""
         if tier is self.tier:
             return self.value
-        names = {Tier.NOT_SUSTAINED: RATE, Tier.BREAKS_SLO: WORST_SLACK}
-        value = self.value_of(names.get(tier, self.own_metric))
+        value = self.value_of(_OTHER_TIERS.get(tier, self.own_metric))
         return math.inf if value is None else value
 
     @property
@@ -87,21 +90,30 @@ class Score:
         return next(own, RATE)
 
     def times(self, times: float) -> Score:
-        """Return the score of a setting whose every latency is so many times as long."""
+        """Return the score of a setting whose every latency is so many times as long.
+
+        Where that is of another tier it is judged by what counts there.
+        """
         if self.tier in (Tier.CUT, Tier.FAILED):
             return self
+        tier = self.tier_at(times)
+        metric = self.metric if tier is self.tier else _OTHER_TIERS.get(tier, self.own_metric)
+        values = {self.metric: self.value, **dict(self.others)}
+        values = {name: value * times for name, value in values.items()}
         return replace(
             self,
-            tier=self.tier_at(times),
-            value=self.value * times,
-            others=tuple((name, value * times) for name, value in self.others),
+            tier=tier,
+            value=values.pop(metric),
+            metric=metric,
+            others=tuple(values.items()),
             slo_used=None if self.slo_used is None else self.slo_used * times,
             load_used=None if self.load_used is None else self.load_used * times,
         )
 
     def tier_at(self, times: float) -> Tier:
         """Return the tier of a setting that is so many times as slow as was predicted."""
-        if self.tier in (Tier.CUT, Tier.FAILED):
+        has_bounds = self.slo_used is not None or self.load_used is not None
+        if self.tier in (Tier.CUT, Tier.FAILED) or not has_bounds:
             return self.tier
         if self.slo_used is not None and self.slo_used * times > 1:
             return Tier.BREAKS_SLO
