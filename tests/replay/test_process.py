@@ -295,6 +295,36 @@ if __name__ == "__main__":
 """
 
 
+UNGUARDED = """
+import sys
+from pathlib import Path
+from support.toy import ToySource
+from tuner.replay.process import EngineProcess
+
+print("begun", flush=True)
+with EngineProcess(ToySource(), Path(sys.argv[1])) as host:
+    print(host.facts({}).vllm_version, Path(sys.modules["__main__"].__file__).name)
+"""
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_the_child(
+    tmp_path: Path, log_path: Path
+) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    done = subprocess.run(
+        [sys.executable, str(script), str(log_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    version = ToySource().facts({}).vllm_version
+    assert done.stdout.splitlines() == ["begun", f"{version} unguarded.py"], done.stderr
+
+
 def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path, log_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

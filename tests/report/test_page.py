@@ -19,7 +19,17 @@ from tuner.report.summary import headline
 from tuner.run.directory import RESULT_FILE, TIMELINES_FILE
 
 ORDER = [
-    *("answer", "gain", "tradeoff", "knobs", "sweep", "over-time", "agreement", "trace"),
+    *(
+        "answer",
+        "gain",
+        "certainty",
+        "tradeoff",
+        "knobs",
+        "sweep",
+        "over-time",
+        "agreement",
+        "trace",
+    ),
     *("trials", "caveats", "provenance"),
 ]
 MAX_BYTES = 6_000_000

@@ -83,6 +83,27 @@ def test_what_is_as_good_goes_to_the_current_one_and_then_to_the_smallest() -> N
     assert (among.verdict, among.winner) == (RaceVerdict.CHANGE, THIRD)
 
 
+def test_of_each_setting_it_is_told_what_it_costs_and_how_probably_it_is_right() -> None:
+    tail = [score(t, slo=u) for t, u in ((2.0, 0.5), (1.6, 0.5), (1.0, 1.5))]
+    found = draws(*tail).decide(CURRENT)
+    assert [one.limits for one in found.standings] == [OTHER, CURRENT, THIRD]
+    best, kept, broken = found.standings
+    assert best.p_best is not None
+    assert kept.p_best is not None
+    assert best.p_best + kept.p_best == pytest.approx(1.0)
+    assert best.p_best > 0.99
+    assert best.loss is not None
+    assert kept.loss is not None
+    assert best.loss < 0.01 < kept.loss == pytest.approx(0.25, abs=0.05)
+    # What it costs by itself: what all share does not cancel.
+    low, *_, high = best.quantiles
+    assert high / low == pytest.approx(math.exp(2 * 1.645 * math.hypot(0.2, 0.05)), rel=0.1)
+    assert (broken.p_best, broken.loss) == (None, None)
+    assert broken.p_slo is not None
+    assert broken.p_slo < 0.1
+    assert draws(FAILED, score(5.0)).decide(CURRENT).standings[0].limits == OTHER
+
+
 def test_a_bound_that_may_break_is_left_for_one_that_surely_holds_at_any_price() -> None:
     found = draws(score(1.0, slo=0.99), score(3.0, slo=0.6), common=0.01).decide(CURRENT)
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)

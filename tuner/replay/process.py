@@ -11,14 +11,16 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self, TypeVar
 
 from tuner.engine.limits import EngineLimits
@@ -52,6 +54,21 @@ class EngineStart:
     shape: EngineShape | None = None
     no_shadow: str = ""
     notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def _without_main(source: EngineSource) -> Iterator[None]:
+    """Keep a child from running the caller's script once more, which may have no guard.
+
+    A source that is defined in the script needs it, and its `if __name__ == "__main__"`.
+    """
+    main = sys.modules["__main__"]
+    if type(source).__module__ != "__main__":
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class _EngineWorker:
@@ -295,7 +312,8 @@ class EngineProcess:
                 name="tune-engine",
             )
             self._process_began_s = time.monotonic()
-            self._process.start()
+            with _without_main(self._source):
+                self._process.start()
             theirs.close()
             self._connection = ours
         return self._connection, self._process

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from tuner.report.agreement import agreement
+from tuner.report.certainty import certainty
 from tuner.report.field_strategies import strategies
 from tuner.report.gain import gain
 from tuner.report.knobs import knobs
@@ -31,7 +32,7 @@ from tuner.report.trials import trials
 
 REPORT_FILE = "report.html"
 _SECTIONS = (
-    *(gain, tradeoff, knobs, sweep, over_time, agreement, trace_facts, trials),
+    *(gain, certainty, tradeoff, knobs, sweep, over_time, agreement, trace_facts, trials),
     *(caveats, provenance),
 )
 

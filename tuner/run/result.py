@@ -31,7 +31,7 @@ from tuner.run.evidence import (
 )
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
-from tuner.search.race import Odds, RaceDecision, RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
 from tuner.search.trials import Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
@@ -78,6 +78,7 @@ class Advice(LimitsRecord):
     is_predicted: bool
     gain_here_interval: Bounds | None = None
     odds: Odds | None
+    standings: tuple[Standing, ...] = ()
 
     def __str__(self) -> str:
         """Return what to run with, in a line."""
@@ -397,6 +398,7 @@ def _advice(decision: RaceDecision) -> Advice:
         is_predicted=decision.is_predicted,
         gain_here_interval=None if here is None else change_bounds(here),
         odds=decision.odds,
+        standings=decision.standings,
     )
 
 

@@ -21,7 +21,15 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects, Spreads
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.race import CONFIDENCE, Odds, RaceDecision, RaceRun, RaceVerdict
+from tuner.search.race import (
+    CONFIDENCE,
+    STANDING_SHARES,
+    Odds,
+    RaceDecision,
+    RaceRun,
+    RaceVerdict,
+    Standing,
+)
 from tuner.stats import Estimate
 
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
@@ -217,6 +225,26 @@ class Draws:
             gain_here=None if best == now else _gain(best, now, cost),
             is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
+            standings=self._standings(field, cost, loss),
+        )
+
+    def _standings(self, field: Bools, cost: Floats, loss: Floats) -> tuple[Standing, ...]:
+        """Return what is known of each, of the least expected loss first."""
+        least = np.where(field, cost, math.inf).argmin(axis=1)
+        shares = np.bincount(least, minlength=len(self.settings)) / len(least)
+        order = np.lexsort((loss, ~field)).tolist()
+        quantiles = np.quantile(cost, STANDING_SHARES, axis=0, method="inverted_cdf")
+        return tuple(
+            Standing(
+                self.settings[i],
+                tuple(quantiles[:, i].tolist()),
+                self._p_slo(i),
+                _share(self.sustains[:, i]),
+                float(shares[i]) if field[i] else None,
+                float(loss[i]) if field[i] else None,
+            )
+            for i in order
+            if np.isfinite(quantiles[:, i]).all()
         )
 
     def contenders(
@@ -316,6 +344,7 @@ class Draws:
             meets_more=_share(holds[:, best]) >= confidence
             and missed > MISSED * (1 - confidence),
             basis=self.basis,
+            confidence=confidence,
         )
 
     def _p_slo(self, setting: int) -> float | None:

@@ -20,6 +20,8 @@ CONFIDENCE = 0.9
 # Rounds of live replays at most: ours; what is left open then is open for another reason than
 # too few replays.
 MAX_ROUNDS = 8
+# Which quantiles are kept of what a setting costs: intervals of 90 and 50 %, and the middle.
+STANDING_SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Odds:
     every SLO, None without any, and sustains the load. `loss` is what keeping the current
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
     better on other traffic of the kind. `meets_more`: it surely keeps bounds that the current
-    configuration does not. `basis` is what the intervals and probabilities are over.
+    configuration does not. `basis` is what the intervals and probabilities are over, and
+    `confidence` what was asked of those of a change.
     """
 
     p_better: float
@@ -93,6 +96,7 @@ class Odds:
     p_elsewhere: float
     meets_more: bool = False
     basis: str = ""
+    confidence: float = CONFIDENCE
 
     @property
     def text(self) -> str:
@@ -109,6 +113,25 @@ class Odds:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of one of the settings that were decided between.
+
+    `quantiles` are those of STANDING_SHARES of what it costs on the recorded traffic, by the
+    metric that decides (less is better). `p_best` is the probability that none costs less,
+    `loss` what it is expected to cost more than whoever is the best, as a share; both among
+    those that may be recommended, and None for one that may not, since it is not sure enough
+    to keep its bounds. `p_slo` and `p_sustained` as in `Odds`.
+    """
+
+    limits: EngineLimits
+    quantiles: tuple[float, ...]
+    p_slo: float | None
+    p_sustained: float
+    p_best: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class RaceDecision:
     """What to do, and how sure that is.
 
@@ -116,7 +139,8 @@ class RaceDecision:
     when they are not comparable by value; `gain_here` the same on the traffic as it was
     recorded, where `gain` is on other traffic of the kind. `tied` are those that lose no more
     than the winner by any difference worth a restart. `rounds` were replayed live;
-    `is_predicted` marks a decision without any.
+    `is_predicted` marks a decision without any. `standings` are those of the settings that were
+    decided between, of the least expected loss first.
     """
 
     verdict: RaceVerdict
@@ -130,6 +154,7 @@ class RaceDecision:
     gain_here: Estimate | None = None
     is_predicted: bool = False
     odds: Odds | None = None
+    standings: tuple[Standing, ...] = ()
 
     @property
     def shown(self) -> EngineLimits:

@@ -1,0 +1,242 @@
+"""How sure the answer is: what is known of each setting, and what would change it or help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scipy.special import ndtri
+
+from tuner.engine.limits import EngineLimits
+from tuner.report.parts import (
+    CHOSEN,
+    INK,
+    SHADOW,
+    Cell,
+    Plot,
+    Section,
+    Table,
+    axis,
+    layout,
+    number,
+)
+from tuner.report.run_files import RunFiles
+from tuner.report.words import (
+    NOTHING,
+    counted,
+    is_rate,
+    listed,
+    metric_name,
+    percent,
+    quantity,
+    score,
+    sentence,
+)
+from tuner.run.evidence import Bounds
+from tuner.run.result import Advice
+from tuner.search.posterior import TIE_LOSS
+from tuner.search.race import Standing
+
+# An interval over other hours so many times as wide as on this one is mostly theirs: ours.
+_MOSTLY_TRAFFIC = 1.5
+# So many settings are drawn at most, the likeliest: ours.
+_MOST_DRAWN = 6
+
+
+def certainty(run: RunFiles) -> Section:
+    """Return what is known of the settings that were decided between."""
+    title, advice = "How sure the answer is", run.result.recommendation
+    if advice is None or advice.odds is None or not advice.standings:
+        return Section("certainty", title, ("No probabilities were found in this run.",))
+    says = [
+        _probable(advice),
+        _what_would_change(advice, run.current),
+        _what_would_help(advice, run.current),
+    ]
+    return Section(
+        "certainty",
+        title,
+        tuple(sentence(text) for text in says if text),
+        plots=(_plot(advice, run.current),),
+        tables=(_table(advice, run.current),),
+    )
+
+
+def _probable(advice: Advice) -> str:
+    """Say who is probably the best, and what the answer is expected to lose."""
+    chances = [
+        f"{standing.limits} with probability {standing.p_best:.2f}"
+        for standing in advice.standings
+        if standing.p_best is not None and standing.p_best >= 0.005
+    ]
+    own = _standing_of(advice, advice.limits)
+    best = f"by {metric_name(advice.gain_metric)} the best is {listed(chances)}"
+    basis = "" if advice.odds is None else f", over {advice.odds.basis}"
+    if own is None or own.loss is None:
+        return f"{best}{basis}"
+    return (
+        f"{best}{basis}; {advice.limits} is expected to cost {percent(own.loss)} more than it"
+    )
+
+
+def _what_would_change(advice: Advice, current: EngineLimits) -> str:
+    """Say by how much what is known would have to be wrong for another answer."""
+    odds, here = advice.odds, _log_normal(advice.gain_here_interval)
+    if odds is not None and advice.is_change and odds.meets_more:
+        return (
+            f"{advice.limits} is recommended for the SLOs that {current} may not keep: where "
+            "they are relaxed the answer may be another"
+        )
+    if odds is None or here is None or advice.shown == current:
+        return ""
+    mean, spread = here
+    room = -mean - float(ndtri(odds.confidence)) * spread
+    moved = percent(math.expm1(abs(room)))
+    if advice.is_change:
+        return (
+            f"the answer would be to keep {current} if {advice.limits} were worse beside it by "
+            f"{moved} than is known"
+        )
+    if room > 0:  # it is not sure enough elsewhere
+        return ""
+    return (
+        f"the answer would be {advice.shown} if it were better beside {current} by {moved} "
+        "than is known"
+    )
+
+
+def _what_would_help(advice: Advice, current: EngineLimits) -> str:
+    """Say which measurement would make the answer most certain."""
+    own = _standing_of(advice, advice.limits)
+    if own is not None and own.loss is not None and own.loss <= TIE_LOSS:
+        return (
+            f"no measurement would help much: knowing everything of these would save "
+            f"{percent(own.loss)}"
+        )
+    here, elsewhere = _log_normal(advice.gain_here_interval), _log_normal(advice.gain_interval)
+    pair = [limits for limits in (current, _rival(advice, current)) if limits is not None]
+    names = listed([str(limits) for limits in pair])
+    if here and elsewhere and elsewhere[1] > _MOSTLY_TRAFFIC * here[1]:
+        return (
+            "what would help most is a longer recording, for most of what is open is what "
+            "other hours of the traffic bring"
+        )
+    more = "replays of" if advice.rounds == 0 else "more rounds of"
+    return (
+        f"what would help most is {more} {names} on a live engine, for most of what is open is "
+        "its speed with the batches that they make: give --budget more"
+    )
+
+
+def _rival(advice: Advice, current: EngineLimits) -> EngineLimits | None:
+    """Return who is the likeliest to be better than what is recommended."""
+    others = [s for s in advice.standings if s.limits not in (advice.limits, current)]
+    likely = max(others, key=lambda s: s.p_best or 0.0, default=None)
+    if advice.is_change and (likely is None or not likely.p_best):
+        return advice.limits
+    return None if likely is None else likely.limits
+
+
+def _log_normal(bounds: Bounds | None) -> tuple[float, float] | None:
+    """Return mean and standard deviation of a ratio's logarithm by its 90 % interval."""
+    if bounds is None or bounds[0] is None or bounds[1] is None or bounds[0] <= -1:
+        return None
+    low, high = math.log1p(bounds[0]), math.log1p(bounds[1])
+    return (low + high) / 2, (high - low) / (2 * float(ndtri(0.95)))
+
+
+def _standing_of(advice: Advice, limits: EngineLimits) -> Standing | None:
+    return next((s for s in advice.standings if s.limits == limits), None)
+
+
+def _name(standing: Standing, advice: Advice, current: EngineLimits) -> str:
+    roles = {advice.limits: "recommended"} | {current: "current"}
+    role = roles.get(standing.limits)
+    return f"{standing.limits} ({role})" if role else str(standing.limits)
+
+
+def _value(metric: str, value: float) -> float:
+    """Return a score as its metric is told: a rate stands in it as its inverse."""
+    return 1 / value if is_rate(metric) else value
+
+
+def _plot(advice: Advice, current: EngineLimits) -> Plot:
+    metric, drawn = advice.gain_metric, advice.standings[:_MOST_DRAWN]
+    kept = _standing_of(advice, current)
+    if kept is not None and kept not in drawn:
+        drawn = (*drawn[:-1], kept)
+    names = [_name(standing, advice, current) for standing in drawn][::-1]
+    ends = [sorted(_value(metric, q) for q in standing.quantiles) for standing in drawn][::-1]
+    ours = [standing.limits == advice.limits for standing in drawn][::-1]
+    colours = [CHOSEN if own else SHADOW for own in ours]
+    return Plot(
+        "certainty-plot",
+        f"{metric_name(metric)} of those that were decided between, with what is open of it",
+        sentence(f"intervals of 90%: {_text(drawn, metric)}"),
+        [
+            *(_bar(names, ends, outer, INK, width) for outer, width in ((0, 2), (1, 7))),
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [values[2] for values in ends],
+                "y": names,
+                "marker": {"size": 11, "color": colours},
+                "hovertemplate": "%{y}: %{x:.3s}<extra></extra>",
+                "showlegend": False,
+            },
+        ],
+        layout(xaxis=axis(metric_name(metric)), yaxis={"automargin": True}),
+        height_px=90 + 34 * len(drawn),
+    )
+
+
+def _bar(
+    names: Sequence[str], ends: Sequence[Sequence[float]], outer: int, colour: str, width: int
+) -> dict[str, Any]:
+    """Return a line for each setting from one quantile to its opposite."""
+    xs: list[float | None] = []
+    ys: list[str | None] = []
+    for name, values in zip(names, ends, strict=True):
+        xs += [values[outer], values[-1 - outer], None]
+        ys += [name, name, None]
+    line = {"color": colour, "width": width}
+    common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip", "showlegend": False}
+    return {**common, "x": xs, "y": ys, "line": line}
+
+
+def _text(drawn: Sequence[Standing], metric: str) -> str:
+    return listed([f"{standing.limits} {_between(standing, metric)}" for standing in drawn])
+
+
+def _between(standing: Standing, metric: str) -> str:
+    low, high = sorted(
+        _value(metric, q) for q in (standing.quantiles[0], standing.quantiles[-1])
+    )
+    return f"{quantity(metric, low)} to {quantity(metric, high)}"
+
+
+def _table(advice: Advice, current: EngineLimits) -> Table:
+    metric = advice.gain_metric
+    rows = tuple(
+        (
+            Cell(_name(standing, advice, current)),
+            number(standing.quantiles[2], score(metric, standing.quantiles[2])),
+            Cell(_between(standing, metric), mark="number"),
+            _chance(standing.p_best),
+            number(standing.loss, percent(standing.loss)),
+            _chance(standing.p_slo),
+            _chance(standing.p_sustained),
+        )
+        for standing in advice.standings
+    )
+    caption = f"{counted(len(rows), 'setting')} that were decided between; less is lost above"
+    heads = (
+        *("setting", metric_name(metric), "90% interval", "P(best)", "expected loss"),
+        *("P(SLOs met)", "P(load sustained)"),
+    )
+    return Table("certainty-table", caption, heads, rows)
+
+
+def _chance(share: float | None) -> Cell:
+    return number(share, NOTHING if share is None else f"{share:.2f}")
