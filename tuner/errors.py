@@ -98,6 +98,7 @@ class Caveat(StrEnum):
     NOT_CONFIRMED_COLD = "not_confirmed_cold"
     BUDGET_SPENT = "budget_spent"
     WINDOWED = "windowed"
+    SHORT_WINDOW = "short_window"
     SHADOW_ONLY = "shadow_only"
     NOT_RACED = "not_raced"
     SHADOW_UNFIT = "shadow_unfit"
@@ -140,6 +141,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
     Caveat.BUDGET_SPENT: "the time budget ended the search",
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
+    Caveat.SHORT_WINDOW: (
+        "the window that raced lasts less than three times as long as its middle request: the "
+        "race hardly left the engine's start behind"
+    ),
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
     Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",

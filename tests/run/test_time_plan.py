@@ -105,5 +105,11 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     assert shorter is not None
     assert shorter.workload.requests < run.workload.requests
     assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
+    # How long that is beside the life of a request, where it is not all there is.
+    assert whole_plan.lives is None
+    assert shorter.lives is not None
+    (window,) = shorter.workload.windows
+    current = shorter.predicted[CURRENT].latency("e2e_s", "p50")
+    assert shorter.lives == (window.length_s, current)
     context.stopwatch.total_s = 0.0
     assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted) is None

@@ -72,6 +72,9 @@ LONGER_SHARE = 0.7
 OWN_BLOCKS_WORTH = 2.5
 # From how full a KV cache on it binds: ours, a request more and it does.
 KV_FULL = 0.95
+# How many times as long as its middle request a window lasts at least that is not the whole
+# trace: ours, so that most of it is past the engine's start.
+LIFETIMES = 3.0
 # How much traffic the simulator is compared with vLLM's scheduler on, in seconds: ours, more
 # than can be asked about in the time.
 COMPARED_S = 600.0
@@ -486,6 +489,7 @@ class Session:
         calibrator, predictor, predicted = self._calibrator, self._predictor, self._predicted
         if calibrator is None or predictor is None or predicted is None:
             raise ShadowError("nothing was predicted")
+        self._check_lifetimes(plan)
         evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
         decision = race(
             self.runner, plan, evidence, calibrator.observe, self.context.aim.confidence
@@ -497,6 +501,18 @@ class Session:
             self.context.listener.note(f"live and predicted disagree: {differ}")
             self.context.caveats.add(Caveat.SHADOW_DISAGREES)
         return self._with_own_blocks(evidence, decision)
+
+    def _check_lifetimes(self, plan: RacePlan) -> None:
+        """Say it where the windows that race are short beside the life of a request."""
+        if plan.lives is None or plan.lives[0] >= LIFETIMES * plan.lives[1]:
+            return
+        window_s, life_s = plan.lives
+        self.context.listener.note(
+            f"the window of {window_s:.0f} s lasts {window_s / life_s:.1f} times as long as "
+            f"its middle request, {life_s:.1f} s; at least {LIFETIMES:g} times are wanted, "
+            "give --budget or --window more"
+        )
+        self.context.caveats.add(Caveat.SHORT_WINDOW)
 
     def _with_own_blocks(
         self, evidence: PredictedEvidence, decision: RaceDecision

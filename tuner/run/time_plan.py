@@ -32,7 +32,7 @@ from tuner.search.budget import (
     window_text,
 )
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import Window, busiest
+from tuner.traffic.windows import Window, busiest, whole
 
 Observe = Callable[[EngineLimits, ReplayLog], None]
 """What receives the steps of a replay at the limits."""
@@ -80,6 +80,21 @@ class RacePlan:
         if limits in self.predicted:
             predicted_s = duration_s(self.workload, self.predicted[limits])
         return _middle(mine) or predicted_s or self.usual_s
+
+    @property
+    def lives(self) -> tuple[float, float] | None:
+        """How long its shortest window lasts, and the middle request at the current setting.
+
+        None where all of the trace races, or nothing is predicted.
+
+        Units: seconds each.
+        """
+        context, windows = self.context, self.workload.windows
+        predicted = self.predicted.get(context.space.current)
+        life_s = None if predicted is None else predicted.latency("e2e_s", "p50")
+        if not life_s or windows == (whole(context.trace),):
+            return None
+        return min(window.length_s for window in windows), life_s
 
     def _whole_replays(self) -> Iterator[tuple[EngineLimits, float]]:
         """Yield the limits of each whole live replay, and how long it took."""
