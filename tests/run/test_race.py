@@ -26,7 +26,7 @@ from tuner.run.predict import Deployed, at_own_speed
 from tuner.run.race import Cold, confirm_cold, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
-from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
+from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
@@ -114,6 +114,17 @@ def test_a_winner_that_is_not_better_cold_is_not_recommended(
 def _always(predicted: Deployed | None, winner: EngineLimits) -> Deployed | None:
     _ = winner
     return predicted
+
+
+def test_who_keeps_bounds_that_the_current_one_breaks_need_not_be_faster_cold(
+    tmp_path: Path,
+) -> None:
+    odds = Odds(0.99, 0.99, 1.0, 0.1, 0.99)
+    slower = replace(a_change(WORSE, 1.3), odds=odds)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+        assert cold_of(run, slower)[0].verdict is RaceVerdict.KEEP
+        kept = cold_of(run, replace(slower, odds=replace(odds, meets_more=True)))[0]
+    assert (kept.verdict, kept.winner) == (RaceVerdict.CHANGE, WORSE)
 
 
 def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks(

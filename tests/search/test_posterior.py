@@ -122,6 +122,25 @@ def test_of_those_that_break_the_slos_alike_it_is_what_is_optimised_that_decides
     assert found.odds.p_slo < 0.1
 
 
+def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
+    """Both are overloaded, and the one with the shorter tail breaks its SLO."""
+    found = draws(score(20.0, slo=2.0, load=1.4), score(21.0, slo=0.5, load=1.5)).decide(
+        CURRENT
+    )
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert found.odds is not None
+    assert found.odds.meets_more
+    assert found.odds.p_better > 0.9
+
+
+def test_with_a_margin_only_those_contend_that_keep_their_slos_with_room_to_spare() -> None:
+    found = draws(
+        *(score(v, slo=u) for v, u in ((3.0, 0.5), (1.0, 0.96), (2.0, 0.8))), common=0
+    )
+    assert found.contenders(CURRENT, 0.5, 1) == [OTHER, CURRENT]
+    assert found.with_margin(1.1).contenders(CURRENT, 0.9, 1) == [THIRD, CURRENT]
+
+
 def test_where_every_slo_breaks_it_is_the_setting_that_breaks_it_least() -> None:
     found = draws(score(1.0, slo=3.0), score(2.0, slo=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, WORST_SLACK)

@@ -199,8 +199,9 @@ def at_own_speed(
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
 # Who could be the best is asked of all with this share of the draws, and with all draws of so
 # many of these, the likeliest; who is further than this from what is thought best is not, and
-# who may keep its bounds is whoever does so as often as not: ours.
-SIFT, SIFTED, FAR, POSSIBLE = 0.2, 8, 1.0, 0.5
+# who may keep its bounds is whoever does so as often as not, and with room to spare who would
+# were so many times as much of them used up: ours.
+SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
 # By how much a replay differs from the simulation of the same requests at its own speed, from
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
@@ -269,12 +270,16 @@ def _likeliest(
 ) -> list[EngineLimits]:
     """Return who is the best of those that surely keep their bounds, and of those that may.
 
-    In turns, so many of each at most, since who may keep them may turn out not to.
+    In turns, so many of each at most, since who may keep them may turn out not to; and the best
+    of those that keep their SLOs with room to spare, should neither.
     """
     sides = [
         drawn.contenders(current, confidence, most, share)[:-1]
         for confidence in (CONFIDENCE, POSSIBLE)
     ]
+    if drawn.has_slos:
+        safe = drawn.with_margin(SAFE).contenders(current, CONFIDENCE, 1, share)
+        sides.append(safe[:-1])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
     return list(dict.fromkeys(turns))
 

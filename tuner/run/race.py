@@ -38,7 +38,7 @@ from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Effects
 from tuner.search.objective import Score, Tier
-from tuner.search.posterior import TIE_LOSS, Draws
+from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
 from tuner.search.race import (
     MAX_ROUNDS,
     RaceDecision,
@@ -528,22 +528,32 @@ def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
     """Whether the winner was of a lower tier in every cold start than it ever was before.
 
     And than the current one ever was cold: a single start near a bound may miss it by chance.
-    One that fails does not.
+    One that fails does not. A stretch that grows over the load that is sustained in all of the
+    traffic says nothing of the tier, but in its tail.
     """
+    is_stretch = decision.odds is not None and decision.odds.p_sustained >= LIKELY
     ours, theirs = (
-        [score.tier for score in _known_cold(context, limits)]
+        [_tier(score, is_stretch=is_stretch) for score in _known_cold(context, limits)]
         for limits in (decision.winner, context.space.current)
     )
     raced = by_round(context.journal.race_runs(), decision.winner).values()
-    usual = max((run.score.tier for run in raced), default=Tier.GOOD)
+    usual = max((_tier(run.score, is_stretch=is_stretch) for run in raced), default=Tier.GOOD)
     if Tier.FAILED in ours and Tier.FAILED not in theirs:
         return True
     return min(ours) > max(*theirs, usual)
 
 
+def _tier(score: Score, *, is_stretch: bool) -> Tier:
+    """Return the tier of a replay, in which a stretch may not sustain what the whole does."""
+    is_growth = is_stretch and score.tier is Tier.NOT_SUSTAINED
+    return Tier.GOOD if is_growth else score.tier
+
+
 def _with_cold(context: RunContext, decision: RaceDecision, cold: Cold) -> RaceDecision:
     """Return the decision once both were measured cold."""
-    is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS
+    # Who keeps what the current one does not need not be better in what is optimised.
+    is_for_bounds = decision.odds is not None and decision.odds.meets_more
+    is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS and not is_for_bounds
     if _is_lower(context, decision) or is_none:
         why = "the gain did not show on engines started cold"
         if cold.winner.tier is Tier.FAILED:

@@ -188,6 +188,22 @@ class Draws:
         """Whether the load is sustained."""
         return self.load_used <= 1.0
 
+    @property
+    def _bounds(self) -> tuple[tuple[Bools, Bools], ...]:
+        """What may be asked for, the most first: all bounds are kept, or the SLOs alone.
+
+        On the recorded traffic and on other of its kind.
+
+        Shapes: [draws, settings] each.
+        """
+        meets, sustains = self.slo_elsewhere <= 1.0, self.load_elsewhere <= 1.0
+        return (self.meets & self.sustains, meets & sustains), (self.meets, meets)
+
+    def with_margin(self, margin: float) -> Self:
+        """Return the draws as though so many times as much of the SLOs were used up."""
+        used, elsewhere = self.slo_used * margin, self.slo_elsewhere * margin
+        return replace(self, slo_used=used, slo_elsewhere=elsewhere)
+
     def decide(
         self, current: EngineLimits, confidence: float = CONFIDENCE, rounds: int = 0
     ) -> RaceDecision:
@@ -303,12 +319,10 @@ class Draws:
 
         Shapes: [settings], then [draws, settings] each.
         """
-        holds = (self.meets & self.sustains).mean(axis=0) >= confidence
-        meets = self.meets.mean(axis=0) >= confidence
-        if holds.any():
-            return holds, self.values, self.elsewhere, self.metric
-        if meets.any():
-            return meets, self.values, self.elsewhere, self.metric
+        for kept, _ in self._bounds:
+            field = kept.mean(axis=0) >= confidence
+            if field.any():
+                return field, self.values, self.elsewhere, self.metric
         every = np.ones(len(self.settings), dtype=np.bool_)
         loss = _losses(self.slo_used, every)
         least = loss <= loss.min() + TIE_LOSS
@@ -330,8 +344,9 @@ class Draws:
     ) -> Odds:
         """Return how sure it is that one is better, by its costs here and elsewhere."""
         cost, elsewhere = costs
-        holds = self.meets & self.sustains
-        holds_elsewhere = (self.slo_elsewhere <= 1.0) & (self.load_elsewhere <= 1.0)
+        # What nobody keeps is asked of nobody.
+        asked = (b for b in self._bounds if (b[0].mean(axis=0) >= confidence).any())
+        holds, holds_elsewhere = next(asked, self._bounds[-1])
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = np.nan_to_num(cost[:, now] / cost[:, best] - 1, nan=0.0, posinf=MAX_LOSS)
         missed = 1 - _share(holds[:, now])
