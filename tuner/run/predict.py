@@ -278,8 +278,9 @@ def _likeliest(
         for confidence in (CONFIDENCE, POSSIBLE)
     ]
     if drawn.has_slos:
-        safe = drawn.with_margin(SAFE).contenders(current, CONFIDENCE, 1, share)
-        sides.append(safe[:-1])
+        safe = drawn.with_margin(SAFE).contenders(current, CONFIDENCE, 1, share)[:-1]
+        costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
+        sides.append([s for s in safe if costs[s] <= (1 + FAR) * min(costs.values())])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
     return list(dict.fromkeys(turns))
 
