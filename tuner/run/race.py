@@ -40,6 +40,7 @@ from tuner.search.effects import Effects
 from tuner.search.objective import Score, Tier
 from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
 from tuner.search.race import (
+    CONFIDENCE,
     MAX_ROUNDS,
     RaceDecision,
     RaceRun,
@@ -176,7 +177,7 @@ def race(
     plan: RacePlan,
     evidence: Evidence,
     observe: Observe | None = None,
-    confidence: float = 0.9,
+    confidence: float = CONFIDENCE,
 ) -> RaceDecision:
     """Replay who may yet be the best, in turns, until it is settled or the time is over.
 
