@@ -36,7 +36,7 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats import read_traces as read_files
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.sketch import sketch_of
 from tuner.traffic.traces import TooLong, Trace
 

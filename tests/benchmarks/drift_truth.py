@@ -55,7 +55,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.step_model import FitError, StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.sketch import sketch_of
 from tuner.traffic.traces import Trace
 

@@ -50,7 +50,7 @@ from tuner.shadow.served import fit_serving_overhead
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import parse_window
 

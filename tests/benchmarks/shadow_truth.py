@@ -52,7 +52,7 @@ from tuner.shadow.calibration import Calibration, error_ratio
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.formats import ReadOptions, read_trace
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import TooLong, Trace
 from tuner.traffic.windows import busiest
 

@@ -18,7 +18,7 @@ from support.traffic import a_trace
 from tuner.drift.compare import drift_between
 from tuner.errors import UsageError
 from tuner.traffic.concurrency import Concurrency
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.sketch import TRAFFIC_FILE, held_tokens, read_sketch, sketch_of, write_sketch
 from tuner.traffic.traces import ReadNotes, Trace
 

@@ -21,7 +21,7 @@ from tuner.run.predict import predict
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 TRACE = steady(240, per_s=6.0, prompt=110, output=35)

@@ -16,7 +16,7 @@ from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder
 from tuner.traffic.prompts import TokenPrompt
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 

@@ -1,170 +1,181 @@
-"""Another load is more or fewer users in the same time, and never the same ones in a hurry."""
+"""Traces spread, merged and thinned: what must not change does not, what is chosen is said."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.traffic import a_trace, steady
-from tuner.errors import TooFewSamplesError, UsageError
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.concurrency import Concurrency, in_flight_shares, in_flight_steps
+from tuner.traffic.describe import describe
 from tuner.traffic.prefixes import HashIds
-from tuner.traffic.reshape import Resampler, at_load, sessions_of
-from tuner.traffic.traces import Trace, Turns
+from tuner.traffic.resample import at_load
+from tuner.traffic.reshape import Router, clock_tick_s, merge, spread, thin
+from tuner.traffic.traces import ClockOrigin, Trace, Turns
 
-SIZE = 16
-SYSTEM = 7
-"""The id of a first block that everybody's prompt begins with."""
-
-
-def chats(sessions: int, turns: int, every_s: float = 5.0) -> Trace:
-    """Return sessions whose turns wait for each other; all begin with the same block."""
-    n = sessions * turns
-    session, turn = np.arange(n) // turns, np.arange(n) % turns
-    due_s = session * every_s + turn * 20.0
-    order = np.argsort(due_s, kind="stable")
-    place = np.empty(n, dtype=np.int64)
-    place[order] = np.arange(n)
-    after = np.where(turn > 0, np.append(0, place[:-1]), -1)[order]
-    rows = [
-        (SYSTEM, *(1000 * (s + 1) + block for block in range(t + 1)))
-        for s, t in zip(session[order].tolist(), turn[order].tolist(), strict=True)
-    ]
-    trace = a_trace(due_s[order], [SIZE * len(row) + 3 for row in rows], 20)
-    hashes = HashIds.from_rows(rows, SIZE)
-    return replace(trace, hashes=hashes, turns=Turns(after, np.where(after >= 0, 2.0, 0.0)))
+PACE_S = 0.02
 
 
-@pytest.mark.parametrize("load", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_load_that_is_no_multiple_is_refused(load: float) -> None:
-    with pytest.raises(UsageError, match="above 0"):
-        at_load(steady(20, 1.0), load)
+def hashed(rows: list[list[int]], due_s: list[float], scope: str = "") -> Trace:
+    trace = a_trace(due_s, prompt=[16 * len(row) for row in rows])
+    return replace(trace, hashes=HashIds.from_rows(rows, 16), hash_scope=scope)
 
 
-@given(st.floats(0.2, 5), st.integers(0, 20))
-@settings(max_examples=40)
-def test_the_time_stays_and_the_arrivals_are_multiplied(load: float, seed: int) -> None:
-    trace = steady(200, per_s=3.0, seed=seed)
-    scaled = at_load(trace, load)
-    assert len(scaled) == pytest.approx(load * len(trace), abs=1)
-    gap_s = trace.duration_s / len(trace)
-    assert scaled.duration_s <= trace.duration_s + 2 * gap_s
-    if load > 1:
-        assert scaled.duration_s >= trace.duration_s - 2 * gap_s
-    assert scaled.load == load
-    assert set(scaled.prompt_tokens) <= set(trace.prompt_tokens)
+# --- spreading ------------------------------------------------------------------------
 
 
-def test_what_arrives_in_any_minute_is_about_as_many_times_as_much() -> None:
-    """A day's rise and fall stays where it was: copies lie a minute apart, not half a day."""
-    rng = np.random.default_rng(0)
-    at_s = np.sort(rng.beta(4, 4, 4000) * 14_400)
-    scaled = at_load(a_trace(at_s), 3)
-    edges = np.linspace(0, 14_400, 13)
-    before, after = (np.histogram(t, edges)[0] for t in (at_s, scaled.due_s))
-    busy = before > 100
-    assert after[busy] / before[busy] == pytest.approx(3 * np.ones(busy.sum()), rel=0.15)
+def ticking(tick_s: float, n: int = 3000, per_s: float = 4.0) -> Trace:
+    """Return Poisson arrivals on a clock that rounds down."""
+    trace = steady(n, per_s)
+    return replace(trace, due_s=np.floor(trace.due_s / tick_s) * tick_s)
 
 
-def test_a_larger_load_holds_whatever_a_smaller_one_does() -> None:
-    trace = replace(steady(100, 2.0), request_ids=tuple(f"r{i}" for i in range(100)))
-    names = [set(at_load(trace, load).request_ids or ()) for load in (0.3, 0.6, 1, 1.5, 2.2)]
-    assert all(a <= b for a, b in pairwise(names))
+@given(st.sampled_from([1.0, 3.0, 10.0]), st.integers(0, 5))
+def test_spreading_undoes_the_bursts_of_a_coarse_clock(tick_s: float, seed: int) -> None:
+    trace = ticking(tick_s)
+    assert clock_tick_s(trace.due_s) == pytest.approx(tick_s)
+    burst, free = describe(trace).iat_cv, describe(spread(trace, seed)).iat_cv
+    assert burst is not None
+    assert free is not None
+    assert burst > 1.5
+    assert free == pytest.approx(1.0, abs=0.1)  # what it was before the clock rounded
+    moved_s = spread(trace, seed)
+    assert moved_s.due_s.tolist() == spread(trace, seed).due_s.tolist()
+    assert abs(moved_s.duration_s - trace.duration_s) <= tick_s
+    assert any(f"seed {seed}" in remark for remark in moved_s.notes.remarks)
 
 
-@pytest.mark.parametrize("load", [0.5, 1.5, 3])
-def test_sessions_stay_whole_and_in_order(load: float) -> None:
-    trace = chats(sessions=20, turns=3)
-    scaled = at_load(trace, load)
-    assert scaled.turns is not None
-    assert len(scaled) == round(load * 20) * 3
-    waits = np.flatnonzero(scaled.turns.after >= 0)
-    assert (scaled.due_s[scaled.turns.after[waits]] < scaled.due_s[waits]).all()
-    assert (scaled.turns.pause_s[waits] == 2.0).all()
-    # Only what now lies across the end waits for nobody.
-    assert waits.size >= 2 * round(load * 20) - 3 * 20
+def test_a_fine_clock_is_not_spread() -> None:
+    with pytest.raises(TraceError, match="no coarse ticks"):
+        spread(steady(1000, 4.0), 0)
 
 
-@pytest.mark.parametrize("knows_turns", [True, False])
-def test_shared_prefixes_stay_shared_and_a_session_s_own_become_its_copy_s_own(
-    *, knows_turns: bool
-) -> None:
-    trace = chats(sessions=10, turns=3)
-    if not knows_turns:
-        trace = replace(trace, turns=None)
-    assert np.unique(sessions_of(trace)).size == 10
-    scaled = at_load(trace, 2)
-    assert trace.hashes is not None
-    assert scaled.hashes is not None
-    for hashes, times in ((trace.hashes, 1), (scaled.hashes, 2)):
-        assert (hashes.ids == SYSTEM).sum() == times * 30
-        assert np.unique(hashes.ids).size == times * 30 + 1
-    # An unbounded cache finds as much of each prompt as before.
-    found, before = (
-        (h.leading_hits().sum() + 1) / h.ids.size for h in (scaled.hashes, trace.hashes)
+# --- merging --------------------------------------------------------------------------
+
+
+def test_recordings_with_the_calendars_clock_keep_their_distance() -> None:
+    first = replace(a_trace([0, 10]), origin=ClockOrigin.WALL, zero_s=1_000.0)
+    second = replace(a_trace([0, 1]), origin=ClockOrigin.WALL, zero_s=1_005.0)
+    both = merge([second, first])
+    assert both.due_s.tolist() == [0, 5, 6, 10]
+    assert both.zero_s == 1_000.0
+
+
+def test_recordings_without_a_common_clock_begin_together() -> None:
+    assert merge([a_trace([0, 10]), a_trace([0, 1])]).due_s.tolist() == [0, 0, 1, 10]
+
+
+def test_equal_ids_of_different_scope_stay_different_blocks() -> None:
+    one, other = ([[7, 8]], [0.0]), ([[7, 9]], [1.0])
+    shared = merge([hashed(*one), hashed(*other)])
+    apart = merge([hashed(*one, "a"), hashed(*other, "b")])
+    again = merge([hashed(*one, "a"), hashed(*other, "b"), hashed([[7]], [2.0], "a")])
+    assert shared.hashes is not None
+    assert apart.hashes is not None
+    assert shared.hashes.leading_hits().tolist() == [0, 1]
+    assert apart.hashes.leading_hits().tolist() == [0, 0]
+    assert again.hashes is not None
+    assert again.hashes.leading_hits().tolist() == [0, 0, 1]
+
+
+def test_turns_and_latencies_travel_with_their_rows() -> None:
+    first = replace(
+        a_trace([0, 4], e2e_s=[1, 2]), turns=Turns(np.array([-1, 0]), np.array([0, 3.0]))
     )
-    assert found == pytest.approx(before, rel=0.02)
+    both = merge([a_trace([0, 1]), first], [0.0, 0.5])
+    assert both.due_s.tolist() == [0, 0.5, 1, 4.5]
+    assert both.turns is not None
+    assert both.turns.after.tolist() == [-1, -1, -1, 1]
+    assert both.e2e_s is not None
+    assert np.nan_to_num(both.e2e_s, nan=-1).tolist() == [-1, 1, -1, 2]
 
 
-def test_equal_prompts_of_strangers_are_no_session() -> None:
-    rows = [(1, 2), (1, 2), (1, 2, 3)]
-    trace = replace(
-        a_trace([0.0, 1.0, 2.0], [33, 33, 49]), hashes=HashIds.from_rows(rows, SIZE)
-    )
-    assert sessions_of(trace).tolist() == [0, 1, 2]
+def test_blocks_of_different_size_are_not_mixed() -> None:
+    other = replace(a_trace([0], prompt=32), hashes=HashIds.from_rows([[1]], 32))
+    with pytest.raises(TraceError, match="differ in size"):
+        merge([hashed([[1]], [0.0]), other])
 
 
-def test_the_load_of_a_load_is_their_product() -> None:
-    assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
+# --- a fleet --------------------------------------------------------------------------
 
 
-def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:
-    trace = steady(800, per_s=4.0, seed=3)
-    drawn = [Resampler(trace).draw(np.random.default_rng(seed)) for seed in range(30)]
-    sizes = np.array([len(one) for one in drawn])
-    assert sizes.std() > 0
-    assert sizes.mean() == pytest.approx(len(trace), rel=0.03)
-    period_s = trace.duration_s * len(trace) / (len(trace) - 1)
-    for one in drawn:
-        assert 0 <= one.due_s[0] <= one.due_s[-1] <= period_s
-        assert set(one.prompt_tokens) <= set(trace.prompt_tokens)
+@given(st.sampled_from(list(Router)), st.integers(1, 7))
+def test_replicas_share_every_request_once(router: Router, replicas: int) -> None:
+    trace = steady(200, 20.0)
+    rows = [[i % 3, 100 + i] for i in range(200)]
+    lengths = np.full(200, 32, dtype=np.int64)
+    trace = replace(trace, prompt_tokens=lengths, hashes=HashIds.from_rows(rows, 16))
+    names = tuple(str(i) for i in range(200))
+    trace = replace(trace, request_ids=names)
+    seen: list[str] = []
+    for replica in range(replicas):
+        try:
+            seen.extend(thin(trace, replicas, router, replica, PACE_S).request_ids or ())
+        except TraceError:
+            continue  # a prefix router may leave one without work
+    assert sorted(seen) == sorted(names)
 
 
-def test_resampled_sessions_stay_whole_and_come_from_other_users() -> None:
-    trace = chats(200, 3)
-    one = Resampler(trace).draw(np.random.default_rng(0))
-    assert one.turns is not None
-    assert one.hashes is not None
-    # Two of three turns wait, but for those whose turn before went round the end.
-    assert one.turns.waiting == pytest.approx(2 / 3 * len(one), rel=0.06)
-    follows = np.flatnonzero(one.turns.after >= 0)
-    for row in follows.tolist():
-        before = one.hashes.row(int(one.turns.after[row]))
-        assert one.hashes.row(row)[: len(before)] == before
-    # A session that was drawn twice does not find itself in the cache.
-    first = [one.hashes.row(row)[1] for row in np.flatnonzero(one.turns.after < 0).tolist()]
-    starts = [one.hashes.row(row)[0] for row in range(len(one))]
-    assert set(starts) == {SYSTEM}
-    assert len(set(first)) > 0.95 * len(first)
+def test_the_least_loaded_replica_gets_what_the_long_requests_leave() -> None:
+    trace = a_trace([0, 1, 2, 3], output=[10_000, 1, 1, 1])
+    assert len(thin(trace, 2, Router.LEAST_LOADED, 0, PACE_S)) == 1
+    assert len(thin(trace, 2, Router.LEAST_LOADED, 1, PACE_S)) == 3
 
 
-def test_traffic_that_comes_in_waves_varies_more_than_a_steady_one() -> None:
-    rng = np.random.default_rng(0)
-    even_s = np.sort(rng.uniform(0, 1600, 1600))
-    waves_s = np.sort(np.concatenate([rng.uniform(0, 400, 1300), rng.uniform(400, 1600, 300)]))
-    spreads = []
-    for due_s in (even_s, waves_s):
-        resampler = Resampler(a_trace(due_s, 10, 20))
-        sizes = [len(resampler.draw(np.random.default_rng(s))) for s in range(100)]
-        spreads.append(float(np.std(sizes)))
-    assert spreads[1] > 5 * spreads[0]
+def test_the_prefix_router_keeps_a_conversation_on_one_replica() -> None:
+    rows = [[i % 4, 10 + i % 4, 20 + i % 4] for i in range(40)]
+    trace = hashed(rows, [float(i) for i in range(40)])
+    share = thin(trace, 4, Router.PREFIX, 0, PACE_S)
+    assert share.hashes is not None
+    assert len({share.hashes.row(i) for i in range(len(share))}) == 1
+    with pytest.raises(TraceError, match="no hash ids"):
+        thin(a_trace([0, 1]), 2, Router.PREFIX, 0, PACE_S)
 
 
-@pytest.mark.parametrize("requests", [1, 100])
-def test_too_little_traffic_is_not_resampled(requests: int) -> None:
-    with pytest.raises(TooFewSamplesError, match=f"160 arrivals, got {requests}"):
-        Resampler(steady(requests, 1.0))
+def test_a_replica_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="replica 2 of 2"):
+        thin(a_trace([0, 1]), 2, Router.ROUND_ROBIN, 2, PACE_S)
+
+
+# --- requests in flight ---------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20)), min_size=1, max_size=60))
+def test_shares_of_time_agree_with_the_step_function(lives: list[tuple[float, float]]) -> None:
+    lives.sort()
+    due_s, e2e_s = (np.array(column) for column in zip(*lives, strict=True))
+    times_s, counts = in_flight_steps(due_s, e2e_s)
+    ends_s = np.minimum(times_s, due_s[-1])
+    expected = np.bincount(counts[:-1], weights=np.diff(ends_s), minlength=counts.max() + 1)
+    import tuner.traffic.concurrency as module
+
+    whole, small = module.CHUNK, 7
+    try:
+        for module.CHUNK in (whole, small):
+            found = in_flight_shares(due_s, e2e_s)
+            size = max(expected.size, found.spent_s.size)
+            padded = [np.pad(x, (0, size - x.size)) for x in (expected, found.spent_s)]
+            assert padded[1] == pytest.approx(padded[0], abs=1e-9)
+            assert found.peak == counts.max()
+    finally:
+        module.CHUNK = whole
+
+
+def test_a_recording_of_requests_in_flight_says_what_it_is_and_scales() -> None:
+    flow = Concurrency(np.array([0.0, 10.0, 20.0]), np.array([2, 6, 0]))
+    trace = replace(a_trace([0, 5, 10, 15]), concurrency=flow)
+    found = describe(trace)
+    assert found.in_flight.peak == 6
+    assert found.in_flight.mean == pytest.approx(4.0)
+    assert "closed_loop" in {warning.code for warning in found.warnings}
+    double = at_load(trace, 1.5).concurrency
+    assert double is not None
+    assert double.in_flight.tolist() == [3, 9, 0]
+    part = trace.between(5, 12).concurrency
+    assert part is not None
+    assert (part.times_s.tolist(), part.in_flight.tolist()) == ([0, 5, 7], [2, 6, 6])

@@ -16,7 +16,7 @@ from tuner.drift.retune import RetuneOptions
 from tuner.errors import UsageError
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import TooLong, Trace
 

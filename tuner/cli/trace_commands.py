@@ -142,7 +142,7 @@ def scale(load: float, **params: Any) -> int:
     Sessions are copied or left out whole.
     """
     from tuner.cli.traces import ReshapeOptions, run_reshape
-    from tuner.traffic.reshape import at_load
+    from tuner.traffic.resample import at_load
 
     return run_reshape(ReshapeOptions.parse(params), lambda read: at_load(read, load))
 

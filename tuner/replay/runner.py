@@ -20,7 +20,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineProcess, EngineStart
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 _Answer = TypeVar("_Answer")

@@ -26,7 +26,7 @@ from tuner.replay.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.profiles import Profile
 from tuner.traffic.describe import describe
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import LoadModel, TooLong, Trace
 from tuner.traffic.windows import WindowChoice
 

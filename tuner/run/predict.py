@@ -42,7 +42,7 @@ from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate
-from tuner.traffic.reshape import Resampler, at_load
+from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.

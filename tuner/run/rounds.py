@@ -24,7 +24,7 @@ from tuner.run.journal import Recorded, Round
 from tuner.run.trial_runner import TrialRunner, judged
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 # How often a process without a round looks for one: ours.

@@ -23,7 +23,7 @@ from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
 from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate, unknown_options
 from tuner.traffic.prompts import PromptSource
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
 

@@ -1,28 +1,25 @@
-"""Traces made of traces: merged, spread within a coarse clock, thinned to a replica, scaled.
+"""Traces made of traces: merged, spread within a coarse clock, thinned to a replica.
 
 Answers when each of several recordings starts on a common clock, how the ticks of a quantised
-clock become instants, which requests reach one replica of many, what more or less load of the
-same kind is, and what other traffic of the same kind is. Hash ids of different scope, and the
-turns of sessions, stay apart throughout.
+clock become instants, and which requests reach one replica of many. Hash ids of different
+scope, and the turns of sessions, stay apart throughout.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import reduce
 from heapq import heappop, heappush
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.arrays import Floats, Ints
-from tuner.errors import TooFewSamplesError, TraceError, UsageError
-from tuner.traffic.prefixes import GOLDEN, HashIds, mixed, offsets_of
+from tuner.errors import TraceError, UsageError
+from tuner.traffic.prefixes import HashIds, offsets_of
 from tuner.traffic.traces import ClockOrigin, ReadNotes, Trace, Turns
 
 
@@ -367,245 +364,3 @@ class _Caches:
 
     def keep(self, row: int, place: int) -> None:
         self._seen[place].update(self._hashes.row(row))
-
-
-# Copies lie this far from each other, or evenly in a trace too short for it: ours, longer than
-# bursts and answers last, and short against the hours over which traffic changes.
-SHIFT_S = 60.0
-# Sessions are taken out in the order of one shuffle, so that a larger load holds a smaller one.
-SEED = 0
-
-
-def at_load(trace: Trace, load: float) -> Trace:
-    """Return the trace at `load` times its arrivals, over the same time.
-
-    More is copies of whole sessions laid over each other, shifted in time; what would pass the
-    end comes at the beginning, as if recording had begun in its midst. A part of a copy, and
-    anything below 1, keeps whole sessions at random. Prefixes that several sessions share stay
-    shared; what only one session has, its copy has of its own, or it would find all of itself
-    in the cache. A recorded number in flight is multiplied.
-
-    Raises: UsageError if load is not above 0.
-    """
-    if not (math.isfinite(load) and load > 0):
-        raise UsageError(f"load must be a number above 0, got {load}", "1 is as recorded")
-    if load == 1:
-        return trace
-    if trace.concurrency is not None:
-        flow = trace.concurrency.scaled(load)
-        return replace(trace, concurrency=flow, load=trace.load * load)
-    copies = _Copies.of(trace)
-    whole = math.floor(load)
-    parts = [np.arange(len(trace))] * whole
-    part = _some_of(copies.sessions, load - whole)
-    if part.size or not whole:
-        parts.append(part)
-    due_s = [_shifted(trace, rows, place, len(parts)) for place, rows in enumerate(parts)]
-    return replace(
-        copies.joined(parts, due_s),
-        notes=trace.notes.with_remark(f"{load:g} times the recorded load, in the same time"),
-        load=trace.load * load,
-    )
-
-
-# A stretch that is drawn holds so many requests, of which there are at most so many: ours, a
-# median's worth, and enough of them for an interval that is not mostly Student's factor.
-MIN_PER_STRETCH, MAX_STRETCHES = 40, 16
-# Fewer stretches tell nothing of how traffic varies: ours.
-MIN_STRETCHES = 4
-
-
-class Resampler:
-    """Draws other traffic of the same kind: stretches of a trace in another order.
-
-    Stretches begin anywhere, go round at the end, and come with the sessions that begin in
-    them, whole. `stretches` is how many make a trace.
-
-    Raises: TooFewSamplesError if the trace holds fewer requests than MIN_STRETCHES of them
-        need, or has no arrivals.
-    Source: circular block bootstrap, Politis and Romano (1992), of time and not of requests.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.stretches = min(MAX_STRETCHES, len(trace) // MIN_PER_STRETCH)
-        if self.stretches < MIN_STRETCHES or trace.concurrency or trace.duration_s <= 0:
-            need = MIN_STRETCHES * MIN_PER_STRETCH
-            raise TooFewSamplesError(
-                f"other traffic of the kind is drawn from {need} arrivals, got {len(trace)}"
-            )
-        self._copies = _Copies.of(trace)
-        self._period_s = _period_s(trace)
-        # When each request is due, and when the first of its session is, round the circle.
-        self._due_s = trace.due_s - float(trace.due_s[0])
-        self._begins_s = self._due_s[self._copies.sessions]
-
-    def draw(self, rng: np.random.Generator) -> Trace:
-        """Return a trace as long as the original.
-
-        What passes its end comes at the beginning, as if recording had begun in its midst. An
-        hour in which nothing happens tells nothing, and is drawn again.
-        """
-        parts, due_s = self._drawn(rng)
-        while not sum(rows.size for rows in parts):
-            parts, due_s = self._drawn(rng)
-        return self._copies.joined(parts, due_s)
-
-    def _drawn(self, rng: np.random.Generator) -> tuple[list[Ints], list[Floats]]:
-        """Return the requests of stretches that are drawn, and when they are due."""
-        period_s, length_s = self._period_s, self._period_s / self.stretches
-        parts, due_s = [], []
-        for place, start_s in enumerate(rng.uniform(0.0, period_s, self.stretches)):
-            begun_s = (self._begins_s - start_s) % period_s
-            rows = np.flatnonzero(begun_s < length_s)
-            later_s = self._due_s[rows] - self._begins_s[rows]
-            parts.append(rows)
-            due_s.append((place * length_s + begun_s[rows] + later_s) % period_s)
-        return parts, due_s
-
-
-def sessions_of(trace: Trace) -> Ints:
-    """Return for each request the first one of its session.
-
-    By the trace's turns. Without any, a request that goes on from the whole of another's prompt
-    belongs to it, if no third one had that prompt.
-
-    Shapes: [n], row numbers.
-    """
-    before = np.arange(len(trace))
-    if trace.turns is not None:
-        before = np.where(trace.turns.after >= 0, trace.turns.after, before)
-    elif trace.hashes is not None:
-        before = _continued(trace.hashes, trace.prompt_tokens)
-    while True:
-        first: Ints = before[before]
-        if np.array_equal(first, before):
-            return first
-        before = first
-
-
-def _continued(hashes: HashIds, prompt_tokens: Ints) -> Ints:
-    """Return for each row the latest other one whose whole prompt it begins with, or itself."""
-    n = len(hashes)
-    full = np.minimum(prompt_tokens // hashes.block_size, hashes.counts)
-    has_end = np.flatnonzero(full > 0)
-    ends = hashes.ids[hashes.offsets[has_end] + full[has_end] - 1]
-    names, first, counts = np.unique(ends, return_index=True, return_counts=True)
-    alone = counts == 1
-    names, owners = names[alone], has_end[first[alone]]
-    before = np.arange(n)
-    if not names.size:
-        return before
-    rows = np.repeat(before, hashes.counts)
-    place = np.minimum(np.searchsorted(names, hashes.ids), names.size - 1)
-    owner = np.where(names[place] == hashes.ids, owners[place], -1)
-    is_earlier = (owner >= 0) & (owner < rows)
-    # Blocks come in order, so the last that belongs to another wins.
-    before[rows[is_earlier]] = owner[is_earlier]
-    return before
-
-
-def _some_of(sessions: Ints, share: float) -> Ints:
-    """Return the rows of a share of the sessions; of any, at least one."""
-    if share <= 0:
-        return np.empty(0, dtype=np.int64)
-    names = np.unique(sessions)
-    shuffled = np.random.default_rng(SEED).permutation(names)
-    chosen = shuffled[: max(1, round(share * names.size))]
-    return np.flatnonzero(np.isin(sessions, chosen))
-
-
-def _period_s(trace: Trace) -> float:
-    """Return for how long a trace lasts, a mean gap after its last request included."""
-    return trace.duration_s * len(trace) / max(len(trace) - 1, 1)
-
-
-def _shifted(trace: Trace, rows: Ints, place: int, copies: int) -> Floats:
-    """Return when the rows of one copy are due: later by its place, and round at the end."""
-    due_s, first_s, period_s = trace.due_s, float(trace.due_s[0]), _period_s(trace)
-    shift_s = place * min(SHIFT_S, period_s / copies)
-    if period_s <= 0 or shift_s <= 0:
-        return due_s[rows]
-    shifted: Floats = first_s + (due_s[rows] - first_s + shift_s) % period_s
-    return shifted
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """A trace of which parts are laid over each other.
-
-    Shapes: sessions is [n], the first row of each request's session; is_private is [ids], of
-        what only one session has.
-    """
-
-    trace: Trace
-    sessions: Ints
-    is_private: Ints
-
-    @classmethod
-    def of(cls, trace: Trace) -> Self:
-        """Return a trace with its sessions."""
-        sessions, hashes = sessions_of(trace), trace.hashes
-        if hashes is None:
-            return cls(trace, sessions, np.empty(0, dtype=np.int64))
-        names, places = np.unique(hashes.ids, return_inverse=True)
-        owner = np.repeat(sessions, hashes.counts)
-        first, last = np.full(names.size, len(hashes)), np.full(names.size, -1)
-        np.minimum.at(first, places, owner)
-        np.maximum.at(last, places, owner)
-        return cls(trace, sessions, (first == last)[places].astype(np.int64))
-
-    def joined(self, parts: Sequence[Ints], copies_s: Sequence[Floats]) -> Trace:
-        """Return the rows of all parts, due when their copies say, in due order."""
-        trace = self.trace
-        rows, due_s = np.concatenate(parts), np.concatenate(copies_s)
-        number = np.repeat(np.arange(len(parts)), [part.size for part in parts])
-        order = np.argsort(due_s, kind="stable")
-        rows, due_s, number = rows[order], due_s[order], number[order]
-        return replace(
-            trace,
-            due_s=due_s,
-            prompt_tokens=trace.prompt_tokens[rows],
-            output_tokens=trace.output_tokens[rows],
-            hashes=self._own_hashes(rows, number),
-            e2e_s=None if trace.e2e_s is None else trace.e2e_s[rows],
-            ttft_s=None if trace.ttft_s is None else trace.ttft_s[rows],
-            turns=_turns_of_copies(trace.turns, rows, number, due_s),
-            request_ids=_names(trace.request_ids, rows, number),
-            priorities=None if trace.priorities is None else trace.priorities[rows],
-        )
-
-    def _own_hashes(self, rows: Ints, number: Ints) -> HashIds | None:
-        """Return the ids of all copies, those of one session alone made its copy's own."""
-        hashes = self.trace.hashes
-        if hashes is None:
-            return None
-        taken = hashes.take(rows)
-        own = HashIds(hashes.offsets, self.is_private, hashes.block_size).take(rows)
-        copy = np.repeat(number, taken.counts).astype(np.uint64)
-        fresh = mixed(taken.ids.astype(np.uint64) + copy * GOLDEN) >> np.uint64(1)
-        ids = np.where((own.ids == 1) & (copy > 0), fresh.astype(np.int64), taken.ids)
-        return HashIds(taken.offsets, ids, hashes.block_size)
-
-
-def _turns_of_copies(
-    turns: Turns | None, rows: Ints, number: Ints, due_s: Floats
-) -> Turns | None:
-    """Return the turns within each copy; the request that now comes first waits for none."""
-    if turns is None:
-        return None
-    place = np.full((int(number.max()) + 1, len(turns)), -1, dtype=np.int64)
-    place[number, rows] = np.arange(rows.size)
-    after = turns.after[rows]
-    waits = after >= 0
-    after[waits] = place[number[waits], after[waits]]
-    is_wrapped = (after >= 0) & (due_s[after] > due_s)
-    after = np.where(is_wrapped, -1, after)
-    return Turns(after, np.where(after >= 0, turns.pause_s[rows], 0.0))
-
-
-def _names(names: tuple[str, ...] | None, rows: Ints, number: Ints) -> tuple[str, ...] | None:
-    """Return the requests' ids; those of copies say which copy."""
-    if names is None:
-        return None
-    pairs = zip(rows.tolist(), number.tolist(), strict=True)
-    return tuple(f"{names[row]}#{copy + 1}" if copy else names[row] for row, copy in pairs)

@@ -12,7 +12,8 @@ import pytest
 from tuner.errors import TraceError
 from tuner.traffic.formats import read_trace
 from tuner.traffic.formats.native import native_rows
-from tuner.traffic.reshape import Resampler, at_load, merge
+from tuner.traffic.resample import Resampler, at_load
+from tuner.traffic.reshape import merge
 from tuner.traffic.traces import Trace
 
 

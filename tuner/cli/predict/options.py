@@ -19,7 +19,7 @@ from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.traffic.reshape import at_load
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, whole
 

@@ -1,0 +1,170 @@
+"""Another load is more or fewer users in the same time, and never the same ones in a hurry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.traffic import a_trace, steady
+from tuner.errors import TooFewSamplesError, UsageError
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.resample import Resampler, at_load, sessions_of
+from tuner.traffic.traces import Trace, Turns
+
+SIZE = 16
+SYSTEM = 7
+"""The id of a first block that everybody's prompt begins with."""
+
+
+def chats(sessions: int, turns: int, every_s: float = 5.0) -> Trace:
+    """Return sessions whose turns wait for each other; all begin with the same block."""
+    n = sessions * turns
+    session, turn = np.arange(n) // turns, np.arange(n) % turns
+    due_s = session * every_s + turn * 20.0
+    order = np.argsort(due_s, kind="stable")
+    place = np.empty(n, dtype=np.int64)
+    place[order] = np.arange(n)
+    after = np.where(turn > 0, np.append(0, place[:-1]), -1)[order]
+    rows = [
+        (SYSTEM, *(1000 * (s + 1) + block for block in range(t + 1)))
+        for s, t in zip(session[order].tolist(), turn[order].tolist(), strict=True)
+    ]
+    trace = a_trace(due_s[order], [SIZE * len(row) + 3 for row in rows], 20)
+    hashes = HashIds.from_rows(rows, SIZE)
+    return replace(trace, hashes=hashes, turns=Turns(after, np.where(after >= 0, 2.0, 0.0)))
+
+
+@pytest.mark.parametrize("load", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_load_that_is_no_multiple_is_refused(load: float) -> None:
+    with pytest.raises(UsageError, match="above 0"):
+        at_load(steady(20, 1.0), load)
+
+
+@given(st.floats(0.2, 5), st.integers(0, 20))
+@settings(max_examples=40)
+def test_the_time_stays_and_the_arrivals_are_multiplied(load: float, seed: int) -> None:
+    trace = steady(200, per_s=3.0, seed=seed)
+    scaled = at_load(trace, load)
+    assert len(scaled) == pytest.approx(load * len(trace), abs=1)
+    gap_s = trace.duration_s / len(trace)
+    assert scaled.duration_s <= trace.duration_s + 2 * gap_s
+    if load > 1:
+        assert scaled.duration_s >= trace.duration_s - 2 * gap_s
+    assert scaled.load == load
+    assert set(scaled.prompt_tokens) <= set(trace.prompt_tokens)
+
+
+def test_what_arrives_in_any_minute_is_about_as_many_times_as_much() -> None:
+    """A day's rise and fall stays where it was: copies lie a minute apart, not half a day."""
+    rng = np.random.default_rng(0)
+    at_s = np.sort(rng.beta(4, 4, 4000) * 14_400)
+    scaled = at_load(a_trace(at_s), 3)
+    edges = np.linspace(0, 14_400, 13)
+    before, after = (np.histogram(t, edges)[0] for t in (at_s, scaled.due_s))
+    busy = before > 100
+    assert after[busy] / before[busy] == pytest.approx(3 * np.ones(busy.sum()), rel=0.15)
+
+
+def test_a_larger_load_holds_whatever_a_smaller_one_does() -> None:
+    trace = replace(steady(100, 2.0), request_ids=tuple(f"r{i}" for i in range(100)))
+    names = [set(at_load(trace, load).request_ids or ()) for load in (0.3, 0.6, 1, 1.5, 2.2)]
+    assert all(a <= b for a, b in pairwise(names))
+
+
+@pytest.mark.parametrize("load", [0.5, 1.5, 3])
+def test_sessions_stay_whole_and_in_order(load: float) -> None:
+    trace = chats(sessions=20, turns=3)
+    scaled = at_load(trace, load)
+    assert scaled.turns is not None
+    assert len(scaled) == round(load * 20) * 3
+    waits = np.flatnonzero(scaled.turns.after >= 0)
+    assert (scaled.due_s[scaled.turns.after[waits]] < scaled.due_s[waits]).all()
+    assert (scaled.turns.pause_s[waits] == 2.0).all()
+    # Only what now lies across the end waits for nobody.
+    assert waits.size >= 2 * round(load * 20) - 3 * 20
+
+
+@pytest.mark.parametrize("knows_turns", [True, False])
+def test_shared_prefixes_stay_shared_and_a_session_s_own_become_its_copy_s_own(
+    *, knows_turns: bool
+) -> None:
+    trace = chats(sessions=10, turns=3)
+    if not knows_turns:
+        trace = replace(trace, turns=None)
+    assert np.unique(sessions_of(trace)).size == 10
+    scaled = at_load(trace, 2)
+    assert trace.hashes is not None
+    assert scaled.hashes is not None
+    for hashes, times in ((trace.hashes, 1), (scaled.hashes, 2)):
+        assert (hashes.ids == SYSTEM).sum() == times * 30
+        assert np.unique(hashes.ids).size == times * 30 + 1
+    # An unbounded cache finds as much of each prompt as before.
+    found, before = (
+        (h.leading_hits().sum() + 1) / h.ids.size for h in (scaled.hashes, trace.hashes)
+    )
+    assert found == pytest.approx(before, rel=0.02)
+
+
+def test_equal_prompts_of_strangers_are_no_session() -> None:
+    rows = [(1, 2), (1, 2), (1, 2, 3)]
+    trace = replace(
+        a_trace([0.0, 1.0, 2.0], [33, 33, 49]), hashes=HashIds.from_rows(rows, SIZE)
+    )
+    assert sessions_of(trace).tolist() == [0, 1, 2]
+
+
+def test_the_load_of_a_load_is_their_product() -> None:
+    assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
+
+
+def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:
+    trace = steady(800, per_s=4.0, seed=3)
+    drawn = [Resampler(trace).draw(np.random.default_rng(seed)) for seed in range(30)]
+    sizes = np.array([len(one) for one in drawn])
+    assert sizes.std() > 0
+    assert sizes.mean() == pytest.approx(len(trace), rel=0.03)
+    period_s = trace.duration_s * len(trace) / (len(trace) - 1)
+    for one in drawn:
+        assert 0 <= one.due_s[0] <= one.due_s[-1] <= period_s
+        assert set(one.prompt_tokens) <= set(trace.prompt_tokens)
+
+
+def test_resampled_sessions_stay_whole_and_come_from_other_users() -> None:
+    trace = chats(200, 3)
+    one = Resampler(trace).draw(np.random.default_rng(0))
+    assert one.turns is not None
+    assert one.hashes is not None
+    # Two of three turns wait, but for those whose turn before went round the end.
+    assert one.turns.waiting == pytest.approx(2 / 3 * len(one), rel=0.06)
+    follows = np.flatnonzero(one.turns.after >= 0)
+    for row in follows.tolist():
+        before = one.hashes.row(int(one.turns.after[row]))
+        assert one.hashes.row(row)[: len(before)] == before
+    # A session that was drawn twice does not find itself in the cache.
+    first = [one.hashes.row(row)[1] for row in np.flatnonzero(one.turns.after < 0).tolist()]
+    starts = [one.hashes.row(row)[0] for row in range(len(one))]
+    assert set(starts) == {SYSTEM}
+    assert len(set(first)) > 0.95 * len(first)
+
+
+def test_traffic_that_comes_in_waves_varies_more_than_a_steady_one() -> None:
+    rng = np.random.default_rng(0)
+    even_s = np.sort(rng.uniform(0, 1600, 1600))
+    waves_s = np.sort(np.concatenate([rng.uniform(0, 400, 1300), rng.uniform(400, 1600, 300)]))
+    spreads = []
+    for due_s in (even_s, waves_s):
+        resampler = Resampler(a_trace(due_s, 10, 20))
+        sizes = [len(resampler.draw(np.random.default_rng(s))) for s in range(100)]
+        spreads.append(float(np.std(sizes)))
+    assert spreads[1] > 5 * spreads[0]
+
+
+@pytest.mark.parametrize("requests", [1, 100])
+def test_too_little_traffic_is_not_resampled(requests: int) -> None:
+    with pytest.raises(TooFewSamplesError, match=f"160 arrivals, got {requests}"):
+        Resampler(steady(requests, 1.0))
