@@ -18,7 +18,7 @@ from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.predict import Predictions, cross_check, decide, disagreement, predict
-from tuner.run.session import predict_space
+from tuner.run.shadow_session import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceVerdict

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
-from tuner.replay.series import timeline_record
 from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
@@ -29,13 +26,19 @@ from tuner.run.predict import (
     Predictions,
     contend,
     cross_check,
-    decide,
     disagreement,
-    predict,
     predict_deployed,
     predict_more,
 )
 from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race, start_all
+from tuner.run.shadow_session import (
+    RunFindings,
+    ShadowSession,
+    decide_predicted,
+    predict_space,
+    predicted_text,
+    profile_facts,
+)
 from tuner.run.time_plan import (
     Observe,
     RacePlan,
@@ -50,7 +53,7 @@ from tuner.run.time_plan import (
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, window_text
 from tuner.search.ladder import at_edge, disturbed
-from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Trial, leader, predictions
 from tuner.shadow.agreement import compare, together
@@ -80,158 +83,11 @@ LIFETIMES = 3.0
 COMPARED_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunFindings:
-    """What a run found beside its decision and its trials.
-
-    `windows` are those that were replayed live, or predicted where none were; `scoring` is how
-    they are judged, None before they are chosen. `compared` holds what was measured live and
-    predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
-    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had.
-    """
-
-    windows: tuple[Window, ...] = ()
-    scoring: Scoring | None = None
-    cold: Mapping[str, Any] | None = None
-    capacity: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
-    compared: Differences = field(default_factory=dict)
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
-    info: EngineInfo | None = None
-    engine_starts: int = 0
-    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
-
-
-def profile_facts(predictor: Predictor) -> dict[str, Any]:
-    """Return where a prediction comes from, for the result."""
-    profile = predictor.profile
-    return {
-        "made_at": profile.made_at,
-        "device": profile.shape.device,
-        "vllm_version": profile.shape.vllm_version,
-        "calibrated_on": list(profile.calibrated_on),
-        "error_ratio": predictor.wrong_ratio,
-    }
-
-
-def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
-    """Predict the run's space and put it among the run's trials.
-
-    Raises: ShadowError, TooFewSamplesError, UsageError.
-    """
-    with context.stopwatch.stage("shadow"):
-        workload = Workload.of_whole(context.trace, context.aim)
-        predicted = predict(predictor.as_deployed(), context.space, workload)
-        _keep_predictions(context, predicted)
-    remark = predictor.info(context.space.ceiling).remark
-    if remark:
-        context.listener.note(remark)
-    return predicted
-
-
-def decide_predicted(
-    context: RunContext, predictor: Predictor, predicted: Predictions
-) -> RaceDecision:
-    """Decide by draws of what was predicted.
-
-    Raises: ShadowError, UsageError; NoFeasibleConfigError if every setting fails.
-    """
-    with context.stopwatch.stage("draw"):
-        confidence = context.aim.confidence
-        return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
-
-
-def _keep_predictions(context: RunContext, predicted: Predictions) -> None:
-    """Put predictions among the run's trials, as those of its latest profile."""
-    latest = context.journal.last_prediction() + 1
-    scoring = predicted.workload.scoring
-    made = predicted.trials(prediction=latest)
-    outcomes = predicted.outcomes.values()
-    slacks = [scoring.slacks(m) if isinstance(m, Measurement) else {} for m in outcomes]
-    context.run_dir.is_measured = True
-    context.journal.add(zip(made, slacks, strict=True))
-    context.keep_trials()
-
-
 def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
     """Whether the size of the KV cache matters to any of the settings."""
     found = [predictions.outcomes.get(limits) for limits in settings]
     measured = [m for m in found if isinstance(m, Measurement)]
     return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL for m in measured)
-
-
-@dataclass(slots=True)
-class ShadowSession:
-    """A run that predicts and measures nothing."""
-
-    context: RunContext
-    predictor: Predictor
-    is_forced: bool = False
-    capacity: CapacityResult | None = None
-    _predicted: Predictions | None = None
-
-    def run(self) -> RaceDecision:
-        """Predict the whole space and decide by it.
-
-        Raises: ShadowError, UsageError, TooFewSamplesError.
-        """
-        context, predictor = self.context, self.predictor
-        context.stopwatch.begin()
-        workload = Workload.of_whole(context.trace, context.aim)
-        context.keep_windows(workload.windows, workload.windows)
-        self._predicted = predict_space(context, predictor)
-        context.listener.note(_predicted_text(context, self._predicted))
-        current = context.space.current
-        decision = decide_predicted(context, predictor, self._predicted)
-        if workload.slos:
-            with context.stopwatch.stage("capacity"):
-                self.capacity = predict_capacity(predictor, workload, decision, current)
-        self._keep_timelines(workload, [decision.shown, current])
-        context.journal.set_state("done")
-        return decision
-
-    def _keep_timelines(self, workload: Workload, settings: Sequence[EngineLimits]) -> None:
-        """Predict settings once more for what they look like over time."""
-        plan = replace(workload.plan, keep_steps=True)
-        for limits in dict.fromkeys(settings):
-            try:
-                logs = [self.predictor.replay(piece, limits, plan) for piece in workload.pieces]
-            except EngineError:
-                continue  # a setting that fails has a trial with its cause, and no timeline
-            self.context.keep_timelines(limits, "shadow", [timeline_record(x) for x in logs])
-
-    def caveats(self, decision: RaceDecision) -> list[Caveat]:
-        """Return the caveats of the run, in a fixed order."""
-        context = self.context
-        found = {*context.caveats, Caveat.SHADOW_ONLY}
-        history = [] if self._predicted is None else self._predicted.observations
-        if at_edge(decision.winner, history):
-            found.add(Caveat.AT_SPACE_EDGE)
-        if context.aim.window not in (None, whole(context.trace)):
-            found.add(Caveat.WINDOWED)
-        if self.is_forced:
-            found.add(Caveat.PROFILE_FORCED)
-        if decision.verdict is RaceVerdict.KEEP and decision.best != context.space.current:
-            found.add(Caveat.WITHIN_NOISE)
-        return [caveat for caveat in Caveat if caveat in found]
-
-    def findings(self) -> RunFindings:
-        """Return what stands in the result beside the decision."""
-        workload = Workload.of_whole(self.context.trace, self.context.aim)
-        return RunFindings(
-            windows=workload.windows,
-            scoring=workload.scoring,
-            profile=profile_facts(self.predictor),
-            capacity=None if self.capacity is None else self.capacity.as_json(),
-            info=self.predictor.info(self.context.space.ceiling),
-        )
-
-
-def _predicted_text(context: RunContext, predicted: Predictions) -> str:
-    """Say what was predicted, and on what."""
-    on = window_text(predicted.workload.windows, context.trace)
-    took_s = context.stopwatch.stages_s["shadow"]
-    return f"predicted {len(predicted.outcomes)} settings on {on}, in {took_s:.1f} s"
 
 
 @dataclass(slots=True)
@@ -417,7 +273,7 @@ class Session:
         with context.stopwatch.stage("draw"):
             found = contend(predictor.as_deployed(), predicted, context.space.current)
         context.listener.note(
-            f"{_predicted_text(context, predicted)}; could be the best: "
+            f"{predicted_text(context, predicted)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
         )
         return [*found.settings, context.space.current]

@@ -50,7 +50,8 @@ from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
 from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
-from tuner.run.session import AnySession, Session, ShadowSession
+from tuner.run.session import AnySession, Session
+from tuner.run.shadow_session import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions, read_record
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
