@@ -43,7 +43,6 @@ ENTRIES_OF = {
 """Modules that list others, each of which may be as short as it is."""
 APART = {
     "tuner.cli.plots": "imports plotext, only where a plot is asked for",
-    "tuner.run.recovery": "a run is restored in run, not in the command that asks for it",
 }
 """Short modules with one importer that stay apart, and why."""
 

@@ -46,9 +46,9 @@ from tuner.run.inputs import (
     fit_lengths,
     traffic_of,
 )
+from tuner.run.journal import open_journal
 from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
-from tuner.run.recovery import open_journal
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Session
 from tuner.run.shadow_session import ShadowSession
