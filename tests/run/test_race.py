@@ -23,7 +23,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import Deployed, at_own_speed
-from tuner.run.race import Cold, confirm_cold, race
+from tuner.run.race import Cold, confirm_cold, is_futile, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
@@ -300,6 +300,16 @@ def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> N
         found = raced(run, run.plan(WORSE, CURRENT))
     assert found.verdict is RaceVerdict.KEEP
     assert found.rounds < MAX_ROUNDS
+
+
+def test_a_race_that_makes_nothing_more_certain_ends_and_one_that_does_goes_on() -> None:
+    assert not is_futile([])
+    assert not is_futile([0.05, 0.06])
+    assert is_futile([0.05, 0.06, 0.05])
+    assert not is_futile([0.05, 0.06, 0.04])
+    # A surprise begins anew: what was certain before it was not.
+    assert not is_futile([0.05, 0.04, 0.09, 0.03])
+    assert is_futile([0.05, 0.04, 0.03, 0.09, 0.08])
 
 
 def test_one_that_fails_in_its_replay_is_never_recommended(tmp_path: Path) -> None:
