@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=SHARED_TRACES)
     parser.add_argument("--runs", type=int, help="100, or 1 with --only")
     parser.add_argument("--cases", type=int, default=24)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-s", type=float, default=float("inf"))
     parser.add_argument("--cache", type=Path)
@@ -290,7 +291,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     args.runs = args.runs or (100 if args.only is None else 1)
-    run_all(args, range(args.cases) if args.only is None else [args.only])
+    drawn = range(args.first, args.first + args.cases)
+    run_all(args, drawn if args.only is None else [args.only])
 
 
 if __name__ == "__main__":
