@@ -149,7 +149,8 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",
     Caveat.SHADOW_DISAGREES: (
-        "shadow and live differed beyond the stated error; the live numbers decided"
+        "live replays differed from the shadow at the same speed beyond its stated error: the "
+        "answer weighs both, and what did not race is less sure"
     ),
     Caveat.PROFILE_FORCED: "the profile was made on another machine or engine",
     Caveat.ANSWERS_CUT: (

@@ -1,23 +1,25 @@
-"""How true the shadow is: calibrate on three settings, predict others, measure them live.
+"""How true the shadow is: calibrate as `tune` does, predict settings, measure them live.
 
     python tests/benchmarks/shadow_truth.py --suite cpu --traces DIR -o results.json
+    python tests/benchmarks/shadow_truth.py --suite uncut --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --suite gpu --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --trace prod.jsonl --window 60 --value model=NAME
 
-The suite gpu wants one CUDA device: a 7B-shaped model with random weights at the default
-start-up of vLLM, so that memory profiling, captured graphs and asynchronous scheduling are in.
+The suite cpu cuts all lengths to a quarter, uncut takes them as recorded. The suite gpu wants
+one CUDA device: a 7B-shaped model with random weights at the default start-up of vLLM, so that
+memory profiling, captured graphs and asynchronous scheduling are in.
 
-A scenario is a trace, a load, a window and a KV cache. All settings, those calibrated on among
-them, are measured live --runs times, in turns in a shuffled order, so that the machine's drift
-hits calibration and test alike and the noise of two identical live runs stands beside the
-shadow's error. The settings are the whole grid: the regret is against the best of all of them.
-Prints, for each metric, the median absolute error of the shadow and the median difference of
-two live runs, and over all settings Kendall's tau and the regret of the shadow's choice, beside
-those of a single live run that is judged by another. A choice's regret against an exhaustive
-live grid is judged by live runs that neither of the two saw. --again FILE prints them of kept
-results.
-With --suite, DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
-mooncake_conversation.open.jsonl.
+A scenario is a trace, a load, a window and a KV cache. A run of `tune` on the window is ended
+as soon as it has a step model; then all settings are measured live --runs times on one engine,
+in turns in a shuffled order, so that the noise of two identical live runs stands beside the
+shadow's error. The settings are the whole grid: the regret is against the best of them. Prints,
+for each metric, the median absolute error of the shadow, that of the shadow at the speed that
+each live run had (the mood of the machine is in the first error and not in the second) and the
+median difference of two live runs, and over all settings Kendall's tau and the regret of the
+shadow's choice, beside those of a single live run that is judged by another. A choice's regret
+against an exhaustive live grid is judged by live runs that neither of the two saw. --again FILE
+prints them of kept results. With --suite, DIR holds azure_2023_conv.open.csv,
+azure_2023_code.open.csv and mooncake_conversation.open.jsonl.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -31,12 +33,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from truth_figures import limits_of, show, summary
@@ -47,17 +49,27 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.search.trials import COMPARED, measured_and_predicted
-from tuner.shadow.calibration import Calibration, error_ratio
+from tuner.run.context import Workload
+from tuner.run.listener import Listener
+from tuner.run.options import TuningOptions
+from tuner.run.predict import at_own_speed
+from tuner.run.tune import tune
+from tuner.search.budget import Aim
+from tuner.search.objective import Objective
+from tuner.shadow.calibration import error_ratio
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import KvStart, Profile
+from tuner.shadow.profiles import KvStart, Profile, read_profile
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import TooLong, Trace
 from tuner.traffic.windows import busiest
 
-CALIBRATED = ("2/2048", "8/512", "64/4096")
-PREDICTED = ("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512")
+SETTINGS = (
+    *("2/2048", "8/512", "64/4096"),
+    *("4/2048", "6/1024", "12/2048", "16/256", "24/4096", "32/512"),
+)
+# What a run of `tune` may take that is ended once it has calibrated, and from where it begins.
+BUDGET_S, CURRENT = 200.0, "8/512"
 DEMO_BLOCK_BYTES = 393_216  # 128 tokens of the demo model
 
 
@@ -72,12 +84,13 @@ class Scenario:
     clip: int = 8192
     shrink: int = 1
     values: dict[str, str] = field(default_factory=dict)
-    calibrated: tuple[str, ...] = CALIBRATED
-    predicted: tuple[str, ...] = PREDICTED
+    settings: tuple[str, ...] = SETTINGS
 
 
-GPU_CALIBRATED = ("256/8192", "8/2048", "64/1024")
-GPU_PREDICTED = ("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512")
+GPU_SETTINGS = (
+    *("256/8192", "8/2048", "64/1024"),
+    *("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512"),
+)
 
 
 def gpu_suite(folder: Path) -> list[Scenario]:
@@ -92,12 +105,24 @@ def gpu_suite(folder: Path) -> list[Scenario]:
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
     moon = str(folder / "mooncake_conversation.open.jsonl")
-    fixed = (GPU_CALIBRATED, GPU_PREDICTED)
     return [
-        Scenario("conv", conv, 60, 6.0, 16000, 1, values, *fixed),
-        Scenario("conv, KV tight", conv, 60, 6.0, 16000, 1, tight, *fixed),
-        Scenario("code", code, 60, 3.0, 16000, 1, values, *fixed),
-        Scenario("mooncake", moon, 60, 1.0, 16000, 1, values, *fixed),
+        Scenario("conv", conv, 60, 6.0, 16000, 1, values, GPU_SETTINGS),
+        Scenario("conv, KV tight", conv, 60, 6.0, 16000, 1, tight, GPU_SETTINGS),
+        Scenario("code", code, 60, 3.0, 16000, 1, values, GPU_SETTINGS),
+        Scenario("mooncake", moon, 60, 1.0, 16000, 1, values, GPU_SETTINGS),
+    ]
+
+
+def uncut_suite(folder: Path) -> list[Scenario]:
+    """Return three real traces with lengths as recorded, at loads that the demo model bears."""
+    values = {"max-model-len": "16384"}
+    conv = str(folder / "azure_2023_conv.open.csv")
+    code = str(folder / "azure_2023_code.open.csv")
+    moon = str(folder / "mooncake_conversation.open.jsonl")
+    return [
+        Scenario("conv, uncut", conv, 12, 1.0, 16000, 1, values),
+        Scenario("code, uncut", code, 12, 0.1, 16000, 1, values),
+        Scenario("mooncake, uncut", moon, 12, 0.25, 12000, 1, values),
     ]
 
 
@@ -141,45 +166,79 @@ def shrunk(trace: Trace, times: int) -> Trace:
     )
 
 
+SUITES = {"cpu": suite, "uncut": uncut_suite, "gpu": gpu_suite}
+
+
+class _FittedError(Exception):
+    """Ends a run as soon as it has a step model."""
+
+
+class _UntilFitted(Listener):
+    def note(self, text: str) -> None:
+        print(f"  {text}", file=sys.stderr, flush=True)
+        if text.startswith("step model from"):
+            raise _FittedError
+
+
+def calibrated(window: Trace, values: Mapping[str, object], folder: Path) -> Profile:
+    """Return the profile of a run of `tune` that is ended once it has calibrated."""
+    current = limits_of(CURRENT)
+    options = TuningOptions(
+        trace=window,
+        config={
+            **values,
+            "max-num-seqs": current.max_num_seqs,
+            "max-num-batched-tokens": current.max_num_batched_tokens,
+        },
+        window="all",
+        budget_s=BUDGET_S,
+        run_dir=folder,
+    )
+    with suppress(_FittedError):
+        tune(options, _UntilFitted())
+    return read_profile(folder / "profile.yaml")
+
+
 def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     """Measure one scenario and return everything."""
     window = traffic(scenario)
-    known = [limits_of(text) for text in scenario.calibrated]
-    others = [limits_of(text) for text in scenario.predicted]
-    ceiling = known[0]
-    for limits in (*known, *others):
+    settings = [limits_of(text) for text in scenario.settings]
+    ceiling = settings[0]
+    for limits in settings:
         ceiling = ceiling.covering(limits)
     is_demo = "model" not in scenario.values
     values = {**(demo_engine_args() if is_demo else {}), **scenario.values}
     print(f"\n{scenario.name}: {len(window)} requests in {window.duration_s:.0f} s", flush=True)
     walls: dict[str, float] = {}
-    live: dict[EngineLimits, list[dict[str, Any]]] = {}
+    began_s = time.monotonic()
+    profile = calibrated(window, values, folder / scenario.name.replace(" ", "_"))
+    walls["start and calibrate"] = time.monotonic() - began_s
+    live: dict[EngineLimits, list[Measurement]] = {limits: [] for limits in settings}
     with EngineProcess(LiveSource(), folder / "live.log") as host:
-        began_s = time.monotonic()
         started = host.start(values, ceiling)
-        walls["start"] = time.monotonic() - began_s
-        if started.shape is None:
-            sys.exit(f"no shadow: {started.no_shadow}")
         host.load("window", window, 0)
-        start = KvStart(ceiling, started.info.num_blocks)
-        learnt = Calibration(started.shape, (start,), (), known[0], {})
         began_s = time.monotonic()
         order = random.Random(0)
         for _ in range(runs):
-            turn = [*known, *others]
+            turn = [*settings]
             order.shuffle(turn)
             for limits in turn:
-                log = host.replay("window", limits, ReplayPlan(keep_steps=limits in known))
+                log = host.replay("window", limits, ReplayPlan())
                 print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
-                live.setdefault(limits, []).append(measure([log]).as_json())
-                learnt = learnt.and_steps(limits, [log.kept_steps] if log.kept_steps else [])
+                live[limits].append(measure([log]))
         walls["live, each"] = (time.monotonic() - began_s) / max(1, runs * len(live))
         info = started.info
-    began_s = time.monotonic()
-    profile = learnt.profile()
-    walls["fit"] = time.monotonic() - began_s
-    shadow = predicted(profile, ceiling, window, list(live), walls)
-    profile = checked(profile, known, live, shadow)
+    start = KvStart(ceiling, info.num_blocks)
+    predictor = Predictor(replace(profile, kv_starts=(start,)), ceiling)
+    workload = _workload(window)
+    shadow, own = {}, {}
+    for limits, found in live.items():
+        predicted = predictor.measure([window], limits, ReplayPlan())
+        if isinstance(predicted, Measurement):
+            shadow[str(limits)] = predicted.as_json()
+        steps_s = [m.busy_s / max(m.steps, 1) for m in found]
+        each = [at_own_speed(predictor, workload, limits, step_s) for step_s in steps_s]
+        own[str(limits)] = [None if one is None else one.as_json() for one in each]
     result = {
         "scenario": {**asdict(scenario), "trace": Path(scenario.trace).name},
         "requests": len(window),
@@ -189,58 +248,19 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
         "fit": asdict(profile.fit),
         "error_ratio": error_ratio(profile),
         "walls_s": walls,
-        "live": {str(limits): found for limits, found in live.items()},
-        "shadow": {str(limits): found for limits, found in shadow.items()},
-        "predicted": [str(limits) for limits in others],
+        "live": {str(limits): [m.as_json() for m in found] for limits, found in live.items()},
+        "shadow": shadow,
+        "own_speed": own,
+        "predicted": [str(limits) for limits in settings],
     }
     show(result)
     return result
 
 
-def predicted(
-    profile: Profile,
-    ceiling: EngineLimits,
-    window: Trace,
-    settings: list[EngineLimits],
-    walls: dict[str, float],
-) -> dict[EngineLimits, dict[str, Any]]:
-    """Return what the profile predicts of the settings."""
-    predictor = Predictor(profile, ceiling)
-    predictor.measure([window], settings[0], ReplayPlan())
-    began_s = time.monotonic()
-    found = {limits: predictor.measure([window], limits, ReplayPlan()) for limits in settings}
-    walls["shadow, each"] = (time.monotonic() - began_s) / len(settings)
-    return {s: m.as_json() for s, m in found.items() if isinstance(m, Measurement)}
-
-
-def checked(
-    profile: Profile,
-    known: list[EngineLimits],
-    live: dict[EngineLimits, list[dict[str, Any]]],
-    shadow: dict[EngineLimits, dict[str, Any]],
-) -> Profile:
-    """Return the profile with the error that the tool would state."""
-    differences = [relative_errors(live[limits], shadow[limits]) for limits in known]
-    return replace(profile, metric_error_ratio=metric_error(differences))
-
-
-def relative_errors(
-    live: Sequence[Mapping[str, Any]],
-    shadow: Mapping[str, Any],
-    metrics: Sequence[str] = COMPARED,
-) -> dict[str, float]:
-    """Return how far a shadow's metrics are from the live ones, relative and signed."""
-    pairs = measured_and_predicted(live, shadow, metrics)
-    return {metric: predicted / measured - 1 for metric, (measured, predicted) in pairs.items()}
-
-
-def metric_error(differences: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the largest of the metrics' median absolute errors, None without a comparison."""
-    by_metric: dict[str, list[float]] = {}
-    for difference in differences:
-        for metric, off in difference.items():
-            by_metric.setdefault(metric, []).append(abs(off))
-    return max((median(offs) for offs in by_metric.values()), default=None)
+def _workload(window: Trace) -> Workload:
+    """Return the window as a run of `tune` would predict it."""
+    aim = Aim(Objective.BALANCED, (), ReplayPlan(), None)
+    return Workload.of_piece(window, ReplayPlan(), aim)
 
 
 def main() -> None:
@@ -248,15 +268,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--suite", choices=["cpu", "gpu"])
+    parser.add_argument("--suite", choices=list(SUITES))
     parser.add_argument("--traces", type=Path, help="folder of the suite's traces")
     parser.add_argument("--trace")
     parser.add_argument("--window", type=float, default=30.0)
     parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--clip", type=int, default=8192)
     parser.add_argument("--value", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--calibrate", default=",".join(CALIBRATED))
-    parser.add_argument("--settings", default=",".join(PREDICTED))
+    parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--again", type=Path, metavar="FILE", help="results to sum up anew")
@@ -268,16 +287,12 @@ def main() -> None:
         (args.output or args.again).write_text(json.dumps(kept, indent=1) + "\n")
         return
     if args.suite:
-        whole = suite(args.traces) if args.suite == "cpu" else gpu_suite(args.traces)
-        scenarios = [s for s in whole if args.only in s.name]
+        scenarios = [s for s in SUITES[args.suite](args.traces) if args.only in s.name]
     else:
         values = dict(value.split("=", 1) for value in args.value)
-        known, others = tuple(args.calibrate.split(",")), tuple(args.settings.split(","))
-        name = Path(args.trace).stem
+        name, settings = Path(args.trace).stem, tuple(args.settings.split(","))
         scenarios = [
-            Scenario(
-                name, args.trace, args.window, args.load, args.clip, 1, values, known, others
-            )
+            Scenario(name, args.trace, args.window, args.load, args.clip, 1, values, settings)
         ]
     results = []
     with tempfile.TemporaryDirectory() as folder:

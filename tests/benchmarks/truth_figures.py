@@ -7,7 +7,7 @@ Pure: kept results in, figures out. Measuring is done by `shadow_truth`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, permutations
 from statistics import mean, median
 from typing import Any
@@ -40,9 +40,22 @@ def limits_of(text: str) -> EngineLimits:
     return EngineLimits(int(seqs), int(tokens))
 
 
-def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return by metric the shadow's errors, and the differences of live runs, all relative."""
-    found: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+@dataclass
+class Errors:
+    """By how much predictions and live runs of one metric differ, relative and absolute.
+
+    `off` is the shadow's of each setting, `own_off` that of each live run at its own speed,
+    `noise` that of each two live runs of a setting.
+    """
+
+    off: list[float] = field(default_factory=list)
+    own_off: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+
+
+def errors(result: dict[str, Any]) -> dict[str, Errors]:
+    """Return what is off, by metric."""
+    found = {metric: Errors() for metric in METRICS}
     for name in result["predicted"]:
         for metric in METRICS:
             measured = [read_metric(m, metric) for m in result["live"][name]]
@@ -52,10 +65,21 @@ def errors(result: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]
                 continue
             if metric.startswith("ttft") and median(real) < TTFT_FLOOR_S:
                 continue
-            off, noise = found[metric]
-            off.append(abs(predicted / median(real) - 1))
-            noise.extend(abs(a / b - 1) for a, b in combinations(real, 2))
+            of = found[metric]
+            of.off.append(abs(predicted / median(real) - 1))
+            of.noise.extend(abs(a / b - 1) for a, b in combinations(real, 2))
+            of.own_off += _own_errors(result, name, metric)
     return found
+
+
+def _own_errors(result: dict[str, Any], name: str, metric: str) -> list[float]:
+    """Return what is off of each live run of a setting at its own speed, where that is kept."""
+    shown, live = result.get("own_speed", {}).get(name, ()), result["live"][name]
+    pairs = [
+        (told and read_metric(told, metric), read_metric(real, metric))
+        for told, real in zip(shown, live, strict=False)
+    ]
+    return [abs(told / real - 1) for told, real in pairs if told and real]
 
 
 @dataclass(frozen=True)
@@ -155,27 +179,37 @@ def show(result: dict[str, Any]) -> None:
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Print and return the figures over all scenarios."""
-    pooled: dict[str, tuple[list[float], list[float]]] = {m: ([], []) for m in METRICS}
+    pooled = {metric: Errors() for metric in METRICS}
     for result in results:
-        for metric, (off, noise) in errors(result).items():
-            pooled[metric][0].extend(off)
-            pooled[metric][1].extend(noise)
-    print(f"\n{'metric':<16} {'shadow off':>11} {'worst':>8} {'live noise':>11} {'n':>4}")
+        for metric, found in errors(result).items():
+            pooled[metric].off += found.off
+            pooled[metric].own_off += found.own_off
+            pooled[metric].noise += found.noise
+    print(
+        f"\n{'metric':<16} {'shadow off':>11} {'worst':>8} {'at own speed':>13} {'worst':>8} "
+        f"{'live noise':>11} {'n':>4}"
+    )
     figures: dict[str, Any] = {}
-    for metric, (off, noise) in pooled.items():
-        if off:
-            line = (median(off), max(off), median(noise) if noise else float("nan"), len(off))
-            print(
-                f"{metric:<16} {line[0]:>11.1%} {line[1]:>8.1%} {line[2]:>11.1%} {line[3]:>4}"
-            )
-            figures[metric] = dict(
-                zip(("median", "worst", "live_noise", "n"), line, strict=True)
-            )
+    for metric, of in pooled.items():
+        if of.off:
+            figures[metric] = {
+                "median": median(of.off),
+                "worst": max(of.off),
+                "own_speed_median": median(of.own_off) if of.own_off else None,
+                "own_speed_worst": max(of.own_off, default=None),
+                "live_noise": median(of.noise) if of.noise else None,
+                "n": len(of.off),
+            }
+            shares = [figures[metric][key] for key in list(figures[metric])[:-1]]
+            cells = ["" if share is None else f"{share:.1%}" for share in shares]
+            widths = (11, 8, 13, 8, 11)
+            row = " ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+            print(f"{metric:<16} {row} {len(of.off):>4}")
     for result in results:
         name = result["scenario"]["name"]
-        for source, found in rankings(result).items():
-            print(f"{name:<20} {source:<24} tau {found.tau:.2f}, regret {found.regret:.1%}")
-            figures[f"ranking, {name}, {source}"] = asdict(found)
+        for source, ranking in rankings(result).items():
+            print(f"{name:<20} {source:<24} tau {ranking.tau:.2f}, regret {ranking.regret:.1%}")
+            figures[f"ranking, {name}, {source}"] = asdict(ranking)
         if len(_values(result)[1]) > 1:
             figures[f"regret against a live grid, {name}"] = against_grid(result)
     _say_ranking(figures)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.run_parts import ToyRun, a_profile, a_run, a_space
@@ -21,11 +22,13 @@ from tuner.errors import Caveat, EngineError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
+from tuner.run.context import Workload
 from tuner.run.live_search import LiveEvidence
-from tuner.run.predict import Deployed, at_own_speed
-from tuner.run.race import Cold, confirm_cold, is_futile, race
+from tuner.run.predict import Deployed, at_own_speed, predict
+from tuner.run.race import Cold, PredictedEvidence, confirm_cold, is_futile, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
-from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.posterior import Draws
 from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
@@ -337,6 +340,67 @@ def test_a_race_leaves_the_time_that_the_cold_engines_need(tmp_path: Path) -> No
         assert run.context.journal.observations() == []
     assert (found.verdict, found.rounds) == (RaceVerdict.KEEP, 0)
     assert run.context.caveats == {Caveat.BUDGET_SPENT}
+
+
+@dataclass(frozen=True, slots=True)
+class LongPlan(RacePlan):
+    """A race of which each replay is thought to take ten seconds."""
+
+    def replay_s(self, limits: EngineLimits) -> float:  # noqa: ARG002 - as of any
+        """Return what a replay takes."""
+        return 10.0
+
+
+class OpenEvidence(LiveEvidence):
+    """Two that are surely better than the current one, and of which no round tells which."""
+
+    def draws(self, count: int) -> Draws:
+        """Return draws that stay as they are."""
+        rng, point = np.random.default_rng(0), (1.0, 1.0, 3.0)
+        scores = [Score(Tier.GOOD, value, "e2e_p95") for value in point]
+        drawn = [
+            [score.times(float(t)) for score, t in zip(scores, row, strict=True)]
+            for row in np.exp(rng.normal(0.0, 0.1, (count, len(point))))
+        ]
+        return Draws.of(self.settings(), scores, drawn, drawn, None)
+
+
+@pytest.mark.parametrize(("total_s", "rounds"), [(50.0, 1), (1e4, 3)])
+def test_a_race_that_has_an_answer_ends_while_the_cold_engines_still_fit(
+    tmp_path: Path, total_s: float, rounds: int
+) -> None:
+    """A round takes 30 s, the cold engines 21; else two rounds more show that it is vain."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
+        run.engine.ensure_started()
+        run.context.stopwatch.total_s = total_s
+        near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
+        plan = LongPlan(run.context, (BETTER, near, CURRENT), run.workload)
+        found = race(run.runner, plan, OpenEvidence(plan, min_rounds=1))
+    assert (found.verdict, found.rounds) == (RaceVerdict.CHANGE, rounds)
+    assert run.context.caveats == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "differs"),
+    [
+        (StepModel.linear(0.010, 0.0005, 0.0001), False),
+        (StepModel.linear(0.005, 0.0, 0.0008), True),
+    ],
+)
+def test_live_and_predicted_disagree_by_what_no_common_speed_explains(
+    tmp_path: Path, model: StepModel, *, differs: bool
+) -> None:
+    """The engine is a fifth slower than the first model, whose shape is its own."""
+    with a_run(tmp_path, TRACE, a_space(CURRENT), ToySource(ToyCosts().scaled(1.2))) as run:
+        predictor = Predictor(replace(a_profile(), step_model=model), run.context.space.ceiling)
+        aim = run.context.aim
+        predicted = predict(predictor, run.context.space, Workload.of_whole(TRACE, aim))
+        run.trial(CURRENT, Phase.RACE, 1)
+        plan = run.plan(BETTER, CURRENT)
+        evidence = PredictedEvidence(plan, predictor, predicted, lambda: None)
+        evidence.draws(2)
+        found = evidence.disagreement()
+    assert (f"e2e_p95 at {CURRENT} is " in found) is differs
 
 
 def test_a_replay_is_compared_with_the_simulation_at_its_own_speed(tmp_path: Path) -> None:

@@ -153,15 +153,6 @@ def cross_check(
     return found
 
 
-def disagreement(differences: Differences, wrong_ratio: float) -> str:
-    """Say where live and predicted differ by more than the stated error; empty if nowhere."""
-    return ", ".join(
-        f"{metric} at {limits} by {predicted / measured - 1:+.0%}"
-        for (limits, metric), (measured, predicted) in differences.items()
-        if abs(predicted / measured - 1) > DISAGREEMENT * wrong_ratio
-    )
-
-
 def at_own_speed(
     predictor: Predictor, workload: Workload, limits: EngineLimits, step_s: float
 ) -> Measurement | None:

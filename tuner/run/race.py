@@ -25,6 +25,7 @@ from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import RunContext, Workload
 from tuner.run.journal import Round
 from tuner.run.predict import (
+    DISAGREEMENT,
     DRAWS,
     FEW_DRAWS,
     UNEXPLAINED,
@@ -160,6 +161,24 @@ class PredictedEvidence:
         is_usable = 0 < live < math.inf and 0 < simulated < math.inf
         return math.log(live / simulated) if is_usable else math.nan
 
+    def disagreement(self) -> str:
+        """Say whose replays differ from the simulation at their own speed by too much.
+
+        By more than a stated error of the prediction explains; empty where nobody's do. The
+        mood of the machine is in none of it.
+        """
+        off: dict[tuple[EngineLimits, str], list[float]] = {}
+        for trial in self._trials(self.settings()):
+            found = self._off.get(trial.number, math.nan)
+            if math.isfinite(found):
+                off.setdefault((trial.limits, trial.score.own_metric), []).append(found)
+        means = {key: math.expm1(float(np.mean(logs))) for key, logs in off.items()}
+        return ", ".join(
+            f"{metric} at {limits} is {wrong:+.0%} off the simulation at the same speed"
+            for (limits, metric), wrong in means.items()
+            if abs(wrong) > DISAGREEMENT * self.predictor.wrong_ratio
+        )
+
     def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
         """Return who may yet be the best."""
         return draws.contenders(self.plan.context.space.current, confidence)
@@ -181,8 +200,9 @@ def race(
 ) -> RaceDecision:
     """Replay who may yet be the best, in turns, until it is settled or the time is over.
 
-    Time is left for the cold engines, where it is enough for both. `observe` receives the log
-    of every replay; of the first round's the timelines are kept.
+    Time is left for the cold engines where it is enough for both; where it is not, the race
+    ends for them once it has an answer and another round would leave no time for them.
+    `observe` receives the log of every replay; of the first round's the timelines are kept.
 
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
@@ -195,6 +215,8 @@ def race(
             inside = evidence.inside(draws, confidence)
             round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds:
+                if not reserved_s and _is_for_the_cold(runner, plan, draws, round_s):
+                    break
                 regrets.append(draws.regret(current, confidence))
                 if is_futile(regrets) or all(
                     # Few draws may be wrong about what many say.
@@ -215,6 +237,20 @@ def race(
             context.journal.withdraw(Phase.RACE)
         whole = whole_rounds(context.journal.race_runs(), evidence.settings())
         return evidence.draws(DRAWS).decide(current, confidence, whole)
+
+
+def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float) -> bool:
+    """Whether the time that is left holds the cold engines of a change, and no round before.
+
+    Who could be the best beside the winner is much like it; that it is better than the current
+    one is what production relies on.
+    """
+    context = runner.context
+    found = draws.decide(context.space.current, context.aim.confidence)
+    if found.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
+        return False
+    cold_s = cold_cost_s(runner, plan, (found.winner, context.space.current))
+    return cold_s <= context.left_s < cold_s + round_s
 
 
 def is_settled(regret: float, rounds: int, round_s: float) -> bool:

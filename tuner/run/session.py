@@ -26,7 +26,6 @@ from tuner.run.predict import (
     Predictions,
     contend,
     cross_check,
-    disagreement,
     predict_deployed,
     predict_more,
 )
@@ -352,8 +351,7 @@ class Session:
         )
         self._plan = evidence.plan
         self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
-        differ = disagreement(self.compared, evidence.predictor.wrong_ratio)
-        if differ:
+        if differ := evidence.disagreement():
             self.context.listener.note(f"live and predicted disagree: {differ}")
             self.context.caveats.add(Caveat.SHADOW_DISAGREES)
         return self._with_own_blocks(evidence, decision)
