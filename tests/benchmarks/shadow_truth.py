@@ -120,9 +120,9 @@ def uncut_suite(folder: Path) -> list[Scenario]:
     code = str(folder / "azure_2023_code.open.csv")
     moon = str(folder / "mooncake_conversation.open.jsonl")
     return [
-        Scenario("conv, uncut", conv, 12, 1.0, 16000, 1, values),
-        Scenario("code, uncut", code, 12, 0.1, 16000, 1, values),
-        Scenario("mooncake, uncut", moon, 12, 0.25, 12000, 1, values),
+        Scenario("conv, uncut", conv, 6, 1.0, 16000, 1, values),
+        Scenario("code, uncut", code, 6, 0.1, 16000, 1, values),
+        Scenario("mooncake, uncut", moon, 6, 0.25, 12000, 1, values),
     ]
 
 

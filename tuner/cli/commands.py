@@ -468,6 +468,69 @@ def explore(**params: Any) -> int:
     return run_explore(ExploreOptions.parse(params))
 
 
+@cloup.group(
+    "profile",
+    context_settings=CONTEXT,
+    epilog=ending(
+        "tune profile fit --recording prod.jsonl -o profile.yaml", exits=SHADOW_FAILED
+    ),
+)
+def profile() -> None:
+    """Make a profile without a spare machine.
+
+    With it every command that takes --profile predicts for the engine that it speaks for.
+    """
+
+
+@command(
+    "fit",
+    "tune profile fit --recording prod.jsonl --config current.yaml -o profile.yaml",
+    exits=SHADOW_FAILED,
+)
+@cloup.option_group(
+    "Main options",
+    file_option(
+        "--recording",
+        multiple=True,
+        help="Requests that the recorder wrote while the server served; repeatable.",
+    ),
+    file_option(
+        "-o",
+        "--output",
+        default="profile.yaml",
+        show_default=True,
+        help="Where the profile goes.",
+    ),
+    JSON,
+)
+@cloup.option_group(
+    "What was served",
+    file_option(
+        "--steps",
+        multiple=True,
+        help="Steps that the recorder wrote with TUNE_RECORD_STEPS=1; repeatable; default: "
+        "those beside --recording.",
+    ),
+    file_option(
+        "--config",
+        help="Configuration that was served (YAML), for what is emitted later; default: the "
+        "model alone.",
+    ),
+)
+def fit(**params: Any) -> int:
+    """Learn a profile from a server in production, which goes on serving.
+
+    From the steps that its recorder kept beside its requests: how long batches take with
+    production's own traffic, the server's overhead included.
+    """
+    from tuner.cli.production import ProfileFitOptions, run_profile_fit
+
+    return run_profile_fit(ProfileFitOptions.parse(params))
+
+
+profile.add_command(fit)
+
+
 @command(
     "worker",
     "tune worker --storage postgresql+psycopg://me@db/tune --run runs/2026-11-20T14-03-00",
@@ -554,7 +617,7 @@ def emit(**params: Any) -> int:
 
 
 tune.section("Measure", replay, compare, verify)
-tune.section("Predict", plan, explore, calibrate, worker)
+tune.section("Predict", plan, explore, profile, calibrate, worker)
 tune.section("Use the result", emit, report)
 tune.section("Keep it tuned", check, watch)
 tune.section("Traffic and setup", trace, doctor)

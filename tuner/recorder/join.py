@@ -18,6 +18,7 @@ from tuner.recorder.messages import (
     Left,
     Message,
     Replied,
+    Stepped,
     Unfinished,
 )
 from tuner.recorder.open_prompts import OpenPrompts
@@ -51,6 +52,8 @@ class Join:
             case Ended():
                 self.open.close(message.asked)
                 return []
+            case Stepped():
+                return []  # steps are no requests
 
     def _ask(self, prompt: Asked) -> None:
         ids = None

@@ -122,7 +122,14 @@ class Ended:
     asked: Sequence[tuple[str, int]]
 
 
-Message = Asked | Finished | Left | Replied | Ended
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Steps of one engine, the numbers of `steps.COLUMNS` for each, times since 1970."""
+
+    numbers: array[int]
+
+
+Message = Asked | Finished | Left | Replied | Ended | Stepped
 
 
 def weight_bytes(message: Message) -> int:
@@ -142,5 +149,7 @@ def weight_bytes(message: Message) -> int:
         case Left():
             own = sys.getsizeof(message.request_id)
             return MESSAGE_BYTES + own + REQUEST_BYTES * len(message.unfinished)
+        case Stepped():
+            return MESSAGE_BYTES + sys.getsizeof(message.numbers)
         case Replied() | Ended():
             return MESSAGE_BYTES + sum(sys.getsizeof(name) for name, _ in message.asked)

@@ -1,21 +1,24 @@
 """The first door: a stat logger that vLLM loads by itself where this package is installed.
 
-It reports what the engine counted, for `vllm serve` and for any service that embeds AsyncLLM.
-vLLM promises no stability for the arguments of stat loggers, so names are looked up first.
+It reports what the engine counted, and if asked how long its steps took, for `vllm serve` and
+for any service that embeds AsyncLLM. vLLM promises no stability for the arguments of stat
+loggers, so names are looked up first.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 from inspect import isabstract
 from typing import TYPE_CHECKING, Final, cast
 
 import vllm
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from tuner.recorder.messages import Finished, FinishedRequest
 from tuner.recorder.recorder import Recorder, process_recorder
+from tuner.recorder.steps import StepTap, quiet_iterations
 from tuner.recorder.tap import served_model
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
 
     def __init__(self, *args: object, **keywords: object) -> None:
         self._recorder = process_recorder()
+        self._steps: StepTap | None = None
         if self._recorder is None:
             return
         with self._recorder.opening:
@@ -55,6 +59,13 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
         recorder.source.vllm = vllm.__version__
         recorder.source.model = served_model(vllm_config)
         recorder.source.has_engine_counts = True
+        if recorder.has_steps:
+            from tuner.engine.compat.shape import described_server
+
+            recorder.source.server = described_server(vllm_config, vllm.__version__)
+            self._steps = StepTap(recorder.offer)
+            recorder.before_close.append(self._steps.flush)
+            quiet_iterations()
 
     def record(self, *args: object, **keywords: object) -> None:
         """Take the requests that this iteration finished; most finish none."""
@@ -66,6 +77,14 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
             stats = cast("IterationStats | None", found)
             if stats is not None and stats.finished_requests:
                 recorder.offer(Finished(stats.iteration_timestamp, stats.finished_requests))
+            if self._steps is not None:
+                known = (
+                    keywords["scheduler_stats"] if "scheduler_stats" in keywords else args[0]
+                )
+                scheduled = cast("SchedulerStats | None", known)
+                # Before 0.24 or so a step says nothing of what was in it.
+                details = getattr(scheduled, "iteration_details", None)
+                self._steps.take(stats, details, time.time())
 
     def log_engine_initialized(self) -> None:
         """Do nothing: recording begins with the first request."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
@@ -28,10 +29,11 @@ from tuner.recorder.faults import (
     warn,
 )
 from tuner.recorder.join import Join
-from tuner.recorder.messages import Finished, Message, weight_bytes
-from tuner.recorder.rows import RecordedServer, header_line, row_line
+from tuner.recorder.messages import Finished, Message, Stepped, weight_bytes
+from tuner.recorder.rows import RecordedServer, header_line, recorded_by, row_line
 from tuner.recorder.segments import Segments
 from tuner.recorder.settings import RecordSettings
+from tuner.recorder.steps import steps_header, steps_line, steps_path
 
 GATHER_S: Final = 0.25
 """Ours: four wakes a second cost nothing, and a killed server loses no more than that."""
@@ -55,6 +57,14 @@ class Recorder:
         self._segments = Segments(
             settings.path, settings.max_bytes, lambda: header_line(self.source)
         )
+        self.has_steps = settings.has_steps
+        self._step_segments = Segments(
+            steps_path(settings.path),
+            settings.max_bytes,
+            lambda: steps_header(recorded_by(), self.source.server),
+        )
+        self.before_close: list[Callable[[], None]] = []
+        """What doors still hold is handed over by these when the recording ends."""
         self._queue: SimpleQueue[tuple[Message, int] | None] = SimpleQueue()
         self._offered_bytes = self._done_bytes = self._written = 0
         self._thread: threading.Thread | None = None
@@ -94,6 +104,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write what has been taken, and say what was recorded; later messages are ignored."""
+        for hand_over in self.before_close:
+            with silently:
+                hand_over()
         self.is_on = False
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -136,8 +149,9 @@ class Recorder:
         with self._working:
             while self._write_next():
                 pass
-        with self._working:
-            self._segments.close()
+        for segments in (self._segments, self._step_segments):
+            with self._working:
+                segments.close()
         with self._working:
             self._forget()
             self._say_end()
@@ -148,10 +162,13 @@ class Recorder:
         if self._has_failed:
             return False
         lines = self._lines(messages)
+        steps = self._step_lines(messages)
         # So that a disk that hangs keeps the lines alone.
         messages.clear()
         if lines:
             self._segments.write(lines)
+        if steps:
+            self._step_segments.write(steps)
         self._written += len(lines)
         self._done_bytes += weight
         return is_open
@@ -163,6 +180,18 @@ class Recorder:
             for one in _single(message):
                 with self._joining:
                     lines += [row_line(row) for row in self.join.rows(one)]
+        return lines
+
+    def _step_lines(self, messages: list[Message]) -> list[bytes]:
+        """Return the line that the steps among messages make, if there are any."""
+        numbers = array("q")
+        for message in messages:
+            if isinstance(message, Stepped):
+                numbers.extend(message.numbers)
+        lines: list[bytes] = []
+        if numbers:
+            with self._joining:
+                lines.append(steps_line(numbers))
         return lines
 
     def _gather(self) -> tuple[list[Message], int, bool]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -70,6 +70,8 @@ class RecordedServer:
     """In tokens; set when prompts are seen."""
     has_engine_counts: bool = False
     sees_unfinished: bool = False
+    server: dict[str, Any] = field(default_factory=dict)
+    """Whose steps are recorded, as `described_server` says."""
 
     @property
     def counts_from(self) -> CountsFrom:
@@ -91,7 +93,7 @@ def header_line(source: RecordedServer) -> bytes:
     """Return the first line of a file: what the rest was recorded from, and what it lacks."""
     header = {
         "version": HEADER_VERSION,
-        "recorded_by": f"{_DISTRIBUTION} {_tuner_version()}",
+        "recorded_by": recorded_by(),
         "clock": "wall",
         "vllm": source.vllm,
         "model": source.model,
@@ -108,8 +110,10 @@ def row_line(row: Row) -> bytes:
     return msgspec.json.encode(row) + b"\n"
 
 
-def _tuner_version() -> str:
+def recorded_by() -> str:
+    """Return what writes a recording, with its version."""
     try:
-        return importlib.metadata.version(_DISTRIBUTION)
+        version = importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        version = "unknown"
+    return f"{_DISTRIBUTION} {version}"

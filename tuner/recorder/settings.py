@@ -20,6 +20,9 @@ FILE: Final = RECORD_FILE
 MAX_BYTES: Final = "TUNE_RECORD_MAX_BYTES"
 """Optional: the size at which a file is closed and the next one begun."""
 
+STEPS: Final = "TUNE_RECORD_STEPS"
+"""Optional: 1 records the engine's steps too, beside the requests."""
+
 KEY: Final = "TUNE_RECORD_KEY_OF_THIS_RUN"
 """Written by `share_key` for the processes of one server; not meant for users."""
 
@@ -31,17 +34,22 @@ KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class RecordSettings:
-    """Where to record, when to begin the next file (None: never), and the key of the hashes."""
+    """Where to record, when to begin the next file (None: never), and the key of the hashes.
+
+    `has_steps` says whether the engine's steps are recorded too.
+    """
 
     path: Path
     max_bytes: int | None = None
     key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
+    has_steps: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RecordSettings | None:
         """Return the settings, or None where nothing is to be recorded.
 
-        Raises: UsageError if TUNE_RECORD_MAX_BYTES is no size.
+        Raises: UsageError if TUNE_RECORD_MAX_BYTES is no size, or TUNE_RECORD_STEPS neither 0
+            nor 1.
 
         >>> RecordSettings.from_environment({}) is None
         True
@@ -56,11 +64,16 @@ class RecordSettings:
                 f"for files of 1 GB set {MAX_BYTES}=1000000000",
             )
         max_bytes = int(size) if size else None
+        steps = environment.get(STEPS) or "0"
+        if steps not in ("0", "1"):
+            raise UsageError(f"{STEPS} must be 0 or 1, got {steps}", f"set {STEPS}=1")
         try:
             key = bytes.fromhex(environment.get(KEY, ""))
         except ValueError:
             key = b""
-        return cls(path, max_bytes, key) if len(key) == KEY_BYTES else cls(path, max_bytes)
+        if len(key) != KEY_BYTES:
+            key = secrets.token_bytes(KEY_BYTES)
+        return cls(path, max_bytes, key, has_steps=steps == "1")
 
 
 def share_key() -> None:

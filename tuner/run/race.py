@@ -59,6 +59,8 @@ MIN_ROUNDS_PREDICTED = 1
 # What a second of the engine has to be expected to save, as a share of what is optimised: ours,
 # four minutes for one percent.
 WORTH_PER_S = 4e-5
+# How many times what the cold engines should take is kept for them: ours, a start differs.
+COLD_MARGIN = 1.1
 # Rounds without which nothing would be less certain end a race: ours.
 VAIN_ROUNDS = 2
 # By how much the gain on engines started cold usually differs from that on one engine, in
@@ -209,13 +211,15 @@ def race(
     context, current = runner.context, runner.context.space.current
     reserved_s, rounds = reserve_s(runner, plan), 0
     regrets: list[float] = []
+    usual_s = 0.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
             inside = evidence.inside(draws, confidence)
             round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds:
-                if not reserved_s and _is_for_the_cold(runner, plan, draws, round_s):
+                next_s = max(round_s, usual_s)
+                if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
                 regrets.append(draws.regret(current, confidence))
                 if is_futile(regrets) or all(
@@ -226,12 +230,14 @@ def race(
                     for count in (FEW_DRAWS, DRAWS)
                 ):
                     break
+            before_s = context.left_s
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
                 context.caveats.add(Caveat.BUDGET_SPENT)
                 break
             rounds += 1
             evidence.learn()
             draws = evidence.draws(FEW_DRAWS)
+            usual_s = before_s - context.left_s
             context.listener.note(_so_far(draws, current, confidence, rounds))
         if context.is_shared:
             context.journal.withdraw(Phase.RACE)
@@ -249,7 +255,8 @@ def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s:
     found = draws.decide(context.space.current, context.aim.confidence)
     if found.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
         return False
-    cold_s = cold_cost_s(runner, plan, (found.winner, context.space.current))
+    pair = (found.winner, context.space.current)
+    cold_s = COLD_MARGIN * cold_cost_s(runner, plan, pair)
     return cold_s <= context.left_s < cold_s + round_s
 
 

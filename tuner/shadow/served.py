@@ -128,6 +128,16 @@ def fit_serving_overhead(
     )
 
 
+def off_recorded(trace: Trace, limits: EngineLimits, lines: Timelines) -> dict[str, float]:
+    """Return by how much a replay of a recording is off it, relative and signed, by metric.
+
+    On the second half of its requests.
+
+    Raises: TooFewSamplesError if too few of them have their times.
+    """
+    return _Seen.of(trace, limits.max_num_seqs).off(lines)
+
+
 def _settled(
     seen: _Seen, first: _Try, model: StepModel, replay: Replay, *, has_prefill: bool
 ) -> _Try:

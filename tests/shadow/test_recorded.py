@@ -1,0 +1,259 @@
+"""What production recorded of its steps becomes the very batches that it ran."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.run_parts import a_profile
+from support.traffic import steady
+from tuner.engine.limits import EngineLimits
+from tuner.engine.steps import StepColumns
+from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.recorder.rows import RecordedServer, Row, header_line, row_line
+from tuner.recorder.steps import COLUMNS, steps_header, steps_line
+from tuner.replay.loop import ReplayLog
+from tuner.replay.plan import ReplayPlan
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import KvStart
+from tuner.shadow.recorded import (
+    RecordedRequests,
+    RecordedSteps,
+    learn_profile,
+    read_steps,
+    rebuild,
+    steps_beside,
+)
+from tuner.shadow.step_model import StepModel
+
+NOW_S = 1_763_726_400.0
+LIMITS = EngineLimits(16, 256)
+# Contexts matter, so that a model that does not know them is off.
+MODEL = StepModel.linear(
+    0.008, 0.0004, 0.00005, decode_context_s=2e-7, prefill_context_s=5e-9, prefill_base_s=0.001
+)
+TRACE = steady(300, per_s=6.0, prompt=400, output=60)
+
+
+def served(limits: EngineLimits = LIMITS, blocks: int = 100_000) -> ReplayLog:
+    """Return a replay on an engine that takes what the model says, with every step."""
+    profile = a_profile(step_model=MODEL, kv_starts=(KvStart(limits, blocks),))
+    return Predictor(profile).replay(TRACE, limits, ReplayPlan(keep_steps=True))
+
+
+def each_step(steps: StepColumns) -> StepColumns:
+    """Return runs of like steps one by one."""
+    times = steps.repeats.astype(int)
+    kept = np.repeat(np.arange(len(steps)), times)
+    number = np.arange(kept.size) - np.repeat(np.cumsum(times) - times, times)
+    found: dict[str, Any] = {
+        name: getattr(steps, name)[kept] for name in StepColumns.__dataclass_fields__
+    }
+    found["duration_s"] = found["duration_s"] / found["repeats"]
+    back_s = (found["repeats"] - 1 - number) * found["duration_s"]
+    found["end_s"] = found["end_s"] - back_s
+    found["decode_context_tokens"] += number * found["decode_seqs"]
+    found["repeats"] = np.ones(kept.size)
+    return StepColumns(**found)
+
+
+def recorded(
+    log: ReplayLog, *, has_details: bool = True, server: dict[str, Any] | None = None
+) -> tuple[StepColumns, list[bytes], list[bytes]]:
+    """Return the true steps of a replay, and the lines that a recorder would have written."""
+    assert log.kept_steps is not None
+    every = each_step(log.kept_steps)
+    busy = (every.decode_seqs > 0) | (every.prefill_tokens > 0)
+    true = StepColumns(
+        **{name: getattr(every, name)[busy] for name in StepColumns.__dataclass_fields__}
+    )
+    numbers = array("q")
+    for end_s, took_s, seqs, prefill in zip(
+        true.end_s, true.duration_s, true.decode_seqs, true.prefill_tokens, strict=True
+    ):
+        interval = round(took_s * 1e6) if seqs else -1
+        # The core's own work, a millisecond, is in the interval and not in what it waited.
+        known = (int(prefill > 0), int(prefill), round(took_s * 1e6) - 1000)
+        if not has_details:
+            known = (0, 0, -1) if not prefill else (-1, -1, -1)
+        numbers.extend(
+            (round((NOW_S + end_s) * 1e6), int(seqs), *known[:2], interval, known[2], 0)
+        )
+    lines = log.timelines
+    due_s, first_s, last_s = (
+        column.tolist() for column in (lines.due_s, lines.first_s, lines.last_s)
+    )
+    rows = [
+        Row(
+            arrived_at_s=round(NOW_S + due_s[i], 6),
+            input_length=int(TRACE.prompt_tokens[i]),
+            output_length=int(lines.output_tokens[i]),
+            status="length",
+            e2e_s=round(last_s[i] - due_s[i], 6),
+            ttft_s=round(first_s[i] - due_s[i], 6),
+            cached_tokens=0,
+            decode_s=round(last_s[i] - first_s[i], 6),
+            prefill_s=round(first_s[i] - due_s[i], 6),
+        )
+        for i in range(len(TRACE))
+        if lines.completed[i]
+    ]
+    head = steps_header("test", server or a_server())
+    source = RecordedServer("scope", has_engine_counts=True)
+    return true, [head, steps_line(numbers)], [header_line(source), *map(row_line, rows)]
+
+
+def a_server(**changed: Any) -> dict[str, Any]:
+    """Return what a recorder says of the server."""
+    shape = msgspec.to_builtins(a_profile().shape)
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+    known = {"vllm": "0.32.0", "model": "toy", "limits": limits, "num_blocks": 100_000}
+    return {**known, "shape": shape, "has_details": True, **changed}
+
+
+def read(folder: Path, steps: list[bytes], rows: list[bytes]) -> tuple[Any, RecordedRequests]:
+    """Return what is read of the lines once they lie in files."""
+    (folder / "prod.steps").write_bytes(b"".join(steps))
+    (folder / "prod.jsonl").write_bytes(b"".join(rows))
+    paths = steps_beside([folder / "prod.jsonl"])
+    return read_steps(paths), RecordedRequests.read([folder / "prod.jsonl"])
+
+
+@pytest.mark.parametrize("has_details", [True, False])
+def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details: bool) -> None:
+    true, steps, rows = recorded(served(), has_details=has_details)
+    (found,), requests = read(tmp_path, steps, rows)
+    rebuilt = rebuild(found, requests)
+    at = np.searchsorted(found.ended_s, rebuilt.steps.end_s)
+    share = len(rebuilt.steps) / len(true)
+    # Without details prompts in pieces are unknown, and a step that only prefills has no time.
+    assert share > (0.97 if has_details else 0.8)
+    for name in ("decode_seqs", "prefill_tokens"):
+        assert getattr(rebuilt.steps, name) == pytest.approx(getattr(true, name)[at])
+    for name in ("decode_context_tokens", "prefill_context_tokens"):
+        ours, its = getattr(rebuilt.steps, name), getattr(true, name)[at]
+        assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
+        assert ours.sum() == pytest.approx(its.sum(), rel=0.01)
+
+
+def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) -> None:
+    _, steps, rows = recorded(served())
+    found, requests = read(tmp_path, steps, rows)
+    profile, learnt = learn_profile(found, requests, {"model": "toy"})
+    assert profile.current_limits == LIMITS
+    assert profile.num_blocks_at(LIMITS) == 100_000
+    assert learnt.most_seqs <= 16
+    assert profile.uncertainty is not None
+    # Foretold at limits that production never had, within 2 % of what such an engine does.
+    for limits in (EngineLimits(8, 256), EngineLimits(12, 512)):
+        truth = served(limits).timelines
+        log = Predictor(profile).replay(TRACE, limits, ReplayPlan())
+        took_s, told_s = (
+            float(np.median(lines.last_s - lines.due_s)) for lines in (truth, log.timelines)
+        )
+        assert told_s == pytest.approx(took_s, rel=0.02)
+
+
+def test_a_request_that_is_missing_is_stood_for_and_many_leave_steps_out(
+    tmp_path: Path,
+) -> None:
+    true, steps, rows = recorded(served())
+    (found,), requests = read(tmp_path, steps, [row for n, row in enumerate(rows) if n != 150])
+    few = rebuild(found, requests)
+    assert len(few.steps) > 0.8 * len(true)
+    (found,), requests = read(tmp_path, steps, [*rows[:1], *rows[1::2]])
+    half = rebuild(found, requests)
+    assert half.left_out["with requests that are not in the recording"] > 0.3 * len(true)
+
+
+@given(st.lists(st.tuples(*[st.integers(-1, 2**40)] * (len(COLUMNS) - 1)), min_size=1))
+def test_lines_hold_what_was_put_in(rows: list[tuple[int, ...]]) -> None:
+    numbers = array("q")
+    for n, row in enumerate(rows):
+        numbers.extend((10**15 + 7 * n, *row))
+    from tuner.shadow.recorded import _unpacked
+
+    table = _unpacked(Path("x"), 1, steps_line(numbers))
+    assert table.T.ravel().tolist() == numbers.tolist()
+
+
+def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
+    tmp_path: Path,
+) -> None:
+    _, (head, line), rows = recorded(served())
+    (found,), _ = read(tmp_path, [head, line, line[: len(line) // 2]], rows)
+    assert len(found) > 100
+    with pytest.raises(UsageError, match="line 2: damaged"):
+        read(tmp_path, [head, line[: len(line) // 2] + b"\n", line], rows)
+    with pytest.raises(UsageError, match="no recording of steps"):
+        read(tmp_path, rows, rows)
+    with pytest.raises(UsageError, match="version must be 1, got 2"):
+        read(tmp_path, [head.replace(b'"version":1', b'"version":2'), line], rows)
+
+
+def test_without_steps_it_is_said_what_to_switch_on(tmp_path: Path) -> None:
+    (tmp_path / "prod.jsonl").write_bytes(b"")
+    (tmp_path / "other.steps").write_bytes(b"")
+    with pytest.raises(UsageError, match="no steps were recorded") as caught:
+        steps_beside([tmp_path / "prod.jsonl"])
+    assert "TUNE_RECORD_STEPS=1" in (caught.value.hint or "")
+    for name in ("prod.steps", "prod.1.steps", "prod.13.steps", "production.steps"):
+        (tmp_path / name).write_bytes(b"")
+    found = steps_beside([tmp_path / "prod.jsonl", tmp_path / "prod.1.jsonl"])
+    assert [path.name for path in found] == ["prod.1.steps", "prod.13.steps", "prod.steps"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"engines": 2}, "2 engines served at once"),
+        ({"api_servers": 4}, "4 API servers"),
+        ({"no_shadow": "the shadow cannot stand in for an engine with LoRA"}, "LoRA"),
+        ({"shape": None}, "does not say what engine"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_by_name(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    _, steps, rows = recorded(served(), server=a_server(**changed))
+    found, requests = read(tmp_path, steps, rows)
+    with pytest.raises(ShadowError, match=words):
+        learn_profile(found, requests, {})
+
+
+def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
+    _, steps, rows = recorded(served())
+    (found,), requests = read(tmp_path, steps, rows)
+    late = replace(requests, ends_s=requests.ends_s + 1000)
+    with pytest.raises(TooFewSamplesError, match="none of 300 requests"):
+        rebuild(found, late)
+    with pytest.raises(TooFewSamplesError):
+        learn_profile([], requests, {})
+    other = replace(found, server=msgspec.structs.replace(found.server, shape=other_shape()))
+    with pytest.raises(ShadowError, match="of different engines"):
+        learn_profile([found, other], requests, {})
+
+
+def other_shape() -> Any:
+    """Return the shape of another engine."""
+    return replace(a_profile().shape, device="NVIDIA H200")
+
+
+def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
+    """A server started again with other limits, which are current from then on."""
+    _, steps, rows = recorded(served())
+    (first,), requests = read(tmp_path, steps, rows)
+    limits = EngineLimits(8, 256)
+    again = replace(first, server=msgspec.structs.replace(first.server, limits=limits))
+    profile, learnt = learn_profile([first, again], requests, {})
+    assert profile.current_limits == limits
+    assert learnt.steps > 1.9 * (len(first) - sum(learnt.left_out.values()) / 2)
+    assert isinstance(first, RecordedSteps)
