@@ -100,6 +100,7 @@ class Caveat(StrEnum):
     WINDOWED = "windowed"
     SHORT_WINDOW = "short_window"
     SHADOW_ONLY = "shadow_only"
+    DERIVED = "derived"
     NOT_RACED = "not_raced"
     SHADOW_UNFIT = "shadow_unfit"
     SHADOW_DISAGREES = "shadow_disagrees"
@@ -146,6 +147,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "race hardly left the engine's start behind"
     ),
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
+    Caveat.DERIVED: (
+        "the profile was derived from published tables, not measured: expect a time per output "
+        "token up to 20 % longer, and a first token 10 ms later and 30 % off"
+    ),
     Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",
     Caveat.SHADOW_DISAGREES: (

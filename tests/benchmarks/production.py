@@ -1,7 +1,7 @@
 """From a server in production to what it would do with other limits, without a spare machine.
 
-A real API server is recorded with its steps while it serves a trace over HTTP, streamed, in real
-time. `tune profile fit` learns a profile of the recording alone. What it foretells of other
+A real API server is recorded with its steps while it serves a trace over HTTP, streamed, in
+real time. `tune profile fit` learns a profile of the recording alone. What it says of other
 limits is held to what the same server then does with them: its own recordings of the same
 traffic, each on a server of its own, in shuffled turns. An effect is by how much a setting
 differs from the recorded one, so that what the machine's mood adds to both cancels in part; how

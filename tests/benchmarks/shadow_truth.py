@@ -122,7 +122,7 @@ def uncut_suite(folder: Path) -> list[Scenario]:
     return [
         Scenario("conv, uncut", conv, 6, 1.0, 16000, 1, values),
         Scenario("code, uncut", code, 6, 0.1, 16000, 1, values),
-        Scenario("mooncake, uncut", moon, 6, 0.25, 12000, 1, values),
+        Scenario("mooncake, uncut", moon, 12, 0.25, 12000, 1, values),
     ]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from support.recorder_server import (
     wanted,
 )
 from tuner.engine.demo import demo_engine_args
-from tuner.recorder.settings import FILE, MAX_BYTES
+from tuner.recorder.settings import FILE, MAX_BYTES, STEPS
+from tuner.shadow.profiles import read_profile
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.traces import Aborted
 
@@ -333,3 +335,41 @@ def test_a_service_that_embeds_the_engine_is_recorded_without_middleware(
     ]
     assert header["lacks"] == ["hash_ids", "aborted"]
     assert "alice" not in prod.read_text()
+
+
+@pytest.mark.parametrize("has_details", [True, False])
+def test_steps_of_a_server_become_a_profile_of_it(tmp_path: Path, *, has_details: bool) -> None:
+    prod, output = tmp_path / "prod.jsonl", tmp_path / "profile.yaml"
+    more = ("--enable-logging-iteration-details",) if has_details else ()
+    limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "512")
+    environment = {FILE: str(prod), STEPS: "1"}
+
+    def ask(number: int) -> None:
+        prompt = prompt_of(20 + 37 * number % 400, 1 + number)
+        completed(port, prompt, 12 + number % 40)
+
+    with (
+        serving(tmp_path, *MIDDLEWARE, *more, *limits, environment=environment) as port,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        list(pool.map(ask, range(120)))
+        rows_of(prod, 120)
+    assert "Iteration(" not in (tmp_path / "server.log").read_text()
+    assert prod.with_suffix(".steps").stat().st_mode & 0o777 == 0o600
+    words = ("profile", "fit", "--recording", str(prod), "-o", str(output), "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "tuner.cli", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["limits"] == {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    assert found["has_details"] is has_details
+    assert sum(found["left_out"].values()) < 0.1 * found["steps"]
+    assert found["most_decode_seqs"] == 4
+    # The second half of the requests, replayed on what the steps of all taught.
+    assert abs(found["off"]["tpot p50"]) < 0.1
+    profile = read_profile(output)
+    assert profile.shape.block_size == 128
+    assert profile.num_blocks_at(profile.current_limits) > 100
+    assert profile.uncertainty is not None
+    assert profile.serve_values["model"] == profile.shape.model

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from support.paths import ROOT
 from support.profile_parts import (
     MODEL,
     PROFILE,
@@ -201,3 +202,21 @@ def test_each_difference_is_a_sentence_with_both_sides() -> None:
     assert check_fits(PROFILE, vllm_version="0.20.2", device="cpu", model=None) == [
         "the profile was made with the device NVIDIA H100 80GB HBM3, here is cpu"
     ]
+
+
+PREBUILT = sorted((ROOT / "profiles" / "gpu").glob("*.yaml"))
+"""Derived by `tests/support/make_gpu_profiles.py`."""
+
+
+@pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.stem)
+def test_what_lies_ready_is_derived_and_can_be_replayed(path: Path) -> None:
+    profile = read_profile(path)
+    assert profile.origin.startswith("derived from published tables of NVIDIA AIConfigurator")
+    assert profile.num_blocks_at(profile.current_limits) >= 4000
+    step_s = profile.step_model.decode_tables(64)[0] + profile.step_model.base_s
+    assert 0.0005 < step_s[1] <= step_s[64] < 0.5
+
+
+def test_five_models_on_six_gpus_lie_ready() -> None:
+    models = {path.name.rpartition(".yaml")[0].rpartition(".")[0] for path in PREBUILT}
+    assert (len(models), len(PREBUILT)) == (5, 30)

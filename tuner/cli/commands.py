@@ -498,7 +498,6 @@ def profile() -> None:
         "-o",
         "--output",
         default="profile.yaml",
-        show_default=True,
         help="Where the profile goes.",
     ),
     JSON,
@@ -528,7 +527,58 @@ def fit(**params: Any) -> int:
     return run_profile_fit(ProfileFitOptions.parse(params))
 
 
+@command(
+    "derive",
+    "tune profile derive --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B -o h200.yaml",
+    exits=BAD_INPUT,
+)
+@cloup.option_group(
+    "Main options",
+    click.option("--gpu", metavar="NAME", help="GPU, as h200_sxm or l40s."),
+    click.option(
+        "--model",
+        metavar="DIR_OR_ID",
+        help="Folder with the model's config.json, or a name that the tables know; default: "
+        "the model of --config.",
+    ),
+    count_option(
+        "--tp", help="How many GPUs share the model; default: that of --config, or 1."
+    ),
+    file_option(
+        "-o",
+        "--output",
+        default="profile.yaml",
+        help="Where the profile goes.",
+    ),
+    JSON,
+)
+@cloup.option_group(
+    "What would be served",
+    file_option(
+        "--config",
+        help="Configuration (YAML): limits, lengths, share of the memory; default: vLLM's own.",
+    ),
+    click.option(
+        "--vllm",
+        metavar="VERSION",
+        default="0.32.0",
+        show_default=True,
+        help="Release whose scheduling is predicted.",
+    ),
+)
+def derive(**params: Any) -> int:
+    """Derive a profile of a GPU that is not at hand, from published tables.
+
+    Of NVIDIA's AIConfigurator, which is asked about batches of all kinds. What comes of it is
+    marked as derived and not measured, with the error to expect.
+    """
+    from tuner.cli.production import DeriveOptions, run_profile_derive
+
+    return run_profile_derive(DeriveOptions.parse(params))
+
+
 profile.add_command(fit)
+profile.add_command(derive)
 
 
 @command(

@@ -1,4 +1,4 @@
-"""`tune profile fit`: learn a profile from what production recorded of itself."""
+"""`tune profile`: a profile without a spare machine, of production or of published tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Self
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_folder
 from tuner.cli.options import Params, path_of
-from tuner.engine.serve_config import read_config
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import human_integer, limits, read_config
 from tuner.errors import EngineError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
+from tuner.shadow.derived import EXPECTED, MEMORY_SHARE, Wanted, derive, gpu_of
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.recorded import (
@@ -61,6 +63,75 @@ class ProfileFitOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DeriveOptions:
+    """For which model on which GPU a profile is derived, and where it goes.
+
+    Raises: UsageError for an unknown GPU, or if the folder of the output is missing.
+    """
+
+    wanted: Wanted
+    output: Path
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be written later."""
+        check_folder(self.output)
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        config = path_of(params["config"])
+        values = {} if config is None else read_config(config).values
+        model = params["model"] or values.get("model")
+        for name, value in (("--gpu", params["gpu"]), ("--model", model)):
+            if not value:
+                raise UsageError(
+                    f"{name} is missing",
+                    "for example --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B",
+                )
+        gpu, share = gpu_of(params["gpu"]), values.get("gpu-memory-utilization")
+        seqs, tokens = limits(values)
+        parallel = params["tp"] or values.get("tensor-parallel-size") or 1
+        longest = values.get("max-model-len")
+        wanted = Wanted(
+            gpu=gpu,
+            model=str(model),
+            tensor_parallel=int(str(parallel)),
+            limits=EngineLimits(seqs or gpu.seqs, tokens or gpu.tokens),
+            max_model_len=None if longest is None else human_integer(str(longest)),
+            memory_share=MEMORY_SHARE if share is None else float(str(share)),
+            vllm_version=params["vllm"],
+            serve_values=values,
+        )
+        return cls(wanted, Path(params["output"]), params["as_json"])
+
+
+def run_profile_derive(options: DeriveOptions) -> int:
+    """Derive the profile, write it and say what to expect of it. Raises: TunerError."""
+    found = derive(options.wanted)
+    profile = found.profile
+    write_profile(options.output, profile)
+    at = profile.current_limits
+    gpus = f"{options.wanted.tensor_parallel} x {profile.shape.device}"
+    lines = [
+        f"{profile.shape.model} on {gpus}, vLLM {profile.shape.vllm_version}, at {at}",
+        f"{profile.origin}; expect a {EXPECTED}",
+        f"{profile.num_blocks_at(at):,} KV-cache blocks of {profile.shape.block_size} tokens",
+        *(f"warning: {warning}" for warning in found.warnings),
+    ]
+    content = {
+        "limits": at,
+        "origin": profile.origin,
+        "num_blocks": profile.num_blocks_at(at),
+        "fit_error_ratio": profile.fit.step_mape_ratio,
+        "warnings": list(found.warnings),
+    }
+    show_result(content, lines, as_json=options.as_json)
+    say(f"written: {options.output}")
+    return 0
+
+
 def run_profile_fit(options: ProfileFitOptions) -> int:
     """Learn the profile, hold it to the recording, write it and say so. Raises: TunerError."""
     paths = options.steps or steps_beside(options.recordings)
@@ -73,12 +144,12 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     profile, off = _checked(profile, options)
     learnt = replace(learnt, off=off)
     write_profile(options.output, profile)
-    limits = profile.current_limits
+    at = profile.current_limits
     head = (
         f"{profile.shape.model}, vLLM {profile.shape.vllm_version} on {profile.shape.device}, "
-        f"served at {limits}"
+        f"served at {at}"
     )
-    content = {"limits": limits, "files": [str(path) for path in paths], **learnt.as_json()}
+    content = {"limits": at, "files": [str(path) for path in paths], **learnt.as_json()}
     show_result(content, [head, *learnt.lines()], as_json=options.as_json)
     say(f"written: {options.output}")
     return 0
@@ -90,10 +161,10 @@ def _checked(profile: Profile, options: ProfileFitOptions) -> tuple[Profile, dic
     Both as they were where the recording holds too few requests to compare.
     """
     reading = TraceReading(rows=ReadOptions(aborted=Aborted.KEEP))
-    trace, limits = reading.read(options.recordings), profile.current_limits
+    trace, at = reading.read(options.recordings), profile.current_limits
     try:
-        lines = Predictor(profile).replay(trace, limits, ReplayPlan()).timelines
-        off = off_recorded(trace, limits, lines)
+        lines = Predictor(profile).replay(trace, at, ReplayPlan()).timelines
+        off = off_recorded(trace, at, lines)
     except (EngineError, TooFewSamplesError) as cause:
         say(f"the recording was not replayed on the profile: {cause}")
         return profile, {}

@@ -134,7 +134,8 @@ def _predicted(
         say(remark)
     measured = measure([predictor.replay(window.of(trace), limits, plan)])
     is_part = window != whole(trace)
-    return limits, _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+    measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
+    return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
 
 
 def _part(

@@ -77,7 +77,8 @@ class Profile:
     measured limits as in "8/512". `uncertainty` is what the steps leave open of the step model,
     None where nobody can tell. `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
-    that vLLM's scheduler, None where nobody compared.
+    that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
+    where this tool did not measure them on the engine itself.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
     """
@@ -93,6 +94,7 @@ class Profile:
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
     uncertainty: Uncertainty | None = None
+    origin: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a profile that could not answer, or whose age cannot be told."""
@@ -175,7 +177,10 @@ def write_profile(path: Path, profile: Profile) -> None:
     except msgspec.ValidationError as error:
         raise ValueError(f"the profile could not be read again: {error}") from error
     body = yaml.safe_dump({"schema": SCHEMA} | data, sort_keys=False, default_flow_style=None)
-    write_atomic(path, _HEADER + body, hint="name another file, or free space there")
+    head = _HEADER
+    if profile.origin:
+        head = head.replace(", measured.", f":\n# {profile.origin}.")
+    write_atomic(path, head + body, hint="name another file, or free space there")
 
 
 def read_profile(path: Path) -> Profile:
@@ -290,6 +295,7 @@ class _File(_Record):
     serve_values: Mapping[str, object]
     agreement: Agreement | None = None
     uncertainty: _Uncertainty | None = None
+    origin: str = ""
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
@@ -312,6 +318,7 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         uncertainty=None
         if profile.uncertainty is None
         else _Uncertainty(**_parts(profile.uncertainty)),
+        origin=profile.origin,
     )
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     return plain
@@ -348,6 +355,7 @@ def _from_file(found: _File) -> Profile:
             uncertainty=None
             if found.uncertainty is None
             else _made(Uncertainty, found.uncertainty, "uncertainty"),
+            origin=found.origin,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -1,0 +1,56 @@
+"""Derive the profiles of `profiles/gpu`: five dense models on six GPUs, at vLLM's own limits.
+
+    python tests/support/make_gpu_profiles.py profiles/gpu
+
+Each on as few GPUs as hold the model and enough KV cache beside it. Takes a minute.
+"""
+
+# ruff: noqa: T201 - it says what it writes
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tuner.errors import UsageError
+from tuner.shadow.derived import Derived, Wanted, derive, gpu_of
+from tuner.shadow.profiles import write_profile
+
+MODELS = (
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-8B",
+    "meta-llama/Meta-Llama-3.1-8B",
+    "Qwen/Qwen3-32B",
+    "meta-llama/Meta-Llama-3.1-70B",
+)
+GPUS = ("h100_sxm", "h200_sxm", "b200_sxm", "l40s", "rtx_pro_6000_server", "a100_sxm")
+# Blocks of 16 tokens that a start should have: ours, sixty requests of a thousand tokens.
+ENOUGH = 4000
+
+
+def smallest(model: str, gpu: str) -> tuple[int, Derived]:
+    """Return on how many of a GPU a model is served, and the profile of that."""
+    for count in (1, 2, 4, 8):
+        try:
+            found = derive(Wanted(gpu_of(gpu), model, count))
+        except UsageError:
+            continue
+        if found.profile.kv_starts[0].num_blocks >= ENOUGH:
+            return count, found
+    raise SystemExit(f"{model} fits on no eight {gpu}")
+
+
+def main(folder: Path) -> None:
+    """Write them all."""
+    folder.mkdir(exist_ok=True)
+    for model in MODELS:
+        for gpu in GPUS:
+            count, found = smallest(model, gpu)
+            name = model.rpartition("/")[2].lower()
+            path = folder / f"{name}.{count}x{gpu}.yaml"
+            write_profile(path, found.profile)
+            print(path, *found.warnings, sep="; ")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
