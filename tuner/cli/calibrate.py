@@ -1,4 +1,4 @@
-"""`tune calibrate`: correct a profile by a recording of the engine as it is served."""
+"""`tune calibrate`: correct a profile by what the engine does as it is served."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
 from tuner.run.inputs import engine_of_profile
+from tuner.shadow.anchor import Anchor, anchored
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, write_profile
@@ -23,10 +24,10 @@ from tuner.traffic.traces import Aborted
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
-    """Which profile is corrected by which recording, and where the new one goes.
+    """Which profile is corrected by what, and where the new one goes.
 
-    `config` is the configuration that was served, the profile's where it is None; `served` are
-    its limits where they are named.
+    By a recording, or by one point where `anchor` is given. `config` is the configuration that
+    was served, the profile's where it is None; `served` are its limits where they are named.
 
     Raises: UsageError for a recording that was not served as it is replayed.
     """
@@ -37,9 +38,12 @@ class CalibrateOptions:
     served: LimitOptions
     traffic: TrafficOptions
     as_json: bool
+    anchor: Anchor | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would not be compared like with like."""
+        if self.anchor is not None and self.traffic.files:
+            raise UsageError("--anchor and --trace are two ways to correct: name one of them")
         if self.traffic.load != 1:
             raise UsageError(
                 "--load would change when requests came, which is what is compared"
@@ -60,12 +64,21 @@ class CalibrateOptions:
             # What was served is compared: of an answer that was cut short no more was served.
             traffic=TrafficOptions.parse(params, aborted=Aborted.KEEP),
             as_json=params["as_json"],
+            anchor=Anchor.parse(params["anchor"]) if params["anchor"] else None,
         )
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Correct the profile, write it and say what changed. Raises: TunerError."""
     profile, source = options.shadow.load()
+    if options.anchor is not None:
+        corrected, found = anchored(profile, options.anchor)
+        write_profile(options.output, corrected)
+        show_result(
+            {"engine": "shadow", **found.as_json()}, found.lines(), as_json=options.as_json
+        )
+        say(f"written: {options.output}")
+        return 0
     corrected, limits, overhead = _corrected(profile, source, options)
     write_profile(options.output, corrected)
     content = {"engine": "shadow", "limits": limits, **overhead.as_json()}

@@ -177,6 +177,12 @@ def compare(**params: Any) -> int:
         help="Configuration that was served (YAML); default: the profile's.",
     ),
     *one_setting("served", "that of --config"),
+    click.option(
+        "--anchor",
+        metavar="itl=TIME@running=N",
+        help="Instead of --trace: the time between tokens that was measured while so many "
+        "requests ran, as itl=12.3ms@running=14 (,context=TOKENS of each; default: 1000).",
+    ),
 )
 @traffic_options
 def calibrate(**params: Any) -> int:
