@@ -1,0 +1,187 @@
+"""What derived profiles foretell beside what others have published: level, trend, best setting.
+
+    python tests/benchmarks/published.py --tables tables.json [-o results.json]
+    python tests/benchmarks/published.py --orders [-o results.json]
+
+tables.json holds the points of InferenceMAX for Llama 3.3 70B in FP8 on H200: concurrency 4 to
+64 in a closed loop, 1 to 8 GPUs, three pairs of lengths uniform in 80 to 100 % of the nominal
+ones, ten requests for each in flight, max_num_seqs as the concurrency. Each is replayed on a
+profile derived for it, and once more with the level set by one point of the same number of
+GPUs, the one in the middle. --orders replays strategies and caps whose order the field reports,
+on a profile of a 7B model on an A100.
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from tuner.engine.demo import bundled
+from tuner.engine.limits import EngineLimits
+from tuner.replay.arrivals import StaticBatches
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.run.strategies import strategies, uniform
+from tuner.shadow.derived import Wanted, derive, gpu_of
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import Profile
+from tuner.traffic.formats import read_trace
+from tuner.traffic.resample import at_load
+from tuner.traffic.traces import LoadModel, Trace
+
+MODEL, GPU, BUDGET = "nvidia/Llama-3.1-70B-Instruct-FP8", "h200_sxm", 8192
+SEVEN_B = Path(__file__).resolve().parents[2] / "examples" / "qwen2.5-7b-shape"
+
+
+def closed_trace(isl: int, osl: int, count: int) -> Trace:
+    """Return requests of lengths uniform in 80 to 100 % of the nominal ones."""
+    rng = np.random.default_rng(0)
+    prompts, outputs = (rng.integers(int(0.8 * n), n + 1, count) for n in (isl, osl))
+    return Trace(np.zeros(count), prompts, outputs, source="published")
+
+
+def point(profile: Profile, row: dict[str, Any]) -> dict[str, float]:
+    """Return the mean latencies that a profile foretells of a published point."""
+    seqs = int(row["concurrency"])
+    limits = EngineLimits(seqs, BUDGET)
+    trace = closed_trace(row["isl"], row["osl"], 10 * seqs)
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs)
+    lines = Predictor(profile).replay(trace, limits, plan).timelines
+    tpot_s = (lines.last_s - lines.first_s) / np.maximum(lines.output_tokens - 1, 1)
+    # In a closed loop a request is due when it is sent.
+    ttft_s = lines.first_s - lines.due_s
+    return {"ttft_ms": 1e3 * float(ttft_s.mean()), "tpot_ms": 1e3 * float(tpot_s.mean())}
+
+
+def points(tables: Path) -> list[dict[str, Any]]:
+    """Return the published points with what is foretold, derived and with one point known."""
+    table = next(t for t in json.loads(tables.read_text())["tables"] if len(t["rows"]) == 60)
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    found: list[dict[str, Any]] = []
+    names = ("isl", "osl", "concurrency", "tp", "ttft_ms", "tpot_ms")
+    for parallel in sorted({int(row["tp"]) for row in rows}):
+        mine = [row for row in rows if int(row["tp"]) == parallel]
+        wanted = Wanted(gpu_of(GPU), MODEL, parallel, EngineLimits(64, BUDGET))
+        profile = derive(wanted).profile
+        told = [point(profile, row) for row in mine]
+        middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
+        ratio = mine[middle]["tpot_ms"] / told[middle]["tpot_ms"]
+        level = replace(profile, step_model=profile.step_model.scaled(ratio))
+        for i, row in enumerate(mine):
+            kept = {name: row[name] for name in names}
+            found.append(
+                {
+                    **kept,
+                    "foretold": told[i],
+                    "anchored": None if i == middle else point(level, row),
+                }
+            )
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Print and return how far off they are, and whether the order within a sweep holds."""
+    figures: dict[str, Any] = {}
+    for source in ("foretold", "anchored"):
+        for metric in ("tpot_ms", "ttft_ms"):
+            off = [row[source][metric] / row[metric] - 1 for row in found if row[source]]
+            size = np.abs(off)
+            figure = {
+                "median": median(off),
+                "median_size": float(np.median(size)),
+                "p80_size": float(np.quantile(size, 0.8)),
+                "worst": float(size.max()),
+            }
+            figures[f"{source} {metric}"] = {**figure, "n": len(off)}
+            shown = ", ".join(f"{name} {value:+.1%}" for name, value in figure.items())
+            print(f"{source:<9} {metric}: {shown}, n {len(off)}")
+    sweeps = defaultdict(list)
+    for row in found:
+        sweeps[row["isl"], row["osl"], row["tp"]].append(row)
+    kept = [rows for rows in sweeps.values() if len(rows) >= 3]
+    ranks = [
+        float(spearmanr([r["tpot_ms"] for r in rows], [_told(r) for r in rows]).statistic)
+        for rows in kept
+    ]
+    # Tokens per second of a closed loop: what is in flight over the time per token.
+    hits = sum(
+        max(rows, key=lambda r: r["concurrency"] / r["tpot_ms"])
+        is max(rows, key=lambda r: r["concurrency"] / _told(r))
+        for rows in kept
+    )
+    mean = float(np.mean(ranks))
+    figures["rank correlation within a sweep"] = {"mean": mean, "n": len(ranks)}
+    figures["same best concurrency"] = {"hits": hits, "n": len(kept)}
+    print(f"rank correlation {mean:.3f}, the same best concurrency in {hits} of {len(kept)}")
+    return figures
+
+
+def _told(row: dict[str, Any]) -> float:
+    return float(row["foretold"]["tpot_ms"])
+
+
+def orders() -> dict[str, Any]:
+    """Print and return the orders that the field reports, as foretold for a 7B on an A100."""
+    limits = EngineLimits(256, 2048)
+    profile = derive(Wanted(gpu_of("a100_sxm"), str(SEVEN_B), limits=limits)).profile
+    predictor = Predictor(profile)
+    trace = read_trace(bundled("traces") / "translation.jsonl")
+
+    def at(plan: ReplayPlan, setting: EngineLimits, traffic: Trace) -> Measurement:
+        return measure([predictor.replay(traffic, setting, plan)])
+
+    saturated = at_load(trace, 8.0)
+    grid = [EngineLimits(s, t) for s in (32, 64, 128, 256, 512) for t in (2048, 4096, 8192)]
+    tuned = max(grid, key=lambda s: at(ReplayPlan(), s, saturated).requests_per_s)
+    found: dict[str, Any] = {"strategies": {}, "caps": {}}
+    for strategy in strategies(limits, tuned, StaticBatches(16, 0.05)):
+        m = at(strategy.plan(ReplayPlan()), strategy.limits, saturated)
+        found["strategies"][strategy.name] = m.requests_per_s
+        print(f"{strategy.name:<45} {strategy.limits!s:>10} {m.requests_per_s:8.1f} requests/s")
+    for seqs in (1, 2, 4, 8, 16, 32, 64):
+        setting = EngineLimits(seqs, 2048)
+        m, alike = (at(ReplayPlan(), setting, t) for t in (trace, uniform(trace)))
+        found["caps"][seqs] = {
+            "requests_per_s": m.requests_per_s,
+            "e2e_p99": m.latency("e2e_s", "p99"),
+            "tpot_p99": m.latency("tpot_s", "p99"),
+            "e2e_p99_uniform": alike.latency("e2e_s", "p99"),
+            "requests_per_s_uniform": alike.requests_per_s,
+        }
+        cells = ", ".join(f"{k} {v:.3g}" for k, v in found["caps"][seqs].items())
+        print(f"cap {seqs:>3}: {cells}")
+    return found
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description="derived profiles beside published results")
+    parser.add_argument("--tables", type=Path, help="published points")
+    parser.add_argument("--orders", action="store_true", help="orders that the field reports")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    content: dict[str, Any] = {"command": " ".join(Path(word).name for word in sys.argv)}
+    if args.tables:
+        found = points(args.tables)
+        content |= {"figures": tell_points(found), "points": found}
+    if args.orders:
+        content["orders"] = orders()
+    if args.output:
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
