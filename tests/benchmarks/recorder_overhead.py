@@ -5,7 +5,8 @@ recording, so that the machine's drift falls on both; which of the two goes firs
 pair to pair. Two servers side by side could not be compared: two processes of one program are
 not equally fast, and on few cores vLLM binds both to the same one. While it does not record,
 the recorder costs the server one look at a flag per request and per iteration. `--null` records
-in neither turn: what it shows is the noise that the real figures stand in.
+in neither turn: what it shows is the noise that the real figures stand in. With `--steps` the
+engine's steps are recorded too, of an engine that gives their details in both turns.
 
 Under load a small machine's time to first token is mostly queueing, and scatters far more than
 the recorder could add. So it is also taken from single requests, one at a time, recorded and
@@ -13,7 +14,7 @@ not in turns; and the API server's own processor time per request is counted, wh
 can be added to any latency.
 
     python tests/benchmarks/recorder_overhead.py [--starts 2] [--pairs 40] [--probes 200]
-                                                 [--null] [--json FILE]
+                                                 [--null] [--steps] [--json FILE]
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import aiohttp
 from scipy.stats import ttest_1samp
 
 from tuner.recorder.recorder import process_recorder
-from tuner.recorder.settings import FILE
+from tuner.recorder.settings import FILE, STEPS
 from tuner.stats import CONFIDENCE, quantile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -165,6 +166,9 @@ class Found:
             folder = Path(name)
             environment = {FILE: str(folder / "prod.jsonl"), "PYTHONPATH": _import_path()}
             doors = (*MIDDLEWARE, "--middleware", "recorder_overhead.Switch")
+            if options.steps:
+                environment[STEPS] = "1"
+                doors = (*doors, "--enable-logging-iteration-details")
             with serving(folder, *doors, environment=environment) as port:
                 server = Server(port, int((folder / "server.pid").read_text()))
                 # Recording in any case: the first recorded request starts the thread.
@@ -261,6 +265,7 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--requests", type=int, default=192, help="of a pair of turns")
     parser.add_argument("--probes", type=int, default=200)
+    parser.add_argument("--steps", action="store_true", help="record the engine's steps too")
     parser.add_argument("--null", action="store_true", help="record in neither turn")
     parser.add_argument("--json")
     main(parser.parse_args())
