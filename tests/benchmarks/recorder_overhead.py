@@ -165,7 +165,7 @@ class Found:
         with tempfile.TemporaryDirectory(prefix="tune-overhead-") as name:
             folder = Path(name)
             environment = {FILE: str(folder / "prod.jsonl"), "PYTHONPATH": _import_path()}
-            doors = (*MIDDLEWARE, "--middleware", "recorder_overhead.Switch")
+            doors: tuple[str, ...] = (*MIDDLEWARE, "--middleware", "recorder_overhead.Switch")
             if options.steps:
                 environment[STEPS] = "1"
                 doors = (*doors, "--enable-logging-iteration-details")
