@@ -220,3 +220,11 @@ def test_what_lies_ready_is_derived_and_can_be_replayed(path: Path) -> None:
 def test_five_models_on_six_gpus_lie_ready() -> None:
     models = {path.name.rpartition(".yaml")[0].rpartition(".")[0] for path in PREBUILT}
     assert (len(models), len(PREBUILT)) == (5, 30)
+
+
+def test_a_bare_name_stands_for_a_profile_that_comes_with_the_package() -> None:
+    assert read_profile(Path("demo")).shape.model == "tuner/demo_model"
+    named = read_profile(Path("qwen3-32b.1xh200_sxm"))
+    assert (named.shape.model, named.shape.device) == ("Qwen/Qwen3-32B", "NVIDIA H200")
+    with pytest.raises(UsageError, match=r"qwen3-32b\.2xh100_sxm"):
+        read_profile(Path("qwen3-32b.1xh100_sxm"))

@@ -259,7 +259,8 @@ CAPS = click.option(
 )
 PROFILE = file_option(
     "--profile",
-    help="Profile of the engine that the shadow predicts: profile.yaml of a run.",
+    help="Profile of the engine that the shadow predicts: profile.yaml of a run, or the name "
+    "of one of profiles/gpu, as meta-llama-3.1-8b.1xh200_sxm.",
 )
 FORCE_PROFILE = click.option(
     "--force-profile",

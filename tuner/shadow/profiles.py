@@ -7,6 +7,7 @@ the shadow engine, and when to write one to the session.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 import yaml
 
+from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
@@ -397,8 +399,26 @@ def _reason(text: str, data: Any) -> str:  # noqa: ANN401 - whatever the file ho
     return f"{key}: {reason[0].lower()}{reason[1:]}" if key else reason
 
 
+def bundled_profiles() -> dict[str, Path]:
+    """Return the profiles that come with this package, by name."""
+    folder = bundled("profiles")
+    found = [*(folder / "gpu").glob("*.yaml"), folder / "demo.profile.yaml"]
+    return {path.name.removesuffix(".yaml").removesuffix(".profile"): path for path in found}
+
+
 def _load(path: Path) -> object:
-    """Return what stands in the YAML file."""
+    """Return what stands in the YAML file, or in that which a bare name stands for."""
+    is_name = path.suffix != ".yaml" and path.parent == Path() and not path.exists()
+    if is_name:
+        known = bundled_profiles()
+        if path.name not in known:
+            near = ", ".join(difflib.get_close_matches(path.name, known, 3, 0.4)) or "none"
+            raise UsageError(
+                f"{path} is neither a file nor a profile that comes with this package; the "
+                f"nearest of these: {near}",
+                _REMAKE,
+            )
+        path = known[path.name]
     try:
         return parse_yaml(path.read_bytes())
     except OSError as error:
