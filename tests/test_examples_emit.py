@@ -80,10 +80,10 @@ def test_the_patches_fit_what_runs_and_keep_its_key(tmp_path: Path) -> None:
         )
         spec = yaml.safe_load(done.stdout)["spec"]
         if kind == "vllmruntime":
-            assert spec["model"]["maxNumSeqs"] == 128
+            assert spec["model"]["maxNumSeqs"] == 64
             assert spec["vllmConfig"]["extraArgs"][-1] == "--max-num-batched-tokens=512"
             continue
         args = spec["template"]["spec"]["containers"][0]["args"]
         assert (args[0], len(args)) == ("--api-key=$(API_KEY)", 7)
-        assert args[-2:] == ["--max-num-seqs=128", "--max-num-batched-tokens=512"]
+        assert args[-2:] == ["--max-num-seqs=64", "--max-num-batched-tokens=512"]
         assert yaml.safe_load(kubectl("kustomize", str(tmp_path)).stdout)["spec"] == spec

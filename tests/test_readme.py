@@ -204,5 +204,5 @@ def test_the_deployment_target_of_the_documents_writes_a_file() -> None:
     written = launcher.write(
         read_source(ROOT / "examples" / "demo" / "best.yaml"), Names("l.yaml")
     )
-    assert "maxNumSeqs: 128" in written
+    assert "maxNumSeqs: 64" in written
     assert written.startswith("# launch l.yaml\n")

@@ -1,27 +1,28 @@
 # sh serve.sh
-# tuned 2026-11-22 on 233 requests of translation.jsonl (sha256 b069b002…), busiest 87 s to 91 s (4 of 120 s)
-# vLLM 0.32.0, CPU (2 cores, x86_64), 13 settings replayed in the shadow, measured live, 4 rounds in turns, confirmed on engines started cold
+# tuned 2026-11-24 on 233 requests of translation.jsonl (sha256 b069b002…), busiest 87 s to 91 s (4 of 120 s)
+# vLLM 0.32.0, CPU (2 cores, x86_64), 51 settings replayed in the shadow, measured live, 1 rounds in turns, confirmed on engines started cold
 # against the current max-num-seqs 8, max-num-batched-tokens 2048:
-#   e2e_p95          11.1 s -> 4.82 s   (-54.3%, interval -67.6% … -35.5%)
-#   e2e_p50          5.97 s -> 2.17 s   (-63.3%, interval -66.4% … -59.9%)
-#   ttft_p95         10.4 s -> 0.327 s   (-96.7%, interval -99.4% … -81.7%)
-#   tpot_p50         0.00624 s -> 0.0307 s   (+410.4%, interval +310.6% … +534.5%)
-#   decode_step_p50  0.00561 s -> 0.0111 s   (+108.4%, interval +51.6% … +186.4%)
-#   requests_per_s   14.7/s -> 33.1/s   (+116.9%, interval +65.6% … +184.0%)
-#   output_tokens_per_s 1,229/s -> 2,763/s   (+116.9%, interval +65.6% … +184.0%)
-# offered 58/s, finished 33/s: overloaded 1.5 x
-# gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.08, no preemption
-# limited by: the load, 1.5 x what it can sustain
-# capacity at the SLOs: holds up to 0.67 x today's load (the current one 0.28 x), predicted and confirmed live
+#   e2e_p95          9.38 s -> 4.31 s   (-56.4%, interval -58.1% … -54.3%)
+#   e2e_p50          5.73 s -> 2.36 s   (-58.7%, interval -64.5% … -52.0%)
+#   ttft_p95         8.90 s -> 1.85 s   (-79.1%, interval -82.0% … -75.7%)
+#   tpot_p50         0.00544 s -> 0.0219 s   (+301.4%, interval +245.3% … +366.6%)
+#   decode_step_p50  0.00490 s -> 0.00882 s   (+79.9%, interval +54.8% … +109.1%)
+#   requests_per_s   16.6/s -> 30.9/s   (+85.4%, interval +59.5% … +115.5%)
+#   output_tokens_per_s 1,388/s -> 2,577/s   (+85.4%, interval +59.5% … +115.5%)
+# P(better) 1.00 (other hours 1.00), P(SLOs met) 1.00, P(load sustained) 0.00, keeping loses 128.7%
+# offered 58/s, finished 31/s: overloaded 1.7 x
+# gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.05, no preemption
+# limited by: the load, 1.7 x what it can sustain; 80 raises tpot_p95 by 22% (predicted)
+# capacity at the SLOs: holds up to 0.6 x today's load (the current one 0.3 x), predicted, but live it did not hold at that load
 # caveat: the engine did not keep up with the load
 # caveat: the window is too small for a p99: fewer than ten requests exceed it
-# caveat: the best value lies at the edge of what was searched
 # caveat: a window of the trace was replayed, not all of it
+# caveat: the window that raced lasts less than three times as long as its middle request: the race hardly left the engine's start behind
 # evidence: examples/demo/run
 vllm serve tuner/demo_model \
   --served-model-name=demo \
   --load-format=dummy \
   --enforce-eager \
   --kv-cache-memory-bytes=1073741824 \
-  --max-num-seqs=128 \
+  --max-num-seqs=64 \
   --max-num-batched-tokens=512

@@ -208,7 +208,7 @@ def restarts() -> str:
     """Return what 60 settings cost, by restarts and by this tool, as bars."""
     left, width, top, step = 190, 470, 46, 46
     every = bars()
-    longest = max(max(bar.value_s, *bar.others_s) for bar in every)
+    longest = max(max((bar.value_s, *bar.others_s)) for bar in every)
     title = "Seconds to choose among 60 settings"
     parts = [_text(20, 24, title, 'font-weight="bold"')]
     for at, bar in enumerate(every):
