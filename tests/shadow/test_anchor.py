@@ -85,4 +85,5 @@ def test_the_command_writes_the_corrected_profile(tmp_path: Path) -> None:
     assert "times as long as the profile said" in done.stdout
     assert "itl=8ms@running=14,context=1000" in read_profile(output).origin
     both = [*words, "--trace", "prod.jsonl", "-o", str(output)]
-    assert CliRunner().invoke(command, both).exit_code == 2
+    refused = CliRunner().invoke(command, both)
+    assert "two ways to correct" in str(refused.exception)

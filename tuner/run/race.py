@@ -222,13 +222,8 @@ def race(
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
                 regrets.append(draws.regret(current, confidence))
-                if is_futile(regrets) or all(
-                    # Few draws may be wrong about what many say.
-                    is_settled(
-                        evidence.draws(count).regret(current, confidence), rounds, round_s
-                    )
-                    for count in (FEW_DRAWS, DRAWS)
-                ):
+                settled = _is_settled(evidence, current, confidence, rounds, round_s)
+                if settled or is_futile(regrets):
                     break
             before_s = context.left_s
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
@@ -243,6 +238,16 @@ def race(
             context.journal.withdraw(Phase.RACE)
         whole = whole_rounds(context.journal.race_runs(), evidence.settings())
         return evidence.draws(DRAWS).decide(current, confidence, whole)
+
+
+def _is_settled(
+    evidence: Evidence, current: EngineLimits, confidence: float, rounds: int, round_s: float
+) -> bool:
+    """Whether it is settled by a few draws, and by many, about which a few may be wrong."""
+    return all(
+        is_settled(evidence.draws(count).regret(current, confidence), rounds, round_s)
+        for count in (FEW_DRAWS, DRAWS)
+    )
 
 
 def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float) -> bool:

@@ -145,26 +145,7 @@ def derive(wanted: Wanted) -> Derived:
     config = _config_of(wanted.model)
     warnings = tuple(_warnings(wanted, config))
     limits = wanted.limits or EngineLimits(wanted.gpu.seqs, wanted.gpu.tokens)
-    longest = int(config.get("max_position_embeddings", 8192))
-    shape = EngineShape(
-        model=wanted.model,
-        device=wanted.gpu.device,
-        dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
-        vllm_version=wanted.vllm_version,
-        parallelism={
-            "tensor_parallel_size": wanted.tensor_parallel,
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
-        },
-        vocab_size=int(config.get("vocab_size", 32000)),
-        max_model_len=min(wanted.max_model_len or longest, longest),
-        block_size=BLOCK_SIZE,
-        kv_kind=SUPPORTED_KV[0],
-        prefix_caching=True,
-        asynchronous=True,
-        captured_sizes=CAPTURED,
-        scheduler=dict(SCHEDULER),
-    )
+    shape = _shape(wanted, config)
     starts = tuple(
         KvStart(at, _blocks(wanted, at))
         for at in (limits, EngineLimits(limits.max_num_seqs, 4 * limits.max_num_batched_tokens))
@@ -186,6 +167,30 @@ def derive(wanted: Wanted) -> Derived:
         origin=f"{ORIGIN} ({LIBRARY} {version}, Apache-2.0), not measured",
     )
     return Derived(profile, warnings)
+
+
+def _shape(wanted: Wanted, config: Mapping[str, Any]) -> EngineShape:
+    """Return the engine that would serve, with vLLM's own options."""
+    longest = int(config.get("max_position_embeddings", 8192))
+    return EngineShape(
+        model=wanted.model,
+        device=wanted.gpu.device,
+        dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+        vllm_version=wanted.vllm_version,
+        parallelism={
+            "tensor_parallel_size": wanted.tensor_parallel,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+        },
+        vocab_size=int(config.get("vocab_size", 32000)),
+        max_model_len=min(wanted.max_model_len or longest, longest),
+        block_size=BLOCK_SIZE,
+        kv_kind=SUPPORTED_KV[0],
+        prefix_caching=True,
+        asynchronous=True,
+        captured_sizes=CAPTURED,
+        scheduler=dict(SCHEDULER),
+    )
 
 
 def _directions() -> Floats:
@@ -293,31 +298,11 @@ def _blocks(wanted: Wanted, limits: EngineLimits) -> int:
 
 
 def _asked(wanted: Wanted, shape: EngineShape, held_tokens: int) -> StepColumns:
-    """Return batches of all kinds with what the tables say of them.
-
-    Half only decode, the others prefill a prompt or more beside none or some decodes; sizes and
-    contexts are spread evenly in logarithms, as far as the KV cache holds them.
-    """
-    model = _model(wanted)
-    rng = np.random.default_rng(0)
-    longest = min(shape.max_model_len, held_tokens)
-    rows = []
-    for number in range(ASKED):
-        seqs = int(np.exp(rng.uniform(0, np.log(1024))))
-        context = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
-        context = max(1, min(context, held_tokens // seqs))
-        prefill = prompts = cached = 0
-        if number % 2:
-            seqs = 0 if number % 4 == 1 else seqs
-            prefill = int(np.exp(rng.uniform(np.log(16), np.log(16384))))
-            prompts = max(1, prefill // int(np.exp(rng.uniform(np.log(16), np.log(8192)))))
-            cached = int(rng.choice([0, 0, 0.5, 1, 3]) * prefill / prompts)
-        rows.append((seqs, seqs * context, prefill, prompts, cached))
-    with _quiet():
-        took_ms = [_time_ms(model, shape, row) for row in rows]
+    """Return batches of all kinds with what the tables say of them. Raises: UsageError."""
+    rows = list(_batches(min(shape.max_model_len, held_tokens), held_tokens))
     seqs, contexts, prefill, prompts, cached = np.array(rows, np.float64).T
     each = np.divide(prefill, prompts, out=np.zeros_like(prefill), where=prompts > 0)
-    duration_s = np.array(took_ms) / 1e3
+    duration_s = np.array(_times_ms(wanted, shape, rows)) / 1e3
     nothing = np.zeros(len(rows))
     return StepColumns(
         end_s=np.cumsum(duration_s),
@@ -334,6 +319,46 @@ def _asked(wanted: Wanted, shape: EngineShape, held_tokens: int) -> StepColumns:
         preempted=nothing,
         cached_tokens=nothing,
     )
+
+
+_Batch = tuple[int, int, int, int, int]
+"""Decoding sequences, their contexts in all, prefilled tokens, of how many prompts, and how
+much of each was prefilled before."""
+
+
+def _batches(longest: int, held_tokens: int) -> Iterator[_Batch]:
+    """Yield what the tables are asked about.
+
+    Half only decode, the others prefill a prompt or more beside none or some decodes; sizes and
+    contexts are spread evenly in logarithms, as far as the KV cache holds them.
+    """
+    rng = np.random.default_rng(0)
+    for number in range(ASKED):
+        seqs = int(np.exp(rng.uniform(0, np.log(1024))))
+        context = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
+        context = max(1, min(context, held_tokens // seqs))
+        prefill = prompts = cached = 0
+        if number % 2:
+            seqs = 0 if number % 4 == 1 else seqs
+            prefill = int(np.exp(rng.uniform(np.log(16), np.log(16384))))
+            prompts = max(1, prefill // int(np.exp(rng.uniform(np.log(16), np.log(8192)))))
+            cached = int(rng.choice([0, 0, 0.5, 1, 3]) * prefill / prompts)
+        yield seqs, seqs * context, prefill, prompts, cached
+
+
+def _times_ms(wanted: Wanted, shape: EngineShape, rows: Sequence[_Batch]) -> list[float]:
+    """Return how long each batch takes. Raises: UsageError where the tables do not know."""
+    model = _model(wanted)
+    missing = _library("aiconfigurator_core.sdk.errors").PerfDataNotAvailableError
+    try:
+        with _quiet():
+            return [_time_ms(model, shape, row) for row in rows]
+    except missing as error:
+        raise UsageError(
+            f"the tables of {wanted.gpu.name} lack a measurement that {wanted.model} needs: "
+            f"{str(error).partition(': tried')[0]}",
+            "measure it: tune on one such GPU, or derive for another",
+        ) from error
 
 
 def _model(wanted: Wanted) -> Any:  # noqa: ANN401 - the library's
@@ -360,7 +385,7 @@ def _model(wanted: Wanted) -> Any:  # noqa: ANN401 - the library's
         ) from error
 
 
-def _time_ms(model: Any, shape: EngineShape, row: Sequence[int]) -> float:  # noqa: ANN401
+def _time_ms(model: Any, shape: EngineShape, row: _Batch) -> float:  # noqa: ANN401
     """Return how long a batch takes, in a captured graph padded to its size."""
     seqs, contexts, prefill, prompts, cached = row
     run = padded_tokens(seqs, shape.captured_sizes) if seqs and not prefill else seqs
