@@ -361,7 +361,6 @@ class _Start:
         facts = host.facts(prepared.engine.values)
         context, message = self._context(facts)
         ceiling = context.space.ceiling
-        context.caveats.update(facts.caveats)
         engine = EngineRunner(
             host, prepared.engine.values, ceiling, options.seed, self.listener.note
         )
@@ -412,7 +411,7 @@ class _Start:
             listener,
             run_record(prepared, journal.study_name, space.ceiling, facts),
             is_shared=options.storage is not None and options.method is not Method.SHADOW,
-            caveats=_first_caveats(prepared, aim),
+            caveats=_first_caveats(prepared, aim) | facts.caveats,
         )
         if prepared.profile is not None:
             _take_profile(prepared, prepared.profile, context, facts)
