@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-import zstandard
 
 from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats.native import native_rows
 from tuner.traffic.traces import Trace
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 STDIN = "-"
 """The path that stands for standard input."""
@@ -31,6 +35,7 @@ STDIN = "-"
 HEAD_BYTES = 1 << 16
 """Ours: the first line of a request of a million tokens in blocks of 128 fits."""
 
+_Bytes = IO[bytes] | gzip.GzipFile | zstd.ZstdFile
 _LFS_POINTER = b"version https://git-lfs"
 _GZIP, _ZSTD, _ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _CHUNK_BYTES = 1 << 20
@@ -96,7 +101,7 @@ def plain_file(path: Path) -> Iterator[Source]:
             _check_is_file(path)
             with _unpacked(path, path.name) as source:
                 yield source
-    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as cause:
+    except (gzip.BadGzipFile, zlib.error, zstd.ZstdError, EOFError) as cause:
         reason = f"{path} cannot be unpacked: {cause}"
         raise TraceError(reason, "the file is damaged or cut off; fetch it again") from cause
     except OSError as cause:
@@ -125,12 +130,8 @@ def _unpacked(path: Path, name: str) -> Iterator[Source]:
         return
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
         plain = Path(folder) / (path.stem or "trace")
-        if head.startswith(_GZIP):
-            with gzip.open(path, "rb") as packed:
-                _copy(packed, plain)
-        else:
-            with path.open("rb") as packed:
-                _copy_zstd(packed, plain)
+        with gzip.open(path) if head.startswith(_GZIP) else zstd.open(path) as packed:
+            _copy(packed, plain)
         _link_companions(path, plain)
         yield _checked(Source(plain, name, sha256, _head(plain)))
 
@@ -155,24 +156,9 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def _copy(file: IO[bytes] | gzip.GzipFile, to: Path) -> None:
+def _copy(file: _Bytes, to: Path) -> None:
     with to.open("wb") as out:
         shutil.copyfileobj(file, out, _CHUNK_BYTES)
-
-
-def _copy_zstd(file: IO[bytes], to: Path) -> None:
-    """Unpack frame after frame; one that does not end is an error, as gzip has it."""
-    frame, began = zstandard.ZstdDecompressor().decompressobj(), False
-    with to.open("wb") as out:
-        while data := file.read(_CHUNK_BYTES):
-            while data:
-                out.write(frame.decompress(data))
-                began = not frame.eof
-                data = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-    if began:
-        raise EOFError("the compressed file ends before its end-of-stream marker")
 
 
 def write_trace(trace: Trace, path: Path | str | None) -> None:
@@ -195,8 +181,8 @@ def write_trace(trace: Trace, path: Path | str | None) -> None:
                 with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
                     _write(trace, packed)
             elif target.suffix == ".zst":
-                with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as stream:
-                    _write(trace, stream)
+                with zstd.open(file, "wb") as packed:
+                    _write(trace, packed)
             else:
                 _write(trace, file)
         part.replace(target)
@@ -208,7 +194,7 @@ def write_trace(trace: Trace, path: Path | str | None) -> None:
         ) from cause
 
 
-def _write(trace: Trace, file: IO[bytes] | gzip.GzipFile) -> None:
+def _write(trace: Trace, file: _Bytes) -> None:
     encode = msgspec.json.Encoder().encode
     for row in native_rows(trace):
         file.write(encode(row) + b"\n")
