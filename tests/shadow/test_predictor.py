@@ -58,9 +58,9 @@ def test_what_is_in_doubt_is_said_of_the_engine() -> None:
 
 def test_an_option_that_the_simulator_does_not_know_is_a_doubt() -> None:
     profile = a_profile()
-    shape = replace(profile.shape, scheduler={"prefill_schedule_interval": 3})
+    shape = replace(profile.shape, scheduler={"max_num_partial_prefills": 3})
     predictor = Predictor(replace(profile, shape=shape))
-    assert predictor.doubt == "the simulator does not know prefill_schedule_interval: 3"
+    assert predictor.doubt == "the simulator does not know max_num_partial_prefills: 3"
     assert predictor.info(LIMITS).remark.startswith(predictor.doubt)
 
 

@@ -241,7 +241,6 @@ def test_a_request_longer_than_the_model_takes_is_refused_and_the_others_are_not
     ("name", "value"),
     [
         ("no_such_option", 1),
-        ("prefill_schedule_interval", 2),
         ("policy", "shortest_first"),
         ("max_num_partial_prefills", 4),
     ],
@@ -404,8 +403,30 @@ def test_each_vllm_is_replayed_as_it_decides() -> None:
     assert alone == [7, 67]
     scarce = [of_version(random_case(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
     assert scarce[0] < scarce[1]
+    preempted = [
+        of_version(random_case(50, is_by_priority=True), v).steps.preempted
+        for v in ("0.32.0", "0.33.0")
+    ]
+    assert preempted == [60, 62]
     newest = [of_version(random_case(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
     assert len({(s.steps, s.cached_tokens) for s in newest}) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "first_s"),
+    [
+        # The second prompt shares the second batch.
+        ("0.32.0", [2.0, 4.5]),
+        # Two batches of 1.5 s go between the prompts.
+        ("0.33.0", [2.0, 7.5]),
+    ],
+)
+def test_an_interval_between_prompts_holds_for_an_engine_alone_from_0_33_on(
+    version: str, first_s: list[float]
+) -> None:
+    shape = replace(a_shape(), vllm_version=version, scheduler={"prefill_schedule_interval": 3})
+    lines = simulated(a_trace([0.0, 1.0], 4, [6, 2]), LIMITS, STEPS, shape=shape).timelines
+    assert lines.first_s.tolist() == first_s
 
 
 def test_a_workload_is_the_same_whenever_it_is_replayed() -> None:

@@ -38,16 +38,19 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     HEAP, QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
     FREE_SLOTS, STATUS, MEASURES,
+    # Batches without anything; whether this one carries a prompt, and how many with anything
+    # there were by the last that did; whether prompts were left waiting.
+    EMPTY, CARRIES, CARRIED, BACKED_UP,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST,
+    KNOTS, LONE, KEYLESS_FIRST, YIELDS, INTERVAL,
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
     INTEGERS,
-) = range(76)  # fmt: skip
+) = range(82)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -693,6 +696,18 @@ def _threshold(g):
     return g[THRESHOLD]
 
 
+@_inner
+def _defers(g):
+    """Whether this step leaves prompts out, so that those who decode have it to themselves."""
+    executed = g[STEP] - g[EMPTY]
+    return (
+        g[INTERVAL] > 1
+        and not g[BACKED_UP]
+        and executed + 1 - g[CARRIED] < g[INTERVAL]
+        and g[RUNNING] > g[PREFILLING]
+    )
+
+
 @_inlined
 def _count_in(w, batch, is_decode, before, tokens):
     """Note what a request adds to a batch."""
@@ -752,7 +767,7 @@ def _adopt(g, sl, kv, slot, hits):
 
 
 @_inlined
-def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
+def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
     """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
     batch, block, any_admitted = _batch(g, g[STEP]), g[BLOCK], False
     while budget > 0 and g[WAITING] > 0 and g[RUNNING] < g[CAP]:
@@ -765,6 +780,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
         if g[IS_CACHED]:
             hits, idle = _hits(g, kv, row, slot, tokens)
         before = hits * block
+        if defers and before < tokens - 1:
+            break
         wanted = tokens - before
         if 0 < threshold < wanted:
             wanted = threshold
@@ -797,6 +814,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
         _count_in(w, batch, not is_new and answered > 0 and wanted <= 1, before, wanted)
         if is_new:
             w[batch + B_CACHED] += before
+        if before < tokens - 1:
+            g[CARRIES] = 1
         sl[slot, COMPUTED] = before + wanted
         sl[slot, MISSED] = 0
         if not _prefilled(g, w, sl, slot):
@@ -831,10 +850,11 @@ def _worst(g, w, sl, tr):
 
 
 @_inner
-def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
+def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
     """Schedule running requests one by one in their order; return what is left of the budget.
 
-    Also returns how many were preempted for it.
+    Also returns how many were preempted for it. Who is preempted for its own sake ends the
+    step, or where it YIELDS, leaves it to those behind, who may matter more.
     """
     _compact(g, w, sl)
     for i in range(g[RUN_LENGTH]):
@@ -848,6 +868,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
         if slot < 0:
             continue
         decodes = sl[slot, STATE] == DECODES
+        if defers and not decodes:
+            continue
         if decodes:
             if sl[slot, END] < g[STEP]:
                 continue
@@ -871,7 +893,11 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
                 fits = False
                 break
         if not fits:
+            if g[YIELDS]:
+                continue
             break
+        if not decodes:
+            g[CARRIES] = 1
         _grow(g, sl, r, kv, slot, needed)
         if g[IS_CACHED]:
             _cache_up_to(g, sl, kv, slot, min(before + wanted, known))
@@ -922,9 +948,9 @@ def _note_running(g, x, w, sl, f, kv):
 
 
 @_inlined
-def _calm_prefill(g, sl, threshold):
+def _calm_prefill(g, sl, threshold, defers):
     """Return how much the only prompt in pieces gets; -1 where their order matters."""
-    if g[PREFILLING] == 0:
+    if g[PREFILLING] == 0 or defers:
         return 0
     slot = g[LAST_PREFILL]
     if g[PREFILLING] > 1 or sl[slot, STATE] != PREFILLS or sl[slot, ORDER] != g[ORDERS] - 1:
@@ -955,13 +981,13 @@ def _let_decode(g, w, sl, r, kv):
 
 
 @_inlined
-def _schedule_calmly(g, w, sl, r, kv, threshold):
+def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     """Schedule running requests where their order does not matter; False where it does."""
     block = g[BLOCK]
     needed = w[g[AT_PHASES] + g[STEP] % block]
     if g[DECODING] > g[BUDGET] or g[MISSING] > 0 or needed > g[FREE]:
         return False
-    wanted = _calm_prefill(g, sl, threshold)
+    wanted = _calm_prefill(g, sl, threshold, defers)
     if wanted < 0:
         return False
     slot = g[LAST_PREFILL]
@@ -976,6 +1002,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold):
     if g[DECODING] > 0:
         _let_decode(g, w, sl, r, kv)
     if wanted > 0:
+        g[CARRIES] = 1
         _grow(g, sl, r, kv, slot, blocks)
         before = sl[slot, COMPUTED]
         if g[IS_CACHED]:
@@ -993,16 +1020,20 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     batch = _batch(g, g[STEP])
     for field in range(BATCH_FIELDS):
         w[batch + field] = 0
-    threshold, preempted = _threshold(g), 0
-    if _schedule_calmly(g, w, sl, r, kv, threshold):
+    threshold, defers, preempted = _threshold(g), _defers(g), 0
+    g[CARRIES] = 0
+    if _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         budget = g[BUDGET] - w[batch + B_DECODES] - w[batch + B_PREFILL]
     else:
-        budget, preempted = _schedule_running(g, x, w, sl, f, r, tr, kv, threshold)
+        budget, preempted = _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers)
         _note_running(g, x, w, sl, f, kv)
     came = False
     if preempted == 0 and budget > 0 and g[WAITING] > 0:
-        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold)
-    g[HELD] = not came and preempted == 0 and w[batch + B_PREFILL] == 0 and g[PREFILLING] == 0
+        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
+    is_calm = preempted == 0 and w[batch + B_PREFILL] == 0 and g[PREFILLING] == 0
+    g[HELD] = is_calm and not came and not defers
+    if preempted == 0 and not defers:
+        g[BACKED_UP] = g[WAITING] > 0
     while _next_end(g, w, sl) == g[STEP]:
         slot = _pop(g, w)
         _decodes_no_more(g, w, sl, slot)
@@ -1015,6 +1046,9 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     g[TIDY] = 0
     g[STEP] += 1
     g[IN_PIPE] += 1
+    g[EMPTY] += is_empty
+    if g[CARRIES]:
+        g[CARRIED] = g[STEP] - g[EMPTY]
     return is_empty
 
 
@@ -1586,6 +1620,8 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
             break
     if steps == 0:
         return 0
+    if g[WAITING] == 0:
+        g[BACKED_UP] = 0
     g[DONE] += steps
     _note_leap(
         g, x, h, log, now, steps, n, context, first_s, took_s, used_sum / total, peak / total

@@ -52,7 +52,7 @@ _KNOWN: Final[Mapping[str, tuple[object, ...] | None]] = {
     "long_prefill_token_threshold_adaptive": None,
     "scheduler_reserve_full_isl": None,
     "watermark": None,
-    "prefill_schedule_interval": (None, 1),
+    "prefill_schedule_interval": None,
     "max_num_queued_reqs": (None,),
     "max_num_queued_tokens": (None,),
     # Of no consequence to the schedule of a text model with one group of full attention.
@@ -555,6 +555,13 @@ def _integers(
     # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
     # wait in one queue, where later those that no prompt can find are handed out first.
     g[s.LONE], g[s.KEYLESS_FIRST] = _is_since(shape, 31), _is_since(shape, 24)
+    # From 0.33 on who is preempted for its own sake under priorities does not end the step, and
+    # an interval between prompts holds for an engine alone, not only for data-parallel ones.
+    g[s.YIELDS] = shape.has_priorities and _is_since(shape, 33)
+    interval = (
+        int(_option(shape, "prefill_schedule_interval", 1)) if _is_since(shape, 33) else 1
+    )
+    g[s.INTERVAL], g[s.CARRIED] = interval, -interval
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
     g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
