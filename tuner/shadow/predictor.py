@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import EngineError
+from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
@@ -154,7 +154,16 @@ class Predictor:
         if ceiling not in self._engines:
             serve.prepare_environment()
             blocks, profile = self.profile.num_blocks_at(ceiling), self.profile
-            made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            try:
+                made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            except UsageError as missing:
+                if serve.installed_vllm()[0]:
+                    raise
+                raise ShadowError(
+                    f"{self.doubt}, and vLLM, whose own scheduler is asked then, is not"
+                    " installed",
+                    "pip install 'max-num-seqs-tuner[cpu]', or [gpu]: it needs no GPU for that",
+                ) from missing
             self._engines[ceiling] = made
         return self._engines[ceiling]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +44,9 @@ _stop_all: Any = s.stop_all
 _TURNS: Final = 1 << 16
 # Steps that are kept before they are read out: ours, some megabytes.
 _LOG_ROWS: Final = 1 << 16
+# Histograms of replays that have ended, zeros again: ours, since clearing six megabytes for
+# each replay takes as long as scheduling thousands of requests.
+_EMPTIED: Final[list[Floats]] = []
 # What an option has to be so that the schedule is the one that is compiled; of those that it
 # knows, None.
 _KNOWN: Final[Mapping[str, tuple[object, ...] | None]] = {
@@ -385,7 +389,8 @@ class _Simulation:
         self._answers[:, s.OUTCOME] = s.ABORTED
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
-        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
+        shape = s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2
+        self._histograms = _EMPTIED.pop() if _EMPTIED else np.zeros(shape)
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
         self._cache = _cache(prepared, self._g, caches=caches)
@@ -453,11 +458,12 @@ class _Simulation:
             self._g[s.LOGGED] = 0
 
     def log(self) -> ReplayLog:
-        """Return the finished replay."""
+        """Return the finished replay; nothing can be asked of it afterwards."""
+        counted = self._counted()
         return log_of(
             self._prepared.trace,
-            self._timelines(),
-            self._summary(),
+            self._timelines(counted),
+            self._summary(counted),
             self._limits,
             self._plan,
             clock_s=float(self._x[s.NOW]),
@@ -474,7 +480,7 @@ class _Simulation:
             return cut.clock_text
         return self._stopped
 
-    def _timelines(self) -> Timelines:
+    def _timelines(self, counted: Sequence[WeightedSamples]) -> Timelines:
         outcome = self._answers[:, s.OUTCOME]
         outcome[outcome == s.GOES_ON] = s.ABORTED
         n = outcome.size
@@ -485,29 +491,39 @@ class _Simulation:
             last_s=self._instants[:, s.LAST],
             output_tokens=self._answers[:, s.TOKENS],
             outcome=outcome,
-            gap_s=self._samples(s.GAPS),
+            gap_s=counted[s.GAPS],
             work_s=np.full(n, np.nan),
         )
 
-    def _samples(self, which: int) -> WeightedSamples:
-        """Return what a histogram has counted, ascending."""
-        bins, marks = np.split(self._histograms[which], [s.BINS])
-        stretches = bins.reshape(-1, s.STRETCH, 2)[np.flatnonzero(marks[:, 0])].reshape(-1, 2)
-        weights, totals = stretches[stretches[:, 0] > 0].T.copy()
-        return WeightedSamples(totals / weights, weights)
+    def _counted(self) -> list[WeightedSamples]:
+        """Return what each histogram has counted, ascending, and leave them to another one."""
+        histograms = self._histograms
+        which, stretch = np.nonzero(histograms[:, s.BINS :, 0])
+        bins = histograms[:, : s.BINS].reshape(s.HISTOGRAMS, -1, s.STRETCH, 2)
+        rows = bins[which, stretch]
+        bins[which, stretch] = histograms[which, s.BINS + stretch] = 0.0
+        _EMPTIED.append(histograms)
+        seen = rows[..., 0] > 0
+        ends = np.cumsum(np.bincount(which, seen.sum(axis=1), s.HISTOGRAMS)).astype(np.int64)
+        weights, totals = rows[seen].T.copy()
+        values = totals / weights
+        return [
+            WeightedSamples(values[first:end], weights[first:end])
+            for first, end in pairwise((0, *ends.tolist()))
+        ]
 
-    def _summary(self) -> StepSummary:
+    def _summary(self, counted: Sequence[WeightedSamples]) -> StepSummary:
         x = self._x
         costs = CostSums(x[s.ALONE_N : s.ALONE_N + 5], x[s.MIXED_N : s.MIXED_N + 4])
         return StepSummary(
             steps=int(x[s.STEPS_N]),
             duration_s=float(x[s.STEPS_S]),
-            decode_steps=self._samples(s.DECODE_STEPS),
+            decode_steps=counted[s.DECODE_STEPS],
             by_batch={},
             levels={
-                "running": self._samples(s.H_RUNNING),
-                "waiting": self._samples(s.H_WAITING),
-                "kv_usage_ratio": self._samples(s.H_USAGE),
+                "running": counted[s.H_RUNNING],
+                "waiting": counted[s.H_WAITING],
+                "kv_usage_ratio": counted[s.H_USAGE],
             },
             peaks={
                 "running": float(x[s.PEAK_RUNNING]),
