@@ -178,22 +178,21 @@ def tried(version: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
 
 def row(version: str, result: Mapping[str, Any]) -> list[str]:
     """Return a release's cells of the table."""
-    parts = result, result.get("by_priority", {"error": "not tried"})
+    by_priority = result.get("by_priority")
+    parts = [result] if by_priority is None else [result, by_priority]
     if errors := [part["error"] for part in parts if "error" in part]:
         return [version, *[""] * 7, errors[0]]
-    departures = [part["first_departure"] for part in parts]
-    departure = departures[0] or departures[1]
-    return [
-        version,
-        f"{result['cases']:,}",
-        f"{result['steps']:,}",
-        ", ".join(f"`{name}`" for name in result["without"]),
-        str(len(result["departing"]) or "none"),
-        f"{parts[1]['steps']:,}",
-        f"{parts[1]['preempted']:,}",
-        str(len(parts[1]["departing"]) or "none"),
-        f"seed {departure['seed']}, {departure['words']}" if departure else "",
-    ]
+    departures = [part["first_departure"] for part in parts if part["first_departure"]]
+    cells = [version, f"{result['cases']:,}", f"{result['steps']:,}"]
+    cells.append(", ".join(f"`{name}`" for name in result["without"]))
+    cells.append(str(len(result["departing"]) or "none"))
+    if by_priority is None:
+        cells += ["", "", "not tried"]
+    else:
+        cells += [f"{by_priority['steps']:,}", f"{by_priority['preempted']:,}"]
+        cells.append(str(len(by_priority["departing"]) or "none"))
+    first = departures[0] if departures else None
+    return [*cells, f"seed {first['seed']}, {first['words']}" if first else ""]
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

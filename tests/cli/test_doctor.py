@@ -132,6 +132,7 @@ def test_a_broken_vllm_is_no_live_replay() -> None:
     [
         ("polars", "traces in CSV", "max-num-seqs-tuner[csv]", False),
         ("psycopg", "studies in PostgreSQL", "max-num-seqs-tuner[postgres]", False),
+        ("aiconfigurator-core", "profiles of other GPUs", "max-num-seqs-tuner[predict]", False),
         ("jinja2", "reports", "max-num-seqs-tuner", True),
     ],
 )

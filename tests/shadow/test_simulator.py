@@ -33,6 +33,8 @@ from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns
 
 CASES_SETTING = "SIMULATOR_CASES"
+# For several workers of pytest to share.
+PARTS = 4
 LIMITS = EngineLimits(8, 256)
 # Sums of powers of two are exact: a decode takes 1.5 s alone, a prompt of four tokens 2 s.
 STEPS = StepModel.linear(1.0, 0.5, 0.25)
@@ -65,11 +67,13 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_thousands_of_random_replays_are_those_of_vllms_scheduler(
-    capsys: pytest.CaptureFixture[str],
+    part: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases, began_s, steps = int(os.environ.get(CASES_SETTING, "2000")), time.monotonic(), 0
-    for done, seed in enumerate(range(1000, 1000 + cases), 1):
+    cases = int(os.environ.get(CASES_SETTING, "10000")) // PARTS
+    began_s, steps, first = time.monotonic(), 0, 1000 + part * cases
+    for done, seed in enumerate(range(first, first + cases), 1):
         log = compare_with_the_reference(seed)
         steps += log.steps.steps if isinstance(log, ReplayLog) else 0
         if done % 500 == 0 or done == cases:
@@ -403,11 +407,12 @@ def test_each_vllm_is_replayed_as_it_decides() -> None:
     assert alone == [7, 67]
     scarce = [of_version(random_case(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
     assert scarce[0] < scarce[1]
-    preempted = [
-        of_version(random_case(50, is_by_priority=True), v).steps.preempted
-        for v in ("0.32.0", "0.33.0")
-    ]
-    assert preempted == [60, 62]
+    for seed, older, newer, preempted in (
+        (2225, "0.27.1", "0.28.0", [24, 25]),
+        (50, "0.32.0", "0.33.0", [60, 62]),
+    ):
+        logs = [of_version(random_case(seed, is_by_priority=True), v) for v in (older, newer)]
+        assert [log.steps.preempted for log in logs] == preempted
     newest = [of_version(random_case(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
     assert len({(s.steps, s.cached_tokens) for s in newest}) == 1
 

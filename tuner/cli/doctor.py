@@ -42,6 +42,11 @@ _ABILITIES: Final = {
     "reports": (("jinja2",), _UPGRADE, True),
     "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
     "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
+    "profiles of other GPUs": (
+        ("aiconfigurator-core",),
+        "pip install 'max-num-seqs-tuner[predict]'",
+        False,
+    ),
     "studies in PostgreSQL": (
         ("psycopg",),
         "pip install 'max-num-seqs-tuner[postgres]'",

@@ -365,10 +365,16 @@ def draw(
     if predictor.doubt:
         drawn = [drawing.slower(point, np.random.default_rng(seed)) for seed in seeds]
         return Draws.of(settings, point, drawn, drawn, None)
-    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(_threads(predictor, workload)) as pool:
         both = list(pool.map(drawing.once, map(np.random.default_rng, seeds)))
     here, others = zip(*both, strict=True)
     return Draws.of(settings, point, others, here, drawing.stretches)
+
+
+def _threads(predictor: Predictor, workload: Workload) -> int:
+    """Return how many threads draw: as many as there are cores for, and memory."""
+    room = min(simulator.room_for(piece, predictor.profile.shape) for piece in workload.pieces)
+    return min(THREADS, len(os.sched_getaffinity(0)), room)
 
 
 def _count(workload: Workload, draws: int) -> int:

@@ -21,7 +21,13 @@ from tuner.replay.slo import Slo
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate, unknown_options
+from tuner.shadow.simulator import (
+    PreparedTrace,
+    SimulatedEngine,
+    room_for,
+    simulate,
+    unknown_options,
+)
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -83,7 +89,7 @@ class Predictor:
 
         Units: seconds on the replay's clock, zero at the trace's own zero.
         Raises: EngineError if a request cannot be served at the limits; ShadowError or
-            UsageError if nothing can be predicted from the profile here.
+            UsageError if nothing can be predicted from the profile here, or memory is short.
         """
         if self.doubt:
             return self._ask(at_load(trace, plan.load), limits, plan)
@@ -94,6 +100,7 @@ class Predictor:
         for known in self._prepared:
             if known.fits(trace, plan):
                 return known
+        room_for(trace, self.profile.shape)
         del self._prepared[:-_KEPT]
         made = PreparedTrace(at_load(trace, plan.load), plan, of=trace)
         self._prepared.append(made)

@@ -45,12 +45,12 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST, YIELDS, INTERVAL,
+    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL,
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
     INTEGERS,
-) = range(82)  # fmt: skip
+) = range(83)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -854,7 +854,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
     """Schedule running requests one by one in their order; return what is left of the budget.
 
     Also returns how many were preempted for it. Who is preempted for its own sake ends the
-    step, or where it YIELDS, leaves it to those behind, who may matter more.
+    step, or where it YIELDS, leaves it to those behind, who may matter more. Where it OMITS,
+    one is left out for each that is preempted of those already passed over.
     """
     _compact(g, w, sl)
     for i in range(g[RUN_LENGTH]):
@@ -883,10 +884,12 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
                 wanted = threshold
             wanted = min(wanted, budget)
         needed = (before + wanted + block - 1) // block
-        fits = True
+        fits, omitted = True, 0
         while needed - sl[slot, BLOCKS] > g[FREE]:
             worst = _worst(g, w, sl, tr)
             budget += sl[worst, TAKEN]
+            if g[OMITS] and sl[worst, TAKEN] == 0 and sl[worst, PLACE] < sl[slot, PLACE]:
+                omitted += 1
             _preempt(g, x, w, sl, f, kv, worst)
             preempted += 1
             if worst == slot:
@@ -903,6 +906,9 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
             _cache_up_to(g, sl, kv, slot, min(before + wanted, known))
         sl[slot, TAKEN] = wanted
         budget -= wanted
+        while omitted > 0 and i < g[RUN_LENGTH]:
+            omitted -= w[g[AT_RUN] + i] >= 0
+            i += 1
     return budget, preempted
 
 

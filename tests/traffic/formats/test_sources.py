@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, pack: object)
     packed = pack("".join(data).encode())  # type: ignore[operator]
     with pytest.raises(TraceError, match="cannot be unpacked"):
         read_trace(written(tmp_path, packed[: len(packed) // 2]))
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, LINES)
+    os.truncate(path, 1 << 42)  # a hole, which takes no room on the disk
+    with pytest.raises(
+        TraceError, match=r"prod.jsonl has 4398.0 GB, which takes as much"
+    ) as no:
+        read_trace(path)
+    assert "give a part of it" in no.value.hint
 
 
 def test_standard_input_is_a_file_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
