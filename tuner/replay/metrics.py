@@ -283,19 +283,17 @@ def measure(
     Raises: ValueError without a log.
     """
     lines, steps = _parts(logs)
-    span_s = sum(_busy_span_s(log) for log in logs)
-    offered = sum(len(line) for line in lines)
-    completed = sum(line.count(Outcome.COMPLETED) for line in lines)
+    offered, span_s = sum(map(len, lines)), sum(map(_busy_span_s, logs))
+    ended = {outcome: sum(line.count(outcome) for line in lines) for outcome in Outcome}
     good = sum(_good_requests(line, slos) for line in lines) if slos else 0
-    arrivals_s = sum(arrival_span_s(line) for line in lines)
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
     measurement = Measurement(
         offered=offered,
-        completed=completed,
-        refused=sum(line.count(Outcome.REFUSED) for line in lines),
-        timed_out=sum(line.count(Outcome.TIMED_OUT) for line in lines),
-        aborted=sum(line.count(Outcome.ABORTED) for line in lines),
-        requests_per_s=completed / span_s if span_s > 0 else 0.0,
+        completed=ended[Outcome.COMPLETED],
+        refused=ended[Outcome.REFUSED],
+        timed_out=ended[Outcome.TIMED_OUT],
+        aborted=ended[Outcome.ABORTED],
+        requests_per_s=ended[Outcome.COMPLETED] / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
@@ -316,8 +314,8 @@ def measure(
         cut_reason=cut_reason,
         caveats=(),
         utilisation=utilisation(lines),
-        offered_per_s=offered / arrivals_s if arrivals_s > 0 else None,
-        unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
+        offered_per_s=_offered_per_s(lines),
+        unfinished=ended[Outcome.UNFINISHED],
     )
     return replace(measurement, caveats=_caveats(measurement))
 
@@ -330,6 +328,11 @@ def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary
 
 def _kept_up(log: ReplayLog) -> bool:
     return is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
+
+
+def _offered_per_s(lines: Sequence[Timelines]) -> float | None:
+    arrivals_s = sum(arrival_span_s(line) for line in lines)
+    return sum(map(len, lines)) / arrivals_s if arrivals_s > 0 else None
 
 
 def _caveats(m: Measurement) -> tuple[Caveat, ...]:

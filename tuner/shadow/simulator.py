@@ -593,6 +593,19 @@ def _integers(
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
+    _go_by_version(g, shape)
+    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
+    g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
+    recorded = 1 if trace.hashes is None else trace.hashes.block_size
+    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
+    lengths = trace.prompt_tokens + trace.output_tokens
+    fitting = lengths[lengths <= shape.max_model_len]
+    g[s.WIDTH] = int(fitting.max()) // block + 2 if fitting.size else 2
+    return g
+
+
+def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:
+    """Set what releases of vLLM decide otherwise."""
     # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
     # wait in one queue, where later those that no prompt can find are handed out first.
     g[s.LONE], g[s.KEYLESS_FIRST] = _is_since(shape, 31), _is_since(shape, 24)
@@ -605,14 +618,6 @@ def _integers(
         int(_option(shape, "prefill_schedule_interval", 1)) if _is_since(shape, 33) else 1
     )
     g[s.INTERVAL], g[s.CARRIED] = interval, -interval
-    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
-    recorded = 1 if trace.hashes is None else trace.hashes.block_size
-    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
-    lengths = trace.prompt_tokens + trace.output_tokens
-    fitting = lengths[lengths <= shape.max_model_len]
-    g[s.WIDTH] = int(fitting.max()) // block + 2 if fitting.size else 2
-    return g
 
 
 def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Floats:
