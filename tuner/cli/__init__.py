@@ -36,11 +36,11 @@ def _import_numpy() -> None:
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
-    if not _HELPS.intersection(arguments):
-        _import_numpy()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.default_int_handler)
     try:
+        if not _HELPS.intersection(arguments):
+            _import_numpy()
         context = tune_command.make_context("tune", list(arguments))
         with context:
             code = tune_command.invoke(context)
