@@ -6,12 +6,17 @@ Owns YAML's reading, so that a key that stands twice is refused wherever it stan
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import yaml
 from filelock import FileLock, Timeout
@@ -22,6 +27,10 @@ from tuner.errors import UsageError
 _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+
+_SCRATCH: Final = "tune-scratch-"
+LEFT_AFTER_S: Final = 600.0
+"""Ours: between making a folder and locking it lie microseconds."""
 
 
 class ChangedMeanwhileError(UsageError):
@@ -54,6 +63,24 @@ def write_atomic(
 ) -> None:
     """Write the file whole or not at all: what stood there before survives a full disk.
 
+    Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
+        it is not as expected.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, secret=secret, expected=expected, hint=hint) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path,
+    *,
+    secret: bool = False,
+    expected: ExpectedText | None = None,
+    hint: str = "name another file after -o, or free space there",
+) -> Iterator[IO[bytes]]:
+    """Give a file that takes the place of the named one once the block has ended well.
+
     With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
     target that is no regular file, as /dev/stdout, is written to as it is. Where a text is
     `expected`, the file is read again right before the new one takes its place; an edit within
@@ -63,25 +90,39 @@ def write_atomic(
     Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
         it is not as expected.
     """
-    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(data)
+            with path.open("wb") as file:
+                yield file
         else:
-            target = path.resolve()
-            _replace(target, data, 0o600 if secret else _usual_mode(target), expected)
+            target = _resolved(path)
+            mode = 0o600 if secret else _usual_mode(target)
+            with _copy_for(target, mode, expected) as copy:
+                yield copy
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", hint
         ) from error
 
 
-def _replace(target: Path, data: bytes, mode: int, expected: ExpectedText | None) -> None:
-    """Put a finished copy in the target's place, within its folder so that a rename does it."""
+def _resolved(path: Path) -> Path:
+    """Return where links lead to. Raises: OSError if that is nowhere."""
+    try:
+        return path.resolve()
+    except RuntimeError as loop:  # as Python before 3.13 calls it
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from loop
+
+
+@contextlib.contextmanager
+def _copy_for(target: Path, mode: int, expected: ExpectedText | None) -> Iterator[IO[bytes]]:
+    """Give a copy that is put in the target's place, from its folder so that a rename does it.
+
+    The folder is on disk too when the block has ended, so that no power loss takes it back.
+    """
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as copy:
-            copy.write(data)
+            yield copy
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
@@ -91,6 +132,13 @@ def _replace(target: Path, data: bytes, mode: int, expected: ExpectedText | None
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Where a file system cannot, the file is no less whole.
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _check_still(target: Path, expected: ExpectedText | None) -> None:
@@ -109,6 +157,38 @@ def _usual_mode(target: Path) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Give a folder for temporary files; those of processes that were killed are removed.
+
+    The folder is locked for as long as it is used, and no lock outlives its process.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # somebody else's, in use, or gone by now
+            _remove_left(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, _locked(Path(name)) as folder:
+        yield folder
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder that nothing uses. Raises: OSError, BlockingIOError if something does."""
+    made = folder.lstat()
+    is_own = stat.S_ISDIR(made.st_mode) and made.st_uid == os.geteuid()
+    if is_own and time.time() - made.st_mtime > LEFT_AFTER_S:
+        with _locked(folder):
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(handle)
 
 
 def lock(path: Path, taken: str, hint: str) -> FileLock:
