@@ -530,6 +530,14 @@ def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..
             help="Resolution of the queries.",
         ),
         click.option(
+            "--label",
+            "labels",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Only series with this label, for example job=vllm: whoever is scraped may "
+            "name your model; repeatable.",
+        ),
+        click.option(
             "--header",
             "headers",
             multiple=True,

@@ -6,7 +6,7 @@ import gzip
 import io
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_what_is_written_is_read_back_packed_or_not(tmp_path: Path, name: str) -
         write_trace(trace, tmp_path / "none" / name)
 
 
-PACKED = {"gz": gzip.compress, "zst": zstandard.compress}
+PACKED: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": zstandard.compress}
 
 
 @pytest.mark.parametrize("kind", PACKED)
