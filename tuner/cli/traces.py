@@ -13,7 +13,7 @@ from typing import Self
 import click
 import numpy as np
 
-from tuner.cli.console import say
+from tuner.cli.console import say, showable
 from tuner.cli.inputs import reading_of
 from tuner.cli.options import Params
 from tuner.errors import UsageError
@@ -95,7 +95,7 @@ def run_inspect(options: InspectOptions) -> int:
 def _show(trace: Trace) -> None:
     """Print a description; on a terminal with small plots."""
     for line in describe(trace).lines():
-        click.echo(line)
+        click.echo(showable(line))
     if sys.stdout.isatty():
         from tuner.cli.plots import trace_plots
 

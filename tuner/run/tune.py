@@ -31,7 +31,7 @@ from tuner.errors import (
     TunerError,
     UsageError,
 )
-from tuner.redact import REDACTED, redacted
+from tuner.redact import REDACTED, redacted, redacted_text
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
@@ -230,7 +230,7 @@ class _Run:
             current_source="configuration"
             if prepared.engine.names_limits
             else "vLLM's default",
-            model=prepared.engine.model,
+            model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
