@@ -29,6 +29,10 @@ class TunerError(Exception):
         return (type(self), (self.message, self.hint))
 
 
+class DefectError(TunerError):
+    """A defect of ours has ended a part of the work, and the rest goes on."""
+
+
 class UsageError(TunerError):
     """An option, a configuration file or a combination of them cannot be used."""
 
