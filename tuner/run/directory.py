@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -107,7 +108,8 @@ class RunDir:
     @property
     def storage_url(self) -> str:
         """Return the study's own SQLite database."""
-        return f"sqlite:///{(self.path / STUDY_FILE).resolve()}"
+        # A directory may be called anything, and a URL's reader unquotes it.
+        return f"sqlite:///{quote(str((self.path / STUDY_FILE).resolve()))}"
 
     def set_aside(self, name: str) -> Path:
         """Rename a file to one that nothing writes to, and return that."""
@@ -127,6 +129,13 @@ class RunDir:
         """Replace a JSON Lines file whole."""
         shown = (redacted_content(msgspec.to_builtins(row)) for row in rows)
         self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in shown))
+
+    def append_line(self, name: str, row: object) -> None:
+        """Add a row to a JSON Lines file."""
+        path = self.path / name
+        before = path.read_bytes() if path.exists() else b""
+        shown = redacted_content(msgspec.to_builtins(row))
+        self._replace(name, before + msgspec.json.encode(shown) + b"\n")
 
     def read_json(self, name: str, kind: type[T]) -> T:
         """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""

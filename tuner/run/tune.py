@@ -28,6 +28,7 @@ from tuner.errors import (
     EngineError,
     NoFeasibleConfigError,
     RefusedConfigError,
+    StorageError,
     TunerError,
     UsageError,
 )
@@ -192,6 +193,8 @@ class _Run:
         except KeyboardInterrupt:
             self._interrupted()
             raise
+        except StorageError:
+            raise  # nothing can be told of the trials; what was measured is on disk
         except BaseException:
             self._write(self._best_so_far(), "failed")
             raise
@@ -393,7 +396,7 @@ class _Start:
         study = self.stored.study if self.stored else new_study
         storage = options.storage or self.run_dir.storage_url
         journal, restored = open_journal(
-            storage, study, self.run_dir, aim.slos, is_resumed=options.is_resumed
+            storage, study, self.run_dir, aim.slos, listener.note, is_resumed=options.is_resumed
         )
         for line in restored:
             listener.note(line)
