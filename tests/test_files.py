@@ -9,9 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tuner.cli import run
+from tuner.emit.merge import read_documents
 from tuner.errors import UsageError
-from tuner.files import LEFT_AFTER_S, scratch_folder, write_atomic
+from tuner.files import LEFT_AFTER_S, log_folder, parse_yaml, scratch_folder, write_atomic
 
 HOLDING = """
 import sys, time
@@ -71,3 +76,71 @@ def test_a_planted_name_is_not_written_through(tmp_path: Path) -> None:
         "result",
         False,
     )
+
+
+def bomb(levels: int) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    ten = [", ".join([f"*a{n}"] * 10) for n in range(levels - 1)]
+    lines += [f"a{n}: &a{n} [{items}]" for n, items in enumerate(ten, start=1)]
+    return "\n".join(["model: m", *lines, ""])
+
+
+@pytest.mark.parametrize("levels", [7, 30, 300])
+def test_a_few_lines_that_stand_for_very_many_values_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], levels: int
+) -> None:
+    began_s = time.process_time()
+    with pytest.raises(ValueError, match=r"references \(\*name\) stand for more than 10,000"):
+        parse_yaml(bomb(levels))
+    path = tmp_path / "deployment.yaml"
+    path.write_text(bomb(levels))
+    for command in (
+        ["emit", str(path), "--format", "args"],
+        ["plan", "--profile", str(path), "--trace", str(path)],
+    ):
+        assert run(command) == 2, command
+    with pytest.raises(UsageError, match="cannot be changed: its references"):
+        read_documents(path)
+    assert "defect" not in capsys.readouterr().err
+    assert time.process_time() - began_s < 10
+
+
+def test_what_holds_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="stands within what it refers to in line"):
+        parse_yaml("a: &a [1, *a]")
+
+
+def test_a_reference_that_people_use_is_read() -> None:
+    text = "x: &x {cpu: 4, memory: 8}\na: {<<: *x, cpu: 2}\nb: [*x, *x]\n"
+    read = parse_yaml(text)
+    assert read["a"] == {"cpu": 2, "memory": 8}
+    assert read["b"] == [read["x"]] * 2
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text("ab"),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text("ab"), inner),
+        max_leaves=50,
+    )
+)
+def test_what_yaml_writes_is_read(value: object) -> None:
+    assert parse_yaml(yaml.safe_dump(value)) == value
+
+
+def test_a_log_folder_stays_only_where_a_message_names_it() -> None:
+    with log_folder("tune-test-") as folder:
+        (folder / "engine.log").write_text("all is well")
+    assert not folder.exists()
+
+    def fail() -> Path:
+        with log_folder("tune-test-") as folder:
+            (folder / "engine.log").write_text("died")
+            raise UsageError(f"see {folder / 'engine.log'}")
+
+    with pytest.raises(UsageError) as caught:
+        fail()
+    log = Path(caught.value.message.removeprefix("see "))
+    assert log.read_text() == "died"
+    log.unlink()
+    log.parent.rmdir()

@@ -13,7 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -27,6 +27,10 @@ from tuner.errors import UsageError
 _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+
+MAX_REFERRED: Final = 10_000
+"""Ours: many times what people repeat by a reference; each line may stand for ten times the one
+before, and what is made of it is written out."""
 
 _SCRATCH: Final = "tune-scratch-"
 LEFT_AFTER_S: Final = 600.0
@@ -172,6 +176,14 @@ def scratch_folder() -> Iterator[Path]:
         yield folder
 
 
+@contextlib.contextmanager
+def log_folder(prefix: str) -> Iterator[Path]:
+    """Give a folder for logs, which stays only if the block fails: then messages name it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _remove_left(folder: Path) -> None:
     """Remove a folder that nothing uses. Raises: OSError, BlockingIOError if something does."""
     made = folder.lstat()
@@ -207,19 +219,71 @@ def lock(path: Path, taken: str, hint: str) -> FileLock:
 def parse_yaml(content: str | bytes) -> Any:  # noqa: ANN401 - whatever it holds
     """Return what YAML says, as UTF-8; a key that stands twice is an error, not the last one.
 
-    Raises: ValueError with the reason and its line, without the text: a secret may stand in it.
+    Raises: ValueError with the reason and its line, without the text: a secret may stand in it;
+        and for references that stand for too much.
 
     >>> parse_yaml("max-num-seqs: 8")
     {'max-num-seqs': 8}
     """
     try:
-        text = content.decode() if isinstance(content, bytes) else content
-        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        loader = _UniqueKeyLoader(content.decode() if isinstance(content, bytes) else content)
+        try:
+            root = loader.get_single_node()
+            _check_references([root] if root is not None else [])
+            return None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, *_RAN_INTO) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         unknown = "it holds a character, a date or a nesting that YAML cannot read"
         raise ValueError(f"{getattr(error, 'problem', None) or unknown}{place}") from None
+
+
+def check_references(text: str) -> None:
+    """Refuse YAML whose references stand for very many values, or for themselves.
+
+    What is no YAML passes: who reads it says so.
+
+    Raises: ValueError.
+    """
+    try:
+        roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, *_RAN_INTO):
+        return
+    try:
+        _check_references(roots)
+    except yaml.YAMLError as error:
+        raise ValueError(str(getattr(error, "problem", error))) from None
+
+
+def _check_references(roots: Sequence[yaml.Node]) -> None:
+    """Refuse what a few lines stand for if it is much. Raises: ConstructorError."""
+    sizes: dict[int, int] = {}
+    total = sum(_size(root, sizes) for root in roots)
+    if total - len(sizes) > MAX_REFERRED:
+        raise yaml.constructor.ConstructorError(
+            problem=f"its references (*name) stand for more than {MAX_REFERRED:,} values",
+            problem_mark=roots[0].start_mark,
+        )
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values a node stands for. Raises: ConstructorError if it holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 0
+        inside: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inside = [one for pair in node.value for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inside = node.value
+        sizes[id(node)] = 1 + sum(_size(one, sizes) for one in inside)
+    if not sizes[id(node)]:
+        raise yaml.constructor.ConstructorError(
+            problem="a reference (*name) stands within what it refers to",
+            problem_mark=node.start_mark,
+        )
+    return sizes[id(node)]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
