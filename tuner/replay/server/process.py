@@ -16,10 +16,9 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.recorder.settings import RECORD_FILE
 from tuner.replay.process import last_words
 
 # A start takes minutes where weights are loaded and graphs captured: ours, with room.
@@ -27,6 +26,8 @@ START_PATIENCE_S = 1800.0
 # How long a server may take to end on its own before it is killed: ours.
 STOP_PATIENCE_S = 20.0
 _POLL_S = 0.25
+RECORD_FILE: Final = "TUNE_RECORD"
+"""Has a server record its traffic, as the recorder's `settings.FILE`."""
 
 
 def free_port() -> int:
