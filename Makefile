@@ -1,7 +1,7 @@
 # make tune     install, then tune the demo model on a sample trace: best.yaml
 # make test     install, then run the tests that need no model (PYTEST_ARGS="-k config")
 # make test-all what make test runs, then the slow tests and those on real models
-# make check    format, lint, types and import layers
+# make check    format, lint, types, import layers and dependencies
 # make setup    install into .venv; on a GPU: make setup EXTRA=gpu
 # make dist     build both distributions, the tuner and its recorder, into dist
 # make clean    remove .venv, caches and what a build left; run directories stay
@@ -22,6 +22,8 @@ TRACE ?= traces/translation.jsonl
 CONFIG ?= examples/demo/current.yaml
 BUDGET ?= 150s
 PYTEST_ARGS ?=
+# tests/constraints.txt installs the very versions that the tests ran with.
+CONSTRAINTS ?=
 # What make test runs; test-rest runs the others, and test-all both.
 QUICK := (not slow and not model) or end_to_end
 
@@ -31,7 +33,7 @@ STAMP := $(VENV)/.ready-$(EXTRA)
 # What an environment follows from. Both distributions of the checkout are installed editable: the
 # tuner, and its recorder with the doors that vLLM looks for.
 SOURCES := pyproject.toml tuner/recorder/pyproject.toml Makefile
-HERE := -e ./tuner/recorder -e
+HERE := $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ./tuner/recorder -e
 PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
@@ -63,6 +65,7 @@ check: $(STAMP)
 	$(BIN)/ruff check tuner tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/support/dependencies.py
 
 format: $(STAMP)
 	$(BIN)/ruff format tuner tests

@@ -30,7 +30,7 @@ from tuner.recorder.faults import MAX_IN_A_ROW
 from tuner.recorder.recorder import MAX_WAITING_BYTES, process_recorder
 from tuner.recorder.rows import RecordedServer, header_line
 from tuner.recorder.segments import Segments
-from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, UsageError, share_key
+from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
 from tuner.traffic.formats import read_trace
 
 
