@@ -32,6 +32,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *_more])
 pytest.register_assert_rewrite("support")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add how long the campaign and the fuzz go on: far longer by night than in test-all."""
+    group = parser.getgroup("faults")
+    group.addoption("--faults", default=0, type=int, help="of each kind; by default a few")
+    group.addoption("--fuzz-inputs", default=10_000, type=int, help="for the readers")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the campaign and the fuzz have counted, from whichever process."""
+    reports = [one for many in terminalreporter.stats.values() for one in many]
+    for report in reports:
+        for name, text in getattr(report, "user_properties", ()):
+            if name == "fuzzed":
+                terminalreporter.write_line(f"fuzz: {text}")
+
+
 # Before pytest-xdist looks at the marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import yaml
 from filelock import FileLock, Timeout
 
@@ -22,6 +23,9 @@ from tuner.errors import UsageError
 _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+
+UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises for a text that it cannot decode, or not as what it was to be."""
 
 
 class ChangedMeanwhileError(UsageError):

@@ -91,6 +91,22 @@ def undeclared() -> list[str]:
     return faults
 
 
+def unused() -> list[str]:
+    """Return what everybody has to install and nothing imports, in words."""
+    owners = metadata.packages_distributions()
+    used = {
+        canonicalize_name(one)
+        for package in imported(ROOT / "tuner")
+        for one in owners.get(package, [package])
+    }
+    needed = [one.name for name in SOURCES for one in declared(name)[""]]
+    return [
+        f"{name} is declared, and nothing imports it"
+        for name in needed
+        if canonicalize_name(name) not in used
+    ]
+
+
 def unbounded() -> list[str]:
     """Return what is declared without the least version that it needs, in words."""
     return [
@@ -155,7 +171,7 @@ def main() -> int:
     """Check everything, print what is wrong, and return the exit code."""
     if sys.argv[1:] == ["--pin"]:
         pin()
-    faults = [*undeclared(), *unbounded(), *untested()]
+    faults = [*undeclared(), *unused(), *unbounded(), *untested()]
     known, kept_from = audited()
     for fault in (*faults, *known):
         sys.stdout.write(f"error: {fault}\n")

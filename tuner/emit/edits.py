@@ -22,10 +22,15 @@ _MODEL_WORD: Final = re.compile(r"(?:\s|\\\n)+(?![-\\])\S+")
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 
 
+MAX_SHOWN: Final = 200
+"""Ours: enough of what a file holds to find it there."""
+
+
 def no_place(expected: str, got: str, hint: str = "") -> UsageError:
     """Return the error of a file that has no place for the limits."""
+    shown = got if len(got) <= MAX_SHOWN else f"{got[:MAX_SHOWN]}…"
     return UsageError(
-        f"has no place for the limits: expected {expected}, got {got}",
+        f"has no place for the limits: expected {expected}, got {shown}",
         hint or "check --format, or write a file of its own with -o",
     )
 

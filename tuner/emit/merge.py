@@ -12,10 +12,12 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import yaml as events
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -76,6 +78,8 @@ _INDENTS: Final = ((2, 2, 0), (2, 4, 2), (2, 3, 1), (4, 4, 0), (4, 4, 2), (4, 6,
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 # Longer than any line of a command: the library would fold it otherwise. Ours.
 _WIDTH: Final = 1_000_000
+MAX_DEPTH: Final = 100
+"""Ours: manifests nest twenty deep, and the library's time grows with the square."""
 
 Edit = Callable[[list[Any]], list[str]]
 """Change documents in place and return what has to be said."""
@@ -132,7 +136,7 @@ def read_documents(path: Path) -> list[Any]:
     """Return the documents of a YAML file, without comments. Raises: UsageError."""
     try:
         return list(YAML(typ="safe", pure=True).load_all(_read(path)))
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise _no_yaml(path, error) from None
 
 
@@ -161,18 +165,34 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
 
 
+def _check_depth(path: Path, text: str) -> None:
+    """Refuse what nests deeper than any manifest. Raises: UsageError."""
+    depth = 0
+    with suppress(events.YAMLError):  # the library that reads it says so
+        for event in events.parse(text, Loader=events.SafeLoader):
+            depth += isinstance(event, events.CollectionStartEvent)
+            depth -= isinstance(event, events.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise UsageError(
+                    f"{path} nests deeper than {MAX_DEPTH} levels in line "
+                    f"{event.start_mark.line + 1}",
+                    "name a manifest, or a file that vllm serve takes",
+                )
+
+
 def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
     """Return the documents, and the writer that gives the file back best.
 
     Raises: UsageError if the text is not YAML.
     """
+    _check_depth(path, text)
     best: tuple[int, YAML, list[Any]] | None = None
     for indents in _INDENTS:
         yaml = _library(text, indents)
         try:
             documents = list(yaml.load_all(text))
             dumped = _dumped(yaml, documents)
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _no_yaml(path, error) from None
         changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
         if best is None or changed < best[0]:

@@ -26,6 +26,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.files import UNREADABLE
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.profiles import Profile
 
@@ -190,7 +191,7 @@ def _read_file(path: Path) -> tuple[Server, list[Ints]]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     try:
         server = msgspec.json.decode(lines[0], type=_Header).steps_header
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path} is no recording of steps: {error}", HOW) from None
     if server.version != STEPS_VERSION:
         raise UsageError(
@@ -226,7 +227,7 @@ def _unpacked(path: Path, number: int, line: bytes) -> Ints:
         packed = msgspec.json.decode(line, type=_Packed)
         content = zlib.decompress(base64.b64decode(packed.columns, validate=True))
         table = np.frombuffer(content, "<i8").reshape(len(COLUMNS), packed.steps).copy()
-    except (msgspec.DecodeError, zlib.error, ValueError) as error:
+    except (*UNREADABLE, zlib.error, ValueError) as error:
         raise UsageError(f"{path}, line {number}: damaged: {error}", "leave it out") from None
     table[0] = np.cumsum(table[0])
     return table
@@ -284,7 +285,7 @@ def _rows(path: Path) -> Iterator[_Row]:
             continue
         try:
             yield decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if number == len(lines):
                 return  # a killed server's last line
             raise UsageError(
