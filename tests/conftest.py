@@ -42,10 +42,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show what the campaign and the fuzz have counted, from whichever process."""
     reports = [one for many in terminalreporter.stats.values() for one in many]
-    for report in reports:
-        for name, text in getattr(report, "user_properties", ()):
-            if name == "fuzzed":
-                terminalreporter.write_line(f"fuzz: {text}")
+    found = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    counted: dict[str, list[int]] = {}
+    for name, value in found:
+        if name == "faults":
+            kind, count, survived = value
+            counts = counted.setdefault(kind, [0, 0])
+            counts[0] += count
+            counts[1] += survived
+        elif name in {"fuzz", "month", "sizes"}:
+            terminalreporter.write_line(f"{name}: {value}")
+    if counted:
+        terminalreporter.section("faults")
+        total = [sum(column) for column in zip(*counted.values(), strict=True)]
+        for kind, (count, survived) in [*sorted(counted.items()), ("all", total)]:
+            terminalreporter.write_line(f"{kind:<40} {count:>6} tried {survived:>6} survived")
 
 
 # Before pytest-xdist looks at the marks.
