@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show what the campaign and the fuzz have counted, from whichever process."""
     reports = [one for many in terminalreporter.stats.values() for one in many]
-    found = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    called = [one for one in reports if getattr(one, "when", "") == "call"]
+    found = [pair for report in called for pair in report.user_properties]
     counted: dict[str, list[int]] = {}
     for name, value in found:
         if name == "faults":
@@ -84,33 +81,7 @@ def shared_traces() -> Path:
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """Start a PostgreSQL of our own on a loopback port, and return a URL without the driver."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    if not programs:
-        pytest.skip("no PostgreSQL here: apt-get install postgresql")
-    if importlib.util.find_spec("psycopg") is None:
-        pytest.skip("no psycopg here: pip install 'psycopg[binary]'")
-    # PostgreSQL refuses to run as root.
-    user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-    folder = Path(tempfile.mkdtemp(prefix="tune-postgres-"))
-    if user:
-        shutil.chown(folder, "postgres")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from support.postgres import postgres
 
-    def run(program: str, *arguments: str) -> None:
-        command = [*user, str(programs[-1] / program), "-D", str(folder / "data"), *arguments]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    settings = f"-c listen_addresses=127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    try:
-        run("initdb", "-A", "trust", "-U", "tuner", "-E", "UTF8", "--locale=C", "--no-sync")
-        run("pg_ctl", "-o", settings, "-l", str(folder / "log"), "-w", "start")
-        yield f"tuner@127.0.0.1:{port}"
-    finally:
-        if (folder / "data" / "postmaster.pid").exists():
-            run("pg_ctl", "-m", "immediate", "-w", "stop")
-        shutil.rmtree(folder)
+    with postgres() as found:
+        yield found.address

@@ -29,6 +29,16 @@ class TunerError(Exception):
         return (type(self), (self.message, self.hint))
 
 
+class StorageError(TunerError):
+    """The study of a run is out of reach or damaged; what was measured before is kept."""
+
+    exit_code = 4
+
+
+class DefectError(TunerError):
+    """A defect of ours has ended a part of the work, and the rest goes on."""
+
+
 class UsageError(TunerError):
     """An option, a configuration file or a combination of them cannot be used."""
 

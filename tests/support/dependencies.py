@@ -112,7 +112,8 @@ def unbounded() -> list[str]:
     return [
         f"{one.name} is declared without a least version"
         for one in all_declared()
-        if not any(bound.operator in {">=", "==", "~="} for bound in one.specifier)
+        if one.name not in BY_OTHERS
+        and not any(bound.operator in {">=", "==", "~="} for bound in one.specifier)
     ]
 
 

@@ -55,12 +55,10 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     for _ in range(rounds):
         data = _once(rng, data)
     kind = rng.random()
-    if kind < 0.01:
-        return _damaged(rng, gzip.compress(data)) if rng.random() < 0.5 else gzip.compress(data)
-    if kind < 0.02:
-        packed = zstandard.compress(data)
-        return _damaged(rng, packed) if rng.random() < 0.5 else packed
-    return data
+    if kind >= 0.02:
+        return data
+    packed = gzip.compress(data, mtime=0) if kind < 0.01 else zstandard.compress(data)
+    return _damaged(rng, packed) if rng.random() < 0.5 else packed
 
 
 def _once(rng: random.Random, data: bytes) -> bytes:

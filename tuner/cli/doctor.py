@@ -40,7 +40,7 @@ _UPGRADE: Final = "pip install --upgrade max-num-seqs-tuner"
 _MEND: Final = "mend what is missing below"
 _ABILITIES: Final = {
     "reports": (("plotly", "jinja2"), _UPGRADE, True),
-    "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
+    "traffic from Prometheus": (("aiohttp",), _UPGRADE, True),
     "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
     "studies in PostgreSQL": (
         ("psycopg",),

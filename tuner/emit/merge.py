@@ -12,16 +12,15 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml as events
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tuner.errors import UsageError
+from tuner.files import check_references
 from tuner.redact import REDACTED, is_secret, redacted
 
 _FLAG: Final = re.compile(r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value>[^\s'\",\]]+)")
@@ -78,8 +77,6 @@ _INDENTS: Final = ((2, 2, 0), (2, 4, 2), (2, 3, 1), (4, 4, 0), (4, 4, 2), (4, 6,
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 # Longer than any line of a command: the library would fold it otherwise. Ours.
 _WIDTH: Final = 1_000_000
-MAX_DEPTH: Final = 100
-"""Ours: manifests nest twenty deep, and the library's time grows with the square."""
 
 Edit = Callable[[list[Any]], list[str]]
 """Change documents in place and return what has to be said."""
@@ -156,28 +153,18 @@ def _read(path: Path) -> str:
     hint = "name the YAML file that is to be changed after --merge"
     try:
         with path.open(encoding="utf-8", newline="") as handle:
-            return handle.read()
+            text = handle.read()
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", hint) from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not YAML: it is no text in UTF-8", hint) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
-
-
-def _check_depth(path: Path, text: str) -> None:
-    """Refuse what nests deeper than any manifest. Raises: UsageError."""
-    depth = 0
-    with suppress(events.YAMLError):  # the library that reads it says so
-        for event in events.parse(text, Loader=events.SafeLoader):
-            depth += isinstance(event, events.CollectionStartEvent)
-            depth -= isinstance(event, events.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise UsageError(
-                    f"{path} nests deeper than {MAX_DEPTH} levels in line "
-                    f"{event.start_mark.line + 1}",
-                    "name a manifest, or a file that vllm serve takes",
-                )
+    try:
+        check_references(text)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be changed: {error}", hint) from None
+    return text
 
 
 def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
@@ -185,7 +172,6 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
 
     Raises: UsageError if the text is not YAML.
     """
-    _check_depth(path, text)
     best: tuple[int, YAML, list[Any]] | None = None
     for indents in _INDENTS:
         yaml = _library(text, indents)

@@ -27,6 +27,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
+from tuner.redact import redacted_text
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.warm_up import warm_up
@@ -166,7 +167,7 @@ _ERROR_LINE = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
 
 
 def last_words(log_path: Path, since: int = 0) -> str:
-    """Return the last error in a log, or else its last line."""
+    """Return the last error in a log, or else its last line, without secrets."""
     if not log_path.exists():
         return "it left no log"
     with log_path.open("rb") as log:
@@ -177,8 +178,8 @@ def last_words(log_path: Path, since: int = 0) -> str:
     for line in reversed(notes):
         match = _ERROR_LINE.search(line)
         if match:
-            return match.group(1)[:400]
-    return notes[-1][:400] if notes else "it said nothing"
+            return redacted_text(match.group(1))[:400]
+    return redacted_text(notes[-1])[:400] if notes else "it said nothing"
 
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
@@ -298,7 +299,8 @@ class EngineProcess:
         except EngineError as error:
             self.kill()
             hint = f"{error.hint}; " if error.hint else ""
-            raise EngineError(error.message, f"{hint}see {self.log_path}") from error
+            message = redacted_text(error.message)
+            raise EngineError(message, f"{hint}see {self.log_path}") from error
 
     def _ensure(self) -> tuple[Connection, SpawnProcess]:
         """Return the running child, or start one."""

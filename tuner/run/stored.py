@@ -74,6 +74,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
             "config": None if config is None else str(config),
             "engine_args": redacted(options.engine_args),
             "profile": None if profile is None else str(profile),
+            "model": redacted({"": options.model})[""],
             "storage": redacted({"": options.storage})[""],
             "notes": dict(options.notes),
         }
@@ -102,7 +103,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
         hidden = {f"--engine-arg {name}": text for name, text in values["engine_args"].items()}
         if isinstance(values["config"], dict):
             hidden["--config"] = values["config"]
-        hidden["--storage"] = values["storage"]
+        hidden |= {f"--{name}": values[name] for name in ("model", "storage")}
         for option, value in hidden.items():
             if REDACTED in str(value):
                 raise UsageError(

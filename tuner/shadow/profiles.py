@@ -26,7 +26,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
 from tuner.files import parse_yaml, write_atomic
-from tuner.redact import redacted
+from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import TERMS, Uncertainty
 from tuner.shadow.step_model import Factors, FitError, StepModel
 
@@ -156,7 +156,7 @@ def check_fits(
     compared = (
         ("vLLM", profile.shape.vllm_version, vllm_version),
         ("the device", profile.shape.device, device),
-        ("the model", profile.shape.model, model),
+        ("the model", profile.shape.model, None if model is None else redacted_text(model)),
     )
     return [
         f"the profile was made with {what} {there}, here is {here}"
@@ -174,6 +174,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """
     data = _in_file(profile)
     data["serve_values"] = redacted(data["serve_values"])
+    data["engine"]["model"] = redacted_text(data["engine"]["model"])
     try:
         msgspec.convert(data, _File)
     except msgspec.ValidationError as error:

@@ -5,16 +5,18 @@ Answers what a query's series read over a span of time, and keeps to the server'
 
 from __future__ import annotations
 
-import ast
+import asyncio
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import socket
+import ssl
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Final, NoReturn, Self
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from tuner.arrays import Floats
@@ -23,8 +25,7 @@ from tuner.redact import redacted
 from tuner.traffic.formats.columns import shown
 
 if TYPE_CHECKING:
-    from prometheus_api_client.exceptions import PrometheusApiClientException
-    from requests.exceptions import RequestException
+    import aiohttp
 
 MAX_POINTS = 10_000
 """Prometheus refuses more than 11,000 points per series (web/api/v1/api.go, queryRange)."""
@@ -34,10 +35,20 @@ MAX_VALUES = 500_000
 """Ours: an answer of half a million values is 15 MB of JSON; the first one shows how many
 series there are, and the next ones are as long as that allows."""
 
-TIMEOUT_S = 60
-"""Ours: half of the two minutes after which Prometheus itself gives a query up."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Ours: four times that; what is longer is asked for in smaller parts."""
 
-_STATUS = re.compile(r"HTTP Status Code (\d+) \((.*)\)", re.DOTALL)
+MAX_HELD_VALUES = 100_000_000
+"""Ours: 800 MB, which sixty series of a million points, one engine's histograms, stay below."""
+
+TIMEOUT_S = 60.0
+"""Ours: half of the two minutes after which Prometheus itself gives a query up. It counts from
+the first byte that is sent to the last one that comes, however slowly they come."""
+
+_RETRY_AFTER_S: Final = (0.2, 0.4)
+"""Ours: a query to a server that is there but busy is repeated; one to none fails soon."""
+_BUSY: Final = frozenset({429, 502, 503, 504})
+
 _MEANINGS: Mapping[int, tuple[str, str]] = {
     401: ("refuses without a login", "set PROMETHEUS_TOKEN, or pass --header 'NAME: VALUE'"),
     403: ("forbids the query", "pass --header with credentials that may read it"),
@@ -82,9 +93,46 @@ class Series:
     labels: Mapping[str, str]
     values: Floats
 
+    @property
+    def name(self) -> str:
+        """The metric, empty where the query has taken its name away."""
+        return self.labels.get("__name__", "")
+
+    @property
+    def bound(self) -> float | None:
+        """The upper bound of a histogram's bucket; None where it has none that is a number."""
+        try:
+            bound = float(self.labels.get("le", ""))
+        except ValueError:
+            return None
+        return bound if bound >= 0 else None
+
+
+class _Found(msgspec.Struct):
+    metric: dict[str, str]
+    values: list[tuple[float, str]]
+
+
+class _Data(msgspec.Struct):
+    result: list[_Found]
+
+
+class _Answer(msgspec.Struct):
+    """What is read of an answer. Source: Prometheus, HTTP API, range queries."""
+
+    data: _Data | None = None
+    error: str = ""
+
+
+class _TooLargeError(Exception):
+    """An answer has more bytes than are taken at once."""
+
 
 class Prometheus:
     """One server; remembers a digest of all that it answered.
+
+    No answer takes longer than `TIMEOUT_S` or more than `MAX_ANSWER_BYTES`, whatever the server
+    does. Redirects are not followed: the login would go with them.
 
     Raises: UsageError for a URL that cannot be one.
     """
@@ -92,32 +140,21 @@ class Prometheus:
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, verify: bool = True
     ) -> None:
-        # Imported late: what reads traces alone needs no client.
-        from prometheus_api_client import PrometheusConnect
-        from urllib3.util.retry import Retry
-
         self.place = _place(url)
+        self._url = f"{url.rstrip('/')}/api/v1/query_range"
+        self._headers = {"Accept-Encoding": "identity", **(headers or {})}
+        self._verify = verify
         self._digest = hashlib.sha256()
-        # A query to a server that is there but busy is repeated; one to none fails soon.
-        retry = Retry(
-            total=2,
-            backoff_factor=0.2,
-            status_forcelist=(429, 502, 503, 504),
-            raise_on_status=False,
-        )
-        self._client = PrometheusConnect(
-            url=url.rstrip("/"),
-            headers=dict(headers or {}),
-            disable_ssl=not verify,
-            retry=retry,
-            timeout=TIMEOUT_S,
-        )
+        self._loop = asyncio.Runner()
+        self._session: aiohttp.ClientSession | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        if self._session is not None:
+            self._loop.run(self._session.close())
+        self._loop.close()
 
     @property
     def sha256(self) -> str:
@@ -127,20 +164,29 @@ class Prometheus:
     def over(self, query: str, span: Span) -> tuple[Series, ...]:
         """Return the series of a query over a span, in the order of their labels.
 
-        Raises: UsageError if the server cannot be reached, refuses, or is no Prometheus.
+        Raises: UsageError if the server cannot be reached, refuses, answers with too much, or
+            is no Prometheus.
         """
         series: dict[str, Series] = {}
         first, points = 0, FIRST_POINTS
         while first < span.points:
             last = min(first + points, span.points) - 1
-            answer = self._ask(query, span, first, last)
+            try:
+                answer = self._ask(query, span, first, last)
+            except _TooLargeError:
+                if points == 1:
+                    raise self._too_much(f"{MAX_ANSWER_BYTES >> 20} MiB") from None
+                points = max(1, min(points, span.points) // 10)
+                continue
             for labels, times_s, values in answer:
                 name = json.dumps(labels, sort_keys=True)
                 if name not in series:
+                    if (len(series) + 1) * span.points > MAX_HELD_VALUES:
+                        raise self._too_much(f"{len(series):,} series")
                     series[name] = Series(labels, np.full(span.points, np.nan))
-                rows = np.rint((times_s - span.start_s) / span.step_s).astype(np.int64)
+                rows = np.rint((times_s - span.start_s) / span.step_s)
                 is_inside = (rows >= 0) & (rows < span.points)
-                series[name].values[rows[is_inside]] = values[is_inside]
+                series[name].values[rows[is_inside].astype(np.int64)] = values[is_inside]
             first = last + 1
             points = min(MAX_POINTS, max(1, MAX_VALUES // max(len(answer), 1)))
         self._digest.update(f"{query} {span}".encode())
@@ -151,25 +197,80 @@ class Prometheus:
     def _ask(
         self, query: str, span: Span, first: int, last: int
     ) -> list[tuple[dict[str, str], Floats, Floats]]:
-        """Return the labels, times and values of each series between two instants."""
-        from prometheus_api_client.exceptions import PrometheusApiClientException
-        from requests.exceptions import JSONDecodeError, RequestException
+        """Return the labels, times and values of each series between two instants.
 
-        start, end = (
-            datetime.fromtimestamp(span.start_s + span.step_s * row, tz=UTC)
-            for row in (first, last)
-        )
+        Raises: UsageError; _TooLargeError.
+        """
+        start, end = (span.start_s + span.step_s * row for row in (first, last))
+        asked = {"query": query, "start": str(start), "end": str(end), "step": str(span.step_s)}
+        status, body = self._loop.run(self._answered(asked))
+        if status != 200:
+            self._refused(status, body)
         try:
-            answer = self._client.custom_query_range(query, start, end, step=str(span.step_s))
-            return [(one["metric"], *_columns(one["values"])) for one in answer]
-        except PrometheusApiClientException as cause:
-            self._refused(cause)
-        except JSONDecodeError as cause:
+            answer = msgspec.json.decode(body, type=_Answer)
+            if answer.data is None:
+                raise self._no_prometheus()
+            return [(one.metric, *_columns(one.values)) for one in answer.data.result]
+        except (msgspec.MsgspecError, ValueError, IndexError) as cause:
             raise self._no_prometheus() from cause
-        except RequestException as cause:
+
+    async def _answered(self, asked: Mapping[str, str]) -> tuple[int, bytes]:
+        """Return status and body. Raises: UsageError; _TooLargeError."""
+        import aiohttp  # Late: what reads traces alone needs no client.
+
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for wait_s in _RETRY_AFTER_S:
+                    try:
+                        status, body = await self._once(asked)
+                    except aiohttp.ServerDisconnectedError:
+                        pass  # a connection that was kept and has been closed meanwhile
+                    else:
+                        if status not in _BUSY:
+                            return status, body
+                    await asyncio.sleep(wait_s)
+                return await self._once(asked)
+        except TimeoutError as cause:
+            raise UsageError(
+                f"Prometheus at {self.place} did not answer within {TIMEOUT_S:.0f} s",
+                "ask for less: a shorter --since or a longer --step",
+            ) from cause
+        except aiohttp.ClientResponseError as cause:
+            raise self._no_prometheus() from cause
+        except aiohttp.ClientError as cause:
             raise self._unreachable(cause) from cause
-        except (KeyError, TypeError, ValueError, IndexError) as cause:
-            raise self._no_prometheus() from cause
+
+    async def _once(self, asked: Mapping[str, str]) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = self._opened()
+        sent = self._session.get(self._url, params=asked, allow_redirects=False)
+        async with sent as response:
+            body = bytearray()
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise _TooLargeError
+            return response.status, bytes(body)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        import aiohttp  # Late, as above.
+
+        trusted = ssl.create_default_context()
+        if authority := os.environ.get("REQUESTS_CA_BUNDLE"):
+            is_folder = os.path.isdir(authority)  # noqa: PTH112 - as OpenSSL takes it
+            place = {"capath" if is_folder else "cafile": authority}
+            try:
+                trusted.load_verify_locations(**place)
+            except OSError as error:
+                raise UsageError(f"REQUESTS_CA_BUNDLE {authority} cannot be read") from error
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=trusted if self._verify else False),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S),
+            # What was not asked for, a compressed answer, is read as none.
+            auto_decompress=False,
+            trust_env=True,
+        )
 
     def _no_prometheus(self) -> UsageError:
         return UsageError(
@@ -177,48 +278,46 @@ class Prometheus:
             "give the URL of Prometheus itself, not of a page or a login before it",
         )
 
-    def _unreachable(self, error: RequestException) -> UsageError:
-        """Return the error for a request that got no answer."""
-        from requests.exceptions import SSLError, Timeout
+    def _too_much(self, found: str) -> UsageError:
+        return UsageError(
+            f"Prometheus at {self.place} answers with more than {found}",
+            "ask for less: one engine with --label instance=HOST:PORT, or a shorter --since",
+        )
 
-        if isinstance(error, Timeout):
+    def _unreachable(self, error: aiohttp.ClientError) -> UsageError:
+        """Return the error for a request that got no answer."""
+        import aiohttp  # Late, as above.
+
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            wrong = error.certificate_error
             return UsageError(
-                f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
-                "ask for less: a shorter --since or a longer --step",
-            )
-        root = list(_causes(error))[-1]
-        reason = getattr(root, "strerror", None) or type(root).__name__
-        if isinstance(error, SSLError):
-            # OpenSSL puts the reason where other errors have the number's text.
-            reason = getattr(root, "verify_message", "") or reason
-            return UsageError(
-                f"the certificate of {self.place} is not trusted: {reason}",
+                f"the certificate of {self.place} is not trusted: "
+                f"{getattr(wrong, 'verify_message', '') or type(wrong).__name__}",
                 "name its authority in REQUESTS_CA_BUNDLE, or pass --no-verify",
             )
         return UsageError(
-            f"Prometheus at {self.place} cannot be reached: {reason}",
+            f"Prometheus at {self.place} cannot be reached: {_reason(error)}",
             "check --url, and that the server is up",
         )
 
-    def _refused(self, error: PrometheusApiClientException) -> NoReturn:
-        """Return what a status other than 200 means."""
-        match = _STATUS.fullmatch(str(error))
-        status, body = (int(match[1]), match[2]) if match else (0, "b''")
+    def _refused(self, status: int, body: bytes) -> NoReturn:
+        """Raise what a status other than 200 means."""
         if status in _MEANINGS:
             what, hint = _MEANINGS[status]
-            raise UsageError(f"{self.place} {what} (HTTP {status})", hint) from error
+            raise UsageError(f"{self.place} {what} (HTTP {status})", hint)
         try:
-            # The client shows the body as Python would write it.
-            said = str(json.loads(ast.literal_eval(body))["error"])
-        except (ValueError, SyntaxError, KeyError, TypeError):
+            said = msgspec.json.decode(body, type=_Answer).error
+        except msgspec.MsgspecError:
+            said = ""
+        if not said:
             raise UsageError(
                 f"{self.place} answers with HTTP {status}, not as a Prometheus does",
                 "check --url, and whether the server is well",
-            ) from error
+            )
         raise UsageError(
             f"Prometheus at {self.place} refuses the query: {said[:200]}",
             "ask for less: a shorter --since or a longer --step",
-        ) from error
+        )
 
 
 def _columns(pairs: Iterable[tuple[float, str]]) -> tuple[Floats, Floats]:
@@ -226,12 +325,15 @@ def _columns(pairs: Iterable[tuple[float, str]]) -> tuple[Floats, Floats]:
     return columns[:, 0], columns[:, 1]
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and what led to it, the root last."""
-    at: BaseException | None = error
-    while at is not None:
-        yield at
-        at = at.__cause__ or at.__context__
+def _reason(error: BaseException) -> str:
+    """Return why there was no connection, by the root of an error, without an address."""
+    root = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    if isinstance(root, OSError) and root.errno and not isinstance(root, socket.gaierror):
+        # What asyncio makes of it holds the address.
+        return os.strerror(root.errno)
+    return getattr(root, "strerror", None) or type(root).__name__
 
 
 def _place(url: str) -> str:
