@@ -207,7 +207,7 @@ def _table(rng: random.Random, text: str) -> bytes:
     rows = list(csv.reader(io.StringIO(text)))
     at = rng.randrange(len(rows))
     column = rng.randrange(max(1, len(rows[0])))
-    delimiter, quoting, end = ",", csv.QUOTE_MINIMAL, "\n"
+    delimiter, is_quoted, end = ",", False, "\n"
     match rng.randrange(11):
         case 0:
             rows = [row[:column] + row[column + 1 :] for row in rows]
@@ -228,13 +228,17 @@ def _table(rng: random.Random, text: str) -> bytes:
         case 6:
             delimiter = rng.choice((";", "\t", "|"))
         case 7:
-            quoting, end = csv.QUOTE_ALL, rng.choice(("\r\n", "\r", "\n"))
+            is_quoted, end = True, rng.choice(("\r\n", "\r", "\n"))
         case _:
             if column < len(rows[at]):
                 rows[at][column] = rng.choice(CELLS)
     written = io.StringIO()
     csv.writer(
-        written, delimiter=delimiter, quoting=quoting, lineterminator=end, escapechar="\\"
+        written,
+        delimiter=delimiter,
+        quoting=csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL,
+        lineterminator=end,
+        escapechar="\\",
     ).writerows(rows)
     return written.getvalue().encode("utf-8", "surrogatepass")
 

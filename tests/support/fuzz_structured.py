@@ -254,7 +254,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.work:
-        work(*options.work, options.only)
+        seed, first, last = options.work
+        work(seed, first, last, options.only)
         return 0
     found = fuzz(options.seed, options.first, options.first + options.inputs, options.only)
     for fault in found.faults:

@@ -34,9 +34,14 @@ from tuner.errors import TunerError
 from tuner.redact import redacted
 from tuner.replay.slo import parse_slo
 from tuner.report.run_files import read_run
-from tuner.run.directory import RUN_FILE, TIMELINES_FILE, TRIALS_FILE, RunDir
+from tuner.run.directory import (
+    RESULT_FILE,
+    RUN_FILE,
+    TIMELINES_FILE,
+    TRIALS_FILE,
+    RunDir,
+)
 from tuner.run.journal import _read_trials
-from tuner.run.result import RESULT_FILE
 from tuner.run.stored import read_record
 from tuner.shadow.profiles import read_profile
 from tuner.shadow.recorded import RecordedRequests, read_steps
@@ -362,7 +367,7 @@ def past() -> FakePrometheus:
             arrived_s=np.sort(rng.uniform(START_S, START_S + 900, 300)),
             prompt=rng.integers(1, 4000, 300),
             output=rng.integers(1, 500, 300),
-            scrapes_s=np.arange(START_S, START_S + 901, 15.0),
+            scrapes_s=np.arange(START_S, START_S + 901, 15.0, dtype=np.float64),
             instance=f"{name}:8000",
         )
         for name in "ab"

@@ -57,7 +57,7 @@ class FakePrometheus:
 
     def answer(self, query: str, start_s: float, end_s: float, step_s: float) -> dict[str, Any]:
         """Return what /api/v1/query_range answers."""
-        at_s = np.arange(start_s, end_s + step_s / 2, step_s)
+        at_s: Floats = np.arange(start_s, end_s + step_s / 2, step_s, dtype=np.float64)
         if query == "max(up)":
             return _matrix([({}, at_s, np.ones(at_s.size))])
         inner = re.fullmatch(r"timestamp\((.*)\)", query)
