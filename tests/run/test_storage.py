@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from optuna.trial import FrozenTrial
 
 from support.postgres import PostgresServer, postgres
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError
 from tuner.run import storage
-from tuner.run.journal import Journal, Round
+from tuner.run.journal import Journal, Recorded, Round
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial
 from tuner.traffic.windows import Window
@@ -50,6 +51,9 @@ def a_record(number: int, phase: Phase = Phase.LADDER) -> Trial:
     return Trial.of(number, LIMITS, phase, 0, GOOD, {}, "why", attempt="a")
 
 
+TWICE: list[Recorded] = [(a_record(0, Phase.RACE), {})] * 2
+
+
 def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     own: PostgresServer,
 ) -> None:
@@ -65,8 +69,7 @@ def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
         claimed = journal.claim(Phase.RACE)
     assert claimed is not None
     with away(own, 1.0):
-        replays = [(a_record(0, Phase.RACE), {}), (a_record(0, Phase.RACE), {})]
-        assert journal.finish_round(claimed[0], replays)
+        assert journal.finish_round(claimed[0], TWICE)
     with away(own, 1.0):
         journal.add([(a_record(0, Phase.SHADOW), {})])
     with away(own, 1.0):
@@ -94,7 +97,7 @@ def test_what_was_done_just_before_its_answer_got_lost_is_not_done_again(
     assert claimed is not None
     real, lost = journal._study.add_trial, [True]
 
-    def added(trial: object) -> None:
+    def added(trial: FrozenTrial) -> None:
         real(trial)
         if lost:
             lost.pop()
@@ -102,8 +105,7 @@ def test_what_was_done_just_before_its_answer_got_lost_is_not_done_again(
                 journal._study.get_trials()
 
     monkeypatch.setattr(journal._study, "add_trial", added)
-    replays = [(a_record(0, Phase.RACE), {}), (a_record(0, Phase.RACE), {})]
-    assert journal.finish_round(claimed[0], replays)
+    assert journal.finish_round(claimed[0], TWICE)
     assert not lost
     assert len(journal.records()) == 2
 

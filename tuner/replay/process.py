@@ -141,6 +141,10 @@ def serve_parent(connection: Connection, log_path: str) -> None:
     """Serve the parent until it goes."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        # It was gone before; what it has asked for must not start an engine.
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
@@ -200,7 +204,9 @@ def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
 def _kill_group(process: SpawnProcess | None) -> None:
     """Kill a process and its group, and wait for its end."""
     if process is not None and process.pid is not None:
-        for kill in (os.killpg, os.kill):
+        # One that was waited for has no id any more that could not be another's.
+        kills = (os.killpg,) if process.exitcode is not None else (os.killpg, os.kill)
+        for kill in kills:
             with suppress(ProcessLookupError, PermissionError):
                 kill(process.pid, signal.SIGKILL)
         process.join(CLOSE_S)

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[str]:
-    """Answer each connection so, in a thread of its own; give the URL."""
+def answering(answer: Answer, asked: list[str] | None = None) -> Iterator[str]:
+    """Answer each connection so, in a thread of its own; give the URL. Notes what is asked."""
 
     def serve() -> None:
         with suppress(OSError):
@@ -37,7 +38,9 @@ def answering(answer: Answer) -> Iterator[str]:
 
     def take(line: socket.socket) -> None:
         with suppress(OSError), line:
-            while line.recv(65536):
+            while got := line.recv(65536):
+                if asked is not None:
+                    asked.append(got.split()[1].decode())
                 answer(line)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -73,7 +76,7 @@ def flooding(line: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [HEAD[:1], HEAD[:20], HEAD + b"X-Slow: ", HEAD + b"Content-Length: 99999\r\n\r\n"]
+    "first", [HEAD[:15], HEAD[:20], HEAD + b"X-Slow: ", HEAD + b"Content-Length: 99999\r\n\r\n"]
 )
 def test_an_answer_that_drips_is_waited_for_as_long_as_any(
     monkeypatch: pytest.MonkeyPatch, first: bytes
@@ -178,3 +181,26 @@ def test_a_bucket_without_a_bound_is_left_out(bound: str) -> None:
         assert np.isfinite(live.counts).all()
         with suppress(UsageError):
             trace_from_prometheus(url, 600, 60, until_s=600, model="m")
+
+
+def test_whatever_number_of_requests_is_claimed_a_watch_draws_no_more_than_its_bound() -> None:
+    with answering(histograms("200")) as url:
+        with pytest.raises(
+            UsageError, match=r"counted [\d,]+ requests .* more than 1,000"
+        ) as too:
+            trace_from_prometheus(url, 600, 60, until_s=600, model="m", max_requests=1000)
+        assert "--label instance=HOST:PORT" in too.value.hint
+
+
+def test_only_series_with_the_labels_that_are_named_are_asked_for() -> None:
+    asked: list[str] = []
+
+    def answer(line: socket.socket) -> None:
+        series()(line)
+
+    with answering(answer, asked) as url, suppress(UsageError):
+        trace_from_prometheus(
+            url, 600, 60, until_s=600, labels={"job": "vllm", "instance": 'a"b:80'}
+        )
+    (query, *_) = [parse_qs(urlsplit(text).query)["query"][0] for text in asked]
+    assert query.endswith(',job="vllm",instance="a\\"b:80"}')
