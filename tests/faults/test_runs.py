@@ -15,13 +15,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-import yaml
 
 from support.fault_parts import (
     Marked,
@@ -34,145 +30,20 @@ from support.fault_parts import (
     marked,
     small_disk,
 )
-from support.toy_tune import command, lines_of, write_trace
+from support.fault_runs import TOY, Ended, Run, left_alone
+from support.toy_tune import command, write_trace
 from tuner.run.directory import STUDY_FILE, TRIALS_FILE
-from tuner.run.result import read_result
-from tuner.run.stored import read_record
-from tuner.shadow.profiles import read_profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(86_400)]
 
-TOY: dict[str, Any] = {"costs": {"knee": 10, "crowd_s": 0.0003}, "has_shadow": False}
-"""A cap near ten is best; without a shadow nothing is learnt of it, which takes the longest."""
 MAX_RESUMES = 12
-CLEAN = {0, 2, 4, 130}
-"""Exit codes of runs that say what is wrong; 1 is a defect, and negative ones are ours."""
 DISK_KIB = 2048
-
-
-@dataclass(slots=True)
-class Run:
-    """One run on disk, and what is known of it from before faults."""
-
-    folder: Path
-    ours: Marked
-    trace: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    kept: dict[int, dict[str, Any]] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self.folder / "run"
-
-    @property
-    def log(self) -> Path:
-        """What all its processes said."""
-        return self.folder.parent / f"{self.folder.name}.log"
-
-    def begin(self) -> subprocess.Popen[bytes]:
-        """Start it, or go on with it where it has begun."""
-        began = (self.path / "run.json").exists()
-        words = ["--resume", str(self.path)] if began else self._first()
-        self.process = self.ours.start(command(words, **TOY), self.log, self.environment)
-        return self.process
-
-    def _first(self) -> list[str]:
-        return [
-            *("--trace", str(self.trace), "--run-dir", str(self.path), "--method", "live"),
-            *("-o", str(self.folder / "best.yaml"), "--max-num-seqs", "4,8,16"),
-            *("--budget", "90s"),
-        ]
-
-    def note(self) -> None:
-        """Keep in mind what is on disk: none of it may be lost or changed from now on."""
-        for trial in self._trials():
-            self.kept.setdefault(trial["number"], trial)
-
-    def _trials(self) -> list[dict[str, Any]]:
-        # It is replaced whole: whoever reads it finds whole lines.
-        return lines_of(self.path / TRIALS_FILE)
-
-    def check_after(self, code: int) -> None:
-        """Check right after a fault that files are whole, and words are for people."""
-        self.ours.none_left()
-        assert code in CLEAN | {-signal.SIGKILL, -signal.SIGTERM}, self.said()
-        assert "Traceback" not in self.said(), self.said()
-        if not (self.path / "run.json").exists():
-            return
-        read_record(self.path)
-        now = {trial["number"]: trial for trial in self._trials()}
-        missing = [number for number in self.kept if number not in now]
-        assert not missing or not (self.path / TRIALS_FILE).exists(), f"lost {missing}"
-        for name, read in (
-            ("result.json", lambda path: read_result(path.parent)),
-            ("profile.yaml", read_profile),
-            ("traffic.json", lambda path: msgspec.json.decode(path.read_bytes())),
-        ):
-            if (self.path / name).exists():
-                read(self.path / name)
-
-    def check_whole(self, undisturbed: Ended) -> None:
-        """At the end: each trial once, as it was measured, and the undisturbed answer."""
-        trials = self._trials()
-        numbers = [trial["number"] for trial in trials]
-        assert len(set(numbers)) == len(numbers), f"doubled: {numbers}"
-        final = {trial["number"]: trial for trial in trials}
-        for number, trial in self.kept.items():
-            assert final.get(number) == trial, f"trial {number} was {trial}"
-        keys = [_key(trial) for trial in trials]
-        assert len(set(keys)) == len(keys), "measured twice"
-        for trial in trials:
-            known = undisturbed.values.get(_setting(trial))
-            assert known is None or trial["value"] in (None, known), (trial, known)
-        emitted = yaml.safe_load((self.folder / "best.yaml").read_text())
-        assert (
-            emitted["max-num-seqs"],
-            emitted["max-num-batched-tokens"],
-        ) == undisturbed.answer
-        left = [one.name for one in self.path.iterdir() if one.name.startswith(".")]
-        assert set(left) <= {".lock", ".filler"}, left
-
-    def said(self) -> str:
-        """Return the last words of its processes."""
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
-
-
-def _key(trial: dict[str, Any]) -> tuple[object, ...]:
-    """Return what a trial is for; a round that a fault has split is run anew."""
-    names = ("phase", "race_round", "max_num_seqs", "max_num_batched_tokens", "attempt")
-    return tuple(trial[name] for name in names)
-
-
-def _setting(trial: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(trial[name] for name in ("phase", "max_num_seqs", "max_num_batched_tokens"))
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A run that nothing disturbed: its answer, what it measured, how long it took."""
-
-    answer: tuple[int, int]
-    values: dict[tuple[object, ...], float]
-    took_s: float
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Return what comes of the run when it is left alone."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "home"
-    folder.mkdir()
-    with marked("undisturbed") as ours:
-        run = Run(folder, ours, write_trace(folder / "t.jsonl", n=120))
-        began_s = time.monotonic()
-        assert ended(run.begin()) == 0, run.said()
-        took_s = time.monotonic() - began_s
-    emitted = yaml.safe_load((folder / "best.yaml").read_text())
-    answer = (emitted["max-num-seqs"], emitted["max-num-batched-tokens"])
-    values = {_setting(t): t["value"] for t in run._trials() if t["value"] is not None}
-    assert len(values) > 3
-    return Ended(answer, values, took_s)
+    return left_alone(tmp_path_factory.mktemp("undisturbed") / "home")
 
 
 # --- faults ---
@@ -360,7 +231,7 @@ def test_a_study_that_is_damaged_takes_no_trial_with_it(
         for number, run in homes(tmp_path, ours, how_many(request, 4, 0.06)):
             kind, rng = kinds[number % len(kinds)], random.Random(f"study {number}")
             process = run.begin()
-            while process.poll() is None and len(run._trials()) < rng.randrange(2, 12):
+            while process.poll() is None and len(run.trials()) < rng.randrange(2, 12):
                 time.sleep(0.02)
             process.kill()
             ended(process)

@@ -21,7 +21,7 @@ import yaml
 from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES
 
-PATIENCE_S = 180.0
+PATIENCE_S = 420.0
 MODEL = "demo"
 MIDDLEWARE = ("--middleware", "tuner.recorder.TraceRecorder")
 MODULE = ("-m", "vllm.entrypoints.openai.api_server")
