@@ -64,6 +64,7 @@ def test_a_secret_in_a_text_is_hidden_and_the_rest_stays(text: str) -> None:
         "--api-key=$(KEY) ${VLLM_API_KEY:?} $KEY",
         "http://prometheus:9090/api/v1 and s3://bucket/a/b at 12:30",
         "cannot open [/models/qwen]; searching live",
+        "image: mine:1@sha256:0123abcd",
         "prompt_tokens=5 token_ids=[1, 2] num_tokens=7",
     ],
 )

@@ -33,7 +33,9 @@ _CAMEL_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 # Each runs over a text once: texts come from strangers, and none may take long.
 _AFTER_SCHEME = re.compile(r"://[^\s'\"<>]*")
-_LOGIN_ALONE = re.compile(r"(?<![^\s'\"=(])[\w.-]{1,64}:[^\s/@'\"<>]{1,256}(?=@[\w.-])")
+_LOGIN_ALONE = re.compile(
+    r"(?<![^\s'\"=(])[\w.-]{1,64}:[^\s/@'\"<>]{1,256}(?=@(?!sha256:)[\w.-])"
+)
 _NAMED = re.compile(
     r"(?P<mark>[?&]|\b)(?P<name>[\w.-]{1,64})="
     r"|(?P<quote>['\"])(?P<quoted>[\w.-]{1,64})(?P=quote):\s?"
