@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from support.fault_parts import FAULTED
 from support.watch_parts import (
     FOUR,
     HOUR_S,
@@ -313,13 +314,16 @@ def test_a_month_of_faults_ends_where_traffic_asks_for(
     month = Month(tmp_path, random.Random(seed))
     month.live()
     late, settled = month.acts["late"], month.acts["settled"]
+    assert sum(month.faults.values()) > 200
+    assert set(month.faults) == {one.__name__.strip("_") for one in FAULTS}
+    assert month.acts["change"] >= 4
+    assert settled > 50 * max(late, 1)
+    for kind, count in month.faults.items():
+        name = kind.replace("_", " ")
+        record_property(FAULTED, [f"watch, a month: {name}", count, count])
     record_property(
         "month",
         f"{DAYS} days, {sum(month.faults.values())} faults, {month.acts['change']} changes, "
         f"{month.acts['rollback']} rolled back, {month.edits} edits by people, none lost; "
         f"as traffic asks for in {settled} of {settled + late} settled rounds",
     )
-    assert sum(month.faults.values()) > 200
-    assert set(month.faults) == {one.__name__.strip("_") for one in FAULTS}
-    assert month.acts["change"] >= 4
-    assert settled > 50 * max(late, 1)
