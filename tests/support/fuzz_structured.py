@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -69,6 +69,15 @@ class Found:
     faults: list[Fault] = field(default_factory=list)
     cpu_s: float = 0.0
     slowest_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Return all of it in one line."""
+        each = ", ".join(f"{name} {count:,}" for name, count in sorted(self.outcomes.items()))
+        return (
+            f"{self.inputs:,} inputs ({each}), {len(self.faults)} faults, "
+            f"{1e3 * self.cpu_s / max(self.inputs, 1):.1f} ms each, "
+            f"at most {self.slowest_s:.2f} s"
+        )
 
 
 def made(known: dict[str, Target], seed: int, number: int) -> tuple[str, Target, bytes]:
@@ -203,7 +212,13 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def fuzz(seed: int, first: int, last: int, only: str = "") -> Found:
+def fuzz(
+    seed: int,
+    first: int,
+    last: int,
+    only: str = "",
+    on_batch: Callable[[Found], None] | None = None,
+) -> Found:
     """Read inputs in processes of their own, one after the other."""
     found = Found()
     while first < last:
@@ -226,6 +241,8 @@ def fuzz(seed: int, first: int, last: int, only: str = "") -> Found:
             found.outcomes["fault"] += 1
             found.faults.append(Fault(at, label, "died", how))
         first = at + 1 if how else until
+        if on_batch is not None:
+            on_batch(found)
     return found
 
 
@@ -257,15 +274,19 @@ def main(arguments: Sequence[str]) -> int:
         seed, first, last = options.work
         work(seed, first, last, options.only)
         return 0
-    found = fuzz(options.seed, options.first, options.first + options.inputs, options.only)
-    for fault in found.faults:
-        path = keep(options.seed, fault, options.only)
-        sys.stdout.write(f"{fault.target}: {fault.kind} {fault.detail}: {path}\n")
-    sys.stdout.write(
-        f"{found.inputs:,} inputs, {dict(found.outcomes)}, {len(found.faults)} faults, "
-        f"{1e3 * found.cpu_s / max(found.inputs, 1):.1f} ms each, "
-        f"at most {found.slowest_s:.2f} s\n"
-    )
+    said = 0
+
+    def tell(found: Found) -> None:
+        nonlocal said
+        for fault in found.faults[said:]:
+            path = keep(options.seed, fault, options.only)
+            sys.stdout.write(f"{fault.target}: {fault.kind} {fault.detail}: {path}\n")
+        said = len(found.faults)
+        sys.stdout.write(f"{found}\n")
+        sys.stdout.flush()
+
+    last = options.first + options.inputs
+    found = fuzz(options.seed, options.first, last, options.only, tell)
     return 1 if found.faults else 0
 
 

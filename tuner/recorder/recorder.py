@@ -155,6 +155,7 @@ class Recorder:
                 segments.close()
         with self._working:
             self._forget()
+            self.join.open.clear()
             self._say_end()
 
     def _write_next(self) -> bool:
