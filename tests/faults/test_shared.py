@@ -89,7 +89,7 @@ def _restarted(rng: random.Random, _: Shared, server: PostgresServer | None) -> 
     server.start()
 
 
-def _connections_cut(rng: random.Random, shared: Shared, _: PostgresServer | None) -> None:
+def _connections_cut(rng: random.Random, shared: Shared, __: PostgresServer | None) -> None:
     for _ in range(rng.randrange(1, 4)):
         shared.psql(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "

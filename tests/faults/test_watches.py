@@ -50,7 +50,7 @@ def _killed(_: random.Random, __: Marked, process: BaseProcess, ___: Path) -> No
     process.kill()
 
 
-def _hook_killed(rng: random.Random, ours: Marked, process: BaseProcess, _: Path) -> None:
+def _hook_killed(rng: random.Random, ours: Marked, process: BaseProcess, __: Path) -> None:
     for _ in range(rng.randrange(1, 6)):
         until_s = time.monotonic() + 2
         while not (found := hooks_of(ours, process)) and time.monotonic() < until_s:
