@@ -22,15 +22,10 @@ _MODEL_WORD: Final = re.compile(r"(?:\s|\\\n)+(?![-\\])\S+")
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 
 
-MAX_SHOWN: Final = 200
-"""Ours: enough of what a file holds to find it there."""
-
-
 def no_place(expected: str, got: str, hint: str = "") -> UsageError:
     """Return the error of a file that has no place for the limits."""
-    shown = got if len(got) <= MAX_SHOWN else f"{got[:MAX_SHOWN]}…"
     return UsageError(
-        f"has no place for the limits: expected {expected}, got {shown}",
+        f"has no place for the limits: expected {expected}, got {got}",
         hint or "check --format, or write a file of its own with -o",
     )
 
