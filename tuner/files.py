@@ -30,7 +30,7 @@ _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 
-UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeDecodeError)
+UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError)
 """What msgspec raises for a text that it cannot decode, or not as what it was to be."""
 
 MAX_REFERRED: Final = 10_000
