@@ -28,6 +28,34 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *_more])
 pytest.register_assert_rewrite("support")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add how long the campaign and the fuzz go on: far longer by night than in test-all."""
+    group = parser.getgroup("faults")
+    group.addoption("--faults", default=0, type=int, help="of each kind; by default a few")
+    group.addoption("--fuzz-inputs", default=10_000, type=int, help="for the readers")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the campaign and the fuzz have counted, from whichever process."""
+    reports = [one for many in terminalreporter.stats.values() for one in many]
+    called = [one for one in reports if getattr(one, "when", "") == "call"]
+    found = [pair for report in called for pair in report.user_properties]
+    counted: dict[str, list[int]] = {}
+    for name, value in found:
+        if name == "faults":
+            kind, count, survived = value
+            counts = counted.setdefault(kind, [0, 0])
+            counts[0] += count
+            counts[1] += survived
+        elif name in {"fuzz", "month", "sizes"}:
+            terminalreporter.write_line(f"{name}: {value}")
+    if counted:
+        terminalreporter.section("faults")
+        total = [sum(column) for column in zip(*counted.values(), strict=True)]
+        for kind, (count, survived) in [*sorted(counted.items()), ("all", total)]:
+            terminalreporter.write_line(f"{kind:<40} {count:>6} tried {survived:>6} survived")
+
+
 # Before pytest-xdist looks at the marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

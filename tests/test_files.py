@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tuner.cli import run
 from tuner.emit.merge import read_documents
 from tuner.errors import UsageError
-from tuner.files import LEFT_AFTER_S, log_folder, parse_yaml, scratch_folder, write_atomic
+from tuner.files import (
+    LEFT_AFTER_S,
+    check_references,
+    log_folder,
+    parse_yaml,
+    scratch_folder,
+    write_atomic,
+)
 
 HOLDING = """
 import sys, time
@@ -108,6 +115,16 @@ def test_a_few_lines_that_stand_for_very_many_values_are_refused_at_once(
 def test_what_holds_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="stands within what it refers to in line"):
         parse_yaml("a: &a [1, *a]")
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "{a: " * 5000, "a: [" + "{x: [" * 200])
+def test_what_nests_beyond_reason_is_refused_at_once(text: str) -> None:
+    began_s = time.process_time()
+    for refuse in (parse_yaml, check_references):
+        with pytest.raises(ValueError, match="nests deeper than 100 levels"):
+            refuse(text)
+    assert time.process_time() - began_s < 0.5
+    assert parse_yaml("[" * 60 + "]" * 60) is not None
 
 
 def test_a_reference_that_people_use_is_read() -> None:

@@ -6,11 +6,9 @@ import ast
 import doctest
 import graphlib
 import importlib
-import importlib.metadata
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -88,29 +86,6 @@ def graph() -> grimp.ImportGraph:
 def file_of(module: str) -> Path:
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def test_every_library_that_is_imported_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"]]
-    for extra, names in project["optional-dependencies"].items():
-        asked += names if extra != "dev" else []
-    declared = {spelled(re.split(r"[\s<>=\[;]", one)[0]) for one in asked}
-    sources = importlib.metadata.packages_distributions()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            # What a later Python has built in is declared for the others.
-            known = sys.stdlib_module_names | {"compression"}
-            for top in {name.partition(".")[0] for name in names} - known:
-                found = {spelled(source) for source in sources.get(top, [top])}
-                assert top == "tuner" or found & declared, f"{path}: {top}"
-
-
-def spelled(distribution: str) -> str:
-    return distribution.lower().replace("_", "-")
 
 
 def test_a_newcomer_sees_the_algorithm_and_little_else() -> None:

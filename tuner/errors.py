@@ -7,7 +7,10 @@ returned with the numbers they qualify and stand in the result for good.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MAX_MESSAGE: Final = 1500
+"""Ours: characters, far more than a sentence has."""
 
 
 class TunerError(Exception):
@@ -20,8 +23,10 @@ class TunerError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
+        # It may quote what a stranger wrote.
+        shown = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
+        super().__init__(shown)
+        self.message = shown
         self.hint = hint
 
     def __reduce__(self) -> tuple[type[TunerError], tuple[str, str]]:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+import msgspec
 import yaml
 from filelock import FileLock, Timeout
 
@@ -28,9 +30,16 @@ _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
 
+UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError)
+"""What msgspec raises for a text that it cannot decode, or not as what it was to be."""
+
 MAX_REFERRED: Final = 10_000
 """Ours: many times what people repeat by a reference; each line may stand for ten times the one
 before, and what is made of it is written out."""
+
+MAX_NESTING: Final = 100
+"""Ours: manifests nest twenty deep, and YAML's readers take time by the square."""
+_BRACKETS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 _SCRATCH: Final = "tune-scratch-"
 LEFT_AFTER_S: Final = 600.0
@@ -220,13 +229,15 @@ def parse_yaml(content: str | bytes) -> Any:  # noqa: ANN401 - whatever it holds
     """Return what YAML says, as UTF-8; a key that stands twice is an error, not the last one.
 
     Raises: ValueError with the reason and its line, without the text: a secret may stand in it;
-        and for references that stand for too much.
+        and for what nests too deep, or references that stand for too much.
 
     >>> parse_yaml("max-num-seqs: 8")
     {'max-num-seqs': 8}
     """
     try:
-        loader = _UniqueKeyLoader(content.decode() if isinstance(content, bytes) else content)
+        text = content.decode() if isinstance(content, bytes) else content
+        _check_nesting(text)
+        loader = _UniqueKeyLoader(text)
         try:
             root = loader.get_single_node()
             _check_references([root] if root is not None else [])
@@ -241,20 +252,35 @@ def parse_yaml(content: str | bytes) -> Any:  # noqa: ANN401 - whatever it holds
 
 
 def check_references(text: str) -> None:
-    """Refuse YAML whose references stand for very many values, or for themselves.
+    """Refuse YAML that nests deep, or whose references stand for very many values.
 
     What is no YAML passes: who reads it says so.
 
     Raises: ValueError.
     """
     try:
-        roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, *_RAN_INTO):
-        return
-    try:
+        _check_nesting(text)
+        try:
+            roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+        except (yaml.YAMLError, *_RAN_INTO):
+            return
         _check_references(roots)
     except yaml.YAMLError as error:
         raise ValueError(str(getattr(error, "problem", error))) from None
+
+
+def _check_nesting(text: str) -> None:
+    """Refuse brackets within brackets beyond what people write. Raises: ConstructorError.
+
+    Those in texts count as well, which are closed there as a rule.
+    """
+    depth = 0
+    for bracket in re.findall(r"[\[{}\]]", text):
+        depth = max(0, depth + _BRACKETS[bracket])
+        if depth > MAX_NESTING:
+            raise yaml.constructor.ConstructorError(
+                problem=f"it nests deeper than {MAX_NESTING} levels"
+            )
 
 
 def _check_references(roots: Sequence[yaml.Node]) -> None:

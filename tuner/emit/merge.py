@@ -133,7 +133,7 @@ def read_documents(path: Path) -> list[Any]:
     """Return the documents of a YAML file, without comments. Raises: UsageError."""
     try:
         return list(YAML(typ="safe", pure=True).load_all(_read(path)))
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise _no_yaml(path, error) from None
 
 
@@ -178,7 +178,7 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
         try:
             documents = list(yaml.load_all(text))
             dumped = _dumped(yaml, documents)
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _no_yaml(path, error) from None
         changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
         if best is None or changed < best[0]:

@@ -17,7 +17,6 @@ from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from tuner.errors import UsageError
 from tuner.recorder.blocks import KeyedHashes
 from tuner.recorder.faults import (
     MAX_IN_A_ROW,
@@ -32,7 +31,7 @@ from tuner.recorder.join import Join
 from tuner.recorder.messages import Finished, Message, Stepped, weight_bytes
 from tuner.recorder.rows import RecordedServer, header_line, recorded_by, row_line
 from tuner.recorder.segments import Room, Segments
-from tuner.recorder.settings import RecordSettings
+from tuner.recorder.settings import RecordSettings, UsageError
 from tuner.recorder.steps import SUFFIX, steps_header, steps_line, steps_path
 
 GATHER_S: Final = 0.25
@@ -156,6 +155,7 @@ class Recorder:
                 segments.close()
         with self._working:
             self._forget()
+            self.join.open.clear()
             self._say_end()
 
     def _write_next(self) -> bool:

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tuner.errors import UsageError
 from tuner.recorder.faults import described, warn
 
-RECORD_FILE: Final = "TUNE_RECORD"
-"""The environment variable that names the file into which a server's traffic is recorded."""
-FILE: Final = RECORD_FILE
-"""Recording is off without it."""
+FILE: Final = "TUNE_RECORD"
+"""Names the file into which a server's traffic is recorded; recording is off without it."""
 
 MAX_BYTES: Final = "TUNE_RECORD_MAX_BYTES"
 """Optional: the size at which a file is closed and the next one begun."""
@@ -37,6 +34,17 @@ MIN_MAX_BYTES: Final = 4096
 """Ours: below it a file would hold little but its own header."""
 
 KEY_BYTES: Final = 32
+
+
+class UsageError(Exception):
+    """A setting cannot be used: what is wrong, and as `hint` what to do.
+
+    Of the recorder's own, which is installed without the rest of this package.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message, self.hint = message, hint
 
 
 @dataclass(frozen=True, slots=True)

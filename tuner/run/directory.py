@@ -19,7 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from tuner.errors import UsageError
-from tuner.files import lock, write_atomic
+from tuner.files import UNREADABLE, lock, write_atomic
 from tuner.redact import redacted_content
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class RunDir:
         path = self.path / name
         try:
             return msgspec.json.decode(path.read_bytes(), type=kind)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise UsageError(
                 f"{path} cannot be read: {error}", "the run cannot be resumed; start a new one"
             ) from error

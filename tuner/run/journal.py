@@ -36,6 +36,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
+from tuner.files import UNREADABLE
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.storage import (
@@ -523,7 +524,7 @@ def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Recorded], 
         try:
             record = msgspec.json.decode(line, type=Record)
             found.append((record, _slacks(record, slos)))
-        except (msgspec.MsgspecError, UsageError, KeyError, TypeError):
+        except (*UNREADABLE, UsageError, KeyError, TypeError):
             damaged += 1
     return sorted(found, key=lambda one: one[0].number), damaged
 

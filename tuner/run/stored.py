@@ -14,6 +14,7 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.files import UNREADABLE
 from tuner.redact import REDACTED, redacted
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
@@ -174,7 +175,7 @@ def read_record(folder: Path) -> RunRecord:
         found = msgspec.json.decode(content, type=_Version).schema
         if found == SCHEMA:
             return msgspec.json.decode(content, type=RunRecord)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(
             f"{path} cannot be read: {error}",
             "name the directory of a run that has begun, or start a new run",

@@ -25,7 +25,7 @@ from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
-from tuner.files import parse_yaml, write_atomic
+from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import TERMS, Uncertainty
 from tuner.shadow.step_model import Factors, FitError, StepModel
@@ -202,7 +202,7 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: schema must be {SCHEMA}, got {schema!r}", _REMAKE)
     try:
         profile = _from_file(msgspec.convert(data, _File))
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path}: {_reason(str(error), data)}", _REMAKE) from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}", _REMAKE) from error

@@ -16,10 +16,9 @@ import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.recorder.settings import RECORD_FILE
 from tuner.replay.process import last_words
 from tuner.replay.server.scrape import DIRECT
 
@@ -28,6 +27,8 @@ START_PATIENCE_S = 1800.0
 # How long a server may take to end on its own before it is killed: ours.
 STOP_PATIENCE_S = 20.0
 _POLL_S = 0.25
+RECORD_FILE: Final = "TUNE_RECORD"
+"""Has a server record its traffic, as the recorder's `settings.FILE`."""
 
 
 def free_port() -> int:
