@@ -94,6 +94,11 @@ class Caveat(StrEnum):
     REQUESTS_LOST = "requests_lost"
     CUT_SHORT = "cut_short"
     RESTARTED_PER_CONFIG = "restarted_per_config"
+    CEILING_LOWERED = "ceiling_lowered"
+    GRAPHS_OF_CEILING = "graphs_of_ceiling"
+    GPU_SHARED = "gpu_shared"
+    GPU_SLOWED = "gpu_slowed"
+    FULL_CLOCKS = "full_clocks"
     DEMO_MODEL = "demo_model"
     NOT_CONFIRMED_COLD = "not_confirmed_cold"
     BUDGET_SPENT = "budget_spent"
@@ -137,6 +142,18 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
     Caveat.RESTARTED_PER_CONFIG: (
         "this vLLM cannot change its limits: the engine restarted per configuration"
+    ),
+    Caveat.CEILING_LOWERED: (
+        "the engine did not start at the largest settings, so that they were left out"
+    ),
+    Caveat.GRAPHS_OF_CEILING: (
+        "small caps were measured with CUDA graphs that they will not have when deployed alone"
+    ),
+    Caveat.GPU_SHARED: "other processes held memory of the GPU while it was measured",
+    Caveat.GPU_SLOWED: "the GPU was slowed down by heat or its supply while it was measured",
+    Caveat.FULL_CLOCKS: (
+        "idle time was skipped, so that the GPU ran at the clocks of full load: traffic that "
+        "leaves it idle now and then may see other step times"
     ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",

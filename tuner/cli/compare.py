@@ -79,7 +79,8 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
     announce(traffic, is_demo=engine.is_demo)
     log_path = Path(tempfile.mkdtemp(prefix="tune-compare-")) / "engine.log"
-    with EngineProcess(source or LiveSource(), log_path) as host:
+    patience_s = options.traffic.start_timeout_s
+    with EngineProcess(source or LiveSource(), log_path, patience_s) as host:
         rows = _compared(host, options, engine, traffic.trace, plan)
     _show(options, rows)
     return 0

@@ -42,6 +42,7 @@ _ABILITIES: Final = {
     "reports": (("plotly", "jinja2"), _UPGRADE, True),
     "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
     "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
+    "clocks and heat of NVIDIA GPUs": (("nvidia-ml-py",), "pip install nvidia-ml-py", False),
     "studies in PostgreSQL": (
         ("psycopg",),
         "pip install 'max-num-seqs-tuner[postgres]'",

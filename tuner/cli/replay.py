@@ -23,7 +23,7 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
+from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
 from tuner.run.inputs import EngineChoice, Traffic
@@ -83,7 +83,7 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
     else:
         log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
         live = source or LiveSource(options.traffic.is_greedy)
-        with EngineProcess(live, log_path) as host:
+        with EngineProcess(live, log_path, options.traffic.start_timeout_s) as host:
             limits, measured = _measured(host, options, engine, traffic, plan)
     content = {
         "engine": "live" if profiled is None else "shadow",
@@ -115,7 +115,10 @@ def _measured(
         measured = measure([host.replay("trace", limits, plan, display.progress)])
     is_part = window != whole(trace)
     measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
-    return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
+    found = set(doubts(facts, plan))
+    if started.others:
+        found.add(Caveat.GPU_SHARED)
+    return limits, replace(measured, caveats=(*measured.caveats, *sorted(found)))
 
 
 def _predicted(
@@ -197,6 +200,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
             "steps",
             f"{m.steps} in {m.clock_s:.2f} s of the replay's clock, {m.wall_s:.2f} s real",
         ),
+        *([] if m.gpu is None else [("GPU", m.gpu.text)]),
     ]
     lines = [f"{name:<23} {text}" for name, text in rows]
     return lines + [f"caveat: {caveat.text}" for caveat in m.caveats]

@@ -39,7 +39,13 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 
 OUTPUT, FORMAT = "output", "emit_format"
-_RETYPED = {"trace": "trace", "config": "config", "budget": "budget_s", "storage": "storage"}
+_RETYPED = {
+    "trace": "trace",
+    "config": "config",
+    "budget": "budget_s",
+    "storage": "storage",
+    "start_timeout": "start_timeout_s",
+}
 """Which options may be typed anew with --resume, and the fields that they set."""
 
 
@@ -108,7 +114,8 @@ def resumed(ctx: click.Context) -> TuningOptions:
         if option.name in typed.keys() - {"resume", "engine_args", OUTPUT, FORMAT, *_RETYPED}:
             raise UsageError(
                 f"{max(option.opts, key=len)} cannot change when a run is resumed",
-                "only --budget, -o, --format and --storage can; start a new run for the rest",
+                "only --budget, -o, --format, --storage and --start-timeout can; start a new "
+                "run for the rest",
             )
     path = Path(typed["resume"])
     RunDir(path, resume=True).close()

@@ -128,7 +128,8 @@ def run_verify(options: VerifyOptions) -> int:
         log = predictor.replay(tried.trace, tried.limits, plan)
         predicted, vocab_size = measure([log]), profile.shape.vocab_size
     else:
-        with EngineProcess(LiveSource(), folder / "engine.log") as host:
+        patience_s = options.traffic.start_timeout_s
+        with EngineProcess(LiveSource(), folder / "engine.log", patience_s) as host:
             tried = _tried(options, engine, host.facts(engine.values), traffic, plan)
             predicted, vocab_size = _predicted(host, tried)
     _show(_served(tried, folder, predicted, vocab_size), as_json=options.as_json)
@@ -197,7 +198,7 @@ def _served(
             server = ServerProcess(path, folder / "server.log", options.port)
             stack.enter_context(server)
             say(f"starting vllm serve --config {path}; its log is {folder / 'server.log'}")
-            start_s = server.wait_ready()
+            start_s = server.wait_ready(patience_s=tried.options.traffic.start_timeout_s)
             say(f"the server answers after {start_s:.0f} s")
             url = server.url
         url = url.rstrip("/")

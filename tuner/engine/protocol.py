@@ -22,8 +22,9 @@ class EngineInfo:
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
     false where this vLLM cannot, so that every configuration needs a restart. `remark` is a
     sentence on it for the user, or empty. `captured_sizes` are the batch sizes in tokens for
-    which graphs were captured, `sampling` a sentence on how tokens are. `has_priorities` tells
-    whether requests of a smaller priority are served first.
+    which graphs were captured; with `has_own_graphs` lower limits use those alone that an
+    engine started with them would have. `sampling` is a sentence on how tokens are.
+    `has_priorities` tells whether requests of a smaller priority are served first.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class EngineInfo:
     asynchronous: bool
     remark: str = ""
     captured_sizes: tuple[int, ...] = ()
+    has_own_graphs: bool = True
     sampling: str = ""
     has_priorities: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
@@ -57,6 +57,16 @@ class SearchSpace:
         budgets = sorted({*self.budgets, self.reference_budget})
         settings = [self.at(cap, budget) for cap in self.caps() for budget in budgets]
         return list(dict.fromkeys(f for f in settings if f.within(self.ceiling)))
+
+    def below(self, ceiling: EngineLimits) -> SearchSpace:
+        """Return what of the space an engine can try that starts at no more than a ceiling."""
+        seqs, budget = ceiling.max_num_seqs, ceiling.max_num_batched_tokens
+        return replace(
+            self,
+            ladder=tuple(cap for cap in self.ladder if cap <= seqs) or (seqs,),
+            budgets=tuple(b for b in self.budgets if b <= budget) or (budget,),
+            ceiling=ceiling,
+        )
 
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""
