@@ -10,10 +10,12 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The kinds of KV-cache group whose blocks the shadow can keep account of. Others (sliding
-# windows, state-space layers, several groups at once) keep blocks in ways that depend on the
-# model's own sizes.
+# The kinds of KV cache whose blocks the simulator keeps account of. Of others (sliding windows,
+# state-space layers, several groups at once) vLLM's own scheduler is asked.
 SUPPORTED_KV = ("full_attention",)
+
+KvGroup = Mapping[str, bool | int | str | None]
+"""A group of a model's KV cache: vLLM's class of it as `kind`, and its plain fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class EngineShape:
     `scheduler` holds the plain options of vLLM's SchedulerConfig under vLLM's names, the two
     tuned limits excepted. `captured_sizes` are the batch sizes in tokens for which graphs were
     captured, ascending, empty where there are none. `kv_kind` is "full_attention", or what
-    else the model's KV cache is made of.
+    else the model's KV cache is made of, whose groups then are in `kv_groups`.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -41,6 +43,7 @@ class EngineShape:
     asynchronous: bool
     captured_sizes: tuple[int, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
+    kv_groups: tuple[KvGroup, ...] = ()
 
     @property
     def has_priorities(self) -> bool:

@@ -255,6 +255,7 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     asynchronous: bool
     captured_sizes: tuple[_Natural, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
+    kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
 
 
 class _StepModel(
