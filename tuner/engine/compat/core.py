@@ -311,7 +311,11 @@ def read_batch(scheduler_output: Any) -> Batch | None:
         prefill += tokens
         prefill_seqs += 1
         prefill_context += tokens * before + tokens * (tokens + 1) // 2
-        cached += before
+        # The V2 runner is told of a preempted request as of a new one, its answer included:
+        # what it finds of itself is no hit.
+        known = getattr(new, "prefill_token_ids", None) or ()
+        if len(known) <= len(new.prompt_token_ids or ()):
+            cached += before
     old = scheduler_output.scheduled_cached_reqs
     drafts = scheduler_output.scheduled_spec_decode_tokens
     rows = zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True)
