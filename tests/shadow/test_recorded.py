@@ -242,6 +242,16 @@ def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
         learn_profile([found, other], requests, {})
 
 
+def test_a_recording_without_a_busy_stretch_says_what_to_record(tmp_path: Path) -> None:
+    _, steps, rows = recorded(served())
+    (found,), requests = read(tmp_path, steps, rows)
+    columns = [name for name in RecordedSteps.__dataclass_fields__ if name != "server"]
+    quiet = replace(found, **{name: getattr(found, name)[:150] for name in columns})
+    with pytest.raises(TooFewSamplesError, match="of 150 recorded steps teach") as caught:
+        learn_profile([quiet], requests, {})
+    assert "several requests run at once" in (caught.value.hint or "")
+
+
 def other_shape() -> Any:
     """Return the shape of another engine."""
     return replace(a_profile().shape, device="NVIDIA H200")

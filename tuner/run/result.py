@@ -10,7 +10,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ import msgspec
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat, UsageError
+from tuner.recorder.rows import own_version
 from tuner.run.directory import RESULT_FILE, RUN_FILE
 from tuner.run.evidence import (
     Bounds,
@@ -408,7 +408,7 @@ def _provenance(around: RunProvenance) -> Provenance:
     trace = around.trace
     return Provenance(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        tuner_version=version("max-num-seqs-tuner"),
+        tuner_version=own_version(),
         python=platform.python_version(),
         trace=TraceRecord(
             source=trace.source,

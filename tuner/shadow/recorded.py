@@ -28,6 +28,7 @@ from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.recorder.rows import Row
 from tuner.recorder.steps import COLUMNS, STEPS_VERSION, SUFFIX, UNKNOWN, StepLine
 from tuner.shadow.calibration import Calibration
+from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile
 
 LATE_S: Final = 0.03
@@ -562,8 +563,11 @@ def learn_profile(
         left_out.update(found.left_out)
         calibration = calibration.and_steps(limits, found.stretches())
         parts.append(found.steps)
-    profile = calibration.profile()
     seen = joined(parts)
+    try:
+        profile = calibration.profile()
+    except TooFewSamplesError as few:
+        raise _too_quiet(recorded, len(seen), left_out) from few
     return profile, LearntSteps(
         steps=len(seen),
         left_out=dict(left_out),
@@ -572,6 +576,21 @@ def learn_profile(
         most_prefill=_often(seen.prefill_tokens),
         has_details=all(steps.server.has_details for steps in recorded),
         off={},
+    )
+
+
+def _too_quiet(
+    recorded: Sequence[RecordedSteps], known: int, left_out: Mapping[str, int]
+) -> TooFewSamplesError:
+    """Return the error of steps that are too few to learn from, and what to do about it."""
+    total = sum(map(len, recorded))
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    has_details = all(steps.server.has_details for steps in recorded)
+    more = "" if has_details else "; --enable-logging-iteration-details times each of them"
+    return TooFewSamplesError(
+        f"{known} of {total} recorded steps teach how long a step takes, and "
+        f"{MIN_STEPS} are wanted{f' ({why})' if why else ''}",
+        f"record for longer, over a stretch in which several requests run at once{more}",
     )
 
 
