@@ -1,4 +1,4 @@
-"""The campaign for a GPU runs on the demo model from end to end, goes on, and tells all of it."""
+"""The GPU campaign runs on the demo model from end to end, goes on, and tells all of it."""
 
 from __future__ import annotations
 
