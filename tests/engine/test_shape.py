@@ -34,7 +34,7 @@ def test_sizes_that_do_not_ascend_are_refused(sizes: tuple[int, ...]) -> None:
 @pytest.mark.skipif(not installed_vllm()[1], reason="needs vLLM")
 @pytest.mark.parametrize("mode", ["balanced", "interactivity"])
 def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str) -> None:
-    from vllm.config.vllm import CUDAGraphMode, VllmConfig  # noqa: PLC0415 - heavy
+    from vllm.config.vllm import CUDAGraphMode, VllmConfig
 
     rng = np.random.default_rng(0)
     shape = replace(SHAPE, vllm_version=installed_vllm()[1])
@@ -57,7 +57,7 @@ def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str) -> None:
             uniform_decode_query_len=1,
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
-        VllmConfig._set_cudagraph_sizes(config)  # type: ignore[arg-type]  # what it reads of one
+        VllmConfig._set_cudagraph_sizes(config)
         limits = EngineLimits(seqs, tokens)
         found = shape.chosen_sizes(limits, is_fine=mode == "interactivity")
         assert list(found) == compilation.cudagraph_capture_sizes, limits
