@@ -16,7 +16,7 @@ from typing import Any
 from support.toy import EXIT_CODE, ToyEngine, ToySource
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Step
-from tuner.engine.shape import EngineShape, padded_tokens
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import EngineError
 
 NO_MEMORY = "No available memory for the cache blocks"
@@ -106,9 +106,10 @@ class CudaEngine(ToyEngine):
         if step.batch is None:
             return step
         tokens = step.batch.tokens
-        padding = padded_tokens(tokens, self._sizes) - tokens
-        is_eager = tokens > self._sizes[-1]
-        more_s = padding * self._device.costs.per_seq_s + is_eager * self._device.eager_s
+        padded = Graphs(self._sizes).padded(tokens, has_prompt=not step.batch.is_decode_only)
+        if padded is None:
+            return replace(step, duration_s=step.duration_s + self._device.eager_s)
+        more_s = (padded - tokens) * self._device.costs.per_prefill_token_s
         return replace(step, duration_s=step.duration_s + more_s)
 
 
