@@ -117,15 +117,13 @@ def large(traces: Path) -> Size:
 
 def small(_traces: Path) -> Size:
     """Return what the test of this script is content with: seconds on a CPU."""
-    chat, translation = (
-        str(bundled("traces") / f"{name}.jsonl") for name in ("chat", "translation")
-    )
+    translation = str(bundled("traces") / "translation.jsonl")
     return Size(
         shapes={"qwen": str(DEMO_MODEL_DIR), "llama": str(DEMO_MODEL_DIR)},
         values={**demo_engine_args(), "max-model-len": 4096},
         conv=(translation, 1.0, 0.4),
-        code=(chat, 1.0, 0.1),
-        mooncake=(chat, 1.0, 0.1),
+        code=(translation, 1.5, 0.4),
+        mooncake=(translation, 1.5, 0.4),
         settings=("8/1024", "4/512"),
         current="4/1024",
         starts=("8/1024", "4/512", "8/512"),

@@ -21,7 +21,7 @@ import msgspec
 from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineFacts, EngineSource
+from tuner.engine.protocol import EngineFacts, EngineInfo, EngineSource
 from tuner.engine.serve_config import hyphenated
 from tuner.errors import (
     Caveat,
@@ -373,16 +373,19 @@ class _Start:
         session = Session(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
-            lambda profile: self._predictor(profile, engine.ceiling),
+            lambda profile: self._predictor(profile, engine.ceiling, engine.info),
             options.method,
             chosen=self.stored.windows if self.stored else (),
         )
         return session, message
 
-    def _predictor(self, profile: Profile, ceiling: EngineLimits) -> Predictor:
+    def _predictor(
+        self, profile: Profile, ceiling: EngineLimits, info: EngineInfo | None = None
+    ) -> Predictor:
         if self.predictor_of is not None:
             return self.predictor_of(profile)
-        return Predictor(profile, ceiling, self.prepared.options.seed)
+        has_own_graphs = info is None or info.has_own_graphs
+        return Predictor(profile, ceiling, self.prepared.options.seed, has_own_graphs)
 
     def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
         """Return what the run's stages are given. Raises: TunerError."""

@@ -56,18 +56,49 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Steps with a batch, in order of time, and the configuration of each."""
+    """Steps with a batch, in order of time, the configuration of each, and its graphs."""
 
     steps: StepColumns
     config: NDArray[np.int64]
+    graphs: tuple[Graphs, ...]
 
     def take(self, which: _Mask | NDArray[np.int64]) -> _Rows:
         columns = (getattr(self.steps, f.name)[which] for f in fields(self.steps))
-        return _Rows(StepColumns(*columns), self.config[which])
+        return _Rows(StepColumns(*columns), self.config[which], self.graphs)
+
+    def alike(self) -> list[tuple[Graphs, NDArray[np.int64]]]:
+        """Return the rows of each kind of graphs that there are."""
+        by_kind: dict[Graphs, list[int]] = {}
+        for number, graphs in enumerate(self.graphs):
+            by_kind.setdefault(graphs, []).append(number)
+        rows = {g: np.flatnonzero(np.isin(self.config, of)) for g, of in by_kind.items()}
+        return [(graphs, which) for graphs, which in rows.items() if which.size]
+
+    def loads(self) -> tuple[Floats, Floats]:
+        """Return `loads_of` of all rows, each with its own graphs."""
+        tokens = np.empty(len(self.steps))
+        loads = np.empty((len(self.steps), len(SCALARS)))
+        for graphs, which in self.alike():
+            tokens[which], loads[which] = loads_of(self.take(which).steps, graphs)
+        return tokens, loads
+
+    def predicted_s(self, model: StepModel) -> Floats:
+        """Return what a model says of all rows, each with its own graphs."""
+        found_s = np.empty(len(self.steps))
+        for graphs, which in self.alike():
+            found_s[which] = replace(model, graphs=graphs).predict_s(self.take(which).steps)
+        return found_s
 
 
-def fit(configs: Sequence[StepColumns], graphs: Graphs = NO_GRAPHS) -> Fit:
+def fit(
+    configs: Sequence[StepColumns],
+    graphs: Graphs = NO_GRAPHS,
+    ran_with: Sequence[Graphs] | None = None,
+) -> Fit:
     """Return the step-time model of calibration replays, measured step by step.
+
+    `graphs` are the model's, and those that all replays ran with unless `ran_with` has others
+    for each.
 
     Least squares of relative errors with weights 1/predicted, since 1/measured would believe
     the steps that happened to be short; then scaled so that predicted and measured time have
@@ -76,7 +107,7 @@ def fit(configs: Sequence[StepColumns], graphs: Graphs = NO_GRAPHS) -> Fit:
     Raises: TooFewSamplesError with fewer than MIN_STEPS steps that have a batch; UsageError
         if a duration is not positive and finite.
     """
-    rows, tidy_s = _gather(configs)
+    rows, tidy_s = _gather(configs, ran_with or [graphs] * len(configs))
     model = replace(_learn(rows, graphs), tidy_s=tidy_s)
     is_out = np.random.default_rng(_SEED).permutation(len(rows.steps)) % 5 == 0
     off, off_sum = _unseen(rows, is_out, graphs)
@@ -84,7 +115,7 @@ def fit(configs: Sequence[StepColumns], graphs: Graphs = NO_GRAPHS) -> Fit:
     outs = (rows.config == c for c in np.flatnonzero(counts >= SEGMENT_STEPS))
     left_out = [o for o in outs if o.size - o.sum() >= MIN_STEPS]
     by_config = [_unseen(rows, out, graphs)[1] for out in left_out]
-    kept = _undistorted(rows, model.predict_s(rows.steps))
+    kept = _undistorted(rows, rows.predicted_s(model))
     error = FitError(
         steps=len(rows.steps),
         step_mape_ratio=off,
@@ -95,7 +126,7 @@ def fit(configs: Sequence[StepColumns], graphs: Graphs = NO_GRAPHS) -> Fit:
     return Fit(model, error)
 
 
-def _gather(configs: Sequence[StepColumns]) -> tuple[_Rows, float]:
+def _gather(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> tuple[_Rows, float]:
     """Return the steps with a batch, and the median turn without one."""
     steps = joined([*configs])
     config = np.repeat(np.arange(len(configs)), np.array([len(c) for c in configs], np.int64))
@@ -115,14 +146,14 @@ def _gather(configs: Sequence[StepColumns]) -> tuple[_Rows, float]:
             "calibrate for longer, or with more requests",
         )
     tidy_s = float(np.median(took_s[~has_batch])) if not has_batch.all() else 0.0
-    return _Rows(steps, config).take(has_batch), tidy_s
+    return _Rows(steps, config, tuple(ran_with)).take(has_batch), tidy_s
 
 
 def _unseen(rows: _Rows, is_out: _Mask, graphs: Graphs) -> tuple[float, float]:
     """Return a step's median and the sum's relative error on the rows that are left out."""
     model, out = _learn(rows.take(~is_out), graphs), rows.take(is_out)
-    out = out.take(_undistorted(out, model.predict_s(out.steps)))
-    predicted_s, took_s = model.predict_s(out.steps), out.steps.duration_s
+    out = out.take(_undistorted(out, out.predicted_s(model)))
+    predicted_s, took_s = out.predicted_s(model), out.steps.duration_s
     off = float(np.median(np.abs(predicted_s / took_s - 1.0)))
     return off, abs(float(predicted_s.sum() / took_s.sum()) - 1.0)
 
@@ -161,7 +192,7 @@ def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     """Return the model with the knots that pay, scaled to the rows' undistorted sum."""
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))
     part = rows.take(np.sort(every[:MAX_STEPS]))
-    tokens, loads = loads_of(part.steps, graphs)
+    tokens, loads = part.loads()
     grid = _supported(tokens)
     weighted = _settled(part, np.column_stack([loads, *_segments(tokens, grid)]))
     knots = _chosen(grid, weighted)
@@ -174,7 +205,7 @@ def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
         graphs=graphs,
         **scalars,
     )
-    predicted_s = model.predict_s(rows.steps)
+    predicted_s = rows.predicted_s(model)
     kept = _undistorted(rows, predicted_s)
     return model.scaled(float(rows.steps.duration_s[kept].sum() / predicted_s[kept].sum()))
 

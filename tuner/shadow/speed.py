@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats
+from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
@@ -138,12 +139,18 @@ class Speed:
     mood: MoodSpreads
 
 
-def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
+def learn(
+    model: StepModel,
+    replays: Sequence[StepColumns],
+    ran_with: Sequence[Graphs] | None = None,
+) -> Speed:
     """Return the step model with factors, as far as the measurements ask for them.
 
-    `model` has the coefficients that were fitted to the replays, and no factors of its own.
+    `model` has the coefficients that were fitted to the replays, and no factors of its own. All
+    of them ran with its graphs unless `ran_with` has others for each.
     """
-    steps, moved = _Steps.of(model, replays), np.zeros(len(TERMS))
+    graphs = ran_with or [model.graphs] * len(replays)
+    steps, moved = _Steps.of(model, replays, graphs), np.zeros(len(TERMS))
     seen = _Cells.of(steps, moved)
     log_sds = _settled(seen)
     found = _Posterior.of(seen, log_sds)
@@ -157,19 +164,19 @@ def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
     uncertainty = Uncertainty.of(found.directions(seen.design))
-    learnt = learnt.scaled(_level(learnt, replays))
+    learnt = learnt.scaled(_level(learnt, replays, graphs))
     return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
 
 
-def _level(model: StepModel, replays: Sequence[StepColumns]) -> float:
+def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
     """Return how many times as long as the model says all steps took that were not stretched.
 
     How batches differ is learnt of each kind alike, however seldom it is; how long a replay
     takes is a matter of all their time.
     """
     took_s = predicted_s = 0.0
-    for columns in replays:
-        each_s = model.predict_s(columns) * columns.repeats
+    for columns, ran_with in zip(replays, graphs, strict=True):
+        each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
         has_batch = columns.decode_seqs + columns.prefill_tokens > 0
         kept = has_batch & (columns.duration_s < MIN_STALL_RATIO * each_s)
         took_s += float(columns.duration_s[kept].sum())
@@ -237,15 +244,18 @@ class _Steps:
     segment: NDArray[np.int64]
 
     @classmethod
-    def of(cls, model: StepModel, replays: Sequence[StepColumns]) -> Self:
+    def of(
+        cls, model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]
+    ) -> Self:
         """Return the steps of all replays, their terms as the model has them."""
         tables, of_span, of_segment, segments, before_s = [], [], [], 0, 0.0
         total_s = sum(float(columns.duration_s.sum()) for columns in replays)
         length_s = max(SEGMENT_S, total_s / MAX_SEGMENTS)
-        for columns in replays:
+        for columns, ran_with in zip(replays, graphs, strict=True):
             each_s = columns.duration_s / columns.repeats
             batch = (columns.decode_seqs, columns.prefill_tokens)
-            table = np.column_stack([each_s, *batch, model.parts_s(columns)])
+            parts_s = replace(model, graphs=ran_with).parts_s(columns)
+            table = np.column_stack([each_s, *batch, parts_s])
             kept = table[:, 1:3].sum(axis=1) > 0
             segment = (np.cumsum(columns.duration_s) / length_s).astype(np.int64)
             span = ((before_s + segment * length_s) / SPAN_S).astype(np.int64)
