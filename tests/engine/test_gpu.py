@@ -11,12 +11,14 @@ import pytest
 
 from support.cuda_toy import CudaSource, FakeNvml
 from support.traffic import a_trace
+from tuner.engine.compat import serve
+from tuner.engine.demo import demo_engine_args
 from tuner.engine.gpu import GpuLog, Gpus, GpuWatch
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.metrics import measure
-from tuner.replay.plan import ReplayPlan
+from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
 
 HEAT, POWER_CAP = 0x20, 0x04
@@ -149,6 +151,24 @@ def test_nothing_is_known_without_the_library_or_a_driver(nvml: FakeNvml) -> Non
     nvml.says["devices"] = 0
     assert Gpus.of({}) is None
     assert GpuWatch(None).log() is None
+
+
+def test_a_gpu_that_is_never_idle_runs_at_other_clocks_unless_idle_time_is_waited_out() -> None:
+    facts = CudaSource(caveats=frozenset({Caveat.FULL_CLOCKS, Caveat.DEMO_MODEL})).facts({})
+    assert doubts(facts, ReplayPlan()) == facts.caveats
+    assert doubts(facts, ReplayPlan(clock=ClockKind.WALL)) == {Caveat.DEMO_MODEL}
+
+
+@pytest.mark.engine
+def test_a_card_has_the_caveat_of_its_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve.prepare_environment()
+    import torch
+
+    config = serve.resolve_config(serve.parse_serve_values(demo_engine_args()))
+    assert Caveat.FULL_CLOCKS not in serve.config_caveats(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert Caveat.FULL_CLOCKS in serve.config_caveats(config)
 
 
 def test_the_drivers_own_library_has_every_function_that_is_asked() -> None:
