@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -19,6 +20,7 @@ from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner import library
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
+from tuner.recorder.rows import own_version, recorded_by
 from tuner.run.listener import Listener
 from tuner.run.result import RunResult
 from tuner.search.trials import Trial
@@ -249,3 +251,16 @@ def tune_on(source: ToySource, options: tuner.TuningOptions, budget_s: float) ->
     """Run with another engine, for so long."""
     shorter = replace(options, budget_s=budget_s, method="live")  # type: ignore[arg-type]
     return library.tune(shorter, source=source)
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a machine to which nothing but folders could be carried."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert own_version() == "unknown"
+    assert recorded_by() == "max-num-seqs-tuner unknown"

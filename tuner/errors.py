@@ -109,6 +109,11 @@ class Caveat(StrEnum):
     REQUESTS_LOST = "requests_lost"
     CUT_SHORT = "cut_short"
     RESTARTED_PER_CONFIG = "restarted_per_config"
+    CEILING_LOWERED = "ceiling_lowered"
+    GRAPHS_OF_CEILING = "graphs_of_ceiling"
+    GPU_SHARED = "gpu_shared"
+    GPU_SLOWED = "gpu_slowed"
+    FULL_CLOCKS = "full_clocks"
     DEMO_MODEL = "demo_model"
     NOT_CONFIRMED_COLD = "not_confirmed_cold"
     BUDGET_SPENT = "budget_spent"
@@ -153,6 +158,18 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.RESTARTED_PER_CONFIG: (
         "this vLLM cannot change its limits: the engine restarted per configuration"
     ),
+    Caveat.CEILING_LOWERED: (
+        "the engine did not start at the largest settings, so that they were left out"
+    ),
+    Caveat.GRAPHS_OF_CEILING: (
+        "small caps were measured with CUDA graphs that they will not have when deployed alone"
+    ),
+    Caveat.GPU_SHARED: "other processes held memory of the GPU while it was measured",
+    Caveat.GPU_SLOWED: "the GPU was slowed down by heat or its supply while it was measured",
+    Caveat.FULL_CLOCKS: (
+        "idle time was skipped, so that the GPU ran at the clocks of full load: traffic that "
+        "leaves it idle now and then may see other step times"
+    ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",
     Caveat.BUDGET_SPENT: "the time budget ended the search",
@@ -163,8 +180,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
     Caveat.DERIVED: (
-        "the profile was derived from published tables, not measured: expect a time per output "
-        "token up to 20 % longer, and a first token 10 ms later and 30 % off"
+        "the profile was derived from published tables, which know the contexts of a batch by "
+        "their sum alone, and not measured: expect a time per output token up to 20 % longer, "
+        "and a first token 10 ms later and 30 % off"
     ),
     Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",

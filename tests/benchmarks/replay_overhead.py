@@ -5,6 +5,7 @@ answers of the same length and the same limits; each run is a fresh process that
 the requests once to warm up and once to be measured. Runs alternate: ours, vLLM's, ours, …
 
     python tests/benchmarks/replay_overhead.py [--quick] [--json FILE] [--in-process]
+        [--value model=NAME …]
     python tests/benchmarks/replay_overhead.py --charged [--pairs 7] [--json FILE]
 
 vLLM puts its engine into a process of its own unless told otherwise; --in-process tells it so.
@@ -26,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +55,19 @@ def a_trace(requests: int) -> Any:
     )
 
 
-def values() -> dict[str, object]:
-    """Return the configuration of both sides; a prefix cache would remember the warm-up."""
+def values(given: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return the configuration of both sides; a prefix cache would remember the warm-up.
+
+    Of the demo model unless one is given.
+    """
     from tuner.engine.demo import demo_engine_args
 
-    return demo_engine_args() | {"enable-prefix-caching": False, "skip-tokenizer-init": True}
+    own = dict(given or {})
+    usual = {} if "model" in own else demo_engine_args()
+    return {**usual, **own, "enable-prefix-caching": False, "skip-tokenizer-init": True}
 
 
-def ours(requests: int) -> float:
+def ours(requests: int, given: Mapping[str, object]) -> float:
     """Return the seconds that a replay takes."""
     from tuner.engine.limits import EngineLimits
     from tuner.engine.live import LiveSource
@@ -70,7 +77,7 @@ def ours(requests: int) -> float:
 
     trace = a_trace(requests)
     limits = EngineLimits(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
-    engine = LiveSource(is_greedy=True).start(values(), limits)
+    engine = LiveSource(is_greedy=True).start(values(given), limits)
     prompts = PromptSource(trace, VOCAB_SIZE, SEED)
     took_s = 0.0
     for _ in range(2):
@@ -151,7 +158,7 @@ def charged(side: str) -> dict[str, float]:
     }
 
 
-def vllms(requests: int) -> float:
+def vllms(requests: int, given: Mapping[str, object]) -> float:
     """Return the seconds that LLM.generate takes."""
     from vllm import LLM, SamplingParams
 
@@ -159,7 +166,7 @@ def vllms(requests: int) -> float:
 
     trace = a_trace(requests)
     prompts = PromptSource(trace, VOCAB_SIZE, SEED)
-    keywords: dict[str, Any] = {k.replace("-", "_"): v for k, v in values().items()}
+    keywords: dict[str, Any] = {k.replace("-", "_"): v for k, v in values(given).items()}
     llm = LLM(
         **keywords, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
     )
@@ -184,12 +191,15 @@ def check(answered: int, trace: Any) -> None:
         raise SystemExit(f"{answered} tokens came out, {asked} were asked for")
 
 
-def measured(side: str, requests: int, *, in_process: bool) -> float:
+def measured(
+    side: str, requests: int, given: Mapping[str, object], *, in_process: bool
+) -> float:
     """Run one side in a fresh process and return its output tokens per second."""
     env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     if in_process:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, __file__, "--side", side, "--requests", str(requests)]
+    command += ["--given", json.dumps(dict(given))]
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     rate: float = figures["output_tokens"] / figures["took_s"]
@@ -227,16 +237,27 @@ def spread(numbers: list[float], digits: int) -> str:
     return f"{middle:,.{digits}f} ({min(numbers):,.{digits}f} … {max(numbers):,.{digits}f})"
 
 
+def rates_of(
+    pairs: int, requests: int, given: Mapping[str, object], *, in_process: bool
+) -> dict[str, list[float]]:
+    """Run both sides in turns and return the output tokens per second of each."""
+    rates: dict[str, list[float]] = {"ours": [], "vllm": []}
+    for number in range(pairs):
+        for side, found in rates.items():
+            found.append(measured(side, requests, given, in_process=in_process))
+        sys.stderr.write(f"pair {number + 1} of {pairs}\n")
+    return rates
+
+
 def main(options: argparse.Namespace) -> None:
     """Run the pairs and print one table."""
     pairs, requests = (
         (QUICK_PAIRS, QUICK_REQUESTS) if options.quick else (options.pairs, options.requests)
     )
-    rates: dict[str, list[float]] = {"ours": [], "vllm": []}
-    for number in range(pairs):
-        for side, found in rates.items():
-            found.append(measured(side, requests, in_process=options.in_process))
-        sys.stderr.write(f"pair {number + 1} of {pairs}\n")
+    from tuner.engine.serve_config import parse_engine_args
+
+    given = parse_engine_args(options.value)
+    rates = rates_of(pairs, requests, given, in_process=options.in_process)
     ratios = [a / b for a, b in zip(rates["ours"], rates["vllm"], strict=True)]
     where = "in our process" if options.in_process else "in a process of its own"
     sys.stdout.write(
@@ -253,12 +274,12 @@ def main(options: argparse.Namespace) -> None:
         Path(options.json).write_text(json.dumps(content | {"ratio": ratios}, indent=2) + "\n")
 
 
-def child(side: str, requests: int) -> None:
+def child(side: str, requests: int, given: Mapping[str, object]) -> None:
     """Measure one side and print the figures as JSON."""
     if side in {"ahead", "spot"}:
         sys.stdout.write(json.dumps(charged(side)) + "\n")
         return
-    took_s = ours(requests) if side == "ours" else vllms(requests)
+    took_s = ours(requests, given) if side == "ours" else vllms(requests, given)
     tokens = int(a_trace(requests).output_tokens.sum())
     sys.stdout.write(json.dumps({"took_s": took_s, "output_tokens": tokens}) + "\n")
 
@@ -270,12 +291,14 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--json")
+    parser.add_argument("--value", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--given", type=json.loads, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--charged", action="store_true")
     sides = ["ours", "vllm", "ahead", "spot"]
     parser.add_argument("--side", choices=sides, help=argparse.SUPPRESS)
     typed = parser.parse_args()
     if typed.side:
-        child(typed.side, typed.requests)
+        child(typed.side, typed.requests, typed.given)
     elif typed.charged:
         compare_charged(typed)
     else:

@@ -2,12 +2,10 @@
 
     python tests/benchmarks/shadow_truth.py --suite cpu --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --suite uncut --traces DIR -o results.json
-    python tests/benchmarks/shadow_truth.py --suite gpu --traces DIR -o results.json
     python tests/benchmarks/shadow_truth.py --trace prod.jsonl --window 60 --value model=NAME
 
-The suite cpu cuts all lengths to a quarter, uncut takes them as recorded. The suite gpu wants
-one CUDA device: a 7B-shaped model with random weights at the default start-up of vLLM, so that
-memory profiling, captured graphs and asynchronous scheduling are in.
+The suite cpu cuts all lengths to a quarter, uncut takes them as recorded. `gpu_campaign` runs
+scenarios for a CUDA device.
 
 A scenario is a trace, a load, a window and a KV cache. A run of `tune` on the window is ended
 as soon as it has a step model; then all settings are measured live --runs times on one engine,
@@ -28,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import sys
@@ -37,7 +36,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ from truth_figures import limits_of, show, summary
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
+from tuner.recorder.rows import own_version
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -83,34 +82,9 @@ class Scenario:
     load: float = 1.0
     clip: int = 8192
     shrink: int = 1
-    values: dict[str, str] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     settings: tuple[str, ...] = SETTINGS
-
-
-GPU_SETTINGS = (
-    *("256/8192", "8/2048", "64/1024"),
-    *("16/2048", "32/4096", "48/1024", "96/8192", "128/2048", "192/512"),
-)
-
-
-def gpu_suite(folder: Path) -> list[Scenario]:
-    """Return three real traces for a 7B-shaped model; the last has little KV cache."""
-    values = {
-        "model": str(Path(__file__).parents[2] / "examples" / "qwen2.5-7b-shape"),
-        "load-format": "dummy",
-        "skip-tokenizer-init": "true",
-        "max-model-len": "16384",
-    }
-    tight = {**values, "kv-cache-memory-bytes": str(4 << 30)}
-    conv = str(folder / "azure_2023_conv.open.csv")
-    code = str(folder / "azure_2023_code.open.csv")
-    moon = str(folder / "mooncake_conversation.open.jsonl")
-    return [
-        Scenario("conv", conv, 60, 6.0, 16000, 1, values, GPU_SETTINGS),
-        Scenario("conv, KV tight", conv, 60, 6.0, 16000, 1, tight, GPU_SETTINGS),
-        Scenario("code", code, 60, 3.0, 16000, 1, values, GPU_SETTINGS),
-        Scenario("mooncake", moon, 60, 1.0, 16000, 1, values, GPU_SETTINGS),
-    ]
+    current: str = CURRENT
 
 
 def uncut_suite(folder: Path) -> list[Scenario]:
@@ -118,7 +92,7 @@ def uncut_suite(folder: Path) -> list[Scenario]:
 
     Mooncake's prompts are not among them: a replay of thirty takes two minutes on a CPU.
     """
-    values = {"max-model-len": "16384"}
+    values: dict[str, object] = {"max-model-len": "16384"}
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
     return [
@@ -132,7 +106,7 @@ def suite(folder: Path) -> list[Scenario]:
 
     All lengths are a quarter of the recorded ones, hash blocks with them.
     """
-    roomy = {"max-model-len": "4096"}
+    roomy: dict[str, object] = {"max-model-len": "4096"}
     tight = {**roomy, "kv-cache-memory-bytes": str(DEMO_BLOCK_BYTES * 36)}
     conv = str(folder / "azure_2023_conv.open.csv")
     code = str(folder / "azure_2023_code.open.csv")
@@ -167,7 +141,7 @@ def shrunk(trace: Trace, times: int) -> Trace:
     )
 
 
-SUITES = {"cpu": suite, "uncut": uncut_suite, "gpu": gpu_suite}
+SUITES = {"cpu": suite, "uncut": uncut_suite}
 
 
 class _FittedError(Exception):
@@ -181,9 +155,15 @@ class _UntilFitted(Listener):
             raise _FittedError
 
 
-def calibrated(window: Trace, values: Mapping[str, object], folder: Path) -> Profile:
+def calibrated(
+    window: Trace,
+    values: Mapping[str, object],
+    folder: Path,
+    budget_s: float = BUDGET_S,
+    at: str = CURRENT,
+) -> Profile:
     """Return the profile of a run of `tune` that is ended once it has calibrated."""
-    current = limits_of(CURRENT)
+    current = limits_of(at)
     options = TuningOptions(
         trace=window,
         config={
@@ -192,7 +172,7 @@ def calibrated(window: Trace, values: Mapping[str, object], folder: Path) -> Pro
             "max-num-batched-tokens": current.max_num_batched_tokens,
         },
         window="all",
-        budget_s=BUDGET_S,
+        budget_s=budget_s,
         run_dir=folder,
     )
     with suppress(_FittedError):
@@ -200,8 +180,17 @@ def calibrated(window: Trace, values: Mapping[str, object], folder: Path) -> Pro
     return read_profile(folder / "profile.yaml")
 
 
-def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
-    """Measure one scenario and return everything."""
+def run(
+    scenario: Scenario,
+    runs: int,
+    folder: Path,
+    budget_s: float = BUDGET_S,
+    until_s: float = math.inf,
+) -> dict[str, Any]:
+    """Measure one scenario and return everything.
+
+    No further run begins once the monotonic clock says `until_s`.
+    """
     window = traffic(scenario)
     settings = [limits_of(text) for text in scenario.settings]
     ceiling = settings[0]
@@ -212,7 +201,8 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
     print(f"\n{scenario.name}: {len(window)} requests in {window.duration_s:.0f} s", flush=True)
     walls: dict[str, float] = {}
     began_s = time.monotonic()
-    profile = calibrated(window, values, folder / scenario.name.replace(" ", "_"))
+    name = scenario.name.replace(" ", "_")
+    profile = calibrated(window, values, folder / name, budget_s, scenario.current)
     walls["start and calibrate"] = time.monotonic() - began_s
     live: dict[EngineLimits, list[Measurement]] = {limits: [] for limits in settings}
     with EngineProcess(LiveSource(), folder / "live.log") as host:
@@ -220,14 +210,17 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
         host.load("window", window, 0)
         began_s = time.monotonic()
         order = random.Random(0)
-        for _ in range(runs):
+        for number in range(runs):
+            if number and time.monotonic() > until_s:
+                break
             turn = [*settings]
             order.shuffle(turn)
             for limits in turn:
                 log = host.replay("window", limits, ReplayPlan())
                 print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
                 live[limits].append(measure([log]))
-        walls["live, each"] = (time.monotonic() - began_s) / max(1, runs * len(live))
+        made = sum(map(len, live.values()))
+        walls["live, each"] = (time.monotonic() - began_s) / max(1, made)
         info = started.info
     start = KvStart(ceiling, info.num_blocks)
     predictor = Predictor(replace(profile, kv_starts=(start,)), ceiling)
@@ -246,6 +239,9 @@ def run(scenario: Scenario, runs: int, folder: Path) -> dict[str, Any]:
         "device": info.device,
         "vllm": info.vllm_version,
         "num_blocks": info.num_blocks,
+        "captured": [len(info.captured_sizes), max(info.captured_sizes, default=0)],
+        "has_own_graphs": info.has_own_graphs,
+        "asynchronous": info.asynchronous,
         "fit": asdict(profile.fit),
         "error_ratio": error_ratio(profile),
         "walls_s": walls,
@@ -290,7 +286,7 @@ def main() -> None:
     if args.suite:
         scenarios = [s for s in SUITES[args.suite](args.traces) if args.only in s.name]
     else:
-        values = dict(value.split("=", 1) for value in args.value)
+        values: dict[str, object] = dict(value.split("=", 1) for value in args.value)
         name, settings = Path(args.trace).stem, tuple(args.settings.split(","))
         scenarios = [
             Scenario(name, args.trace, args.window, args.load, args.clip, 1, values, settings)
@@ -312,7 +308,7 @@ def write(path: Path, results: list[dict[str, Any]], figures: dict[str, Any]) ->
         "command": " ".join(Path(word).name for word in sys.argv),
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "tuner": version("max-num-seqs-tuner"),
+        "tuner": own_version(),
         "figures": figures,
         "scenarios": results,
     }

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +83,33 @@ def free_port() -> int:
     return port
 
 
-def serve_command(port: int) -> list[str]:
+def served_values(given: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return what is served: the demo model unless another is given, with its tokenizer."""
+    from tuner.engine.demo import DEMO_MODEL_DIR, demo_engine_args
+
+    if not given:
+        return demo_engine_args()
+    kept = {key: value for key, value in given.items() if key != "skip-tokenizer-init"}
+    return {**kept, "tokenizer": str(DEMO_MODEL_DIR)}
+
+
+def serve_command(port: int, values: Mapping[str, object]) -> list[str]:
     """Return the server's command line, but for the limits."""
-    from tuner.engine.demo import demo_engine_args
     from tuner.engine.serve_config import to_argv
 
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    return [*server, *to_argv(demo_engine_args()), "--port", str(port)]
+    return [*server, *to_argv(values), "--port", str(port)]
 
 
-def bench_command(port: int, length_s: float) -> list[str]:
+def bench_command(port: int, trace: Any, length_s: float, model: object) -> list[str]:
     """Return `vllm bench serve` on requests like those of the window."""
     from tuner.engine.demo import DEMO_MODEL_DIR
 
-    trace = window(length_s)
     options = {
         "backend": "openai",
         "endpoint": "/v1/completions",
-        "model": DEMO_MODEL_DIR,
+        "model": model,
+        "tokenizer": DEMO_MODEL_DIR,
         "port": port,
         "dataset-name": "random",
         "num-prompts": len(trace),
@@ -112,10 +122,21 @@ def bench_command(port: int, length_s: float) -> list[str]:
     return [sys.executable, __file__, "--bench-serve", *argv, "--ignore-eos"]
 
 
-def theirs(length_s: float, restarts: int) -> dict[str, float]:
-    """Let `vllm bench sweep serve` restart a server for each of some configurations."""
-    port = free_port()
-    chosen = RESTARTED[:restarts]
+def theirs(
+    length_s: float,
+    restarts: int,
+    given: Mapping[str, object] | None = None,
+    trace: Any = None,
+    settings: Sequence[tuple[int, int]] = RESTARTED,
+) -> dict[str, float]:
+    """Let `vllm bench sweep serve` restart a server for each of some configurations.
+
+    Of the demo model and the sample trace's window unless others are given.
+    """
+    port, values = free_port(), served_values(given)
+    chosen = settings[:restarts]
+    replayed = window(length_s) if trace is None else trace
+    bench = bench_command(port, replayed, length_s, values["model"])
     with tempfile.TemporaryDirectory() as folder:
         params = Path(folder) / "params.json"
         params.write_text(
@@ -123,8 +144,8 @@ def theirs(length_s: float, restarts: int) -> dict[str, float]:
         )
         command = [
             *(sys.executable, "-m", "vllm.benchmarks.sweep.serve"),
-            *("--serve-cmd", shlex.join(serve_command(port))),
-            *("--bench-cmd", shlex.join(bench_command(port, length_s))),
+            *("--serve-cmd", shlex.join(serve_command(port, values))),
+            *("--bench-cmd", shlex.join(bench)),
             *("--serve-params", str(params), "--num-runs", "1"),
             # A server restarted for each point has no cache to clear, and how to clear one
             # is known only where the command is called vllm.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cuda_toy import CudaSource
 from support.paths import TESTS
 from support.toy import CURRENT, EXIT_CODE, LAST_WORDS, ToyEngine, ToySource
 from support.traffic import a_trace, kept, replay_toy, steady
@@ -366,3 +367,30 @@ def test_last_words_of_a_huge_log_are_found_and_stay_short(log_path: Path) -> No
     assert last_words(log_path).startswith("MemoryError: xxx")
     assert len(last_words(log_path)) == 400
     assert last_words(log_path.with_name("none")) == "it left no log"
+
+
+def test_every_engine_starts_in_a_process_of_its_own(log_path: Path) -> None:
+    """What one leaves on a device would be counted against the next."""
+    with EngineProcess(ToySource(), log_path) as host:
+        host.facts({})
+        asked = pid_of(host)
+        host.start({}, CEILING)
+        first = pid_of(host)
+        host.start({}, CEILING)
+        second = pid_of(host)
+    assert asked == first
+    assert second != first
+    assert not is_alive(first)
+
+
+def test_a_start_that_hangs_ends_with_what_it_said_last(log_path: Path) -> None:
+    source = CudaSource(hangs_above=100)
+    with EngineProcess(source, log_path, start_timeout_s=1.5) as host:
+        host.facts({})
+        pid = pid_of(host)
+        with pytest.raises(EngineError, match="did not start within 2 s") as caught:
+            host.start({}, CEILING)
+        assert "waiting for rank 1" in caught.value.message
+        assert "--start-timeout" in caught.value.hint
+        assert not is_alive(pid)
+        host.start({}, EngineLimits(8, 64))

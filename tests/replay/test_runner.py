@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from support.cuda_toy import NO_MEMORY, CudaSource
 from support.toy import ToySource
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -81,3 +85,45 @@ def test_windows_are_pooled_and_share_one_cut_rule(tmp_path: Path) -> None:
     assert both.offered == both.completed == 80
     assert isinstance(short, Measurement)
     assert short.cut_reason is not None
+
+
+HIGH, LEAST = EngineLimits(512, 16384), EngineLimits(16, 1024)
+
+
+def started_below(source: ToySource, log: Path) -> tuple[EngineRunner, list[str]]:
+    """Start at the highest limits that a source starts at, and return what was said."""
+    heard: list[str] = []
+    with EngineProcess(source, log) as host:
+        runner = EngineRunner(host, {}, HIGH, seed=0, note=heard.append)
+        started = runner.start_below(LEAST)
+        assert started.info.ceiling == runner.ceiling
+    return runner, heard
+
+
+def test_a_ceiling_without_memory_is_lowered_by_budget_first(tmp_path: Path) -> None:
+    runner, heard = started_below(CudaSource(memory_blocks=1300), tmp_path / "log")
+    assert runner.ceiling == EngineLimits(512, 8192)
+    assert runner.starts == 1
+    assert len(heard) == 1
+    assert f"does not start at 512/16384: the engine did not start: {NO_MEMORY}" in heard[0]
+    assert heard[0].endswith("trying 512/8192")
+
+
+def test_a_ceiling_whose_sequences_do_not_fit_is_lowered_down_to_them(tmp_path: Path) -> None:
+    """The sampler's memory goes by the cap: no budget helps."""
+    source = CudaSource(memory_blocks=700, token_blocks=1 / 64)
+    runner, _ = started_below(source, tmp_path / "log")
+    assert runner.ceiling == EngineLimits(256, 1024)
+
+
+def test_an_engine_that_does_not_start_as_it_is_ends_in_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=NO_MEMORY):
+        started_below(CudaSource(memory_blocks=100), tmp_path / "log")
+
+
+def test_what_is_no_matter_of_memory_is_tried_at_the_least_alone(tmp_path: Path) -> None:
+    runner, heard = started_below(CudaSource(breaks_above=2000), tmp_path / "log")
+    assert runner.ceiling == LEAST
+    assert len(heard) == 1
+    with pytest.raises(EngineError, match="no kernel image"):
+        started_below(CudaSource(breaks_above=1), tmp_path / "log")

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
+from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import parse_slo
-from tuner.run.evidence import MetricChange, kv_text, limited_by, metric_changes
+from tuner.run.evidence import (
+    MetricChange,
+    gpu_text,
+    kv_text,
+    limited_by,
+    metric_changes,
+)
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial
 
@@ -94,6 +101,31 @@ def test_a_full_cache_and_preemptions_are_told_under_both_names() -> None:
     assert "KV cache" in limited_by([full], WINNER, (), "p99")
     assert kv_text([full], CURRENT) == "KV cache not measured"
     assert limited_by([full], CURRENT, (), "p99") == "nothing that was measured"
+
+
+def test_the_cache_is_told_of_an_engine_that_is_started_as_it_is_deployed() -> None:
+    raced = a_record(
+        WINNER, 2.0, phase=Phase.RACE, gpu_cache_usage_perc={"max": 0.99}, preemptions=3
+    )
+    roomy: dict[str, Any] = {"gpu_cache_usage_perc": {"max": 0.61}, "preemptions": 0}
+    shadow = a_record(WINNER, 2.0, phase=Phase.SHADOW, **roomy)
+    told = kv_text([raced, shadow], WINNER)
+    assert "peak 0.99, 3 preemptions, on the engine that raced" in told
+    assert "as deployed peak 0.61, no preemption (predicted)" in told
+    cold = a_record(WINNER, 2.0, phase=Phase.COLD, **roomy)
+    told = kv_text([raced, shadow, cold], WINNER)
+    assert told.endswith("peak 0.61, no preemption, started as it is deployed")
+    assert "KV cache" not in limited_by([raced, cold], WINNER, (), "p99")
+    assert "KV cache" in limited_by([raced], WINNER, (), "p99")
+
+
+def test_what_the_driver_said_is_pooled_over_all_replays() -> None:
+    log = GpuLog(4, 1410.0, 1755.0, 1980.0, 600.0, 70.0, 0.5, 0.0, ("heat",))
+    hot = a_record(WINNER, 2.0, gpu=log.as_json())
+    text = gpu_text([hot, a_record(CURRENT, 2.0, gpu=None), hot])
+    assert "SM clock 1,755 MHz (1,410 … 1,980)" in text
+    assert "slowed down 50 % (heat)" in text
+    assert gpu_text([a_record(CURRENT, 2.0)]) == ""
 
 
 def test_an_slo_limits_when_it_is_near_and_not_when_it_is_far() -> None:

@@ -58,8 +58,8 @@ def test_the_file_can_be_read_by_people(tmp_path: Path) -> None:
     body = [line for line in text.splitlines() if not line.startswith("#")]
     assert body[0] == f"schema: {SCHEMA}"
     assert "  base_s: 0.0061" in body
-    assert "  decode_slopes_s_per_seq: [1.5e-05, 2.0e-05]" in body
-    assert "  prefill_knots_tokens: [0, 64, 512]" in body
+    assert "  token_slopes_s_per_token: [0.0, 1.0e-05, 1.1e-05]" in body
+    assert "  token_knots: [0, 64, 512]" in body
     assert "!!" not in text
     assert "&id" not in text
 
@@ -68,7 +68,7 @@ def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path: Path) -> None:
     model = replace(
         MODEL,
         base_s=np.float64(0.0061),
-        decode_slopes_s=tuple(np.array(MODEL.decode_slopes_s)),
+        token_slopes_s=tuple(np.array(MODEL.token_slopes_s)),
     )
     assert read_profile(written(tmp_path, replace(PROFILE, step_model=model))) == PROFILE
 
@@ -156,29 +156,47 @@ def test_a_measured_start_answers_with_its_own_blocks(
 @pytest.mark.parametrize(
     ("wanted", "blocks"),
     [
-        ((8, 2000), 900),
-        ((15, 2000), 900),
-        ((18, 2000), 800),  # above 16, the middle of 8 and 32 in ratios, but below 20
+        ((80, 2000), 900),
+        ((93, 2000), 900),
+        ((95, 2000), 800),  # above 94, the middle of 80 and 110 in ratios, but not 95
         ((2000, 2000), 800),
     ],
 )
 def test_the_nearest_start_is_nearest_in_ratios(wanted: tuple[int, int], blocks: int) -> None:
-    profile = starting((8, 2000, 900), (32, 2000, 800), (8, 2500, 1000))
+    profile = starting((80, 2000, 900), (110, 2000, 800), (80, 2500, 1000))
     assert profile.num_blocks_at(EngineLimits(*wanted)) == blocks
 
 
 def test_starts_of_several_budgets_tell_what_a_token_costs() -> None:
-    """Planted: a block for every 32 tokens, of 2,000, less a few that the cap takes."""
-    profile = starting((8, 2048, 1936), (256, 16384, 1480))
-    assert profile.num_blocks_at(EngineLimits(8, 512)) == pytest.approx(1984, abs=4)
-    assert profile.num_blocks_at(EngineLimits(16, 8192)) == pytest.approx(1744, abs=25)
+    """Planted: a block for every 32 tokens, of 2,000; the cap was the same."""
+    profile = starting((64, 2048, 1936), (64, 16384, 1488))
+    assert profile.num_blocks_at(EngineLimits(64, 512)) == pytest.approx(1984, abs=1)
+    assert profile.num_blocks_at(EngineLimits(16, 8192)) == pytest.approx(1744, abs=1)
     assert profile.num_blocks_at(EngineLimits(8, 10**7)) == 1
+
+
+def planted(seqs: int, tokens: int) -> tuple[int, int, int]:
+    """Return a start of a device on which a token costs 1/32 and a sequence 5/8 blocks."""
+    return seqs, tokens, 2000 - tokens // 32 - 5 * seqs // 8
+
+
+def test_starts_at_other_limits_tell_what_both_cost() -> None:
+    wanted = [EngineLimits(8, 512), EngineLimits(512, 4096), EngineLimits(32, 16384)]
+    starts = [planted(1024, 16384), planted(256, 2048), planted(16, 8192)]
+    profile = starting(*starts)
+    for at in wanted:
+        truth = planted(at.max_num_seqs, at.max_num_batched_tokens)[2]
+        assert profile.num_blocks_at(at) == pytest.approx(truth, abs=1)
+    two = starting(*starts[:2])
+    for at in wanted:
+        truth = planted(at.max_num_seqs, at.max_num_batched_tokens)[2]
+        assert two.num_blocks_at(at) == pytest.approx(truth, rel=0.08)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_equally_near_starts_the_smaller_cache_answers(order: int) -> None:
-    starts = [(8, 64, 1000), (50, 64, 900)][::order]
-    assert starting(*starts).num_blocks_at(EngineLimits(20, 64)) == 900
+    starts = [(25, 64, 1000), (36, 64, 900)][::order]
+    assert starting(*starts).num_blocks_at(EngineLimits(30, 64)) == 900
 
 
 def test_a_profile_without_starts_or_blocks_is_refused() -> None:
@@ -213,7 +231,7 @@ def test_what_lies_ready_is_derived_and_can_be_replayed(path: Path) -> None:
     profile = read_profile(path)
     assert profile.origin.startswith("derived from published tables of NVIDIA AIConfigurator")
     assert profile.num_blocks_at(profile.current_limits) >= 4000
-    step_s = profile.step_model.decode_tables(64)[0] + profile.step_model.base_s
+    step_s = profile.step_model.tables(64)[0] + profile.step_model.base_s
     assert 0.0005 < step_s[1] <= step_s[64] < 0.5
 
 

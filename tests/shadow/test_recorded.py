@@ -167,7 +167,11 @@ def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details
     assert share > (0.97 if has_details else 0.8)
     for name in ("decode_seqs", "prefill_tokens"):
         assert getattr(rebuilt.steps, name) == pytest.approx(getattr(true, name)[at])
-    for name in ("decode_context_tokens", "prefill_context_tokens"):
+    for name in (
+        "decode_context_tokens",
+        "decode_spread_tokens",
+        "prefill_context_tokens",
+    ):
         ours, its = getattr(rebuilt.steps, name), getattr(true, name)[at]
         assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
         assert ours.sum() == pytest.approx(its.sum(), rel=0.01)
@@ -270,6 +274,16 @@ def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
     other = replace(found, server=msgspec.structs.replace(found.server, shape=other_shape()))
     with pytest.raises(ShadowError, match="of different engines"):
         learn_profile([found, other], requests, {})
+
+
+def test_a_recording_without_a_busy_stretch_says_what_to_record(tmp_path: Path) -> None:
+    _, steps, rows = recorded(served())
+    (found,), requests = read(tmp_path, steps, rows)
+    columns = [name for name in RecordedSteps.__dataclass_fields__ if name != "server"]
+    quiet = replace(found, **{name: getattr(found, name)[:150] for name in columns})
+    with pytest.raises(TooFewSamplesError, match="of 150 recorded steps teach") as caught:
+        learn_profile([quiet], requests, {})
+    assert "several requests run at once" in (caught.value.hint or "")
 
 
 def other_shape() -> Any:

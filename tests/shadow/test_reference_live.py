@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -106,6 +107,46 @@ def live() -> Iterator[LiveEngine]:
     engine.close()
 
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "sliding_window": 64,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    "query_pre_attn_scalar": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+"""A model whose layers look back a window, but for every fourth."""
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+    """Start vLLM on a model with KV-cache groups of two kinds and few blocks."""
+    folder = tmp_path_factory.mktemp("gemma")
+    (folder / "config.json").write_text(json.dumps(GEMMA))
+    values = {
+        **demo_engine_args(),
+        "model": str(folder),
+        "load-format": "dummy",
+        "skip-tokenizer-init": True,
+        "max-model-len": 384,
+        "block-size": LIVE_BLOCK_TOKENS,
+        "num-gpu-blocks-override": 60,
+    }
+    engine = start_live(values, LIVE_CEILING)
+    yield engine
+    engine.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Pressure:
     """What a workload is there to bring about, and must."""
@@ -174,13 +215,37 @@ HITS = Pressure(preempts=False, hits=True)
 def test_every_step_schedules_what_a_live_engine_did(
     live: LiveEngine, workload: RandomTraffic | Chats, limits: EngineLimits, wanted: Pressure
 ) -> None:
+    schedules_alike(live, workload, limits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("workload", "limits", "wanted"),
+    [
+        pytest.param(ROOMY, EngineLimits(4, 64), NONE, id="room"),
+        pytest.param(PRESSED, EngineLimits(16, 128), PREEMPTS, id="pressure"),
+        pytest.param(SHARED, LIVE_CEILING, BOTH, id="shared prefixes"),
+    ],
+)
+def test_every_step_of_a_model_with_windows_is_scheduled_alike_too(
+    hybrid: LiveEngine, workload: RandomTraffic | Chats, limits: EngineLimits, wanted: Pressure
+) -> None:
+    kinds = [group["kind"] for group in hybrid.shape().kv_groups]
+    assert set(kinds) == {"SlidingWindowSpec", "FullAttentionSpec"}
+    schedules_alike(hybrid, workload, limits, wanted)
+
+
+def schedules_alike(
+    live: LiveEngine, workload: RandomTraffic | Chats, limits: EngineLimits, wanted: Pressure
+) -> None:
     trace = workload.trace()
     prompts = PromptSource(trace, live.info.vocab_size)
     live.set_limits(limits)
     measured, live_turns = recorded(live, live._running_core._scheduler, trace, prompts)
     assert measured.kept_steps is not None
     timer = RecordedTimer(measured.kept_steps.duration_s.tolist())
-    reference = a_reference(live.shape(), limits, live.info.num_blocks, timer)
+    # What a window keeps goes by the token budget of the start.
+    reference = a_reference(live.shape(), live.info.ceiling, live.info.num_blocks, timer)
+    reference.set_limits(limits)
     predicted, turns = recorded(reference, reference._open.scheduler, trace, prompts)
 
     for at, (turn, live_turn) in enumerate(zip(turns, live_turns, strict=False)):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from support.shadow_parts import a_reference, a_shape
+from tuner.engine.compat.scheduler import _spec
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
-from tuner.engine.compat.shape import _refuse_unsupported, read_shape
+from tuner.engine.compat.shape import read_shape
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError
+from tuner.shadow.simulator import unknown_options
 
 CEILING = EngineLimits(16, 512)
 
@@ -33,7 +37,7 @@ def test_a_scheduler_option_that_this_vllm_lacks_is_named() -> None:
     assert "vLLM 0" in str(refused.value.hint)
 
 
-def full_attention() -> object:
+def full_attention() -> Any:
     """Return vLLM's own account of a layer of full attention."""
     from torch import float16
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -69,11 +73,6 @@ def groups(*specs: object) -> SimpleNamespace:
 
 
 @pytest.mark.engine
-def test_one_group_of_full_attention_has_a_reference() -> None:
-    _refuse_unsupported(a_config(), groups(full_attention()))
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("parts", "named"),
     [
@@ -92,7 +91,7 @@ def test_one_group_of_full_attention_has_a_reference() -> None:
 )
 def test_what_has_no_shadow_is_named(parts: dict[str, object], named: str) -> None:
     with pytest.raises(ShadowError, match=f"engine with {named}$") as refused:
-        _refuse_unsupported(a_config(**parts), groups(full_attention()))
+        read_shape(a_config(**parts), groups(full_attention()), "CPU", "0.32.0")
     assert "--method live" in str(refused.value.hint)
 
 
@@ -110,19 +109,38 @@ def test_a_scheduler_that_is_not_vllms_has_no_shadow() -> None:
 
 
 @pytest.mark.engine
-def test_kv_caches_that_are_not_one_group_of_full_attention_are_named() -> None:
-    from torch import float16
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+def test_an_engine_without_a_kv_cache_has_no_shadow() -> None:
+    with pytest.raises(ShadowError, match=r"engine with no KV cache$"):
+        read_shape(a_config(), groups(), "CPU", "0.32.0")
 
-    full = full_attention()
+
+@pytest.mark.engine
+def test_a_kv_group_that_this_vllm_does_not_know_is_named() -> None:
+    shape = replace(a_shape(kv_kind="FutureSpec"), kv_groups=({"kind": "FutureSpec"},))
+    with pytest.raises(ShadowError, match="knows no KV cache of FutureSpec"):
+        a_reference(shape, CEILING)
+
+
+@pytest.mark.engine
+def test_groups_of_several_kinds_are_read_and_made_again() -> None:
+    """As of Gemma or gpt-oss, and of Qwen-Next; a device's bytes are not among it."""
+    from torch import bfloat16, float32
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
     sliding = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=float16, sliding_window=64
+        block_size=32, num_kv_heads=8, head_size=128, dtype=bfloat16, sliding_window=1024
     )
-    for specs, named in (
-        ((full, full), "FullAttentionSpec, FullAttentionSpec"),
-        ((full, sliding), "FullAttentionSpec, SlidingWindowSpec"),
-        ((sliding,), "SlidingWindowSpec"),
-        ((), "none"),
-    ):
-        with pytest.raises(ShadowError, match=f"KV-cache groups {named}$"):
-            _refuse_unsupported(a_config(), groups(*specs))
+    linear = MambaSpec(
+        block_size=544, shapes=((32, 128, 128), (3, 8192)), dtypes=(bfloat16, float32)
+    )
+    config = resolve_config(parse_serve_values(demo_engine_args()))
+    for specs in ((full_attention(), sliding), (full_attention(), linear), (sliding,)):
+        shape = read_shape(config, groups(*specs), "CPU", "0.32.0")
+        assert [group["kind"] for group in shape.kv_groups] == [
+            type(spec).__name__ for spec in specs
+        ]
+        assert unknown_options(shape)
+        made = [_spec(group) for group in shape.kv_groups]
+        assert [one.block_size for one in made] == [spec.block_size for spec in specs]
+        windows = [getattr(one, "sliding_window", None) for one in made]
+        assert windows == [getattr(spec, "sliding_window", None) for spec in specs]

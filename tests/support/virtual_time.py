@@ -54,10 +54,13 @@ class _Ear:
 class PlantedProcess:
     """Stands in for EngineProcess, in this process and on the source's clock."""
 
-    def __init__(self, source: EngineSource, log_path: Path) -> None:
+    def __init__(
+        self, source: EngineSource, log_path: Path, _start_timeout_s: float = 0.0
+    ) -> None:
         self._source, self.log_path = cast("PlantedSource", source), log_path
         self._ear = _Ear()
         self._worker: _EngineWorker | None = None
+        self._has_started = False
         self.first_answer_s = 0.0
 
     def __enter__(self) -> Self:
@@ -72,7 +75,10 @@ class PlantedProcess:
         return answer
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
-        """Start an engine."""
+        """Start an engine in a process that has started none."""
+        if self._has_started:
+            self.kill()
+        self._has_started = True
         answer: EngineStart = self._asked("start", self._source, values, ceiling)
         return answer
 
@@ -112,7 +118,7 @@ class PlantedProcess:
 
     def kill(self) -> None:
         """End the process; the next request starts another."""
-        self._worker = None
+        self._worker, self._has_started = None, False
 
     def close(self, *, gently: bool = True) -> None:  # noqa: ARG002 - as EngineProcess
         """End the process."""

@@ -77,9 +77,10 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
     announce(traffic, is_demo=engine.is_demo)
+    patience_s = options.traffic.start_timeout_s
     with (
         log_folder("tune-compare-") as folder,
-        EngineProcess(source or LiveSource(), folder / "engine.log") as host,
+        EngineProcess(source or LiveSource(), folder / "engine.log", patience_s) as host,
     ):
         rows = _compared(host, options, engine, traffic.trace, plan)
     _show(options, rows)

@@ -47,6 +47,7 @@ _ABILITIES: Final = {
         "pip install 'max-num-seqs-tuner[predict]'",
         False,
     ),
+    "clocks and heat of NVIDIA GPUs": (("nvidia-ml-py",), "pip install nvidia-ml-py", False),
     "studies in PostgreSQL": (
         ("psycopg",),
         "pip install 'max-num-seqs-tuner[postgres]'",

@@ -16,6 +16,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.process import START_TIMEOUT_S
 from tuner.run.inputs import (
     DEMO_NOTE,
     EngineChoice,
@@ -109,6 +110,7 @@ class TrafficOptions(ReplaySettings):
             request_timeout_s=params["request_timeout"],
             too_long=TooLong(params["too_long"]),
             is_greedy=params.get("greedy", False),
+            start_timeout_s=params.get("start_timeout", START_TIMEOUT_S),
         )
 
     @property

@@ -468,6 +468,11 @@ engine_options = cloup.option_group(
         metavar="KEY=VALUE",
         help="Any option of `vllm serve`, for example dtype=bfloat16; repeatable.",
     ),
+    time_option(
+        "--start-timeout",
+        default="30m",
+        help="How long an engine may take to start before the start counts as failed.",
+    ),
 )
 """Which engine is measured, besides --config."""
 

@@ -114,15 +114,22 @@ def run_profile_derive(options: DeriveOptions) -> int:
     write_profile(options.output, profile)
     at = profile.current_limits
     gpus = f"{options.wanted.tensor_parallel} x {profile.shape.device}"
+    tables, version = options.wanted.gpu.tables, profile.shape.vllm_version
     lines = [
-        f"{profile.shape.model} on {gpus}, vLLM {profile.shape.vllm_version}, at {at}",
+        f"{profile.shape.model} on {gpus}, vLLM {version}, at {at}",
         f"{profile.origin}; expect a {EXPECTED}",
+        *(
+            [f"the tables were measured in vLLM {tables}; {version} schedules this profile"]
+            if tables != version
+            else []
+        ),
         f"{profile.num_blocks_at(at):,} KV-cache blocks of {profile.shape.block_size} tokens",
         *(f"warning: {warning}" for warning in found.warnings),
     ]
     content = {
         "limits": at,
         "origin": profile.origin,
+        "tables_of_vllm": tables,
         "num_blocks": profile.num_blocks_at(at),
         "fit_error_ratio": profile.fit.step_mape_ratio,
         "warnings": list(found.warnings),

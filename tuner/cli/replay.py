@@ -22,7 +22,7 @@ from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
 from tuner.files import log_folder
 from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
+from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
 from tuner.run.inputs import EngineChoice, Traffic
@@ -81,9 +81,10 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
         limits, measured = _predicted(profiled, options, engine, traffic, plan)
     else:
         live = source or LiveSource(options.traffic.is_greedy)
+        patience_s = options.traffic.start_timeout_s
         with (
             log_folder("tune-replay-") as folder,
-            EngineProcess(live, folder / "engine.log") as host,
+            EngineProcess(live, folder / "engine.log", patience_s) as host,
         ):
             limits, measured = _measured(host, options, engine, traffic, plan)
     content = {
@@ -116,7 +117,10 @@ def _measured(
         measured = measure([host.replay("trace", limits, plan, display.progress)])
     is_part = window != whole(trace)
     measured = _with_caveats(measured, options, engine, traffic, plan, trace, is_part)
-    return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
+    found = set(doubts(facts, plan))
+    if started.others:
+        found.add(Caveat.GPU_SHARED)
+    return limits, replace(measured, caveats=(*measured.caveats, *sorted(found)))
 
 
 def _predicted(
@@ -198,6 +202,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
             "steps",
             f"{m.steps} in {m.clock_s:.2f} s of the replay's clock, {m.wall_s:.2f} s real",
         ),
+        *([] if m.gpu is None else [("GPU", m.gpu.text)]),
     ]
     lines = [f"{name:<23} {text}" for name, text in rows]
     return lines + [f"caveat: {caveat.text}" for caveat in m.caveats]

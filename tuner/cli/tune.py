@@ -42,6 +42,7 @@ OUTPUT, FORMAT = "output", "emit_format"
 _RETYPED = {
     **{name: name for name in ("trace", "config", "storage", "model")},
     "budget": "budget_s",
+    "start_timeout": "start_timeout_s",
 }
 """Which options may be typed anew with --resume, and the fields that they set. A model cannot
 change, but a login in its address has to be given again."""
@@ -112,7 +113,8 @@ def resumed(ctx: click.Context) -> TuningOptions:
         if option.name in typed.keys() - {"resume", "engine_args", OUTPUT, FORMAT, *_RETYPED}:
             raise UsageError(
                 f"{max(option.opts, key=len)} cannot change when a run is resumed",
-                "only --budget, -o, --format and --storage can; start a new run for the rest",
+                "only --budget, -o, --format, --storage and --start-timeout can; start a new "
+                "run for the rest",
             )
     path = Path(typed["resume"])
     RunDir(path, resume=True).close()

@@ -133,7 +133,8 @@ def _verify(options: VerifyOptions, folder: Path) -> None:
         log = predictor.replay(tried.trace, tried.limits, plan)
         predicted, vocab_size = measure([log]), profile.shape.vocab_size
     else:
-        with EngineProcess(LiveSource(), folder / "engine.log") as host:
+        patience_s = options.traffic.start_timeout_s
+        with EngineProcess(LiveSource(), folder / "engine.log", patience_s) as host:
             tried = _tried(options, engine, host.facts(engine.values), traffic, plan)
             predicted, vocab_size = _predicted(host, tried)
     _show(_served(tried, folder, predicted, vocab_size), as_json=options.as_json)
@@ -203,7 +204,7 @@ def _served(
             stack.enter_context(server)
             log = folder / "server.log"
             say(f"starting vllm serve --config {path}; while it runs its log is {log}")
-            start_s = server.wait_ready()
+            start_s = server.wait_ready(patience_s=tried.options.traffic.start_timeout_s)
             say(f"the server answers after {start_s:.0f} s")
             url = server.url
         url = url.rstrip("/")

@@ -110,10 +110,14 @@ def row_line(row: Row) -> bytes:
     return msgspec.json.encode(row) + b"\n"
 
 
+def own_version() -> str:
+    """Return this package's version, "unknown" where it runs from a folder, not installed."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def recorded_by() -> str:
     """Return what writes a recording, with its version."""
-    try:
-        version = importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    return f"{_DISTRIBUTION} {version}"
+    return f"{_DISTRIBUTION} {own_version()}"

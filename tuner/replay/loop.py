@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, Prompt, Step
 from tuner.engine.steps import StepColumns, StepLog, StepSummary
@@ -52,7 +53,7 @@ class ReplayLog:
 
     `cut_reason` is None when the replay ran to its end. `kept_steps` is every step where
     the plan asked for them. A closed loop offers what the engine
-    takes, so that nothing can be told of a load.
+    takes, so that nothing can be told of a load. `gpu` is what the driver said meanwhile.
 
     Units: seconds; clock_s on the replay's clock, wall_s real.
     """
@@ -64,6 +65,7 @@ class ReplayLog:
     cut_reason: str | None
     kept_steps: StepColumns | None = None
     is_closed_loop: bool = False
+    gpu: GpuLog | None = None
 
 
 def log_of(

@@ -16,6 +16,7 @@ import numpy as np
 
 from tuner import stats
 from tuner.arrays import Floats
+from tuner.engine.gpu import GpuLog
 from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
 from tuner.replay.load import arrival_span_s, is_sustained, utilisation
@@ -126,6 +127,7 @@ class Measurement:
     the time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
     that time, None where either is unknown. `load` is the multiple of the recorded load
     that was offered, `capacity` the largest at which the SLOs hold where that was looked for.
+    `gpu` is what the driver said of the GPUs, None where nobody could ask.
     """
 
     offered: int
@@ -188,6 +190,7 @@ class Measurement:
         return self.latency(metric, statistic)
 
     unfinished: int = 0
+    gpu: GpuLog | None = None
 
     def latency(self, metric: str, statistic: str) -> float | None:
         """Return one statistic of one latency, or None where nothing was measured."""
@@ -248,6 +251,7 @@ class Measurement:
             "wall_s": self.wall_s,
             "load": self.load,
             "capacity": self.capacity,
+            "gpu": None if self.gpu is None else self.gpu.as_json(),
         }
 
 
@@ -316,6 +320,7 @@ def measure(
         utilisation=utilisation(lines),
         offered_per_s=_offered_per_s(lines),
         unfinished=ended[Outcome.UNFINISHED],
+        gpu=GpuLog.pooled([log.gpu for log in logs]),
     )
     return replace(measurement, caveats=_caveats(measurement))
 
@@ -344,6 +349,7 @@ def _caveats(m: Measurement) -> tuple[Caveat, ...]:
         (Caveat.FEW_SAMPLES, e2e is None or not stats.carries_quantile(e2e.n, 0.99)),
         (Caveat.PREEMPTED, m.preemptions > 0),
         (Caveat.NOISY_MACHINE, (m.distorted_steps_ratio or 0.0) > NOISY_RATIO),
+        (Caveat.GPU_SLOWED, m.gpu is not None and m.gpu.is_slowed),
         (Caveat.REQUESTS_REFUSED, m.refused > 0),
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
         (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tuner.errors import UsageError
+from tuner.engine.protocol import EngineFacts
+from tuner.errors import Caveat, UsageError
 from tuner.replay.arrivals import ClockKind, Sessions, StaticBatches
 from tuner.traffic.traces import LoadModel
 
@@ -81,3 +82,12 @@ class ReplayPlan:
             raise UsageError(f"the lead-in must be at least 0 s, got {self.lead_in_s:g}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
+
+
+def doubts(facts: EngineFacts, plan: ReplayPlan) -> frozenset[Caveat]:
+    """Return what is doubtful of all such replays on an engine.
+
+    The clocks of a GPU depend on what it is idle for, which only the wall clock waits out.
+    """
+    is_real = plan.clock is ClockKind.WALL
+    return facts.caveats - {Caveat.FULL_CLOCKS} if is_real else facts.caveats

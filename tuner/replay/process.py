@@ -1,12 +1,14 @@
 """The process in which an engine and the replay loop live, and the parent's handle on it.
 
 The parent requests starts and replays; the child starts the engine, warms it up, replays and
-answers. The child's output goes to a log file, whose last words explain a death.
+answers. The child's output goes to a log file, whose last words explain a death. No process
+starts a second engine: what the first leaves on a device is counted against the next.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import re
@@ -14,15 +16,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
+from tuner.engine.gpu import Gpus, GpuWatch
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
 from tuner.engine.shape import EngineShape
@@ -45,8 +48,8 @@ _PR_SET_PDEATHSIG = 1
 class EngineStart:
     """An engine that runs: what it is and what starting and warming it up took.
 
-    `shape` is what a shadow of it needs; None for the reason `no_shadow`. `notes` are for the
-    user: how it samples, and what was not warmed up.
+    `shape` is what a shadow of it needs; None for the reason `no_shadow`. `others` hold memory
+    of its GPUs. `notes` are for the user: how it samples, and what was not warmed up.
     """
 
     info: EngineInfo
@@ -54,6 +57,7 @@ class EngineStart:
     warm_up_s: float
     shape: EngineShape | None = None
     no_shadow: str = ""
+    others: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -87,8 +91,7 @@ class _EngineWorker:
     def start(
         self, source: EngineSource, values: Mapping[str, object], ceiling: EngineLimits
     ) -> EngineStart:
-        """Start and warm up an engine, closing the last one first."""
-        self.close()
+        """Start and warm up the only engine of this process."""
         began_s = time.perf_counter()
         self._engine = source.start(values, ceiling)
         start_s = time.perf_counter() - began_s
@@ -189,14 +192,37 @@ def last_words(log_path: Path, since: int = 0) -> str:
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
 # workers on several devices take a few.
 CLOSE_S = 20.0
+START_TIMEOUT_S = 1800.0
+"""How long a start may take unless said otherwise: ours; weights of a large model come over a
+network, and graphs are captured."""
 _POLL_S = 0.1
 
 
-def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
-    """Wait for the child's next message. Raises: EOFError once it is dead and none is left."""
+def _shared(others: Sequence[str]) -> str:
+    """Say who else is on the GPUs."""
+    return (
+        f"the GPU is shared with {', '.join(others)}: that memory is missing in the KV cache, "
+        "and what computes beside a replay slows it down"
+    )
+
+
+def _receive(
+    connection: Connection,
+    process: SpawnProcess,
+    until_s: float,
+    on_wait: Callable[[], None],
+) -> tuple[str, Any]:
+    """Wait for the child's next message, until an instant of the monotonic clock.
+
+    Raises: EOFError once the child is dead and no message is left; TimeoutError.
+    """
+    on_wait()
     while not connection.poll(_POLL_S):
+        on_wait()
         if not process.is_alive() and not connection.poll():
             raise EOFError
+        if time.monotonic() > until_s:
+            raise TimeoutError
     kind, answer = connection.recv()
     return kind, answer
 
@@ -215,14 +241,24 @@ def _kill_group(process: SpawnProcess | None) -> None:
 class EngineProcess:
     """The parent's handle on the engine's process.
 
-    The process starts with the first request and again after a failure. Every request either
-    returns, raises what the child raised, or raises EngineError with the last words of a
-    child that died.
+    The process starts with the first request, again after a failure, and anew for every engine
+    after the first. Every request either returns, raises what the child raised, or raises
+    EngineError with the last words of a child that died, or that took longer than
+    `start_timeout_s` to start an engine.
+
+    Units: seconds.
     """
 
-    def __init__(self, source: EngineSource, log_path: Path) -> None:
-        self._source = source
+    def __init__(
+        self,
+        source: EngineSource,
+        log_path: Path,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._source, self._start_timeout_s = source, start_timeout_s
         self.log_path = log_path
+        self._has_started = False
+        self._gpus: Gpus | None = None
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
         self._log_mark = 0
@@ -243,9 +279,26 @@ class EngineProcess:
         return answer
 
     def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> EngineStart:
-        """Start an engine in the child. Raises: UsageError, EngineError."""
-        answer: EngineStart = self._request("start", self._source, values, ceiling)
-        return answer
+        """Start an engine in a child that has started none before.
+
+        What was loaded for another one has to be loaded anew.
+
+        Raises: UsageError, EngineError.
+        """
+        if self._has_started:
+            self.close()
+        self._has_started = True
+        self._gpus = Gpus.of(values)
+        own = None if self._process is None else self._process.pid
+        others = () if self._gpus is None else tuple(self._gpus.others(own))
+        try:
+            answer: EngineStart = self._request("start", self._source, values, ceiling)
+        except EngineError as error:
+            if not others:
+                raise
+            raise EngineError(f"{error.message}; {_shared(others)}", error.hint) from error
+        notes = (_shared(others), *answer.notes) if others else answer.notes
+        return replace(answer, others=others, notes=notes)
 
     def load(self, name: str, trace: Trace, seed: int) -> None:
         """Send a trace to the child, to be replayed by name."""
@@ -258,9 +311,15 @@ class EngineProcess:
         plan: ReplayPlan,
         on_progress: Callable[[Progress], bool] | None = None,
     ) -> ReplayLog:
-        """Replay a loaded trace at the limits. Raises: EngineError, ReplayError, TraceError."""
-        answer: ReplayLog = self._request("replay", name, limits, plan, on_progress=on_progress)
-        return answer
+        """Replay a loaded trace at the limits, and watch the GPUs meanwhile.
+
+        Raises: EngineError, ReplayError, TraceError.
+        """
+        watch = GpuWatch(self._gpus)
+        answer: ReplayLog = self._request(
+            "replay", name, limits, plan, on_progress=on_progress, on_wait=watch.look
+        )
+        return replace(answer, gpu=watch.log())
 
     def call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
         """Call a function of a module in the child, where vLLM is imported already.
@@ -275,21 +334,25 @@ class EngineProcess:
         name: str,
         *arguments: object,
         on_progress: Callable[[Progress], bool] | None = None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> Any:  # noqa: ANN401 - each request has an answer of its own type
         with self._requesting:
-            return self._answer(name, arguments, on_progress)
+            return self._answer(name, arguments, on_progress, on_wait)
 
     def _answer(
         self,
         name: str,
         arguments: tuple[object, ...],
         on_progress: Callable[[Progress], bool] | None,
+        on_wait: Callable[[], None],
     ) -> Any:  # noqa: ANN401 - as above
         connection, process = self._ensure()
+        patience_s = self._start_timeout_s if name == "start" else math.inf
         try:
             connection.send((name, arguments))
+            until_s = time.monotonic() + patience_s
             while True:
-                kind, answer = _receive(connection, process)
+                kind, answer = _receive(connection, process, until_s, on_wait)
                 if kind == "progress":
                     if on_progress is not None and not on_progress(answer):
                         connection.send(STOP)
@@ -302,6 +365,13 @@ class EngineProcess:
                     return answer
         except (EOFError, ConnectionError) as gone:
             raise self._death(name, process) from gone
+        except TimeoutError as late:
+            self.kill()
+            words = last_words(self.log_path, self._log_mark)
+            raise EngineError(
+                f"the engine did not start within {patience_s:.0f} s; its last words: {words}",
+                f"allow more with --start-timeout, or look why in {self.log_path}",
+            ) from late
         except EngineError as error:
             self.kill()
             hint = f"{error.hint}; " if error.hint else ""
@@ -355,6 +425,7 @@ class EngineProcess:
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None
+            self._has_started = False
         finally:
             if is_ours:
                 self._requesting.release()

@@ -7,9 +7,10 @@ carries is found by bisection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
@@ -86,6 +87,29 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
     return Capacity(good, bad)
 
 
+# What vLLM and the system say where memory was short, of the device's or the machine's.
+_OF_MEMORY: Final = re.compile(r"out.?of.?memory|KV.cache|cache blocks", re.IGNORECASE)
+
+
+def lowered(ceiling: EngineLimits, least: EngineLimits) -> Iterator[EngineLimits]:
+    """Yield what to start at instead of a ceiling that does not start, down to the least.
+
+    Half the token budget first, again and again, then half the cap: a step's activations take
+    more than its sequences do.
+
+    >>> print(*lowered(EngineLimits(64, 4096), EngineLimits(24, 1024)))
+    64/2048 64/1024 32/1024 24/1024
+    """
+    seqs, budget = ceiling.max_num_seqs, ceiling.max_num_batched_tokens
+    while budget > max(least.max_num_batched_tokens, seqs):
+        budget = max(budget // 2, least.max_num_batched_tokens, seqs)
+        yield EngineLimits(seqs, budget)
+    while seqs > least.max_num_seqs:
+        seqs = max(seqs // 2, least.max_num_seqs)
+        budget = max(seqs, least.max_num_batched_tokens)
+        yield EngineLimits(seqs, budget)
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A replay that the engine did not survive: an outcome of that configuration."""
@@ -151,6 +175,29 @@ class EngineRunner:
             started = self._start(limits)
         self.info, self.start_s = started.info, started.start_s + started.warm_up_s
         return started
+
+    def start_below(self, least: EngineLimits) -> EngineStart:
+        """Start at the ceiling, or at the largest below it that starts, which is one from then.
+
+        What else than memory keeps it from starting is no smaller at half the size: then
+        nothing but the least is tried.
+
+        Raises: EngineError if it does not start at the least either.
+        """
+        tried = [self.ceiling, *lowered(self.ceiling, least)]
+        while True:
+            self.ceiling = tried.pop(0)
+            try:
+                return self.ensure_started()
+            except EngineError as error:
+                if not tried:
+                    raise
+                if not _OF_MEMORY.search(error.message):
+                    del tried[:-1]
+                self._note(
+                    f"the engine does not start at {self.ceiling}: {error.message}; "
+                    f"trying {tried[0]}"
+                )
 
     def _start(self, ceiling: EngineLimits) -> EngineStart:
         self.started = self._process.start(self._values, ceiling)
@@ -231,8 +278,7 @@ class EngineRunner:
     ) -> Measurement | Failure:
         """Measure on an engine of its own, started with the limits as it would be deployed.
 
-        It starts in a process of its own, so that nothing of another engine is in its way, and
-        once more if it does not start. The number of KV-cache blocks that such a start has is
+        It starts once more if it does not start. How many KV-cache blocks such a start has is
         kept in `cold_blocks`.
         """
         started = self._start_cold(limits)
@@ -249,8 +295,7 @@ class EngineRunner:
         return outcome
 
     def _start_cold(self, limits: EngineLimits) -> EngineStart | EngineError:
-        """Start in a fresh process; return what went wrong if it does not start."""
-        self._process.close()
+        """Start; return what went wrong if it does not start."""
         try:
             return self._start(limits)
         except EngineError as error:

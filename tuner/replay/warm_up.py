@@ -25,6 +25,8 @@ TIMES = 2
 MAX_PROMPT_TOKENS = 2048
 SHORT_PROMPT_TOKENS = 24
 MIN_CHUNK_TOKENS = 128
+# Sequences that decode beside a prompt: ours, a few show the kernels of mixed batches.
+BESIDE = 8
 # Turns beyond those that the prompts need until a size must have come: ours, a few for
 # asynchronous scheduling; who is not there by then has been preempted.
 SPARE_TURNS = 8
@@ -33,16 +35,20 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What was warmed up: batches of up to so many sequences, and of so many tokens."""
+    """What was warmed up: batches of up to so many sequences, of so many tokens, and mixed.
+
+    `mixed` are the tokens of batches in which some decode beside a prompt.
+    """
 
     took_s: float
     seqs: int
     tokens: int
+    mixed: int
 
     def missed(self, ceiling: EngineLimits) -> str:
         """Say what of the ceiling was left out, or nothing.
 
-        >>> WarmUp(15.0, 64, 2048).missed(EngineLimits(128, 2048))
+        >>> WarmUp(15.0, 64, 2048, 2048).missed(EngineLimits(128, 2048))
         'not warmed up in 15.0 s: batches of more than 64 sequences (of 128); their first \
 steps may take longer'
         """
@@ -51,6 +57,7 @@ steps may take longer'
             for done, most, what in (
                 (self.seqs, ceiling.max_num_seqs, "sequences"),
                 (self.tokens, ceiling.max_num_batched_tokens, "tokens"),
+                (self.mixed, ceiling.max_num_batched_tokens, "tokens, decodes beside prompts"),
             )
             if done < most
         ]
@@ -65,16 +72,17 @@ steps may take longer'
 def warm_up(engine: Engine, budget_s: float = BUDGET_S) -> WarmUp:
     """Compute batches of growing size, up to the ceiling, and return how far that came.
 
-    Half of budget_s is for sequences that decode, the rest for tokens of prompts; no further
-    size is begun once it is spent. The engine is idle afterwards.
+    A half of budget_s is for sequences that decode, a quarter for prompts, and the rest for
+    both at once; no further size is begun once it is spent. The engine is idle afterwards.
 
     Raises: EngineError when the engine fails.
     """
     began_s = time.perf_counter()
     warming = _Warming(engine)
     seqs = warming.decode(began_s + budget_s / 2)
-    tokens = warming.prefill(began_s + budget_s)
-    return WarmUp(time.perf_counter() - began_s, seqs, tokens)
+    tokens = warming.prefill(began_s + 0.75 * budget_s)
+    mixed = warming.mix(began_s + budget_s)
+    return WarmUp(time.perf_counter() - began_s, seqs, tokens, mixed)
 
 
 class _Warming:
@@ -118,19 +126,56 @@ class _Warming:
 
     def prefill(self, until_s: float) -> int:
         """Compute prompts of more and more tokens together; return how many in the end."""
-        done, length = 0, self._info.max_model_len
-        cap, budget = self._info.ceiling.max_num_seqs, self._info.ceiling.max_num_batched_tokens
+        done, ceiling = 0, self._info.ceiling
         sizes = prefill_sizes(self._info)
         for size in sizes:
             if time.perf_counter() > until_s:
                 break
-            each = max(min(MAX_PROMPT_TOKENS, length // 2), -(-size // cap))
-            lengths = [each] * (size // each) + ([size % each] if size % each else [])
-            for tokens in lengths:
-                self._add(tokens, 1)
+            self._add_prompts(size, ceiling.max_num_seqs)
             self._finish()
-            done = budget if size == sizes[-1] else size
+            done = ceiling.max_num_batched_tokens if size == sizes[-1] else size
         return done
+
+    def mix(self, until_s: float) -> int:
+        """Compute a prompt beside sequences that decode, of twice as many tokens each time.
+
+        Return of how many in the end.
+        """
+        ceiling, length = self._info.ceiling, self._info.max_model_len
+        beside = min(BESIDE, ceiling.max_num_seqs // 2)
+        sizes = mixed_sizes(self._info, beside)
+        if not sizes:
+            return ceiling.max_num_batched_tokens
+        done, first = 0, self._row
+        for _ in range(beside):
+            self._add(1, max(1, length - 1))
+        is_decoding = self._sees(beside, TIMES + SPARE_TURNS)
+        for size in sizes:
+            if time.perf_counter() > until_s or not is_decoding:
+                break
+            self._add_prompts(size - beside, ceiling.max_num_seqs - beside)
+            if not self._sees_mixed(size, SPARE_TURNS):
+                break
+            done = ceiling.max_num_batched_tokens if size == sizes[-1] else size
+        self._engine.abort(range(first, self._row))
+        self._finish()
+        return done
+
+    def _sees_mixed(self, size: int, turns: int) -> bool:
+        """Step until a mixed batch of a size came; False if it does not come."""
+        for _ in range(turns):
+            if not self._engine.has_work():
+                return False
+            batch = self._engine.step().batch
+            if batch is not None and batch.decode_seqs and batch.tokens == size:
+                return True
+        return False
+
+    def _add_prompts(self, tokens: int, most: int) -> None:
+        """Add so many tokens of prompts, in no more than so many of them."""
+        each = max(min(MAX_PROMPT_TOKENS, self._info.max_model_len // 2), -(-tokens // most))
+        for length in [each] * (tokens // each) + ([tokens % each] if tokens % each else []):
+            self._add(length, 1)
 
     def _add(self, tokens: int, output_tokens: int) -> None:
         ids = self._rng.integers(0, self._info.vocab_size, size=tokens).tolist()
@@ -160,6 +205,13 @@ def prefill_sizes(info: EngineInfo) -> list[int]:
         (size for size in info.captured_sizes if size > info.ceiling.max_num_seqs),
         MIN_CHUNK_TOKENS,
     )
+
+
+def mixed_sizes(info: EngineInfo, beside: int) -> list[int]:
+    """Return tokens of batches in which so many sequences decode beside prompts."""
+    if not beside:
+        return []
+    return [size for size in prefill_sizes(info) if size.bit_count() == 1 and size > 2 * beside]
 
 
 def _up_to(most: int, captured: Iterable[int], least: int) -> list[int]:

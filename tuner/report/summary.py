@@ -23,7 +23,7 @@ from tuner.report.words import (
     plain,
     sentence,
 )
-from tuner.run.evidence import Bounds
+from tuner.run.evidence import Bounds, gpu_text
 from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, RunResult
 from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import decisive
@@ -175,6 +175,7 @@ def provenance(run: RunFiles) -> Section:
         "method": run.result.method,
         "model": made.model,
         **_engine(made.engine),
+        "GPU while it was measured": gpu_text(run.result.trials),
         "trace": made.trace.source,
         "trace SHA-256": made.trace.sha256,
         "options": _options(made),

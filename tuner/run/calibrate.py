@@ -97,6 +97,7 @@ class Calibrator:
             steps=(),
             current=current,
             serve_values=serve_values,
+            has_own_graphs=started.info.has_own_graphs,
         )
         for start in stored.kv_starts if stored is not None else ():
             if start.limits != started.info.ceiling:
@@ -285,7 +286,10 @@ class Blocks:
             if self._left_s <= 0 or (self._asked >= MIN_ROUNDS and is_known):
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
-            seen = [Visited.of(profile.step_model, steps) for _, steps in offered]
+            seen = [
+                Visited.of(predictor.step_model_at(block.limits), steps)
+                for block, steps in offered
+            ]
             if not offered:
                 return
             self._asked += 1
@@ -338,7 +342,7 @@ class Blocks:
                 log = predictor.replay(self.trace, limits, plan)
             except EngineError:
                 continue  # its own replay will tell
-            found[limits] = _Predicted.of(limits, predictor.profile.step_model, log)
+            found[limits] = _Predicted.of(limits, predictor.step_model_at(limits), log)
         return list(found.values())
 
     def _offered(

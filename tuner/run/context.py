@@ -172,6 +172,12 @@ class RunContext:
         """Seconds of the budget that are left."""
         return self.stopwatch.left_s
 
+    def below(self, ceiling: EngineLimits) -> Self:
+        """Return the context of an engine that starts at no more than a ceiling."""
+        self.caveats.add(Caveat.CEILING_LOWERED)
+        record = msgspec.structs.replace(self.record, ceiling=ceiling)
+        return replace(self, space=self.space.below(ceiling), record=record)
+
     def keep_windows(
         self, windows: Sequence[Window] = (), predicted: Sequence[Window] = ()
     ) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
@@ -21,6 +23,7 @@ from tuner.search.effects import Effects
 from tuner.search.posterior import LIVE_SPREADS
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import (
+    Phase,
     Trial,
     decisive,
     paired_records,
@@ -180,14 +183,44 @@ def change_bounds(ratio: Estimate) -> Bounds:
 
 
 def kv_text(records: Sequence[Trial], limits: EngineLimits) -> str:
-    """Say how full the KV cache became, under both of its names."""
-    mine = _of(records, limits)
-    if not mine:
+    """Say how full the KV cache became, under both of its names: as deployed, where known.
+
+    An engine that is started with the limits alone has other blocks than the one that raced.
+    """
+    mine, cold = _of(records, limits), _cold(records, limits)
+    if not mine and not cold:
         return "KV cache not measured"
-    peak = max(m["gpu_cache_usage_perc"]["max"] for m in mine)
-    preempted = max(m["preemptions"] for m in mine)
+    text = f"gpu_cache_usage_perc (kv_cache_usage_perc) {_kv_words(cold or mine)}"
+    if cold:
+        return f"{text}, started as it is deployed"
+    predicted = _predicted(records, limits)
+    is_raced = any(t.phase is Phase.RACE for t in records if t.limits == limits)
+    if predicted is None or not is_raced:
+        return text
+    return f"{text}, on the engine that raced; as deployed {_kv_words([predicted])} (predicted)"
+
+
+def _kv_words(measured: Sequence[Mapping[str, Any]]) -> str:
+    peak = max(m["gpu_cache_usage_perc"]["max"] for m in measured)
+    preempted = max(m["preemptions"] for m in measured)
     how_often = f"{preempted} preemptions" if preempted else "no preemption"
-    return f"gpu_cache_usage_perc (kv_cache_usage_perc) peak {peak:.2f}, {how_often}"
+    return f"peak {peak:.2f}, {how_often}"
+
+
+def _cold(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
+    """Return what engines measured that were started with the limits."""
+    return [
+        t.measurement
+        for t in records
+        if t.phase is Phase.COLD and t.measurement is not None and t.limits == limits
+    ]
+
+
+def gpu_text(records: Sequence[Trial]) -> str:
+    """Say what the driver told of the GPUs during all live replays, nothing if not asked."""
+    told = [(t.measurement or {}).get("gpu") for t in records if t.is_live]
+    pooled = GpuLog.pooled([msgspec.convert(one, GpuLog) for one in told if one])
+    return "" if pooled is None else pooled.text
 
 
 def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
@@ -232,7 +265,8 @@ def limited_by(
     used = [m["utilisation"] for m in mine if m.get("utilisation") is not None]
     if used and statistics.median(used) > 1:
         said.append(f"the load, {statistics.median(used):.2g} x what it can sustain")
-    if max(m["gpu_cache_usage_perc"]["max"] for m in mine) > KV_FULL_RATIO:
+    as_deployed = _cold(records, limits) or mine
+    if max(m["gpu_cache_usage_perc"]["max"] for m in as_deployed) > KV_FULL_RATIO:
         said.append("the KV cache, which was full")
     said.extend(_neighbours(records, limits, tail))
     if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:

@@ -24,6 +24,7 @@ from tuner.errors import Caveat, TraceError, UsageError
 from tuner.redact import REDACTED
 from tuner.replay.arrivals import ClockKind, Sessions, check_arrivals
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.process import START_TIMEOUT_S
 from tuner.shadow.profiles import Profile
 from tuner.traffic.describe import describe
 from tuner.traffic.resample import at_load
@@ -45,7 +46,7 @@ class ReplaySettings:
 
     None stands for the load model and the concurrency that were recorded; without
     `request_timeout_s` clients wait forever. A live engine samples tokens as a server of the
-    model would, or if `is_greedy` the likeliest.
+    model would, or if `is_greedy` the likeliest. It may take `start_timeout_s` to start.
 
     Units: seconds.
     """
@@ -57,6 +58,7 @@ class ReplaySettings:
     request_timeout_s: float | None = None
     too_long: TooLong = TooLong.REFUSE
     is_greedy: bool = False
+    start_timeout_s: float = START_TIMEOUT_S
 
     def plan(self, trace: Trace) -> ReplayPlan:
         """Return how this trace is replayed; a recording of concurrency as a closed loop.

@@ -392,6 +392,11 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [None] * len(workload.pieces)
 
 
+def _at_speed(engine: simulator.SimulatedEngine, model: StepModel) -> simulator.SimulatedEngine:
+    """Return a setting's engine at a drawn speed, with the graphs of its own start."""
+    return replace(engine, step_model=replace(model, graphs=engine.step_model.graphs))
+
+
 def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
     if isinstance(outcome, Failure):
         return Score(Tier.FAILED, math.inf, outcome.cause)
@@ -460,7 +465,7 @@ class _Drawing:
         return [
             _score(self._workload, outcome)
             if isinstance(outcome := self._outcomes[limits], Failure)
-            else replays.score(replace(engine, step_model=model), limits).times(t)
+            else replays.score(_at_speed(engine, model), limits).times(t)
             for limits, engine, model, t in zip(
                 self._settings, self._engines, models, times.tolist(), strict=True
             )

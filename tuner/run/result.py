@@ -33,7 +33,7 @@ from tuner.run.evidence import (
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
-from tuner.search.trials import Trial, decisive, leader, predictions, ranked
+from tuner.search.trials import Phase, Trial, decisive, leader, predictions, ranked
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
 
@@ -282,8 +282,10 @@ class RunResult:
         advice = self.recommendation
         if advice is None:
             return kv_text(self.trials, self.current)
-        trials = predictions(self.trials) if advice.is_predicted else self.trials
-        return kv_text(trials, advice.limits)
+        if not advice.is_predicted:
+            return kv_text(self.trials, advice.limits)
+        cold = [t for t in self.trials if t.phase is Phase.COLD]
+        return kv_text([*predictions(self.trials), *cold], advice.limits)
 
 
 @dataclass(frozen=True, slots=True)

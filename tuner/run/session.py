@@ -120,9 +120,9 @@ class Session:
         Raises: EngineError when the engine cannot be kept alive; TooFewSamplesError when the
             window cannot carry what was asked.
         """
+        self.context.stopwatch.begin()
+        started = self._started()
         context = self.context
-        context.stopwatch.begin()
-        started = self.runner.engine.ensure_started()
         context.listener.note(
             f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
         )
@@ -138,6 +138,26 @@ class Session:
         self._find_capacity(decision)
         context.journal.set_state("done")
         return decision
+
+    def _started(self) -> EngineStart:
+        """Return the engine at the largest limits that it starts at; nothing above is tried.
+
+        Raises: EngineError if it does not start at the current ones.
+        """
+        engine, space = self.runner.engine, self.context.space
+        started = engine.start_below(space.current)
+        if engine.ceiling != space.ceiling:
+            self.runner.context = self.context.below(engine.ceiling)
+            self.context.keep_windows(self.chosen)
+        if started.others:
+            self.context.caveats.add(Caveat.GPU_SHARED)
+        if not started.info.has_own_graphs:
+            self.context.caveats.add(Caveat.GRAPHS_OF_CEILING)
+            self.context.listener.note(
+                "this vLLM shows no way to hide CUDA graphs: all settings run with those that "
+                f"were captured at {engine.ceiling}; --format vllm-exact deploys them too"
+            )
+        return started
 
     # With predictions.
 

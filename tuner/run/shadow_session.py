@@ -5,6 +5,7 @@ A run with a live engine predicts with the same functions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ from tuner.search.ladder import at_edge
 from tuner.search.objective import Scoring
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import Window, whole
+from tuner.traffic.windows import Window, busiest, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,43 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
     """
     with context.stopwatch.stage("shadow"):
         workload = Workload.of_whole(context.trace, context.aim)
+        if predictor.doubt and context.aim.window is None:
+            workload = _that_can_be_asked(context, predictor, workload)
         predicted = predict(predictor.as_deployed(), context.space, workload)
         keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
         context.listener.note(remark)
     return predicted
+
+
+# How much traffic tells how long vLLM's scheduler takes, in seconds, and the share of the time
+# that is left which the whole space may take of it: ours.
+PROBE_S, ASKED_SHARE = 60.0, 0.2
+
+
+def _that_can_be_asked(
+    context: RunContext, predictor: Predictor, workload: Workload
+) -> Workload:
+    """Return as much of the trace as vLLM's own scheduler replays at every setting in the time.
+
+    Raises: ShadowError, TooFewSamplesError, UsageError.
+    """
+    trace, settings = context.trace, len(context.space.grid())
+    if trace.duration_s <= PROBE_S:
+        return workload
+    probe = busiest(trace, PROBE_S).of(trace)
+    began_s = time.monotonic()
+    predictor.as_deployed().measure([probe], context.space.current, workload.plan)
+    took_s = max(time.monotonic() - began_s, 1e-3)
+    held_s = PROBE_S * ASKED_SHARE * max(context.left_s, 0.0) / (settings * took_s)
+    if held_s >= trace.duration_s:
+        return workload
+    part = busiest(trace, max(held_s, PROBE_S / 10))
+    context.listener.note(
+        f"of the trace {window_text((part,), trace)} is predicted, as the time holds it"
+    )
+    return Workload.of(workload.name, trace, (part,), context.aim)
 
 
 def decide_predicted(
@@ -120,9 +152,9 @@ class ShadowSession:
         """
         context, predictor = self.context, self.predictor
         context.stopwatch.begin()
-        workload = Workload.of_whole(context.trace, context.aim)
-        context.keep_windows(workload.windows, workload.windows)
         self._predicted = predict_space(context, predictor)
+        workload = self._predicted.workload
+        context.keep_windows(workload.windows, workload.windows)
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
@@ -143,6 +175,13 @@ class ShadowSession:
                 continue  # a setting that fails has a trial with its cause, and no timeline
             self.context.keep_timelines(limits, "shadow", [timeline_record(x) for x in logs])
 
+    @property
+    def _workload(self) -> Workload:
+        """What is predicted, or will be."""
+        if self._predicted is not None:
+            return self._predicted.workload
+        return Workload.of_whole(self.context.trace, self.context.aim)
+
     def caveats(self, decision: RaceDecision) -> list[Caveat]:
         """Return the caveats of the run, in a fixed order."""
         context = self.context
@@ -150,7 +189,7 @@ class ShadowSession:
         history = [] if self._predicted is None else self._predicted.observations
         if at_edge(decision.winner, history):
             found.add(Caveat.AT_SPACE_EDGE)
-        if context.aim.window not in (None, whole(context.trace)):
+        if self._workload.windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
         if self.is_forced:
             found.add(Caveat.PROFILE_FORCED)
@@ -160,10 +199,9 @@ class ShadowSession:
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
-        workload = Workload.of_whole(self.context.trace, self.context.aim)
         return RunFindings(
-            windows=workload.windows,
-            scoring=workload.scoring,
+            windows=self._workload.windows,
+            scoring=self._workload.scoring,
             profile=profile_facts(self.predictor),
             capacity=None if self.capacity is None else self.capacity.as_json(),
             info=self.predictor.info(self.context.space.ceiling),

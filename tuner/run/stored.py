@@ -17,6 +17,7 @@ from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.redact import REDACTED, redacted
 from tuner.replay.arrivals import ClockKind, Sessions
+from tuner.replay.process import START_TIMEOUT_S
 from tuner.replay.slo import Slo
 from tuner.run.directory import PROFILE_FILE, RUN_FILE
 from tuner.run.options import Method, TraceReading, TuningOptions
@@ -27,7 +28,10 @@ from tuner.traffic.windows import Window, WindowChoice
 
 SCHEMA: Final = 2
 
-_MAY_DIFFER = {"trace", "reading", "config", "profile", "budget_s", "storage", "notes"}
+_MAY_DIFFER = {
+    *("trace", "reading", "config", "profile", "budget_s", "storage", "notes"),
+    "start_timeout_s",
+}
 """What a run may go on with otherwise than it began. Its trace and its configuration may have
 moved; that they are the same is checked by their hashes."""
 
@@ -57,6 +61,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float | None
     too_long: TooLong
     is_greedy: bool = False
+    start_timeout_s: float = START_TIMEOUT_S
     ladder: tuple[int, ...]
     method: Method
     profile: str | None

@@ -21,7 +21,7 @@ import msgspec
 from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineFacts, EngineSource
+from tuner.engine.protocol import EngineFacts, EngineInfo, EngineSource
 from tuner.engine.serve_config import hyphenated
 from tuner.errors import (
     Caveat,
@@ -33,6 +33,7 @@ from tuner.errors import (
     UsageError,
 )
 from tuner.redact import REDACTED, redacted, redacted_text
+from tuner.replay.plan import doubts
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
@@ -180,11 +181,14 @@ class _Run:
         write_page: WritePage | None,
     ) -> None:
         self._prepared, self._session, self._write_page = prepared, session, write_page
-        self._context = session.context
         too_long = prepared.options.too_long
         if message and too_long in _TOO_LONG_CAVEATS:
             self._context.caveats.add(_TOO_LONG_CAVEATS[too_long])
         self._began_s = time.monotonic()
+
+    @property
+    def _context(self) -> RunContext:
+        return self._session.context
 
     def to_the_end(self) -> RunResult:
         """Run to the end, or to Ctrl-C, and write what there is."""
@@ -321,10 +325,9 @@ def tune(
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
                 session, message = start.predicted(prepared.profile)
             else:
-                log = run_dir.engine_log
-                host = held.enter_context(
-                    EngineProcess(source or LiveSource(prepared.options.is_greedy), log)
-                )
+                log, asked = run_dir.engine_log, prepared.options
+                live = source or LiveSource(asked.is_greedy)
+                host = held.enter_context(EngineProcess(live, log, asked.start_timeout_s))
                 session, message = start.live(host)
             return _Run(prepared, session, message, write_page).to_the_end()
     except (EngineError, RefusedConfigError):
@@ -363,23 +366,29 @@ class _Start:
         prepared, options = self.prepared, self.prepared.options
         facts = host.facts(prepared.engine.values)
         context, message = self._context(facts)
-        ceiling = context.space.ceiling
         engine = EngineRunner(
-            host, prepared.engine.values, ceiling, options.seed, self.listener.note
+            host,
+            prepared.engine.values,
+            context.space.ceiling,
+            options.seed,
+            self.listener.note,
         )
         session = Session(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
-            lambda profile: self._predictor(profile, ceiling),
+            lambda profile: self._predictor(profile, engine.ceiling, engine.info),
             options.method,
             chosen=self.stored.windows if self.stored else (),
         )
         return session, message
 
-    def _predictor(self, profile: Profile, ceiling: EngineLimits) -> Predictor:
+    def _predictor(
+        self, profile: Profile, ceiling: EngineLimits, info: EngineInfo | None = None
+    ) -> Predictor:
         if self.predictor_of is not None:
             return self.predictor_of(profile)
-        return Predictor(profile, ceiling, self.prepared.options.seed)
+        has_own_graphs = info is None or info.has_own_graphs
+        return Predictor(profile, ceiling, self.prepared.options.seed, has_own_graphs)
 
     def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
         """Return what the run's stages are given. Raises: TunerError."""
@@ -414,18 +423,25 @@ class _Start:
             listener,
             run_record(prepared, journal.study_name, space.ceiling, facts),
             is_shared=options.storage is not None and options.method is not Method.SHADOW,
-            caveats=_first_caveats(prepared, aim) | facts.caveats,
+            caveats=_first_caveats(prepared, aim, facts),
         )
         if prepared.profile is not None:
             _take_profile(prepared, prepared.profile, context, facts)
-        if not options.is_resumed:
+        return self._begun(context), message
+
+    def _begun(self, context: RunContext) -> RunContext:
+        """Put a new run on disk; one that goes on starts no higher than it did."""
+        if self.stored is None:
             context.keep_windows()
-        return context, message
+        elif self.stored.ceiling != context.space.ceiling:
+            return context.below(self.stored.ceiling)
+        return context
 
 
-def _first_caveats(prepared: PreparedRun, aim: Aim) -> set[Caveat]:
+def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
     """Return what is doubtful before anything is replayed."""
     found = {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK} & prepared.traffic.caveats
+    found |= doubts(facts, aim.plan)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
         found.add(Caveat.DEMO_MODEL)
     if aim.plan.load_model is LoadModel.CLOSED:

@@ -55,7 +55,8 @@ def work(
     journal = Journal(storage, record.study, join=True, note=note)
     log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
-        with EngineProcess(source or LiveSource(options.is_greedy), log) as host:
+        live = source or LiveSource(options.is_greedy)
+        with EngineProcess(live, log, options.start_timeout_s) as host:
             facts = host.facts(prepared.engine.values)
             _check_alike(record, facts)
             trace, _ = fit_lengths(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
@@ -108,6 +108,16 @@ class SearchSpace:
     def _holds(self, limits: EngineLimits) -> bool:
         is_near = self.reach is None or self.reach.holds(limits, self.current)
         return is_near and limits.within(self.ceiling)
+
+    def below(self, ceiling: EngineLimits) -> SearchSpace:
+        """Return what of the space an engine can try that starts at no more than a ceiling."""
+        seqs, budget = ceiling.max_num_seqs, ceiling.max_num_batched_tokens
+        return replace(
+            self,
+            ladder=tuple(cap for cap in self.ladder if cap <= seqs) or (seqs,),
+            budgets=tuple(b for b in self.budgets if b <= budget) or (budget,),
+            ceiling=ceiling,
+        )
 
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""

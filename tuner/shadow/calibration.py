@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit
@@ -28,13 +28,24 @@ MIN_ERROR_RATIO = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What live replays have shown of an engine: its shape, its starts, its steps."""
+    """What live replays have shown of an engine: its shape, its starts, its steps.
+
+    With `has_own_graphs` the steps of a setting ran with the graphs of an engine of its own,
+    else with those of the engine that all were replayed on.
+    """
 
     shape: EngineShape
     starts: tuple[KvStart, ...]
     steps: tuple[tuple[EngineLimits, StepColumns], ...]
     current: EngineLimits
     serve_values: Mapping[str, object]
+    has_own_graphs: bool = True
+
+    def graphs_of(self, limits: EngineLimits) -> Graphs:
+        """Return the graphs that the steps of a setting ran with."""
+        if not self.has_own_graphs:
+            return self.shape.graphs
+        return self.shape.graphs_at(limits, [start.limits for start in self.starts])
 
     def and_steps(self, limits: EngineLimits, steps: Sequence[StepColumns]) -> Calibration:
         """Return the calibration with the steps of one more replay."""
@@ -51,8 +62,10 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
-        found = fit(self._by_limits(), tuple(self.shape.captured_sizes))
-        return found, learn(found.model, [columns for _, columns in self.steps])
+        by_limits, ran_with = self._by_limits(), [self.graphs_of(at) for at, _ in self.steps]
+        own = [self.graphs_of(limits) for limits in by_limits]
+        found = fit(list(by_limits.values()), self.shape.graphs, own)
+        return found, learn(found.model, [columns for _, columns in self.steps], ran_with)
 
     def profile(self) -> Profile:
         """Learn from the steps and put the profile together.
@@ -92,15 +105,17 @@ class Calibration:
         """
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
-        seen = joined([columns for _, columns in self.steps])
-        took_s = float(seen.duration_s[seen.has_batch].sum())
-        predicted_s = float(profile.step_model.predict_s(seen)[seen.has_batch].sum())
+        took_s = predicted_s = 0.0
+        for limits, seen in self._by_limits().items():
+            model = replace(profile.step_model, graphs=self.graphs_of(limits))
+            took_s += float(seen.duration_s[seen.has_batch].sum())
+            predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())
         return took_s / predicted_s
 
-    def _by_limits(self) -> list[StepColumns]:
+    def _by_limits(self) -> dict[EngineLimits, StepColumns]:
         """Return the steps by setting, so that one left out is left out of all rounds."""
         seen = dict.fromkeys(limits for limits, _ in self.steps)
-        return [joined([c for at, c in self.steps if at == limits]) for limits in seen]
+        return {at: joined([c for limits, c in self.steps if limits == at]) for at in seen}
 
 
 def error_ratio(profile: Profile) -> float:

@@ -22,8 +22,8 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.shadow.fit import MIN_STEPS, undistorted
 from tuner.shadow.profiles import Profile
-from tuner.shadow.speed import TERMS, Uncertainty
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.speed import Uncertainty
+from tuner.shadow.step_model import TERMS, StepModel
 from tuner.traffic.windows import parse_duration
 
 LARGEST_RATIO: Final = 2.0
@@ -150,7 +150,7 @@ class Anchor:
 
     def _step_s(self, profile: Profile, running: int) -> float:
         """Return the mean step of so many requests, of which each is prefilled once."""
-        seqs, model = max(running, 1), profile.step_model
+        seqs, model = max(running, 1), profile.step_model_at(profile.current_limits)
         context = seqs * self.context_tokens
         alone_s = model.step_s(Batch(seqs, 0, 0, context, 0, 0, 0))
         if not self.prompt_tokens:
@@ -287,7 +287,8 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
             f"{count} recorded steps have a known batch, at least {MIN_STEPS} are needed",
             "record for longer",
         )
-    took_s, predicted_s = seen.duration_s[rows], profile.step_model.predict_s(seen)[rows]
+    expected = profile.step_model_at(profile.current_limits)
+    took_s, predicted_s = seen.duration_s[rows], expected.predict_s(seen)[rows]
     kept = undistorted(took_s, predicted_s, seen.is_decode_only[rows])
 
     def ratio(half: slice) -> float:

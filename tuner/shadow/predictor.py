@@ -28,6 +28,7 @@ from tuner.shadow.simulator import (
     simulate,
     unknown_options,
 )
+from tuner.shadow.step_model import StepModel
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -37,14 +38,16 @@ from tuner.traffic.traces import Trace
 class Predictor:
     """What a profile says of any setting.
 
-    `ceiling` is what the engine starts at, on which its number of KV-cache blocks depends; None
-    where it starts at the limits themselves. `seed` draws the prompts that vLLM's scheduler is
+    `ceiling` is what the engine starts at, on which its KV-cache blocks and captured graphs
+    depend; None where it starts at the limits themselves. With `has_own_graphs` the graphs are
+    those of the limits whatever it starts at. `seed` draws the prompts that vLLM's scheduler is
     asked with, where the simulator must not be relied on.
     """
 
     profile: Profile
     ceiling: EngineLimits | None = None
     seed: int = 0
+    has_own_graphs: bool = True
     _engines: dict[EngineLimits, ReferenceEngine] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -78,11 +81,16 @@ class Predictor:
         blocks = self.profile.num_blocks_at(ceiling)
         return EngineInfo.of_shadow(self.profile.shape, ceiling, blocks, remark)
 
+    def step_model_at(self, limits: EngineLimits) -> StepModel:
+        """Return how long steps take on the engine that the limits are predicted on."""
+        at = limits if self.has_own_graphs else self._ceiling(limits)
+        return self.profile.step_model_at(at)
+
     def simulated(self, limits: EngineLimits) -> SimulatedEngine:
         """Return the engine that the limits are simulated on. Raises: ShadowError."""
         ceiling = self._ceiling(limits)
-        blocks = self.profile.num_blocks_at(ceiling)
-        return SimulatedEngine(self.profile.shape, blocks, self.profile.step_model, ceiling)
+        blocks, model = self.profile.num_blocks_at(ceiling), self.step_model_at(limits)
+        return SimulatedEngine(self.profile.shape, blocks, model, ceiling)
 
     def replay(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
         """Predict a replay of the trace, at the plan's multiple of its load.
@@ -158,11 +166,12 @@ class Predictor:
     def _reference(self, limits: EngineLimits) -> ReferenceEngine:
         """Return an engine that can take the limits. Raises: ShadowError without vLLM."""
         ceiling = self._ceiling(limits)
+        model = self.step_model_at(limits)
         if ceiling not in self._engines:
             serve.prepare_environment()
-            blocks, profile = self.profile.num_blocks_at(ceiling), self.profile
+            blocks, shape = self.profile.num_blocks_at(ceiling), self.profile.shape
             try:
-                made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+                made = ReferenceEngine(shape, ceiling, blocks, model)
             except UsageError as missing:
                 if serve.installed_vllm()[0]:
                     raise
@@ -172,6 +181,7 @@ class Predictor:
                     "pip install 'max-num-seqs-tuner[cpu]', or [gpu]: it needs no GPU for that",
                 ) from missing
             self._engines[ceiling] = made
+        self._engines[ceiling].timer = model
         return self._engines[ceiling]
 
 

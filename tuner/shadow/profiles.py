@@ -13,7 +13,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -23,14 +23,15 @@ import yaml
 
 from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
-from tuner.shadow.speed import TERMS, Uncertainty
-from tuner.shadow.step_model import Factors, FitError, StepModel
+from tuner.shadow.fit import non_negative
+from tuner.shadow.speed import Uncertainty
+from tuner.shadow.step_model import TERMS, Factors, FitError, StepModel
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """The form of the file; a file of another form is refused, for it may mean other units."""
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
@@ -108,15 +109,20 @@ class Profile:
         if self.uncertainty is not None and self.uncertainty.width != width:
             raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
 
+    def step_model_at(self, limits: EngineLimits) -> StepModel:
+        """Return the step model of an engine started with the limits: with its own graphs."""
+        starts = [start.limits for start in self.kv_starts]
+        return replace(self.step_model, graphs=self.shape.graphs_at(limits, starts))
+
     def num_blocks_at(self, limits: EngineLimits) -> int:
         """Return the KV-cache blocks of an engine started with the limits.
 
         Where no such start was measured, those of the nearest one, by distance between the
         logarithms of both limits, because limits are tried at ratios and not at differences; of
         equally near starts the one with the fewest blocks, to err towards preemption. Starts
-        of several token budgets tell how many blocks a token costs, for what vLLM keeps free is
-        what its largest batch takes; limits that differ from the nearest start's have so many
-        more or fewer.
+        at other limits tell how many blocks a token of the budget and a sequence cost, for what
+        vLLM keeps free is what its largest batch, its sampler and its graphs take; limits that
+        differ from the nearest start's have so many more or fewer.
         """
 
         def distance(start: KvStart) -> tuple[float, int]:
@@ -126,23 +132,33 @@ class Profile:
             return round(apart, 9), start.num_blocks  # rounded: 8 to 20 is as far as 20 to 50
 
         near = min(self.kv_starts, key=distance)
-        more = near.limits.max_num_batched_tokens - limits.max_num_batched_tokens
-        return max(1, near.num_blocks + int(self._blocks_per_token * more))
+        per_seq, per_token = self._blocks_each
+        more = per_seq * (near.limits.max_num_seqs - limits.max_num_seqs)
+        more += per_token * (near.limits.max_num_batched_tokens - limits.max_num_batched_tokens)
+        return max(1, near.num_blocks + int(more))
 
     @property
-    def _blocks_per_token(self) -> float:
-        """How many KV blocks a token of the budget costs at a start, 0 where that is unknown.
+    def _blocks_each(self) -> tuple[float, float]:
+        """How many KV blocks a sequence and a token of the budget cost at a start.
 
-        Starts of much the same budget do not tell.
+        0 where that is unknown: starts of much the same limit do not tell. Two starts that
+        differ in both leave open what costs how much; then the least of both that explains the
+        difference is taken, a sequence being thought to cost as much as SEQ_TOKENS tokens.
 
         Source: least squares; what costs memory costs no less than nothing.
         """
-        tokens = np.array([s.limits.max_num_batched_tokens for s in self.kv_starts], float)
+        pairs = [
+            (s.limits.max_num_seqs, s.limits.max_num_batched_tokens) for s in self.kv_starts
+        ]
+        costs = np.array(pairs, float) * (SEQ_TOKENS, 1)
         blocks = np.array([s.num_blocks for s in self.kv_starts], float)
-        off = tokens - tokens.mean()
-        spread = float(off @ off)
-        is_known = tokens.max() >= APART_RATIO * tokens.min()
-        return max(0.0, -float(off @ blocks) / spread) if is_known else 0.0
+        tells = costs.max(axis=0) >= APART_RATIO * costs.min(axis=0)
+        off = np.where(tells, costs - costs.mean(axis=0), 0.0)
+        little = 1e-6 * max(1.0, float(np.abs(off).max()))
+        rows = np.vstack([-off, little * np.eye(2)])
+        norms = np.linalg.norm(rows, axis=0)
+        each = non_negative(rows / norms, np.r_[blocks - blocks.mean(), 0.0, 0.0]) / norms
+        return float(each[0]) * SEQ_TOKENS, float(each[1])
 
 
 def check_fits(
@@ -209,8 +225,11 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-# Starts whose token budgets differ by less than this do not tell what a token costs: ours.
+# Starts whose limits differ by less than this do not tell what either of them costs: ours.
 APART_RATIO = 1.5
+# How many tokens' activations a sequence's logits take, with their sort: ours, 24 bytes for
+# each of 150,000 words beside 140 kB in a model of 7B and 220 kB in one of 70B.
+SEQ_TOKENS = 20
 
 _Made = TypeVar("_Made", EngineLimits, EngineShape, FitError, Uncertainty)
 
@@ -243,30 +262,31 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     asynchronous: bool
     captured_sizes: tuple[_Natural, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
+    captures_mixed: bool
+    kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
 
 
 class _StepModel(
     _Record,
     rename={
-        "decode_knots": "decode_knots_seqs",
-        "decode_slopes_s": "decode_slopes_s_per_seq",
-        "prefill_knots": "prefill_knots_tokens",
-        "prefill_slopes_s": "prefill_slopes_s_per_token",
+        "token_slopes_s": "token_slopes_s_per_token",
         "decode_context_s": "decode_context_s_per_token",
+        "mixed_context_s": "mixed_context_s_per_token",
+        "spread_s": "spread_s_per_token",
         "prefill_context_s": "prefill_context_s_per_token_pair",
-        "captured_sizes": "captured_sizes_tokens",
     },
 ):
-    decode_knots: tuple[_Natural, ...]
-    decode_slopes_s: tuple[_Amount, ...]
-    prefill_knots: tuple[_Natural, ...]
-    prefill_slopes_s: tuple[_Amount, ...]
+    token_knots: tuple[_Natural, ...]
+    token_slopes_s: tuple[_Amount, ...]
     base_s: _Amount
+    seq_s: _Amount
+    eager_s: _Amount
     prefill_base_s: _Amount
     decode_context_s: _Amount
+    mixed_context_s: _Amount
+    spread_s: _Amount
     prefill_context_s: _Amount
     tidy_s: _Amount
-    captured_sizes: tuple[_Natural, ...]
     factors: tuple[tuple[_Amount, ...], ...] = Factors().rows
 
 
@@ -308,9 +328,7 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     record = _File(
         engine=_Shape(**_parts(profile.shape)),
         kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
-        step_model=_StepModel(
-            **_parts(profile.step_model) | {"factors": profile.step_model.factors.rows}
-        ),
+        step_model=_step_record(profile.step_model),
         fit=_Fit(**_parts(profile.fit)),
         metric_error_ratio=profile.metric_error_ratio,
         made_at=profile.made_at,
@@ -327,8 +345,14 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     return plain
 
 
+def _step_record(model: StepModel) -> _StepModel:
+    """Return a step model for the file; its graphs are the engine's."""
+    names = {*_StepModel.__struct_fields__} - {"factors"}
+    return _StepModel(**{n: getattr(model, n) for n in names}, factors=model.factors.rows)
+
+
 def _parts(
-    value: EngineLimits | EngineShape | StepModel | FitError | Uncertainty,
+    value: EngineLimits | EngineShape | FitError | Uncertainty,
 ) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
@@ -343,11 +367,12 @@ def _from_file(found: _File) -> Profile:
         KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
         for i, start in enumerate(found.kv_starts)
     ]
+    shape = _made(EngineShape, found.engine, "engine")
     try:
         return Profile(
-            shape=_made(EngineShape, found.engine, "engine"),
+            shape=shape,
             kv_starts=tuple(starts),
-            step_model=_step_model(found.step_model),
+            step_model=_step_model(found.step_model, shape.graphs),
             fit=_made(FitError, found.fit, "fit"),
             metric_error_ratio=found.metric_error_ratio,
             made_at=found.made_at,
@@ -372,11 +397,11 @@ def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
         raise UsageError(f"{key}: {error}") from error
 
 
-def _step_model(record: _StepModel) -> StepModel:
+def _step_model(record: _StepModel, graphs: Graphs) -> StepModel:
     """Return the step model of a file. Raises: UsageError, with the key, if it cannot be."""
     found = msgspec.structs.asdict(record)
     try:
-        return StepModel(**found | {"factors": Factors(found["factors"])})
+        return StepModel(**found | {"factors": Factors(found["factors"]), "graphs": graphs})
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"step_model: {error}") from error
 

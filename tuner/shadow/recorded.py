@@ -28,6 +28,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.files import UNREADABLE
 from tuner.shadow.calibration import Calibration
+from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile
 
 STEPS_VERSION: Final = 2
@@ -345,7 +346,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
             f"none of {len(requests)} requests ends with one of {len(steps)} recorded steps",
             "name the recording that the steps lie beside",
         )
-    decode_context, is_decode_known = spans.decode_contexts(steps.generating)
+    decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
     prefill, prefill_context = spans.prefills(steps)
     duration_s = _durations(steps)
     is_timed = np.isfinite(duration_s) & (duration_s > 0) & (duration_s < MANY_S)
@@ -367,6 +368,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         prefill_tokens=prefill,
         decode_context_tokens=decode_context,
         prefill_context_tokens=prefill_context,
+        decode_spread_tokens=spread,
         running=(steps.generating + np.maximum(steps.context_requests, 0)).astype(np.float64),
         waiting=nothing,
         kv_usage_ratio=nothing,
@@ -443,10 +445,11 @@ class _Spans:
             requests.cached_tokens,
         )
 
-    def decode_contexts(self, generating: Ints) -> tuple[Floats, Bools]:
+    def decode_contexts(self, generating: Ints) -> tuple[Floats, Floats, Bools]:
         """Return the contexts that each step's decodes attend to, and where they are known.
 
-        Where a request or two are missing the others stand for them.
+        Their sum, and how far they are apart. Where a request or two are missing the others
+        stand for them.
 
         Shapes: [steps] each.
         """
@@ -460,13 +463,16 @@ class _Spans:
             np.add.at(total, until, -values)
             return np.cumsum(total)[:-1]
 
-        count = over(np.ones(after.size))
-        context = over(level) + over(rate) * np.arange(self.steps)
+        count, step = over(np.ones(after.size)), np.arange(self.steps)
+        context = over(level) + over(rate) * step
+        squares = over(level**2) + (2 * over(level * rate) + over(rate**2) * step) * step
         is_known = np.abs(count - generating) <= np.maximum(1, 0.1 * generating)
         is_known &= (count > 0) | (generating == 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = np.where(count > 0.5, context / count, 0.0)
-        return np.where(generating > 0, mean * generating, 0.0), is_known
+            apart = np.where(count > 0.5, squares / count - mean**2, 0.0)
+        seqs = np.maximum(generating, 0)
+        return mean * seqs, np.sqrt(np.maximum(apart, 0.0) * seqs), is_known
 
     def prefills(self, steps: RecordedSteps) -> tuple[Floats, Floats]:
         """Return the tokens that each step prefilled, and their contexts; nan where unknown.
@@ -618,8 +624,11 @@ def learn_profile(
         left_out.update(found.left_out)
         calibration = calibration.and_steps(limits, found.stretches())
         parts.append(found.steps)
-    profile = calibration.profile()
     seen = joined(parts)
+    try:
+        profile = calibration.profile()
+    except TooFewSamplesError as few:
+        raise _too_quiet(recorded, len(seen), left_out) from few
     return profile, LearntSteps(
         steps=len(seen),
         left_out=dict(left_out),
@@ -628,6 +637,21 @@ def learn_profile(
         most_prefill=_often(seen.prefill_tokens),
         has_details=all(steps.server.has_details for steps in recorded),
         off={},
+    )
+
+
+def _too_quiet(
+    recorded: Sequence[RecordedSteps], known: int, left_out: Mapping[str, int]
+) -> TooFewSamplesError:
+    """Return the error of steps that are too few to learn from, and what to do about it."""
+    total = sum(map(len, recorded))
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    has_details = all(steps.server.has_details for steps in recorded)
+    more = "" if has_details else "; --enable-logging-iteration-details times each of them"
+    return TooFewSamplesError(
+        f"{known} of {total} recorded steps teach how long a step takes, and "
+        f"{MIN_STEPS} are wanted{f' ({why})' if why else ''}",
+        f"record for longer, over a stretch in which several requests run at once{more}",
     )
 
 

@@ -51,13 +51,15 @@ class _Sent:
 class ReferenceEngine:
     """vLLM's scheduler behind the Engine protocol, with a StepTimer in the model's place.
 
+    `timer` may be another one while the engine is idle.
+
     Raises: UsageError when vLLM is missing; ShadowError for options that it does not know.
     """
 
     def __init__(
         self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int, timer: StepTimer
     ) -> None:
-        self._shape, self._timer, self._limits = shape, timer, ceiling
+        self._shape, self.timer, self._limits = shape, timer, ceiling
         self._core: SchedulerCore | None = SchedulerCore(shape, ceiling, num_blocks)
         self._core.set_limits(ceiling.max_num_seqs, ceiling.max_num_batched_tokens)
         self._sent: deque[_Sent] = deque()
@@ -146,7 +148,7 @@ class ReferenceEngine:
         core = self._open
         running, waiting = core.counts()
         usage = 1 - core.free_blocks / core.all_blocks
-        took_s = self._timer.tidy_s if batch is None else self._timer.step_s(batch)
+        took_s = self.timer.tidy_s if batch is None else self.timer.step_s(batch)
         return Step(took_s, (), batch, running, waiting, usage)
 
 

@@ -16,26 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats
+from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
-from tuner.shadow.step_model import Factors, StepModel, places
-
-TERMS = (
-    "base_s",
-    "decode_slopes_s",
-    "prefill_base_s",
-    "prefill_slopes_s",
-    "decode_context_s",
-    "prefill_context_s",
-)
-"""The coefficients of a step model that are uncertain each by itself."""
+from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
@@ -113,17 +104,15 @@ class Uncertainty:
 
 def _changed(model: StepModel, terms: Floats, factors: Floats) -> StepModel:
     """Return the model with the logarithms of its terms and factors moved."""
-    times = dict(zip(TERMS, np.exp(terms).tolist(), strict=True))
-    table = model.factors.table * np.exp(factors)
+    *times, of_tokens = np.exp(terms).tolist()
+    named = zip(SCALARS, times, strict=True)
+    scalars: dict[str, Any] = {name: getattr(model, name) * t for name, t in named}
+    table = (model.factors.table * np.exp(factors)).round(DIGITS)
     return replace(
         model,
-        base_s=model.base_s * times["base_s"],
-        decode_slopes_s=tuple(s * times["decode_slopes_s"] for s in model.decode_slopes_s),
-        prefill_base_s=model.prefill_base_s * times["prefill_base_s"],
-        prefill_slopes_s=tuple(s * times["prefill_slopes_s"] for s in model.prefill_slopes_s),
-        decode_context_s=model.decode_context_s * times["decode_context_s"],
-        prefill_context_s=model.prefill_context_s * times["prefill_context_s"],
-        factors=Factors(tuple(map(tuple, table.round(DIGITS).tolist()))),
+        token_slopes_s=tuple(s * of_tokens for s in model.token_slopes_s),
+        factors=Factors(tuple(map(tuple, table.tolist()))),
+        **scalars,
     )
 
 
@@ -150,12 +139,18 @@ class Speed:
     mood: MoodSpreads
 
 
-def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
+def learn(
+    model: StepModel,
+    replays: Sequence[StepColumns],
+    ran_with: Sequence[Graphs] | None = None,
+) -> Speed:
     """Return the step model with factors, as far as the measurements ask for them.
 
-    `model` has the coefficients that were fitted to the replays, and no factors of its own.
+    `model` has the coefficients that were fitted to the replays, and no factors of its own. All
+    of them ran with its graphs unless `ran_with` has others for each.
     """
-    steps, moved = _Steps.of(model, replays), np.zeros(len(TERMS))
+    graphs = ran_with or [model.graphs] * len(replays)
+    steps, moved = _Steps.of(model, replays, graphs), np.zeros(len(TERMS))
     seen = _Cells.of(steps, moved)
     log_sds = _settled(seen)
     found = _Posterior.of(seen, log_sds)
@@ -169,19 +164,19 @@ def learn(model: StepModel, replays: Sequence[StepColumns]) -> Speed:
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
     uncertainty = Uncertainty.of(found.directions(seen.design))
-    learnt = learnt.scaled(_level(learnt, replays))
+    learnt = learnt.scaled(_level(learnt, replays, graphs))
     return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
 
 
-def _level(model: StepModel, replays: Sequence[StepColumns]) -> float:
+def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
     """Return how many times as long as the model says all steps took that were not stretched.
 
     How batches differ is learnt of each kind alike, however seldom it is; how long a replay
     takes is a matter of all their time.
     """
     took_s = predicted_s = 0.0
-    for columns in replays:
-        each_s = model.predict_s(columns) * columns.repeats
+    for columns, ran_with in zip(replays, graphs, strict=True):
+        each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
         has_batch = columns.decode_seqs + columns.prefill_tokens > 0
         kept = has_batch & (columns.duration_s < MIN_STALL_RATIO * each_s)
         took_s += float(columns.duration_s[kept].sum())
@@ -249,15 +244,18 @@ class _Steps:
     segment: NDArray[np.int64]
 
     @classmethod
-    def of(cls, model: StepModel, replays: Sequence[StepColumns]) -> Self:
+    def of(
+        cls, model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]
+    ) -> Self:
         """Return the steps of all replays, their terms as the model has them."""
         tables, of_span, of_segment, segments, before_s = [], [], [], 0, 0.0
         total_s = sum(float(columns.duration_s.sum()) for columns in replays)
         length_s = max(SEGMENT_S, total_s / MAX_SEGMENTS)
-        for columns in replays:
+        for columns, ran_with in zip(replays, graphs, strict=True):
             each_s = columns.duration_s / columns.repeats
             batch = (columns.decode_seqs, columns.prefill_tokens)
-            table = np.column_stack([each_s, *batch, model.parts_s(columns)])
+            parts_s = replace(model, graphs=ran_with).parts_s(columns)
+            table = np.column_stack([each_s, *batch, parts_s])
             kept = table[:, 1:3].sum(axis=1) > 0
             segment = (np.cumsum(columns.duration_s) / length_s).astype(np.int64)
             span = ((before_s + segment * length_s) / SPAN_S).astype(np.int64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.files import ExpectedText, write_atomic
+from tuner.recorder.rows import own_version
 from tuner.redact import has_secrets
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
@@ -163,7 +163,7 @@ class Publisher:
             "limits": spelled(limits),
             "against": spelled(reason.current),
             "gain": reason.gain,
-            "tuner-version": version("max-num-seqs-tuner"),
+            "tuner-version": own_version(),
         }
 
 

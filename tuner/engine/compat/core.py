@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from tuner.engine.compat import graphs
 from tuner.engine.compat.serve import (
     device_name,
     first_line,
@@ -23,7 +24,7 @@ from tuner.engine.compat.serve import (
 )
 from tuner.engine.compat.shape import captured_sizes, read_shape
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step
+from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
@@ -73,6 +74,7 @@ class Core:
 
         self._sampling_params = SamplingParams
         self._request_type = EngineCoreRequest
+        self._asked = graphs.Asked.of(engine_args)
         try:
             config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
             bind_as_served(config)
@@ -90,8 +92,9 @@ class Core:
         self._scheduler: Any = self._core.scheduler
         self._cap_name, self._budget_name = limit_names(self._scheduler)
         self._pending: deque[tuple[Any, int, int, float]] = deque()
-        self._idle_turns = 0
         self._hook()
+        self._captured = captured_sizes(config)
+        self._has_own_graphs = self._show_graphs(self._ceiling)
 
     def _hook(self) -> None:
         """Look at each batch as it leaves for the model, and cost it next to nothing."""
@@ -106,6 +109,25 @@ class Core:
             return execute(scheduler_output, *args, **kwargs)
 
         executor.execute_model = watched
+
+    @property
+    def _ceiling(self) -> EngineLimits:
+        started = self._core.vllm_config.scheduler_config
+        return EngineLimits(int(started.max_num_seqs), int(started.max_num_batched_tokens))
+
+    def _show_graphs(self, limits: EngineLimits) -> bool:
+        """Hide the graphs that an engine of these limits would not have captured.
+
+        False where graphs were captured and this vLLM does not let them be hidden.
+        """
+        if not self._captured:
+            return True
+        config = self._core.vllm_config
+        try:
+            shown = graphs.Shown.at(config, limits, self._asked, self._captured)
+        except AttributeError:
+            return False
+        return all(self._core.model_executor.collective_rpc(graphs.show, args=(shown,)))
 
     @property
     def can_change_limits(self) -> bool:
@@ -125,13 +147,11 @@ class Core:
             max_model_len=int(config.model_config.max_model_len),
             block_size=int(self._scheduler.block_size),
             num_blocks=int(config.cache_config.num_gpu_blocks),
-            ceiling=EngineLimits(
-                int(config.scheduler_config.max_num_seqs),
-                int(config.scheduler_config.max_num_batched_tokens),
-            ),
+            ceiling=self._ceiling,
             can_change_limits=self.can_change_limits,
             asynchronous=getattr(self._core, "batch_queue", None) is not None,
-            captured_sizes=captured_sizes(config),
+            captured_sizes=self._captured,
+            has_own_graphs=self._has_own_graphs,
             sampling=self._sampling_text,
             has_priorities=config.scheduler_config.policy == "priority",
         )
@@ -142,13 +162,18 @@ class Core:
         return read_shape(config, kv_cache, device_name(), vllm_version())
 
     def set_limits(self, limits: EngineLimits) -> None:
-        """Change the limits of the running scheduler; the caller sees to it that it is idle."""
+        """Change the limits of the running scheduler; the caller sees to it that it is idle.
+
+        Where it can be done only the graphs of such an engine are used from then on.
+        """
         if self._cap_name is None or self._budget_name is None:
             raise EngineError(
                 "this vLLM cannot change its limits: restart it with the new ones"
             )
         setattr(self._scheduler, self._cap_name, limits.max_num_seqs)
         setattr(self._scheduler, self._budget_name, limits.max_num_batched_tokens)
+        if self._has_own_graphs:
+            self._show_graphs(limits)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached blocks; False if vLLM could not."""
@@ -228,8 +253,8 @@ class Core:
         return bool(queue) and not _is_there(queue[-1][0])
 
     def shutdown(self) -> None:
-        """Give back what the engine holds."""
-        self._core.shutdown()
+        """Let vLLM's client end the engine, which would do it again when it is collected."""
+        self._engine.engine_core.shutdown()
 
 
 # What a model runner's output waits for: runner V1 and V2.
@@ -281,12 +306,17 @@ def read_batch(scheduler_output: Any) -> Batch | None:
     if not scheduled:
         return None
     decodes = prefill = prefill_seqs = decode_context = prefill_context = cached = 0
+    squares = 0
     for new in scheduler_output.scheduled_new_reqs:
         tokens, before = scheduled[new.req_id], new.num_computed_tokens
         prefill += tokens
         prefill_seqs += 1
         prefill_context += tokens * before + tokens * (tokens + 1) // 2
-        cached += before
+        # The V2 runner is told of a preempted request as of a new one, its answer included:
+        # what it finds of itself is no hit.
+        known = getattr(new, "prefill_token_ids", None) or ()
+        if len(known) <= len(new.prompt_token_ids or ()):
+            cached += before
     old = scheduler_output.scheduled_cached_reqs
     drafts = scheduler_output.scheduled_spec_decode_tokens
     rows = zip(old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True)
@@ -295,6 +325,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
         if answered > 0 and tokens <= 1 + len(drafts.get(req_id, ())):
             decodes += 1
             decode_context += before + tokens
+            squares += (before + tokens) ** 2
         else:
             prefill += tokens
             prefill_seqs += 1
@@ -307,6 +338,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
         prefill_context_tokens=prefill_context,
         preempted=len(scheduler_output.preempted_req_ids or ()),
         cached_tokens=cached,
+        decode_spread_tokens=spread_tokens(decodes, decode_context, squares),
     )
 
 

@@ -7,14 +7,16 @@ the scheduler knows nothing but lengths and blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from tuner.engine.compat.core import limit_names
 from tuner.engine.compat.serve import parse_serve_values, resolve_config
+from tuner.engine.compat.shape import RETENTION
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Emitted, Prompt
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import SUPPORTED_KV, EngineShape, KvGroup
 from tuner.errors import EngineError, ShadowError
 
 # A token that no prompt holds; which one it is makes no difference to the schedule.
@@ -29,7 +31,7 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
 
     Raises: UsageError or ShadowError when this vLLM has no such option.
     """
-    if shape.kv_kind not in SUPPORTED_KV:
+    if shape.kv_kind not in SUPPORTED_KV and not shape.kv_groups:
         raise ShadowError(
             f"the shadow cannot keep account of a KV cache of {shape.kv_kind}",
             "use --method live",
@@ -59,17 +61,47 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
 
 
 def _kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    spec = FullAttentionSpec(
-        block_size=shape.block_size, num_kv_heads=1, head_size=8, dtype=torch.float16
-    )
-    return KVCacheConfig(
+    plain: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
+    groups = shape.kv_groups or (plain,)
+    made = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["shadow"], spec)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"shadow {number}"], _spec(group))
+            for number, group in enumerate(groups)
+        ],
     )
+    if groups[0].get(RETENTION) is not None:
+        setattr(made, RETENTION, groups[0][RETENTION])
+    return made
+
+
+def _spec(group: KvGroup) -> Any:
+    """Return vLLM's description of a KV group. Raises: ShadowError where it knows none such.
+
+    How many bytes a token takes decides nothing: there are so many blocks.
+    """
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    kind: Any = getattr(kv_cache_interface, str(group["kind"]), None)
+    if kind is None:
+        raise ShadowError(
+            f"this vLLM knows no KV cache of {group['kind']}",
+            "predict with the vLLM that the profile was made with, or use --method live",
+        )
+    no_bytes = {
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float16,
+        "shapes": ((8,),),
+        "dtypes": (torch.float16,),
+    }
+    known = {each.name for each in fields(kind) if each.init}
+    given = {**no_bytes, **group}
+    return kind(**{name: value for name, value in given.items() if name in known})
 
 
 class SchedulerCore:
@@ -78,27 +110,31 @@ class SchedulerCore:
     def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
         config = stand_in_config(shape, ceiling)  # first: it raises where vLLM is missing
         from vllm import SamplingParams
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request, RequestStatus
         from vllm.v1.structured_output import StructuredOutputManager
 
         config.cache_config.num_gpu_blocks = num_blocks
+        kv_cache = _kv_cache_config(shape, num_blocks)
+        size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
         self._sampling_params, self._request_type = SamplingParams, Request
         self._output_type, self._status = ModelRunnerOutput, RequestStatus
         self._params_of: dict[int, Any] = {}
         scheduler_type: Any = config.scheduler_config.get_scheduler_cls()
         self.scheduler: Any = scheduler_type(
             vllm_config=config,
-            kv_cache_config=_kv_cache_config(shape, num_blocks),
+            kv_cache_config=kv_cache,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=shape.block_size,
+            block_size=size,
+            hash_block_size=hash_size,
             log_stats=False,
         )
         self._cap_name, self._budget_name = limit_names(self.scheduler)
         if self._cap_name is None or self._budget_name is None:
             raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
-        self.block_size = shape.block_size
+        self.block_size = hash_size
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
         self.requests: dict[str, Any] = self.scheduler.requests

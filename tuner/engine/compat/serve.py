@@ -234,11 +234,13 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
 
 
 def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
-    """Return what is doubtful of replays with random text: what depends on the text itself.
+    """Return what is doubtful of replays here: what depends on the text, and a GPU's clocks.
 
-    Drafts that are accepted at a rate given beforehand do not.
+    Drafts that are accepted at a rate given beforehand do not depend on random text.
     """
     found = set()
+    if accelerator_name() is not None:
+        found.add(Caveat.FULL_CLOCKS)
     if _has_experts(vllm_config.model_config):
         found.add(Caveat.EXPERTS_ON_RANDOM_TEXT)
     drafts = vllm_config.speculative_config

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import fields, replace
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, Final
 
-from tuner.engine.shape import SUPPORTED_KV, EngineShape
+from tuner.engine.shape import SUPPORTED_KV, EngineShape, KvGroup
 from tuner.errors import ShadowError
 
 # Options of SchedulerConfig that decide nothing about a text model's schedule, or that are
@@ -32,6 +34,9 @@ _RECORDED: Final = (
 _EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
 
 
+RETENTION: Final = "prefix_cache_retention_interval"
+
+
 def read_shape(
     vllm_config: Any, kv_cache_config: Any, device: str, version: str
 ) -> EngineShape:
@@ -39,9 +44,35 @@ def read_shape(
 
     Raises: ShadowError naming what the shadow cannot stand in for.
     """
-    _refuse_unsupported(vllm_config, kv_cache_config)
-    block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-    return _shape(vllm_config, block_size, device, version)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    notes = _unsupported(vllm_config, _own_scheduler(vllm_config.scheduler_config))
+    if notes := [*notes, *([] if specs else ["no KV cache"])]:
+        raise ShadowError(_cannot_stand_in(notes), "use --method live")
+    if len(specs) == 1 and _is_full_attention(specs[0]):
+        return _shape(vllm_config, int(specs[0].block_size), device, version)
+    shape = _shape(vllm_config, int(vllm_config.cache_config.block_size), device, version)
+    kinds = " and ".join(type(spec).__name__ for spec in specs)
+    kept = getattr(kv_cache_config, RETENTION, None)
+    groups = tuple(_plain_group(spec, kept) for spec in specs)
+    return replace(shape, kv_kind=kinds, kv_groups=groups)
+
+
+def _plain_group(spec: Any, retention: int | None) -> KvGroup:
+    """Return what decides how a group keeps its blocks; what else is in one is bytes.
+
+    How much of a window's past the prefix cache retains is one number for all groups.
+    """
+    return {
+        "kind": type(spec).__name__,
+        RETENTION: retention,
+        **{
+            each.name: value
+            for each in fields(spec)
+            if isinstance(value := getattr(spec, each.name), bool | int | str | None)
+            and "page_size" not in each.name
+            and not isinstance(value, Enum)
+        },
+    }
 
 
 def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> EngineShape:
@@ -64,6 +95,7 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         asynchronous=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         captured_sizes=captured_sizes(vllm_config),
         scheduler=_plain_options(vllm_config.scheduler_config),
+        captures_mixed=_captures_mixed(vllm_config),
     )
 
 
@@ -120,6 +152,16 @@ def captured_sizes(vllm_config: Any) -> tuple[int, ...]:
     return () if mode.endswith("NONE") else tuple(sorted(int(size) for size in sizes))
 
 
+def _captures_mixed(vllm_config: Any) -> bool:
+    """Whether batches with a prompt run as graphs too.
+
+    Source: vllm/config/compilation.py, CUDAGraphMode.mixed_mode; by name, for a recorder keeps
+    no more of it.
+    """
+    mode = str(getattr(vllm_config.compilation_config, "cudagraph_mode", None))
+    return not mode.endswith(("NONE", "FULL_DECODE_ONLY"))
+
+
 def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str | None]:
     return {
         name: value
@@ -128,20 +170,6 @@ def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str 
         and not name.startswith("_")
         and (value is None or isinstance(value, bool | int | float | str))
     }
-
-
-def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise for what makes a scheduler keep blocks or slots in another way."""
-    notes = _unsupported(vllm_config, _own_scheduler(vllm_config.scheduler_config))
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec):
-        notes.append(f"KV-cache groups {', '.join(kinds) or 'none'}")
-    if notes:
-        raise ShadowError(
-            _cannot_stand_in(notes),
-            "it keeps account of one group of full attention; use --method live",
-        )
 
 
 def _cannot_stand_in(notes: Sequence[str]) -> str:

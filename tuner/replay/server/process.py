@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.replay.process import last_words
+from tuner.replay.process import START_TIMEOUT_S, last_words
 from tuner.replay.server.scrape import DIRECT
 
-# A start takes minutes where weights are loaded and graphs captured: ours, with room.
-START_PATIENCE_S = 1800.0
 # How long a server may take to end on its own before it is killed: ours.
 STOP_PATIENCE_S = 20.0
 _POLL_S = 0.25
@@ -101,19 +99,23 @@ class ServerProcess:
                     "name another with --port, or leave it out for a free one",
                 ) from cause
 
-    def wait_ready(self, on_wait: Callable[[float], None] | None = None) -> float:
+    def wait_ready(
+        self,
+        on_wait: Callable[[float], None] | None = None,
+        patience_s: float = START_TIMEOUT_S,
+    ) -> float:
         """Wait until the server answers and return how long that took, in seconds.
 
-        Raises: EngineError when it dies first or takes longer than half an hour.
+        Raises: EngineError when it dies first or takes longer than `patience_s`.
         """
         began_s = time.monotonic()
         while not answers(f"{self.url}/health"):
             self.check()
             waited_s = time.monotonic() - began_s
-            if waited_s > START_PATIENCE_S:
+            if waited_s > patience_s:
                 raise EngineError(
-                    f"the server did not answer within {START_PATIENCE_S:.0f} s",
-                    f"see {self._log_path}",
+                    f"the server did not answer within {patience_s:.0f} s",
+                    f"allow more with --start-timeout, or look why in {self._log_path}",
                 )
             if on_wait is not None:
                 on_wait(waited_s)

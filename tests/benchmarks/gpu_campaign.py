@@ -1,0 +1,633 @@
+"""A first look at a CUDA device, stage by stage: what of the tool holds there, and how well.
+
+    python tests/benchmarks/gpu_campaign.py --traces DIR --out DIR [--slice 9m] [--only NAME …]
+    python tests/benchmarks/gpu_campaign.py --out DIR --table
+
+Each call runs the stages that have no result yet, in order, for as long as the slice lasts; a
+stage that would not fit is left to the next call. Each runs in a process of its own, is ended
+when it takes twice what it should, and leaves OUT/STAGE.json, whatever became of it; --again
+runs those named by --only once more. All of it is meant to fit three slices of ten minutes on
+a card of 80 GB. A table of what is known ends each call.
+
+DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
+mooncake_conversation.open.jsonl; models are shapes with random weights (examples/*-shape). With
+--small everything is done on the bundled demo model and the sample traces, as its test does:
+the figures then mean nothing.
+
+On a machine that has this folder and packages in SITE but no installation:
+
+    PYTHONPATH=SITE:$PWD python3 tests/benchmarks/gpu_campaign.py …
+"""
+
+# ruff: noqa: T201 - a benchmark prints
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import shadow_truth
+import truth_figures
+from shadow_truth import Scenario
+
+from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
+from tuner.replay.metrics import Measurement
+from tuner.replay.plan import ReplayPlan
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import KvStart, Profile, bundled_profiles, read_profile
+from tuner.traffic.windows import parse_duration
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = (
+    *("torch", "vllm", "transformers", "numba", "scipy", "optuna", "polars", "plotly"),
+    *("msgspec", "ruamel.yaml", "zstandard", "prometheus_client", "prometheus_api_client"),
+    *("rich", "click", "cloup", "filelock", "jinja2", "plotext", "aiohttp", "pynvml"),
+)
+"""What the tool imports on such a machine; pynvml is of nvidia-ml-py, and may be missing."""
+LEFT_S = 20.0
+"""What a slice keeps for the table and the end: ours."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured: shapes of models, traffic for them, settings and starts.
+
+    `values` are common to all engines, `current` is where `tune` begins, `starts` those whose
+    KV blocks are told by the first two. `runs` of each setting are replayed in the first stage
+    of truth and one in the others, which calibrate with `budgets_s`.
+
+    Units: seconds.
+    """
+
+    shapes: dict[str, str]
+    values: dict[str, object]
+    conv: tuple[str, float, float]
+    code: tuple[str, float, float]
+    mooncake: tuple[str, float, float]
+    settings: tuple[str, ...]
+    current: str
+    starts: tuple[str, str, str]
+    tight_bytes: int
+    runs: int
+    budgets_s: tuple[float, float]
+    race_s: float
+    requests: int
+
+
+def large(traces: Path) -> Size:
+    """Return what an 80 GB card is looked at with; lengths are as recorded."""
+    qwen, llama = (
+        ROOT / "examples" / f"{name}-shape" for name in ("qwen2.5-7b", "llama-3.1-8b")
+    )
+    return Size(
+        shapes={"qwen": str(qwen), "llama": str(llama)},
+        values={
+            "load-format": "dummy",
+            "skip-tokenizer-init": True,
+            "max-model-len": 16384,
+            "gpu-memory-utilization": 0.85,
+        },
+        conv=(str(traces / "azure_2023_conv.open.csv"), 8.0, 6.0),
+        code=(str(traces / "azure_2023_code.open.csv"), 8.0, 3.0),
+        mooncake=(str(traces / "mooncake_conversation.open.jsonl"), 8.0, 1.0),
+        settings=("256/8192", "32/2048", "64/1024", "16/4096", "128/2048", "192/512"),
+        current="16/2048",
+        starts=("256/16384", "8/2048", "64/8192"),
+        tight_bytes=4 << 30,
+        runs=2,
+        budgets_s=(200.0, 100.0),
+        race_s=240.0,
+        requests=300,
+    )
+
+
+def small(_traces: Path) -> Size:
+    """Return what the test of this script is content with: seconds on a CPU."""
+    translation = str(bundled("traces") / "translation.jsonl")
+    return Size(
+        shapes={"qwen": str(DEMO_MODEL_DIR), "llama": str(DEMO_MODEL_DIR)},
+        values={**demo_engine_args(), "max-model-len": 4096},
+        conv=(translation, 1.0, 0.4),
+        code=(translation, 1.5, 0.4),
+        mooncake=(translation, 1.5, 0.4),
+        settings=("8/1024", "4/512"),
+        current="4/1024",
+        starts=("8/1024", "4/512", "8/512"),
+        tight_bytes=shadow_truth.DEMO_BLOCK_BYTES * 40,
+        runs=1,
+        budgets_s=(40.0, 40.0),
+        race_s=60.0,
+        requests=20,
+    )
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """One call: how large, on which traces, where results lie, and until when.
+
+    Units: ends_s on the monotonic clock.
+    """
+
+    size: Size
+    traces: Path
+    out: Path
+    ends_s: float
+    is_small: bool = False
+
+    def values(self, shape: str, **more: object) -> dict[str, object]:
+        """Return a configuration of one of the shapes."""
+        own = {key.replace("_", "-"): value for key, value in more.items()}
+        return {**self.size.values, "model": self.size.shapes[shape], **own}
+
+    def scenario(
+        self,
+        name: str,
+        shape: str,
+        traffic: tuple[str, float, float],
+        settings: int = 6,
+        **more: object,
+    ) -> Scenario:
+        """Return what one stage of truth measures, at so many of the settings."""
+        trace, window_s, load = traffic
+        return Scenario(
+            name=name,
+            trace=trace,
+            window_s=window_s,
+            load=load,
+            clip=4000 if self.is_small else 16000,
+            values=self.values(shape, **more),
+            settings=self.size.settings[:settings],
+            current=self.size.current,
+        )
+
+    def kept(self, stage: str) -> dict[str, Any] | None:
+        """Return what a stage left, None if it did not run."""
+        path = self.out / f"{stage}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def result(self, stage: str) -> dict[str, Any]:
+        """Return the figures of a stage, none where it has none."""
+        kept = self.kept(stage) or {}
+        found: dict[str, Any] = kept.get("result") or {}
+        return found
+
+    def profile_path(self, stage: str) -> Path:
+        """Return where a stage of truth leaves the profile that it learnt."""
+        return self.out / f"{stage}.profile.yaml"
+
+
+# The stages.
+
+
+def doctor(_campaign: Campaign) -> dict[str, Any]:
+    """Say what is missing, and what card it is."""
+    missing = [name for name in NEEDED if not _is_there(name)]
+    command = [sys.executable, "-m", "tuner.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    query = "name,driver_version,memory.total,clocks.sm,power.limit,temperature.gpu"
+    card = ""
+    with suppress(OSError):
+        said = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        card = subprocess.run(said, capture_output=True, text=True, check=False).stdout.strip()
+    return {"missing": missing, "card": card, "status": done.returncode, "said": done.stdout}
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def starts(campaign: Campaign) -> dict[str, Any]:
+    """Start at three limits: what it takes, and whether two tell the blocks of the third."""
+    from tuner.engine.live import LiveSource
+    from tuner.replay.process import EngineProcess
+
+    found: list[dict[str, Any]] = []
+    values = campaign.values("qwen")
+    with EngineProcess(LiveSource(), campaign.out / "starts.log") as host:
+        for limits in map(truth_figures.limits_of, campaign.size.starts):
+            began_s = time.monotonic()
+            started = host.start(values, limits)
+            info = started.info
+            found.append(
+                {
+                    "limits": str(limits),
+                    "start_s": started.start_s,
+                    "warm_up_s": started.warm_up_s,
+                    "process_s": time.monotonic() - began_s,
+                    "num_blocks": info.num_blocks,
+                    "block_size": info.block_size,
+                    "captured": [len(info.captured_sizes), max(info.captured_sizes, default=0)],
+                    "has_own_graphs": info.has_own_graphs,
+                    "asynchronous": info.asynchronous,
+                    "no_shadow": started.no_shadow,
+                    "notes": list(started.notes),
+                }
+            )
+    known = [
+        KvStart(truth_figures.limits_of(one["limits"]), one["num_blocks"]) for one in found
+    ]
+    carrier = read_profile(bundled_profiles()["demo"])
+    told = replace(carrier, kv_starts=tuple(known[:2])).num_blocks_at(known[2].limits)
+    return {
+        "device": info.device,
+        "vllm": info.vllm_version,
+        "starts": found,
+        "third_foretold": told,
+        "third_off": told / known[2].num_blocks - 1,
+    }
+
+
+def truth(stage: str, make: Callable[[Campaign], Scenario]) -> Callable[[Campaign], Any]:
+    """Return the stage that holds a shadow to live replays of every setting."""
+
+    def run(campaign: Campaign) -> dict[str, Any]:
+        is_first = stage == TRUTH[0]
+        runs = campaign.size.runs if is_first else 1
+        budget_s = campaign.size.budgets_s[0 if is_first else 1]
+        scenario = make(campaign)
+        with tempfile.TemporaryDirectory() as folder:
+            found = shadow_truth.run(
+                scenario, runs, Path(folder), budget_s, campaign.ends_s - LEFT_S
+            )
+            learnt = Path(folder) / scenario.name.replace(" ", "_") / "profile.yaml"
+            campaign.profile_path(stage).write_bytes(learnt.read_bytes())
+        found["trace_path"] = scenario.trace
+        found["figures"] = truth_figures.summary([found])
+        return found
+
+    return run
+
+
+def _scenarios() -> dict[str, Callable[[Campaign], Scenario]]:
+    return {
+        "truth-qwen": lambda c: c.scenario("qwen, conv", "qwen", c.size.conv),
+        "truth-kv": lambda c: c.scenario(
+            "qwen, conv, KV tight",
+            "qwen",
+            c.size.conv,
+            kv_cache_memory_bytes=c.size.tight_bytes,
+        ),
+        "truth-llama": lambda c: c.scenario("llama, code", "llama", c.size.code),
+        "truth-eager": lambda c: c.scenario(
+            "qwen, conv, eager", "qwen", c.size.conv, 4, enforce_eager=True
+        ),
+        "truth-sync": lambda c: c.scenario(
+            "qwen, conv, synchronous", "qwen", c.size.conv, 4, async_scheduling=False
+        ),
+        "truth-mooncake": lambda c: c.scenario("llama, mooncake", "llama", c.size.mooncake),
+    }
+
+
+TRUTH = tuple(_scenarios())
+
+
+def race(campaign: Campaign) -> dict[str, Any]:
+    """Run the command itself: race and cold engines, with the profile of the first stage."""
+    size, folder = campaign.size, campaign.out / "race"
+    trace, window_s, load = size.conv
+    current = truth_figures.limits_of(size.current)
+    values = campaign.values(
+        "qwen",
+        max_num_seqs=current.max_num_seqs,
+        max_num_batched_tokens=current.max_num_batched_tokens,
+    )
+    profile = campaign.profile_path(TRUTH[0])
+    ladder = sorted({truth_figures.limits_of(one).max_num_seqs for one in size.settings})
+    command = [
+        *(sys.executable, "-m", "tuner.cli", "--trace", trace, "--load", f"{load:g}"),
+        *("--window", f"peak:{window_s:g}s", "--budget", f"{size.race_s:g}s"),
+        *("--max-num-seqs", ",".join(map(str, ladder)), "--too-long", "clip"),
+        *(
+            word
+            for key, value in values.items()
+            for word in ("--engine-arg", _pair(key, value))
+        ),
+        *(("--profile", str(profile)) if profile.exists() else ()),
+        *("--run-dir", str(folder), "-o", str(campaign.out / "best.yaml")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = folder / "result.json"
+    if not result.exists():
+        raise RuntimeError(f"tune ended with {done.returncode}: {done.stderr[-2000:]}")
+    (folder / "report.html").unlink(missing_ok=True)
+    found = json.loads(result.read_text())
+    kept = ("recommendation", "confirmed_cold", "evidence", "limited_by", "caveats", "load")
+    made = found["provenance"]
+    return {
+        "status": done.returncode,
+        **{name: found[name] for name in kept},
+        **{name: made[name] for name in ("engine", "cold_engines", "stages_s", "wall_s")},
+        "gpu": [(trial["measurement"] or {}).get("gpu") for trial in found["trials"]][-4:],
+        "said": done.stderr[-6000:],
+    }
+
+
+def _pair(key: str, value: object) -> str:
+    return f"{key}={json.dumps(value) if isinstance(value, bool) else value}"
+
+
+def overhead(campaign: Campaign) -> dict[str, Any]:
+    """Replay against vLLM's own `LLM.generate`, each in a process of its own."""
+    import replay_overhead
+
+    given = {} if campaign.is_small else campaign.values("qwen")
+    rates = replay_overhead.rates_of(1, campaign.size.requests, given, in_process=False)
+    return {**rates, "ratio": rates["ours"][0] / rates["vllm"][0]}
+
+
+def sweep(campaign: Campaign) -> dict[str, Any]:
+    """Measure one point of `vllm bench sweep serve`, which starts a server for each."""
+    import sweep_cost
+
+    scenario = campaign.scenario("point", "qwen", campaign.size.conv)
+    trace = shadow_truth.traffic(scenario)
+    limits = truth_figures.limits_of(campaign.size.settings[0])
+    point = (limits.max_num_seqs, limits.max_num_batched_tokens)
+    given = None if campaign.is_small else campaign.values("qwen")
+    return sweep_cost.theirs(scenario.window_s, 1, given, trace, [point])
+
+
+def derived(campaign: Campaign) -> dict[str, Any]:
+    """Hold profiles derived of published tables to what was measured here; no GPU needed."""
+    found: dict[str, Any] = {}
+    for stage in TRUTH:
+        result = campaign.result(stage)
+        if result:
+            found[stage] = derived_against(result, campaign.profile_path(stage))
+    return found
+
+
+def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
+    """Return how far off the derived profile of a stage's engine is, by metric.
+
+    Told are errors beside those of the profile that was learnt there.
+    """
+    profile, why = _derived_profile(result)
+    if profile is None:
+        return {"skipped": why}
+    scenario = {key: value for key, value in result["scenario"].items() if key != "trace"}
+    scenario["settings"] = tuple(scenario["settings"])
+    window = shadow_truth.traffic(Scenario(trace=result["trace_path"], **scenario))
+    starts_ = read_profile(learnt).kv_starts if learnt.exists() else profile.kv_starts
+    predictor = Predictor(replace(profile, kv_starts=starts_))
+    shown = {}
+    for name in result["predicted"]:
+        limits = truth_figures.limits_of(name)
+        predicted = predictor.measure([window], limits, ReplayPlan())
+        if isinstance(predicted, Measurement):
+            shown[name] = predicted.as_json()
+    changed = {**result, "shadow": shown, "own_speed": {}, "predicted": list(shown)}
+    errors = truth_figures.errors(changed)
+    own = truth_figures.errors(result)
+    return {
+        "origin": profile.origin,
+        **{
+            metric: {"derived": median(of.off), "learnt": median(own[metric].off)}
+            for metric, of in errors.items()
+            if of.off and own[metric].off
+        },
+    }
+
+
+def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
+    """Return the profile of published tables for a stage's engine, or why there is none."""
+    from tuner.errors import UsageError
+    from tuner.shadow.derived import GPUS, Wanted, derive
+
+    device, values = result["device"], result["scenario"]["values"]
+    gpu = next((one for one in GPUS if one.device == device), None)
+    if gpu is None:
+        return None, f"no tables of {device}"
+    model = str(values["model"])
+    try:
+        wanted = Wanted(gpu, model, max_model_len=int(values["max-model-len"]))
+        return derive(wanted).profile, ""
+    except UsageError as error:
+        name = Path(model).name.removesuffix("-shape")
+        ready = bundled_profiles().get(f"meta-{name}.1x{gpu.name}")
+        if ready is None:
+            return None, error.message
+        return read_profile(ready), ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the campaign, and how long it should take on an 80 GB card.
+
+    Units: seconds; `needs_gpu` says whether it runs an engine.
+    """
+
+    name: str
+    run: Callable[[Campaign], Any]
+    expected_s: float
+    row: Callable[[dict[str, Any]], str] = field(default=lambda result: str(result)[:90])
+
+
+def _starts_row(result: dict[str, Any]) -> str:
+    blocks = ", ".join(f"{s['num_blocks']:,} at {s['limits']}" for s in result["starts"])
+    took = ", ".join(f"{s['start_s']:.0f} s" for s in result["starts"])
+    return f"{blocks} blocks, in {took}; the third foretold {result['third_off']:+.1%} off"
+
+
+def _truth_row(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    parts = [
+        f"{metric} off {figures[metric]['median']:.1%} (at own speed "
+        f"{figures[metric]['own_speed_median'] or 0:.1%}, live "
+        f"{figures[metric]['live_noise'] or 0:.1%})"
+        for metric in ("e2e_p50", "tpot_p50", "e2e_p99")
+        if metric in figures
+    ]
+    graphs = f"{result['captured'][0]} graphs to {result['captured'][1]}"
+    own = "of each setting" if result["has_own_graphs"] else "of the ceiling"
+    return "; ".join([*parts, f"{graphs}, {own}", f"{result['num_blocks']:,} blocks"])
+
+
+def _race_row(result: dict[str, Any]) -> str:
+    advice, cold = result["recommendation"], result["confirmed_cold"]
+    if advice is None:
+        return "nothing feasible"
+    gain = "no gain" if advice["gain_ratio"] is None else f"{advice['gain_ratio']:+.1%}"
+    ratio = "not confirmed" if not cold or not cold["ratio"] else f"{cold['ratio'] - 1:+.1%}"
+    setting = f"{advice['max_num_seqs']}/{advice['max_num_batched_tokens']}"
+    return f"{advice['verdict']} {setting}, {gain}, cold {ratio}, {result['wall_s']:.0f} s"
+
+
+def _derived_row(result: dict[str, Any]) -> str:
+    parts = []
+    for stage, one in result.items():
+        if "skipped" in one:
+            parts.append(f"{stage}: {one['skipped']}")
+        else:
+            off = one["tpot_p50"]
+            parts.append(f"{stage}: TPOT off {off['derived']:.1%}, learnt {off['learnt']:.1%}")
+    return "; ".join(parts) or "nothing to hold them to"
+
+
+def stages() -> tuple[Stage, ...]:
+    """Return all stages, what teaches most first."""
+    scenarios = _scenarios()
+    truths = {name: truth(name, make) for name, make in scenarios.items()}
+
+    def true(name: str, expected_s: float) -> Stage:
+        return Stage(name, truths[name], expected_s, _truth_row)
+
+    return (
+        Stage(
+            "doctor",
+            doctor,
+            40,
+            lambda r: f"{r['card'] or 'no card'}; missing: {', '.join(r['missing']) or 'none'}",
+        ),
+        Stage(
+            "starts",
+            starts,
+            140,
+            _starts_row,
+        ),
+        true("truth-qwen", 280),
+        Stage("race", race, 280, _race_row),
+        true("truth-kv", 190),
+        true("truth-eager", 140),
+        true("truth-llama", 190),
+        true("truth-sync", 140),
+        Stage("overhead", overhead, 120, lambda r: f"replay/LLM.generate {r['ratio']:.3f}"),
+        Stage("sweep", sweep, 120, lambda r: f"one point by a restart {r['each_s']:.0f} s"),
+        true("truth-mooncake", 190),
+        Stage("derived", derived, 30, _derived_row),
+    )
+
+
+# One call.
+
+
+def run_stage(campaign: Campaign, stage: Stage) -> None:
+    """Run a stage in this process and keep what became of it."""
+    began_s = time.monotonic()
+    kept: dict[str, Any] = {"stage": stage.name, "state": "done"}
+    try:
+        kept["result"] = stage.run(campaign)
+    except Exception as error:  # noqa: BLE001 - what went wrong is the stage's result
+        kept |= {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        kept["traceback"] = traceback.format_exc()[-4000:]
+    kept["took_s"] = time.monotonic() - began_s
+    write(campaign, kept)
+
+
+def write(campaign: Campaign, kept: Mapping[str, Any]) -> None:
+    """Keep what became of a stage."""
+    path = campaign.out / f"{kept['stage']}.json"
+    path.write_text(json.dumps(kept, indent=1, default=str) + "\n")
+
+
+def in_a_process(campaign: Campaign, stage: Stage, argv: list[str]) -> None:
+    """Run a stage in a process of its own, which is ended when it takes far too long."""
+    left_s = campaign.ends_s - time.monotonic() - LEFT_S / 2
+    limit_s = min((10 if campaign.is_small else 2) * stage.expected_s, left_s)
+    command = [sys.executable, __file__, *argv, "--stage", stage.name]
+    command += ["--slice", f"{max(1.0, limit_s):.0f}s"]
+    began_s = time.monotonic()
+    log = campaign.out / f"{stage.name}.log"
+    with log.open("ab") as file:
+        child = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    if campaign.kept(stage.name) is None:
+        took_s = time.monotonic() - began_s
+        how = f"ended after {took_s:.0f} s (status {child.returncode})"
+        tail = log.read_text(errors="replace")[-1500:]
+        lost = {"stage": stage.name, "state": "lost", "error": how, "log": tail}
+        write(campaign, {**lost, "took_s": took_s})
+
+
+def table(campaign: Campaign) -> str:
+    """Return what is known of every stage, as a table."""
+    lines = ["| stage | state | took | what came of it |", "|---|---|---|---|"]
+    for stage in stages():
+        kept = campaign.kept(stage.name)
+        if kept is None:
+            lines.append(f"| {stage.name} | not run | | should take {stage.expected_s:.0f} s |")
+            continue
+        told = kept.get("error", "")
+        if kept["state"] == "done":
+            told = stage.row(kept["result"])
+        told = told.replace("\n", " ").replace("|", "/")
+        lines.append(f"| {stage.name} | {kept['state']} | {kept['took_s']:.0f} s | {told} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=Path(".traces"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--slice", type=parse_duration, default=540.0, metavar="TIME")
+    parser.add_argument("--only", action="append", default=[], metavar="STAGE")
+    parser.add_argument("--again", action="store_true", help="run what --only names anew")
+    parser.add_argument("--small", action="store_true", help="the demo model, on a CPU too")
+    parser.add_argument("--table", action="store_true", help="nothing but the table")
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    make = small if args.small else large
+    campaign = Campaign(
+        make(args.traces),
+        args.traces,
+        args.out,
+        time.monotonic() + args.slice,
+        is_small=args.small,
+    )
+    known = {stage.name: stage for stage in stages()}
+    if unknown := sorted(set(args.only) - known.keys()):
+        parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.stage:
+        run_stage(campaign, known[args.stage])
+        return
+    if not args.table:
+        argv = ["--traces", str(args.traces), "--out", str(args.out)]
+        go(campaign, args, [*argv, *(["--small"] if args.small else [])])
+    print(table(campaign))
+
+
+def go(campaign: Campaign, args: argparse.Namespace, argv: list[str]) -> None:
+    """Run the stages that have no result, for as long as the slice lasts."""
+    for stage in stages():
+        if args.only and stage.name not in args.only:
+            continue
+        if args.again and stage.name in args.only:
+            (campaign.out / f"{stage.name}.json").unlink(missing_ok=True)
+        if campaign.kept(stage.name) is not None:
+            continue
+        left_s = campaign.ends_s - time.monotonic() - LEFT_S
+        if stage.expected_s > left_s:
+            print(f"{stage.name} wants {stage.expected_s:.0f} s: left to the next slice")
+            continue
+        print(f"{stage.name} …", flush=True)
+        in_a_process(campaign, stage, argv)
+
+
+if __name__ == "__main__":
+    main()
