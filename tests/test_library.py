@@ -20,9 +20,9 @@ from support.toy import ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
 from tuner import library
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
-from tuner.recorder.rows import own_version, recorded_by
+from tuner.recorder.rows import recorded_by
 from tuner.run.listener import Listener
-from tuner.run.result import RunResult
+from tuner.run.result import RunResult, own_version
 from tuner.search.trials import Trial
 
 
@@ -263,4 +263,4 @@ def test_a_checkout_that_is_not_installed_has_a_version_too(
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert own_version() == "unknown"
-    assert recorded_by() == "max-num-seqs-tuner unknown"
+    assert recorded_by() == "max-num-seqs-recorder unknown"

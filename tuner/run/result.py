@@ -6,11 +6,11 @@ What is said of the winner is worked out in `evidence`, wording for a terminal i
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -405,11 +405,19 @@ def _advice(decision: RaceDecision) -> Advice:
     )
 
 
+def own_version() -> str:
+    """Return this package's version, "unknown" where it runs from a folder, not installed."""
+    try:
+        return importlib.metadata.version("max-num-seqs-tuner")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def _provenance(around: RunProvenance) -> Provenance:
     trace = around.trace
     return Provenance(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        tuner_version=version("max-num-seqs-tuner"),
+        tuner_version=own_version(),
         python=platform.python_version(),
         trace=TraceRecord(
             source=trace.source,

@@ -27,7 +27,6 @@ from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
-from tuner.shadow.fit import non_negative
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, Factors, FitError, StepModel
 
@@ -156,8 +155,13 @@ class Profile:
         off = np.where(tells, costs - costs.mean(axis=0), 0.0)
         little = 1e-6 * max(1.0, float(np.abs(off).max()))
         rows = np.vstack([-off, little * np.eye(2)])
-        norms = np.linalg.norm(rows, axis=0)
-        each = non_negative(rows / norms, np.r_[blocks - blocks.mean(), 0.0, 0.0]) / norms
+        wanted = np.r_[blocks - blocks.mean(), 0.0, 0.0]
+        each = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+        if each.min() < 0:
+            # The least is where one of them costs nothing.
+            alone = np.diag(np.maximum(rows.T @ wanted / (rows**2).sum(axis=0), 0.0))
+            missed = np.linalg.norm(rows @ alone - wanted[:, None], axis=0)
+            each = alone[:, np.argmin(missed)]
         return float(each[0]) * SEQ_TOKENS, float(each[1])
 
 

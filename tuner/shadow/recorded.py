@@ -603,18 +603,8 @@ def learn_profile(
 
     Raises: ShadowError where nothing can be predicted of such an engine; TooFewSamplesError.
     """
-    if not recorded:
-        raise TooFewSamplesError("no steps were recorded", HOW)
-    kinds = [check_usable(steps) for steps in recorded]
+    kinds = _of_one_engine(recorded)
     shape, current = kinds[-1]
-    others = {f"{kind.model} on {kind.device}" for kind, _ in kinds if _differs(kind, shape)}
-    if others:
-        names = ", ".join(sorted(others))
-        raise ShadowError(
-            f"the steps are of different engines, of {shape.model} on {shape.device} and of "
-            f"{names}",
-            "name the files of one with --steps",
-        )
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
     parts: list[StepColumns] = []
@@ -638,6 +628,25 @@ def learn_profile(
         has_details=all(steps.server.has_details for steps in recorded),
         off={},
     )
+
+
+def _of_one_engine(
+    recorded: Sequence[RecordedSteps],
+) -> list[tuple[EngineShape, EngineLimits]]:
+    """Return each start's shape and limits. Raises: ShadowError; TooFewSamplesError."""
+    if not recorded:
+        raise TooFewSamplesError("no steps were recorded", HOW)
+    kinds = [check_usable(steps) for steps in recorded]
+    shape, _ = kinds[-1]
+    others = {f"{kind.model} on {kind.device}" for kind, _ in kinds if _differs(kind, shape)}
+    if others:
+        names = ", ".join(sorted(others))
+        raise ShadowError(
+            f"the steps are of different engines, of {shape.model} on {shape.device} and of "
+            f"{names}",
+            "name the files of one with --steps",
+        )
+    return kinds
 
 
 def _too_quiet(
