@@ -81,11 +81,11 @@ PIPE = 4  # batches that the arrays hold at once: more than are ever on their wa
 LOG_FIELDS = 13
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, usage.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USAGE, HISTOGRAMS = range(6)
-# A bin for each key of stats.LogHistogram from e^-22.5 to e^17.5; the first one holds zeros.
-# Behind them a mark for each stretch of bins, whether any of it was counted.
-BINS, STRETCH = 80_064, 64
-LOWEST_KEY = -45_000
-LOG_WIDTH = math.log1p(0.0005)
+# A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
+# beyond. Behind them a mark for each stretch of bins, whether any of it was counted.
+BIN_SHIFT, STRETCH = 41, 64
+LOWEST_KEY, BINS = (1023 - 33) << 11, 59 << 11
+BIN_RATIO = 2.0**-11
 
 # The columns of a block: its neighbours in the free queue, who holds it, and the next with
 # the same key.
@@ -151,11 +151,8 @@ _inlined = part(is_inlined=True)
 @_inlined
 def _count(h, which, value, weight, total):
     """Count a sample of which `weight` come to `total`."""
-    if value > 0.0:
-        at = math.floor(math.log(value) / LOG_WIDTH) - LOWEST_KEY
-        at = min(max(at, 1), BINS - 1)
-    else:
-        at = 0
+    at = (np.float64(value).view(np.int64) >> BIN_SHIFT) - LOWEST_KEY
+    at = min(max(at, 0), BINS - 1)
     h[which, at, 0] += weight
     h[which, at, 1] += total
     h[which, BINS + at // STRETCH, 0] = 1.0
@@ -972,7 +969,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold):
             return False
     batch = _batch(g, g[STEP])
     w[batch + B_DECODES] = w[batch + B_EVEN] = g[DECODING]
-    w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * (g[STEP])
+    w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * g[STEP]
     if g[DECODING] > 0:
         _let_decode(g, w, sl, r, kv)
     if wanted > 0:
@@ -985,6 +982,28 @@ def _schedule_calmly(g, w, sl, r, kv, threshold):
         if _prefilled(g, w, sl, slot):
             g[PREFILLING] -= 1
     return True
+
+
+@_inlined
+def _note_decodes(g, w, batch, context):
+    """Note a batch of those who decode, and of nobody else."""
+    for field in range(BATCH_FIELDS):
+        w[batch + field] = 0
+    w[batch + B_DECODES] = w[batch + B_EVEN] = g[DECODING]
+    w[batch + B_DECODE_CONTEXT] = context
+    w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
+    w[batch + B_USED] = g[ALL_BLOCKS] - g[FREE]
+
+
+@_inlined
+def _schedule_decodes(g, w, sl, r, kv):
+    """Send a batch on its way of those who decode, for whom there are blocks."""
+    step = g[STEP]
+    _let_decode(g, w, sl, r, kv)
+    _note_decodes(g, w, _batch(g, step), g[CONTEXT] + g[DECODING] * step)
+    g[TIDY] = 0
+    g[STEP] += 1
+    g[IN_PIPE] += 1
 
 
 @_inlined
@@ -1496,8 +1515,8 @@ def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
 
 
 @_inlined
-def _can_leap(g, w):
-    """Whether the next steps only decode, by who decodes now."""
+def _only_decode(g, w):
+    """Whether the next step only decodes, and nobody who runs ends with the one on its way."""
     if (
         g[DECODING] == 0
         or g[DECODING] != g[RUNNING]
@@ -1507,20 +1526,7 @@ def _can_leap(g, w):
         or (g[WAITING] > 0 and not g[HELD])
     ):
         return False
-    if not g[AHEAD]:
-        return True
-    if g[IN_PIPE] != 1:
-        return False
-    batch = _batch(g, g[STEP] - 1)
-    return (
-        w[batch + B_EVEN] == g[DECODING]
-        and w[batch + B_DECODES] == g[DECODING]
-        and w[batch + B_PREFILL] == 0
-        and w[batch + B_SINGLES] == 0
-        and w[batch + B_ENDS] == 0
-        and w[batch + B_WAITING] == g[WAITING]
-        and w[batch + B_RUNNING] == g[RUNNING]
-    )
+    return not g[AHEAD] or (g[IN_PIPE] == 1 and w[_batch(g, g[STEP] - 1) + B_ENDS] == 0)
 
 
 @_inlined
@@ -1549,72 +1555,80 @@ def _quiet_until(g, x, f, r, q, due_s):
 
 
 @_inlined
-def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
-    """Take steps as long as they are alike; return how many.
+def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
+    """Take steps that only decode until something else happens; return how many.
 
-    With a batch ahead the one on its way is completed and the last one scheduled is left.
+    With a batch ahead the one on its way is completed first, whatever is in it, and the last
+    one scheduled is left.
     """
     until_s = _quiet_until(g, x, f, r, q, due_s)
-    ahead, block, n = g[AHEAD], g[BLOCK], g[DECODING]
-    last = _next_end(g, w, sl) - ahead
-    phases, now, total = g[AT_PHASES], x[NOW], float(g[ALL_BLOCKS])
-    slope_s = x[DECODE_CONTEXT_S]
-    alone_s = x[BASE_S]
-    work_s, factor = t[n], t[2 * (g[CAP] + 1) + n]
-    batch = _batch(g, g[STEP] - 1)
-    context = g[CONTEXT] + n * (g[STEP] - ahead)
-    used_ahead = w[batch + B_USED] if ahead else 0
-    steps, used_sum, peak = 0, 0.0, 0
-    first_s = took_s = 0.0
-    while g[STEP] <= last:
-        if w[phases + g[STEP] % block] > g[FREE]:
-            break
-        _let_decode(g, w, sl, r, kv)
-        used = g[ALL_BLOCKS] - g[FREE]
-        g[STEP] += 1
+    ahead, n, last, began = g[AHEAD], g[DECODING], _next_end(g, w, sl), g[STEP]
+    if ahead:
+        if w[g[AT_PHASES] + began % g[BLOCK]] > g[FREE]:
+            return 0
+        _schedule_decodes(g, w, sl, r, kv)
+        _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr)
+    if not ahead or x[NOW] < until_s:
+        _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s)
+    while last == g[STEP] - 1:
+        slot = _pop(g, w)
+        _decodes_no_more(g, w, sl, slot)
+        if ahead:
+            _add_end(g, w, sl, last, slot)
+        else:
+            _finish(g, x, w, sl, f, r, q, kv, tr, slot)
+        last = _next_end(g, w, sl)
+    return g[STEP] - began
+
+
+@_inlined
+def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
+    """Take steps of those who decode, to the last one or until an instant has come."""
+    ahead, n, step = g[AHEAD], g[DECODING], g[STEP]
+    phases, phase, block = g[AT_PHASES], step % g[BLOCK], g[BLOCK]
+    free, blocks = g[FREE], g[ALL_BLOCKS]
+    context = g[CONTEXT] + n * (step - ahead)
+    now, slope_s = x[NOW], x[DECODE_CONTEXT_S]
+    alone_s, factor = x[BASE_S] + t[n], t[2 * (g[CAP] + 1) + n]
+    steps, used_sum, took_s, first_s, done = 0, 0.0, 0.0, 0.0, 0
+    used = blocks - free
+    while step <= last and w[phases + phase] <= free and (steps == 0 or now < until_s):
+        done = used
+        if g[IS_CACHED]:
+            _let_decode(g, w, sl, r, kv)
+            free = g[FREE]
+        else:
+            free -= w[phases + phase]
+        used = blocks - free
+        if not ahead:
+            done = used
+        step += 1
+        g[STEP] = step
+        phase += 1
+        if phase == block:
+            phase = 0
         # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = (alone_s + work_s + (slope_s * (context + n * steps) + 0.0)) * factor
+        took_s = (alone_s + (slope_s * (context + n * steps) + 0.0)) * factor
         if steps == 0:
             first_s = took_s
         now += took_s
         steps += 1
-        done = used_ahead if ahead else used
         used_sum += done * took_s
-        peak = done
-        used_ahead = used
-        if now >= until_s:
-            break
     if steps == 0:
-        return 0
+        return
+    g[FREE] = free
     g[DONE] += steps
-    _note_leap(
-        g, x, h, log, now, steps, n, context, first_s, took_s, used_sum / total, peak / total
-    )
-    if ahead:
-        batch = _batch(g, g[STEP] - 1)
-        for field in range(BATCH_FIELDS):
-            w[batch + field] = 0
-        w[batch + B_DECODES] = w[batch + B_EVEN] = n
-        w[batch + B_DECODE_CONTEXT] = context + n * steps
-        w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
-        w[batch + B_USED] = used_ahead
     g[STUCK] = g[TIDY] = 0
-    return steps
-
-
-@_inlined
-def _note_leap(g, x, h, log, now, steps, n, context, first_s, last_s, usage_sum, peak):
-    """Count like steps of n decoding requests that ended by now."""
-    began_s, before_s = x[NOW], x[BEFORE]
-    x[NOW] = now
-    took_s = now - began_s
-    x[BEFORE] = now
+    took_all_s = now - x[NOW]
+    x[NOW] = x[BEFORE] = now
+    peak = done / blocks
+    usage = used_sum / blocks / took_all_s if took_all_s > 0.0 else peak
     _note_steps(
         g,
         x,
         h,
         log,
-        took_s,
+        took_all_s,
         steps,
         n,
         0,
@@ -1622,36 +1636,31 @@ def _note_leap(g, x, h, log, now, steps, n, context, first_s, last_s, usage_sum,
         0,
         g[RUNNING],
         g[WAITING],
-        usage_sum / took_s if took_s > 0.0 else peak,
+        usage,
         peak,
         0,
         0,
     )
-    # The first gap counts from the token before; with like steps it is as long as the step.
-    gap_s = began_s + first_s - before_s
-    _count(h, GAPS, gap_s, n, gap_s * n)
-    if last_s <= first_s * 1.0005:
-        mean_s = took_s / steps
-        _count(h, DECODE_STEPS, mean_s, steps, took_s)
-        if steps > 1:
-            rest_s = took_s - first_s
-            _count(h, GAPS, rest_s / (steps - 1), n * (steps - 1), n * rest_s)
+    _count_like(h, steps, n, first_s, took_s, took_all_s)
+    if ahead:
+        _note_decodes(g, w, _batch(g, step - 1), context + n * steps)
+
+
+@_inlined
+def _count_like(h, steps, n, first_s, last_s, took_s):
+    """Count steps of n decoding requests, and the gaps between their tokens, as long as they.
+
+    Steps grow by the same from one to the next.
+    """
+    if last_s <= first_s * (1 + BIN_RATIO):
+        _count(h, DECODE_STEPS, took_s / steps, steps, took_s)
+        _count(h, GAPS, took_s / steps, n * steps, n * took_s)
         return
     growth_s = (last_s - first_s) / (steps - 1)
     for i in range(steps):
         each_s = first_s + growth_s * i
         _count(h, DECODE_STEPS, each_s, 1.0, each_s)
-        if i > 0:
-            _count(h, GAPS, each_s, n, each_s * n)
-
-
-@_inlined
-def _finish_leap(g, x, w, sl, f, r, q, kv, tr):
-    """End those whose last token the last step of a leap brought, where none is ahead."""
-    while _next_end(g, w, sl) == g[STEP] - 1:
-        slot = _pop(g, w)
-        _decodes_no_more(g, w, sl, slot)
-        _finish(g, x, w, sl, f, r, q, kv, tr, slot)
+        _count(h, GAPS, each_s, n, n * each_s)
 
 
 @_inner
@@ -1706,10 +1715,8 @@ def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
         due_s = _next_due(g, x, f, tr)
         if g[RUNNING] > 0 or g[WAITING] > 0 or g[TIDY] or g[IN_PIPE] > 0:
             steps = 0
-            if _can_leap(g, w):
-                steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s)
-                if steps > 0 and not g[AHEAD]:
-                    _finish_leap(g, x, w, sl, f, r, q, kv, tr)
+            if _only_decode(g, w):
+                steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s)
             if steps == 0:
                 _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv)
             if x[PATIENCE] < math.inf:
