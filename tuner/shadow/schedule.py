@@ -26,8 +26,9 @@ from tuner.shadow.compiled import compiled, part
 # TAKEN what this step schedules of it, MISSED whether the step before left it out.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
-    TAKEN, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL, SLOT_FIELDS,
-) = range(18)  # fmt: skip
+    TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
+    SLOT_FIELDS,
+) = range(20)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
@@ -35,26 +36,26 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 # for each of them.
 (
     STEP, DONE, RUNNING, RUN_LENGTH, DECODING, PREFILLING, LAST_PREFILL, CONTEXT, FREE,
-    HEAP, QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
+    QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
     FREE_SLOTS, STATUS, MEASURES,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST,
+    KNOTS, LONE, KEYLESS_FIRST, LAST_DAY,
     # Where the parts of the work array begin.
-    AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
     INTEGERS,
-) = range(76)  # fmt: skip
+) = range(75)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, PREFILL_BASE_S,
     DECODE_CONTEXT_S, PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
     PREFILL_N, CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
-    PEAK_USAGE,
+    PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
@@ -75,12 +76,12 @@ OPEN, CAUSAL, CLOSED, BATCHES = range(4)
     B_DECODES, B_PREFILL, B_SEQS, B_DECODE_CONTEXT, B_PREFILL_CONTEXT, B_PREEMPTED,
     B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, BATCH_FIELDS,
 ) = range(14)  # fmt: skip
-PIPE = 4  # batches that the arrays hold at once: more than are ever on their way
+PIPE = 4  # batches that the arrays hold at once, a power of two: more than are on their way
 
-# The columns of the log: those of engine.steps.StepColumns.
-LOG_FIELDS = 13
-# Histograms: gaps between tokens, steps that decode alone, running, waiting, usage.
-GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USAGE, HISTOGRAMS = range(6)
+# The columns of the log: those of engine.steps.StepColumns, of which two are in blocks here.
+LOG_FIELDS, USED_COLUMNS = 13, (9, 10)
+# Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
+GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
 # A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
 # beyond. Behind them a mark for each stretch of bins, whether any of it was counted.
 BIN_SHIFT, STRETCH = 41, 64
@@ -158,77 +159,36 @@ def _count(h, which, value, weight, total):
     h[which, BINS + at // STRETCH, 0] = 1.0
 
 
-# the heap of decoding requests by the step of their last token
-
-
-@_inlined
-def _push(g, w, key, slot):
-    """Add a slot under a key."""
-    at = g[HEAP]
-    g[HEAP] = at + 1
-    keys, slots = g[AT_HEAP], g[AT_HEAP_SLOTS]
-    while at > 0:
-        above = (at - 1) >> 1
-        if w[keys + above] <= key:
-            break
-        w[keys + at] = w[keys + above]
-        w[slots + at] = w[slots + above]
-        at = above
-    w[keys + at] = key
-    w[slots + at] = slot
-
-
-@_inlined
-def _pop(g, w):
-    """Take out the slot with the smallest key."""
-    keys, slots = g[AT_HEAP], g[AT_HEAP_SLOTS]
-    top = w[slots]
-    g[HEAP] -= 1
-    n = g[HEAP]
-    key, slot = w[keys + n], w[slots + n]
-    at = 0
-    while True:
-        below = 2 * at + 1
-        if below >= n:
-            break
-        if below + 1 < n and w[keys + below + 1] < w[keys + below]:
-            below += 1
-        if w[keys + below] >= key:
-            break
-        w[keys + at] = w[keys + below]
-        w[slots + at] = w[slots + below]
-        at = below
-    w[keys + at] = key
-    w[slots + at] = slot
-    return top
+# the calendar: decoding requests by the step of their last token, round a circle of steps
 
 
 @_inner
-def _heap_key(end, order):
-    return (end << 34) | order
+def _day(g, step):
+    """Return where the first of those stands whose last token a step schedules."""
+    return g[AT_CALENDAR] + (step & g[LAST_DAY])
 
 
 @_inlined
-def _next_end(g, w, sl):
-    """Return the step of the next last token among those that decode; -1 without any."""
-    while g[HEAP] > 0:
-        slot = w[g[AT_HEAP_SLOTS]]
-        if sl[slot, STATE] == DECODES and w[g[AT_HEAP]] == _heap_key(
-            sl[slot, END], sl[slot, ORDER]
-        ):
-            return sl[slot, END]
-        _pop(g, w)
-    return -1
+def _enter(g, w, sl, slot):
+    """Enter a request into the calendar."""
+    day = _day(g, sl[slot, END])
+    first = w[day]
+    sl[slot, END_NEXT], sl[slot, END_BEFORE] = first, -1
+    if first >= 0:
+        sl[first, END_BEFORE] = slot
+    w[day] = slot
 
 
 @_inlined
-def _rebuild_heap(g, w, sl):
-    """Leave out of the heap who is not there any more."""
-    g[HEAP] = 0
-    for i in range(g[RUN_LENGTH]):
-        slot = w[g[AT_RUN] + i]
-        if slot >= 0 and sl[slot, STATE] == DECODES and sl[slot, END] >= g[STEP]:
-            _push(g, w, _heap_key(sl[slot, END], sl[slot, ORDER]), slot)
+def _strike(g, w, sl, slot):
+    """Take a request out of the calendar."""
+    before, after = sl[slot, END_BEFORE], sl[slot, END_NEXT]
+    if before >= 0:
+        sl[before, END_NEXT] = after
+    else:
+        w[_day(g, sl[slot, END])] = after
+    if after >= 0:
+        sl[after, END_BEFORE] = before
 
 
 # blocks: counted, or with the prefix cache as vLLM keeps it
@@ -437,17 +397,16 @@ def _decodes_on(g, w, sl, slot):
     g[DECODING] += 1
     g[CONTEXT] += _attended(sl, slot)
     _join_bucket(g, w, sl, slot)
-    if g[HEAP] >= 4 * g[SLOTS]:
-        _rebuild_heap(g, w, sl)
-    _push(g, w, _heap_key(sl[slot, END], sl[slot, ORDER]), slot)
+    _enter(g, w, sl, slot)
 
 
 @_inlined
 def _decodes_no_more(g, w, sl, slot):
-    """Leave a request out of those that decode; its heap entry is left to be skipped."""
+    """Leave a request out of those that decode."""
     g[DECODING] -= 1
     g[CONTEXT] -= _attended(sl, slot)
     _leave_bucket(g, w, sl, slot)
+    _strike(g, w, sl, slot)
     if sl[slot, MISSED]:
         g[MISSING] -= 1
         sl[slot, MISSED] = 0
@@ -605,19 +564,19 @@ def _is_in_list(w, at, count, slot, order):
 @_inner
 def _batch(g, step):
     """Return where a batch's numbers stand."""
-    return g[AT_BATCHES] + (step % PIPE) * BATCH_FIELDS
+    return g[AT_BATCHES] + (step & (PIPE - 1)) * BATCH_FIELDS
 
 
 @_inner
 def _singles(g, step):
     """Return where those stand whose token of a batch is looked at by itself."""
-    return g[AT_SINGLES] + (step % PIPE) * 2 * g[SLOTS]
+    return g[AT_SINGLES] + (step & (PIPE - 1)) * 2 * g[SLOTS]
 
 
 @_inner
 def _ends(g, step):
     """Return where those stand whose last token is in a batch."""
-    return g[AT_ENDS] + (step % PIPE) * 2 * g[SLOTS]
+    return g[AT_ENDS] + (step & (PIPE - 1)) * 2 * g[SLOTS]
 
 
 @_inlined
@@ -640,6 +599,15 @@ def _add_end(g, w, sl, step, slot):
         i -= 1
     w[at + 2 * i], w[at + 2 * i + 1] = slot, order
     w[_batch(g, step) + B_ENDS] = n + 1
+
+
+@_inlined
+def _let_end(g, w, sl, step):
+    """Have those end with a batch whose last token it schedules."""
+    while w[_day(g, step)] >= 0:
+        slot = w[_day(g, step)]
+        _decodes_no_more(g, w, sl, slot)
+        _add_end(g, w, sl, step, slot)
 
 
 @_inner
@@ -1022,10 +990,7 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     if preempted == 0 and budget > 0 and g[WAITING] > 0:
         came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold)
     g[HELD] = not came and preempted == 0 and w[batch + B_PREFILL] == 0 and g[PREFILLING] == 0
-    while _next_end(g, w, sl) == g[STEP]:
-        slot = _pop(g, w)
-        _decodes_no_more(g, w, sl, slot)
-        _add_end(g, w, sl, g[STEP], slot)
+    _let_end(g, w, sl, g[STEP])
     is_empty = w[batch + B_DECODES] == 0 and w[batch + B_PREFILL] == 0
     # As engine.compat.core.read_batch: a turn without a batch tells of nothing.
     w[batch + B_PREEMPTED] = 0 if is_empty else preempted
@@ -1105,8 +1070,8 @@ def _note_steps(
     prefill_context,
     running,
     waiting,
-    usage,
-    peak,
+    used,
+    most_used,
     preempted,
     cached,
 ):
@@ -1120,7 +1085,7 @@ def _note_steps(
     x[FULLEST] = max(x[FULLEST], decodes + prefill)
     x[PEAK_RUNNING] = max(x[PEAK_RUNNING], running)
     x[PEAK_WAITING] = max(x[PEAK_WAITING], waiting)
-    x[PEAK_USAGE] = max(x[PEAK_USAGE], peak)
+    x[PEAK_USED] = max(x[PEAK_USED], most_used)
     if prefill == 0 and decodes > 0:
         x[ALONE_N] += repeats
         x[ALONE_SEQS] += repeats * decodes
@@ -1135,13 +1100,13 @@ def _note_steps(
     if took_s > 0.0:
         _count(h, H_RUNNING, running, took_s, running * took_s)
         _count(h, H_WAITING, waiting, took_s, waiting * took_s)
-        _count(h, H_USAGE, usage, took_s, usage * took_s)
+        _count(h, H_USED, used, took_s, used * took_s)
     if g[KEEPS_LOG]:
         at = g[LOGGED]
         log[at, 0], log[at, 1], log[at, 2] = x[NOW], took_s, repeats
         log[at, 3], log[at, 4] = decodes, prefill
         log[at, 5], log[at, 6] = decode_context, prefill_context
-        log[at, 7], log[at, 8], log[at, 9], log[at, 10] = running, waiting, usage, peak
+        log[at, 7], log[at, 8], log[at, 9], log[at, 10] = running, waiting, used, most_used
         log[at, 11], log[at, 12] = preempted, cached
         g[LOGGED] = at + 1
 
@@ -1435,8 +1400,18 @@ def _is_cut(g, x, f, r, q):
 
 
 @_inlined
-def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
-    """Complete the batch whose turn it is."""
+def _finish_batch(g, x, w, sl, f, r, q, kv, tr, step):
+    """End those whose last token came with a batch."""
+    at = _ends(g, step)
+    for i in range(w[_batch(g, step) + B_ENDS]):
+        slot = w[at + 2 * i]
+        if sl[slot, ORDER] == w[at + 2 * i + 1] and sl[slot, STATE] != NOBODY:
+            _finish(g, x, w, sl, f, r, q, kv, tr, slot)
+
+
+@_inlined
+def _complete(g, x, w, t, sl, f, h, log):
+    """Complete the batch whose turn it is, but for those who end with it."""
     step = g[DONE] + 1
     batch = _batch(g, step)
     decodes, prefill = w[batch + B_DECODES], w[batch + B_PREFILL]
@@ -1446,7 +1421,7 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
     x[NOW] += took_s
     g[DONE] = step
     g[IN_PIPE] -= 1
-    usage = w[batch + B_USED] / g[ALL_BLOCKS]
+    used = w[batch + B_USED]
     _note_steps(
         g,
         x,
@@ -1460,8 +1435,8 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
         w[batch + B_PREFILL_CONTEXT],
         w[batch + B_RUNNING],
         w[batch + B_WAITING],
-        usage,
-        usage,
+        used,
+        used,
         w[batch + B_PREEMPTED],
         w[batch + B_CACHED],
     )
@@ -1484,12 +1459,6 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
             _count(h, GAPS, gap_s, 1.0, gap_s)
         f[row, LAST] = x[NOW]
     x[BEFORE] = x[NOW]
-    at = _ends(g, step)
-    for i in range(w[batch + B_ENDS]):
-        slot = w[at + 2 * i]
-        if sl[slot, ORDER] != w[at + 2 * i + 1] or sl[slot, STATE] == NOBODY:
-            continue
-        _finish(g, x, w, sl, f, r, q, kv, tr, slot)
     if decodes == 0 and prefill == 0:
         g[STUCK] += 1
     else:
@@ -1508,7 +1477,8 @@ def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
             _note_steps(g, x, h, log, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0)
             g[STUCK] += 1
             return
-    _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr)
+    _complete(g, x, w, t, sl, f, h, log)
+    _finish_batch(g, x, w, sl, f, r, q, kv, tr, g[DONE])
 
 
 # steps that are alike, in one go
@@ -1562,28 +1532,27 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
     one scheduled is left.
     """
     until_s = _quiet_until(g, x, f, r, q, due_s)
-    ahead, n, last, began = g[AHEAD], g[DECODING], _next_end(g, w, sl), g[STEP]
+    ahead, began = g[AHEAD], g[STEP]
     if ahead:
         if w[g[AT_PHASES] + began % g[BLOCK]] > g[FREE]:
             return 0
         _schedule_decodes(g, w, sl, r, kv)
-        _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr)
-    if not ahead or x[NOW] < until_s:
-        _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s)
-    while last == g[STEP] - 1:
-        slot = _pop(g, w)
-        _decodes_no_more(g, w, sl, slot)
-        if ahead:
-            _add_end(g, w, sl, last, slot)
-        else:
-            _finish(g, x, w, sl, f, r, q, kv, tr, slot)
-        last = _next_end(g, w, sl)
+        _complete(g, x, w, t, sl, f, h, log)
+    if not ahead or (x[NOW] < until_s and w[_day(g, began)] < 0):
+        _decode_on(g, x, w, t, sl, r, h, log, kv, until_s)
+    last = g[STEP] - 1
+    if w[_day(g, last)] >= 0:
+        if not ahead:
+            w[_batch(g, last) + B_ENDS] = 0
+        _let_end(g, w, sl, last)
+        if not ahead:
+            _finish_batch(g, x, w, sl, f, r, q, kv, tr, last)
     return g[STEP] - began
 
 
 @_inlined
-def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
-    """Take steps of those who decode, to the last one or until an instant has come."""
+def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
+    """Take steps of those who decode until one of them ends, or an instant has come."""
     ahead, n, step = g[AHEAD], g[DECODING], g[STEP]
     phases, phase, block = g[AT_PHASES], step % g[BLOCK], g[BLOCK]
     free, blocks = g[FREE], g[ALL_BLOCKS]
@@ -1591,8 +1560,8 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
     now, slope_s = x[NOW], x[DECODE_CONTEXT_S]
     alone_s, factor = x[BASE_S] + t[n], t[2 * (g[CAP] + 1) + n]
     steps, used_sum, took_s, first_s, done = 0, 0.0, 0.0, 0.0, 0
-    used = blocks - free
-    while step <= last and w[phases + phase] <= free and (steps == 0 or now < until_s):
+    used, goes_on = blocks - free, True
+    while goes_on and w[phases + phase] <= free and (steps == 0 or now < until_s):
         done = used
         if g[IS_CACHED]:
             _let_decode(g, w, sl, r, kv)
@@ -1602,6 +1571,7 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
         used = blocks - free
         if not ahead:
             done = used
+        goes_on = w[_day(g, step)] < 0
         step += 1
         g[STEP] = step
         phase += 1
@@ -1621,8 +1591,6 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
     g[STUCK] = g[TIDY] = 0
     took_all_s = now - x[NOW]
     x[NOW] = x[BEFORE] = now
-    peak = done / blocks
-    usage = used_sum / blocks / took_all_s if took_all_s > 0.0 else peak
     _note_steps(
         g,
         x,
@@ -1636,8 +1604,8 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, last, until_s):
         0,
         g[RUNNING],
         g[WAITING],
-        usage,
-        peak,
+        used_sum / took_all_s if took_all_s > 0.0 else done,
+        done,
         0,
         0,
     )

@@ -140,6 +140,18 @@ class PreparedTrace:
         self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
         self.follows, self.followers, self.pauses_s = self._sessions()
         self.end_s, self.targets = self._targets()
+        self._longest: dict[int, tuple[int, int]] = {}
+
+    def longest(self, max_model_len: int) -> tuple[int, int]:
+        """Return the tokens of the longest request that an engine takes, and of an answer."""
+        if max_model_len not in self._longest:
+            tokens = self.prompts + self.outputs
+            fits = tokens <= max_model_len
+            self._longest[max_model_len] = (
+                int(tokens[fits].max(initial=0)),
+                int(self.outputs[fits].max(initial=0)),
+            )
+        return self._longest[max_model_len]
 
     def fits(self, trace: Trace, plan: ReplayPlan) -> bool:
         """Whether a replay of the trace by the plan is one of this trace."""
@@ -328,11 +340,12 @@ def simulate(
 
 def _check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     """Refuse what would be preempted for ever. Raises: EngineError."""
-    trace, shape, blocks = prepared.trace, engine.shape, engine.num_blocks - 1
-    tokens = trace.prompt_tokens + trace.output_tokens
+    shape, blocks = engine.shape, engine.num_blocks - 1
     # The last token of an answer is never computed.
-    needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
-    if (needed > blocks).any():
+    longest, _ = prepared.longest(shape.max_model_len)
+    if -(-(longest - 1) // shape.block_size) > blocks:
+        tokens = prepared.prompts + prepared.outputs
+        needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
         row = int(np.argmax(needed > blocks))
         raise EngineError(
             f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
@@ -385,7 +398,7 @@ class _Simulation:
         self._answers[:, s.OUTCOME] = s.ABORTED
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
-        self._histograms = np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
+        self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
         self._cache = _cache(prepared, self._g, caches=caches)
@@ -448,16 +461,20 @@ class _Simulation:
             self._kept.clear()
             self._measures = True
         if rows:
-            columns = (self._log[:rows, i].copy() for i in range(s.LOG_FIELDS))
+            columns = [self._log[:rows, i].copy() for i in range(s.LOG_FIELDS)]
+            for used in s.USED_COLUMNS:
+                columns[used] /= float(self._g[s.ALL_BLOCKS])
             self._kept.append(StepColumns(*columns))
             self._g[s.LOGGED] = 0
 
     def log(self) -> ReplayLog:
-        """Return the finished replay."""
+        """Return the finished replay, once."""
+        timelines, summary = self._timelines(), self._summary()
+        _spare.append(self._histograms)
         return log_of(
             self._prepared.trace,
-            self._timelines(),
-            self._summary(),
+            timelines,
+            summary,
             self._limits,
             self._plan,
             clock_s=float(self._x[s.NOW]),
@@ -489,15 +506,18 @@ class _Simulation:
             work_s=np.full(n, np.nan),
         )
 
-    def _samples(self, which: int) -> WeightedSamples:
-        """Return what a histogram has counted, ascending."""
+    def _samples(self, which: int, unit: float = 1.0) -> WeightedSamples:
+        """Return what a histogram has counted, ascending, and empty it."""
         bins, marks = np.split(self._histograms[which], [s.BINS])
-        stretches = bins.reshape(-1, s.STRETCH, 2)[np.flatnonzero(marks[:, 0])].reshape(-1, 2)
-        weights, totals = stretches[stretches[:, 0] > 0].T.copy()
-        return WeightedSamples(totals / weights, weights)
+        marked = np.flatnonzero(marks[:, 0])
+        stretches = bins.reshape(-1, s.STRETCH, 2)
+        found = stretches[marked].reshape(-1, 2)
+        weights, totals = found[found[:, 0] > 0].T.copy()
+        stretches[marked], marks[marked] = 0.0, 0.0
+        return WeightedSamples(totals * (unit / weights), weights)
 
     def _summary(self) -> StepSummary:
-        x = self._x
+        x, block_ratio = self._x, 1.0 / float(self._g[s.ALL_BLOCKS])
         costs = CostSums(x[s.ALONE_N : s.ALONE_N + 5], x[s.MIXED_N : s.MIXED_N + 4])
         return StepSummary(
             steps=int(x[s.STEPS_N]),
@@ -507,12 +527,12 @@ class _Simulation:
             levels={
                 "running": self._samples(s.H_RUNNING),
                 "waiting": self._samples(s.H_WAITING),
-                "kv_usage_ratio": self._samples(s.H_USAGE),
+                "kv_usage_ratio": self._samples(s.H_USED, block_ratio),
             },
             peaks={
                 "running": float(x[s.PEAK_RUNNING]),
                 "waiting": float(x[s.PEAK_WAITING]),
-                "kv_usage_ratio": float(x[s.PEAK_USAGE]),
+                "kv_usage_ratio": float(x[s.PEAK_USED]) * block_ratio,
             },
             prefill_tokens=int(x[s.PREFILL_N]),
             cached_tokens=int(x[s.CACHED_N]),
@@ -521,6 +541,18 @@ class _Simulation:
             decode_tokens=int(x[s.DECODED_N]),
             costs=costs.fit(),
         )
+
+
+_spare: Final[list[NDArray[np.float64]]] = []
+"""Empty histograms of replays that have ended: to empty megabytes anew takes time."""
+
+
+def _histograms() -> NDArray[np.float64]:
+    """Return room to count in, empty."""
+    try:
+        return _spare.pop()
+    except IndexError:
+        return np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
 
 
 def _integers(
@@ -559,9 +591,10 @@ def _integers(
     g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
-    lengths = trace.prompt_tokens + trace.output_tokens
-    fitting = lengths[lengths <= shape.max_model_len]
-    g[s.WIDTH] = int(fitting.max()) // block + 2 if fitting.size else 2
+    longest, answer = prepared.longest(shape.max_model_len)
+    g[s.WIDTH] = longest // block + 2
+    # The calendar has days for more steps than any answer takes, a power of two.
+    g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
 
 
@@ -600,8 +633,7 @@ def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
     slots, block = int(g[s.SLOTS]), int(g[s.BLOCK])
     sizes = {
         s.AT_RUN: 2 * slots + 2,
-        s.AT_HEAP: 6 * slots + 8,
-        s.AT_HEAP_SLOTS: 6 * slots + 8,
+        s.AT_CALENDAR: int(g[s.LAST_DAY]) + 1,
         s.AT_PHASES: block,
         s.AT_BUCKETS: block,
         s.AT_FRONT: slots + 1,
@@ -615,7 +647,8 @@ def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
         g[name] = at
         at += size
     work = np.zeros(at, np.int64)
-    work[g[s.AT_BUCKETS] : g[s.AT_BUCKETS] + block] = -1
+    for at, size in ((s.AT_BUCKETS, block), (s.AT_CALENDAR, int(g[s.LAST_DAY]) + 1)):
+        work[g[at] : g[at] + size] = -1
     work[g[s.AT_FREE_SLOTS] : g[s.AT_FREE_SLOTS] + slots] = np.arange(slots)[::-1]
     return work
 
