@@ -283,15 +283,16 @@ def measure(
     lines, steps = _parts(logs)
     span_s = sum(_busy_span_s(log) for log in logs)
     offered = sum(len(line) for line in lines)
-    completed = sum(line.count(Outcome.COMPLETED) for line in lines)
-    good = sum(_good_requests(line, slos) for line in lines)
+    ended = sum(np.bincount(line.outcome, minlength=len(Outcome)) for line in lines)
+    completed = int(ended[Outcome.COMPLETED])
+    good = sum(_good_requests(line, slos) for line in lines) if slos else 0
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
     measurement = Measurement(
         offered=offered,
         completed=completed,
-        refused=sum(line.count(Outcome.REFUSED) for line in lines),
-        timed_out=sum(line.count(Outcome.TIMED_OUT) for line in lines),
-        aborted=sum(line.count(Outcome.ABORTED) for line in lines),
+        refused=int(ended[Outcome.REFUSED]),
+        timed_out=int(ended[Outcome.TIMED_OUT]),
+        aborted=int(ended[Outcome.ABORTED]),
         requests_per_s=completed / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
@@ -312,7 +313,7 @@ def measure(
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
         caveats=(),
-        unfinished=sum(line.count(Outcome.UNFINISHED) for line in lines),
+        unfinished=int(ended[Outcome.UNFINISHED]),
     )
     return _with_caveats(_with_load(measurement, lines))
 

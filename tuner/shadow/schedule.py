@@ -54,13 +54,13 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, PREFILL_BASE_S,
     DECODE_CONTEXT_S, PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
-    PREFILL_N, CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
+    CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
     PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(34)  # fmt: skip
+) = range(32)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -1078,10 +1078,8 @@ def _note_steps(
     """Count like steps that took so long together, and keep them where they are asked for."""
     x[STEPS_N] += repeats
     x[STEPS_S] += took_s
-    x[PREFILL_N] += prefill
     x[CACHED_N] += cached
     x[PREEMPTED_N] += preempted
-    x[DECODED_N] += decodes * repeats
     x[FULLEST] = max(x[FULLEST], decodes + prefill)
     x[PEAK_RUNNING] = max(x[PEAK_RUNNING], running)
     x[PEAK_WAITING] = max(x[PEAK_WAITING], waiting)
@@ -1553,40 +1551,37 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
 @_inlined
 def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     """Take steps of those who decode until one of them ends, or an instant has come."""
-    ahead, n, step = g[AHEAD], g[DECODING], g[STEP]
-    phases, phase, block = g[AT_PHASES], step % g[BLOCK], g[BLOCK]
+    ahead, n, began, step = g[AHEAD], g[DECODING], g[STEP], g[STEP]
+    phase, block, phases, calendar = step % g[BLOCK], g[BLOCK], g[AT_PHASES], g[AT_CALENDAR]
     free, blocks = g[FREE], g[ALL_BLOCKS]
-    context = g[CONTEXT] + n * (step - ahead)
-    now, slope_s = x[NOW], x[DECODE_CONTEXT_S]
-    alone_s, factor = x[BASE_S] + t[n], t[2 * (g[CAP] + 1) + n]
-    steps, used_sum, took_s, first_s, done = 0, 0.0, 0.0, 0.0, 0
-    used, goes_on = blocks - free, True
-    while goes_on and w[phases + phase] <= free and (steps == 0 or now < until_s):
-        done = used
+    used = last_used = float(blocks - free)
+    context = first_context = float(g[CONTEXT] + n * (step - ahead))
+    now, slope_s, alone_s = x[NOW], x[DECODE_CONTEXT_S], x[BASE_S] + t[n]
+    factor, took_s, used_sum = t[2 * (g[CAP] + 1) + n], 0.0, 0.0
+    while w[phases + phase] <= free:
+        last_used = used
         if g[IS_CACHED]:
+            g[STEP] = step
             _let_decode(g, w, sl, r, kv)
             free = g[FREE]
         else:
             free -= w[phases + phase]
-        used = blocks - free
+        used = float(blocks - free)
         if not ahead:
-            done = used
-        goes_on = w[_day(g, step)] < 0
-        step += 1
-        g[STEP] = step
-        phase += 1
-        if phase == block:
-            phase = 0
+            last_used = used
         # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = (alone_s + (slope_s * (context + n * steps) + 0.0)) * factor
-        if steps == 0:
-            first_s = took_s
+        took_s = (alone_s + (slope_s * context + 0.0)) * factor
         now += took_s
-        steps += 1
-        used_sum += done * took_s
+        used_sum += last_used * took_s
+        context += n
+        phase = phase + 1 if phase + 1 < block else 0
+        step += 1
+        if now >= until_s or w[calendar + ((step - 1) & g[LAST_DAY])] >= 0:
+            break
+    steps = step - began
     if steps == 0:
         return
-    g[FREE] = free
+    g[STEP], g[FREE] = step, free
     g[DONE] += steps
     g[STUCK] = g[TIDY] = 0
     took_all_s = now - x[NOW]
@@ -1600,18 +1595,19 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         steps,
         n,
         0,
-        context,
+        first_context,
         0,
         g[RUNNING],
         g[WAITING],
-        used_sum / took_all_s if took_all_s > 0.0 else done,
-        done,
+        used_sum / took_all_s if took_all_s > 0.0 else last_used,
+        last_used,
         0,
         0,
     )
+    first_s = (alone_s + (slope_s * first_context + 0.0)) * factor
     _count_like(h, steps, n, first_s, took_s, took_all_s)
     if ahead:
-        _note_decodes(g, w, _batch(g, step - 1), context + n * steps)
+        _note_decodes(g, w, _batch(g, step - 1), g[CONTEXT] + n * (step - 1))
 
 
 @_inlined

@@ -534,11 +534,11 @@ class _Simulation:
                 "waiting": float(x[s.PEAK_WAITING]),
                 "kv_usage_ratio": float(x[s.PEAK_USED]) * block_ratio,
             },
-            prefill_tokens=int(x[s.PREFILL_N]),
+            prefill_tokens=int(x[s.MIXED_TOKENS]),
             cached_tokens=int(x[s.CACHED_N]),
             preempted=int(x[s.PREEMPTED_N]),
             max_step_tokens=int(x[s.FULLEST]),
-            decode_tokens=int(x[s.DECODED_N]),
+            decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
         )
 
