@@ -45,8 +45,10 @@ def offered_work_s(
         prefill_s = 0.0
     else:
         decode_s = 0.0
-    work_s: Floats = outputs * (decode_s + costs.decode_s) - costs.decode_s * wanted
-    return work_s + prompts * (computed * (prefill_s + costs.prefill_s))
+    work_s: Floats = prompts * (computed * (prefill_s + costs.prefill_s))
+    work_s += outputs * (decode_s + costs.decode_s)
+    work_s -= wanted * costs.decode_s
+    return work_s
 
 
 def _seqs_in_cache(steps: StepSummary) -> float:

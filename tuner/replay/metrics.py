@@ -283,7 +283,8 @@ def measure(
     lines, steps = _parts(logs)
     span_s = sum(_busy_span_s(log) for log in logs)
     offered = sum(len(line) for line in lines)
-    ended = sum(np.bincount(line.outcome, minlength=len(Outcome)) for line in lines)
+    ends = [np.bincount(line.outcome, minlength=len(Outcome)) for line in lines]
+    ended = np.sum(ends, axis=0)
     completed = int(ended[Outcome.COMPLETED])
     good = sum(_good_requests(line, slos) for line in lines) if slos else 0
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)

@@ -345,7 +345,9 @@ def _check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     longest, _ = prepared.longest(shape.max_model_len)
     if -(-(longest - 1) // shape.block_size) > blocks:
         tokens = prepared.prompts + prepared.outputs
-        needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
+        needed = np.where(
+            tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0
+        )
         row = int(np.argmax(needed > blocks))
         raise EngineError(
             f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"

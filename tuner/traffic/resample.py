@@ -115,9 +115,8 @@ class Resampler:
             due_s.append((place * length_s + begun_s + later_s) % period_s)
         return parts, due_s
 
-
     def _begun(self, start_s: float, end_s: float) -> Ints:
-        """Return the requests of sessions that begin in a stretch of the circle, by their rows."""
+        """Return the rows, ascending, of sessions that begin in a stretch of the circle."""
         period_s = self._period_s
         ends_s = (start_s, end_s, start_s - period_s, end_s - period_s)
         low, high, wrapped, last = np.searchsorted(self._ordered_s, ends_s).tolist()
