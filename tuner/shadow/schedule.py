@@ -83,9 +83,11 @@ LOG_FIELDS, USED_COLUMNS = 13, (9, 10)
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
 # A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
-# beyond. Behind them a mark for each stretch of bins, whether any of it was counted.
-BIN_SHIFT, STRETCH = 41, 64
+# beyond. Each has a weight and a total. Behind them stands a mark for each stretch of bins,
+# whether any of it was counted.
+BIN_SHIFT, STRETCH_SHIFT = 41, 6
 LOWEST_KEY, BINS = (1023 - 33) << 11, 59 << 11
+ROOM = 2 * BINS + (BINS >> STRETCH_SHIFT)
 BIN_RATIO = 2.0**-11
 
 # The columns of a block: its neighbours in the free queue, who holds it, and the next with
@@ -154,9 +156,10 @@ def _count(h, which, value, weight, total):
     """Count a sample of which `weight` come to `total`."""
     at = (np.float64(value).view(np.int64) >> BIN_SHIFT) - LOWEST_KEY
     at = min(max(at, 0), BINS - 1)
-    h[which, at, 0] += weight
-    h[which, at, 1] += total
-    h[which, BINS + at // STRETCH, 0] = 1.0
+    first = which * ROOM
+    h[first + 2 * at] += weight
+    h[first + 2 * at + 1] += total
+    h[first + 2 * BINS + (at >> STRETCH_SHIFT)] = 1.0
 
 
 # the calendar: decoding requests by the step of their last token, round a circle of steps
@@ -1633,9 +1636,8 @@ def _begin_to_measure(g, x, h):
     g[MEASURES], g[LOGGED] = 1, 0
     for field in range(STEPS_N, FLOATS):
         x[field] = 0.0
-    for which in range(HISTOGRAMS):
-        for at in range(h.shape[1]):
-            h[which, at, 0] = h[which, at, 1] = 0.0
+    for at in range(h.size):
+        h[at] = 0.0
 
 
 @_inner

@@ -510,9 +510,9 @@ class _Simulation:
 
     def _samples(self, which: int, unit: float = 1.0) -> WeightedSamples:
         """Return what a histogram has counted, ascending, and empty it."""
-        bins, marks = np.split(self._histograms[which], [s.BINS])
-        marked = np.flatnonzero(marks[:, 0])
-        stretches = bins.reshape(-1, s.STRETCH, 2)
+        bins, marks = np.split(self._histograms.reshape(-1, s.ROOM)[which], [2 * s.BINS])
+        marked = np.flatnonzero(marks)
+        stretches = bins.reshape(-1, 2 << s.STRETCH_SHIFT)
         found = stretches[marked].reshape(-1, 2)
         weights, totals = found[found[:, 0] > 0].T.copy()
         stretches[marked], marks[marked] = 0.0, 0.0
@@ -554,7 +554,7 @@ def _histograms() -> NDArray[np.float64]:
     try:
         return _spare.pop()
     except IndexError:
-        return np.zeros((s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2))
+        return np.zeros(s.HISTOGRAMS * s.ROOM)
 
 
 def _integers(
