@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 
@@ -108,11 +109,34 @@ def predict_more(
     workload = found.workload
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     ask = predictor.measure_capacity if is_capacity else predictor.measure
-    outcomes = dict(found.outcomes)
-    for limits in settings:
-        if limits not in outcomes:
-            outcomes[limits] = ask(workload.pieces, limits, workload.plan, workload.slos)
-    return replace(found, outcomes=outcomes)
+
+    def outcome(limits: EngineLimits) -> Outcome:
+        return ask(workload.pieces, limits, workload.plan, workload.slos)
+
+    new = [limits for limits in dict.fromkeys(settings) if limits not in found.outcomes]
+    # The first one lays the traffic out for all; vLLM's own scheduler is asked by one thread.
+    first = len(new) if predictor.doubt else 1
+    outcomes = [outcome(limits) for limits in new[:first]]
+    outcomes += _at_once(outcome, new[first:], workload.pieces)
+    return replace(found, outcomes={**found.outcomes, **dict(zip(new, outcomes, strict=True))})
+
+
+# Requests of all replays at once: ours, each takes some hundred bytes.
+_MOST_AT_ONCE = 10_000_000
+_Place = TypeVar("_Place")
+_Found = TypeVar("_Found")
+
+
+def _at_once(
+    replay: Callable[[_Place], _Found], places: Sequence[_Place], traffic: Sequence[Trace]
+) -> list[_Found]:
+    """Return what a replay of the traffic brings at each place, one on each core at a time.
+
+    The simulator holds no lock of Python.
+    """
+    fit = _MOST_AT_ONCE // max(sum(len(piece) for piece in traffic), 1)
+    with ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, fit))) as pool:
+        return list(pool.map(replay, places))
 
 
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
@@ -193,8 +217,6 @@ DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
 # ours. Models are spread evenly over what is open of them, so that half as many say as much as
 # one for each draw (tests/test_stats.py).
 DRAWS_PER_MODEL = 2
-# Replays at once, one for each core: they hold no lock of Python.
-_THREADS = os.cpu_count() or 1
 # Who could be the best is asked of all with this share of the draws, and with all draws of so
 # many of these, the likeliest; who is further than this from what is thought best is not, and
 # who may keep its bounds is whoever does so as often as not, and with room to spare who would
@@ -468,8 +490,8 @@ class _Drawing:
             limits, k = place
             return self._counted(self._recorded, limits, engines[limits][k])
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            self._here.update(zip(places, pool.map(replay, places), strict=True))
+        replayed = _at_once(replay, places, self._workload.pieces)
+        self._here.update(zip(places, replayed, strict=True))
         found = [[self._here[limits, k] for limits in settings] for k in range(models)]
         drawn: Floats = np.array(found)[np.arange(count) % models]
         return drawn
@@ -495,9 +517,8 @@ class _Drawing:
             return [self._counted(replays, x, engines[x][k % models]) for x in missing]
 
         if missing:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                columns = zip(*pool.map(replay, range(count)), strict=True)
-            for limits, column in zip(missing, columns, strict=True):
+            replayed = _at_once(replay, range(count), self._workload.pieces)
+            for limits, column in zip(missing, zip(*replayed, strict=True), strict=True):
                 self._elsewhere[limits, count] = np.array(column)
         return np.stack([self._elsewhere[limits, count] for limits in some], axis=1)
 
@@ -597,5 +618,5 @@ class _Replays:
             ]
         except EngineError as error:
             return Failure(error.message)
-        measured = measure(logs, self._workload.slos, self._workload.scoring.latencies)
+        measured = measure(logs, self._workload.slos, self._workload.scoring.statistics)
         return replace(measured, load=load * self._traffic[0].load)
