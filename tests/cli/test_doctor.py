@@ -132,7 +132,8 @@ def test_a_broken_vllm_is_no_live_replay() -> None:
     [
         ("polars", "traces in CSV", "max-num-seqs-tuner[csv]", False),
         ("psycopg", "studies in PostgreSQL", "max-num-seqs-tuner[postgres]", False),
-        ("plotly", "reports", "max-num-seqs-tuner", True),
+        ("aiconfigurator-core", "profiles of other GPUs", "max-num-seqs-tuner[predict]", False),
+        ("jinja2", "reports", "max-num-seqs-tuner", True),
     ],
 )
 def test_what_a_library_is_for_is_told_where_it_is_missing(

@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from support.no_vllm import VLLM, without
 from support.paths import ROOT
-from support.shadow_files import a_trace_file, furnished, home
+from support.shadow_files import a_profile, a_trace_file, furnished, home
+from support.shadow_parts import a_shape
+from tuner.shadow.profiles import write_profile
 
 __all__ = ["home"]
 
@@ -40,6 +43,18 @@ PREDICTING = {
         *("--config", "best.yaml", "--max-num-seqs", "2,8"),
     ),
     "replay": ("replay", "--engine", "shadow", *PROFILE, *NOW, "--max-num-seqs", "8"),
+}
+ODD = ("--profile", "odd.yaml")
+UNKNOWN = {
+    "tune odd": (
+        *("--method", "shadow", *ODD, *NOW, "--max-num-seqs", "2,8", "--run-dir", "odd"),
+    ),
+    "plan odd": ("plan", *ODD, *NOW, "--loads", "0.1", "--max-num-seqs", "2,8"),
+    "check odd": (
+        *("check", "--baseline", "odd.yaml", "--trace", "more.jsonl"),
+        *("--baseline-trace", "before.jsonl", "--config", "best.yaml"),
+    ),
+    "replay odd": ("replay", "--engine", "shadow", *ODD, *NOW, "--max-num-seqs", "8"),
 }
 EXIT = {"check": 10}
 """A re-tune pays: the traffic has grown tenfold."""
@@ -86,6 +101,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     folder = furnished(tmp_path_factory.mktemp("home"))
     a_trace_file(folder / "now.jsonl", 1000)
     a_trace_file(folder / "more.jsonl", 3000)
+    odd = replace(a_shape(), scheduler={"max_num_partial_prefills": 4})
+    write_profile(folder / "odd.yaml", replace(a_profile(), shape=odd))
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     for hour, step_s in ((8, 20), (20, 5)):
         for second in range(0, 3600, step_s):
@@ -96,7 +113,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         [sys.executable, "-c", ONE_BY_ONE],
         cwd=folder,
         env=without(folder, VLLM),
-        input=json.dumps(PREDICTING | READING | LIVE),
+        input=json.dumps(PREDICTING | READING | UNKNOWN | LIVE),
         capture_output=True,
         text=True,
         check=True,
@@ -126,6 +143,20 @@ def test_who_has_a_profile_or_a_run_needs_no_vllm(
 ) -> None:
     code, _, err = done[name]
     assert code == EXIT.get(name, 0), err
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_option_that_the_simulator_does_not_know_is_named_and_the_way_out_told(
+    done: dict[str, tuple[int, str, str]], name: str
+) -> None:
+    code, _, err = done[name]
+    assert code == 2, err
+    error, hint = err.splitlines()[-2:]
+    assert error == (
+        "error: the simulator does not know max_num_partial_prefills: 4, and vLLM, whose own "
+        "scheduler is asked then, is not installed"
+    )
+    assert hint.startswith("hint:  pip install 'max-num-seqs-tuner[cpu]'")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tuner.report.explore import Explored, explore_page, explore_sections
 from tuner.report.parts import Section
 from tuner.report.words import NOTHING, quantity
 
-PLOTLY_BYTES = 5_000_000
+PLOTLY_BYTES = 1_200_000
 
 
 class Cells(HTMLParser):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +34,7 @@ ORDER = [
     ),
     *("trials", "caveats", "provenance"),
 ]
-MAX_BYTES = 6_000_000
+MAX_BYTES = 2_000_000
 
 
 class Outline(HTMLParser):
@@ -125,6 +127,15 @@ def test_every_figure_is_one_that_plotly_draws(live: Path, shadowed: Path) -> No
         }
         for plot in plots:
             go.Figure(plot.traces, plot.layout)  # raises for an attribute it does not know
+            assert {trace["type"] for trace in plot.traces} <= {"scatter", "bar"}
+
+
+def test_the_library_is_plotlys_own_byte_for_byte() -> None:
+    """As npm packs it: plotly.js-basic-dist-min 4.1.1."""
+    library = files("tuner.report") / "templates" / "plotly-basic.min.js"
+    assert hashlib.sha256(library.read_bytes()).hexdigest() == (
+        "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"
+    )
 
 
 def test_every_plot_has_its_numbers_in_words_and_headings_leave_no_level_out(page: str) -> None:

@@ -158,10 +158,13 @@ def test_processes_that_compile_at_once_agree(folder: Path) -> None:
     assert ran(folder) == ("10 1", "")
 
 
-def test_without_numba_it_is_told_what_to_install(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ImportError", "OSError"])
+def test_without_numba_it_is_told_what_to_install(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    (hidden / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')\n")
+    (hidden / "numba.py").write_text(f"raise {kind}('Numba needs NumPy 2.3 or less')\n")
     code = (
         "from tuner.errors import UsageError\n"
         "try:\n    import tuner.shadow.compiled\n"

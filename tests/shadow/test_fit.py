@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from support.step_parts import (
     CAPTURED,
@@ -24,7 +25,7 @@ from support.step_parts import (
 )
 from tuner.engine.steps import StepColumns
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.shadow.fit import MIN_STEPS, fit
+from tuner.shadow.fit import MIN_STEPS, fit, non_negative
 from tuner.shadow.step_model import Knots, StepModel
 
 
@@ -251,3 +252,28 @@ def test_steps_that_are_all_alike_still_give_a_model_with_their_mean(
     assert found.error.distorted_ratio < 0.005
     total_s = found.model.predict_s(steps).sum()
     assert total_s == pytest.approx(steps.duration_s.sum(), rel=1e-6 + sigma / 50)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30), st.integers(1, 40), st.integers(-6, 6))
+def test_non_negative_least_squares_are_scipys(
+    seed: int, n: int, rows: int, power: int
+) -> None:
+    """The same remainder to 1e-9 of what is wanted, with columns of zeros and near twins."""
+    rng = np.random.default_rng(seed)
+    columns = rng.normal(size=(rows, n))
+    if seed % 2:
+        columns = np.abs(columns)  # as a fit's are, most coefficients above 0
+    if seed % 3 == 0:
+        columns[:, 0] = columns[:, -1] * (1 + 1e-9)
+    if seed % 5 == 0:
+        columns[:, rng.integers(n)] = 0.0
+    norms = np.linalg.norm(columns, axis=0)
+    columns /= np.where(norms > 0, norms, 1.0)
+    wanted = rng.normal(size=rows) if seed % 7 else columns @ np.abs(rng.normal(size=n))
+    wanted = wanted * 10.0**power
+    found = non_negative(columns, wanted)
+    assert (found >= 0).all()
+    _, remainder = nnls(columns, wanted, maxiter=100 * n)
+    off = float(np.linalg.norm(columns @ found - wanted))
+    assert off == pytest.approx(remainder, rel=1e-9, abs=1e-9 * float(np.linalg.norm(wanted)))

@@ -19,6 +19,8 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Agreement, KvStart, Profile
+from tuner.shadow.simulator import room_for
+from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 256)
@@ -58,10 +60,31 @@ def test_what_is_in_doubt_is_said_of_the_engine() -> None:
 
 def test_an_option_that_the_simulator_does_not_know_is_a_doubt() -> None:
     profile = a_profile()
-    shape = replace(profile.shape, scheduler={"prefill_schedule_interval": 3})
+    shape = replace(profile.shape, scheduler={"max_num_partial_prefills": 3})
     predictor = Predictor(replace(profile, shape=shape))
-    assert predictor.doubt == "the simulator does not know prefill_schedule_interval: 3"
+    assert predictor.doubt == "the simulator does not know max_num_partial_prefills: 3"
     assert predictor.info(LIMITS).remark.startswith(predictor.doubt)
+
+
+def test_a_trace_too_large_for_memory_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = a_trace([float(i) for i in range(1000)])
+    assert len(Predictor(a_profile()).replay(trace, LIMITS, ReplayPlan()).timelines) == 1000
+    monkeypatch.setattr("tuner.shadow.simulator.free_bytes", lambda: 1e5)
+    with pytest.raises(UsageError, match=r"1,000 requests takes 0.0 GB of memory") as refused:
+        Predictor(a_profile()).replay(trace, LIMITS, ReplayPlan())
+    assert "replay a part of the trace" in refused.value.hint
+
+
+def test_prefixes_count_in_what_a_replay_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.shadow.simulator.free_bytes", lambda: 1e6)
+    ids = HashIds.from_rows([tuple(range(50))] * 100, 16)
+    plain = a_trace([float(i) for i in range(100)], 800)
+    room = [room_for(t, a_profile().shape) for t in (plain, replace(plain, hashes=ids))]
+    assert room[0] == 52  # 19 kB each
+    cached = replace(a_profile().shape, prefix_caching=True)
+    assert room_for(replace(plain, hashes=ids), cached) < room[1] == room[0]
 
 
 def test_a_doubt_cannot_be_settled_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from support.served_parts import CALM, LIMITS, PROFILE, STEPS, recorded, replaying
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.shadow.served import fit_serving_overhead
+from tuner.shadow.served import by_recording
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_what_serving_adds_is_found_and_predicts_later_requests(
     added_s: float, ratio: float, frontend_s: float
 ) -> None:
     trace = recorded(CALM.trace(), STEPS.served(added_s, ratio), frontend_s)
-    corrected, found = fit_serving_overhead(PROFILE, trace, LIMITS, replaying(trace))
+    corrected, found = by_recording(PROFILE, trace, LIMITS, replaying(trace))
     assert found.added_step_s == pytest.approx(added_s, abs=0.0004)
     assert found.prefill_ratio == pytest.approx(ratio, rel=0.08)
     assert found.first_token_s == pytest.approx(frontend_s, abs=0.003)
@@ -46,7 +46,7 @@ def test_requests_that_come_later_teach_nothing() -> None:
         ttft_s=np.where(late, 3 * trace.ttft_s, trace.ttft_s),
         e2e_s=np.where(late, 3 * trace.e2e_s, trace.e2e_s),
     )
-    _, found = fit_serving_overhead(PROFILE, slower, LIMITS, replaying(trace))
+    _, found = by_recording(PROFILE, slower, LIMITS, replaying(trace))
     assert abs(found.added_step_s) < 0.0003
     assert found.off_now["e2e p50"] == pytest.approx(1 / 3 - 1, abs=0.05)
 
@@ -56,7 +56,7 @@ def test_prompts_that_are_all_alike_leave_prefill_as_it_was() -> None:
     alike = replace(trace, prompt_tokens=np.full(len(trace), 64))
     spaced = replace(alike, due_s=np.arange(len(trace), dtype=np.float64) * 2)
     served = recorded(spaced, STEPS.served(0.003, 1.0))
-    _, found = fit_serving_overhead(PROFILE, served, LIMITS, replaying(served))
+    _, found = by_recording(PROFILE, served, LIMITS, replaying(served))
     assert not found.has_prefill
     assert found.prefill_ratio == 1.0
     assert found.added_step_s == pytest.approx(0.003, abs=0.0003)
@@ -66,14 +66,14 @@ def test_prompts_that_are_all_alike_leave_prefill_as_it_was() -> None:
 def test_a_recording_without_times_or_with_few_requests_is_refused() -> None:
     trace = CALM.trace()
     with pytest.raises(TooFewSamplesError, match="does not say when tokens came"):
-        fit_serving_overhead(PROFILE, trace, LIMITS, replaying(trace))
+        by_recording(PROFILE, trace, LIMITS, replaying(trace))
     few = recorded(trace.slice_rows(np.arange(60)), STEPS)
     with pytest.raises(TooFewSamplesError, match="at least 80 are needed"):
-        fit_serving_overhead(PROFILE, few, LIMITS, replaying(few))
+        by_recording(PROFILE, few, LIMITS, replaying(few))
 
 
 def test_times_that_no_step_model_explains_are_told() -> None:
     trace = CALM.trace()
     instant = replace(trace, ttft_s=np.full(len(trace), 1e-4), e2e_s=np.full(len(trace), 2e-4))
     with pytest.raises(ShadowError, match="still does not come up"):
-        fit_serving_overhead(PROFILE, instant, LIMITS, replaying(trace))
+        by_recording(PROFILE, instant, LIMITS, replaying(trace))

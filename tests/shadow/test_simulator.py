@@ -33,6 +33,8 @@ from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns
 
 CASES_SETTING = "SIMULATOR_CASES"
+# For several workers of pytest to share.
+PARTS = 4
 LIMITS = EngineLimits(8, 256)
 # Sums of powers of two are exact: a decode takes 1.5 s alone, a prompt of four tokens 2 s.
 STEPS = StepModel.linear(1.0, 0.5, 0.25)
@@ -65,11 +67,13 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_thousands_of_random_replays_are_those_of_vllms_scheduler(
-    capsys: pytest.CaptureFixture[str],
+    part: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cases, began_s, steps = int(os.environ.get(CASES_SETTING, "2000")), time.monotonic(), 0
-    for done, seed in enumerate(range(1000, 1000 + cases), 1):
+    cases = int(os.environ.get(CASES_SETTING, "10000")) // PARTS
+    began_s, steps, first = time.monotonic(), 0, 1000 + part * cases
+    for done, seed in enumerate(range(first, first + cases), 1):
         log = compare_with_the_reference(seed)
         steps += log.steps.steps if isinstance(log, ReplayLog) else 0
         if done % 500 == 0 or done == cases:
@@ -241,7 +245,6 @@ def test_a_request_longer_than_the_model_takes_is_refused_and_the_others_are_not
     ("name", "value"),
     [
         ("no_such_option", 1),
-        ("prefill_schedule_interval", 2),
         ("policy", "shortest_first"),
         ("max_num_partial_prefills", 4),
     ],
@@ -404,8 +407,31 @@ def test_each_vllm_is_replayed_as_it_decides() -> None:
     assert alone == [7, 67]
     scarce = [of_version(random_case(15), v).steps.cached_tokens for v in ("0.23.0", "0.24.0")]
     assert scarce[0] < scarce[1]
+    for seed, older, newer, preempted in (
+        (2225, "0.27.1", "0.28.0", [24, 25]),
+        (50, "0.32.0", "0.33.0", [60, 62]),
+    ):
+        logs = [of_version(random_case(seed, is_by_priority=True), v) for v in (older, newer)]
+        assert [log.steps.preempted for log in logs] == preempted
     newest = [of_version(random_case(15), v).steps for v in ("0.31.0", "0.99.1", "1.0.0", "")]
     assert len({(s.steps, s.cached_tokens) for s in newest}) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "first_s"),
+    [
+        # The second prompt shares the second batch.
+        ("0.32.0", [2.0, 4.5]),
+        # Two batches of 1.5 s go between the prompts.
+        ("0.33.0", [2.0, 7.5]),
+    ],
+)
+def test_an_interval_between_prompts_holds_for_an_engine_alone_from_0_33_on(
+    version: str, first_s: list[float]
+) -> None:
+    shape = replace(a_shape(), vllm_version=version, scheduler={"prefill_schedule_interval": 3})
+    lines = simulated(a_trace([0.0, 1.0], 4, [6, 2]), LIMITS, STEPS, shape=shape).timelines
+    assert lines.first_s.tolist() == first_s
 
 
 def test_a_workload_is_the_same_whenever_it_is_replayed() -> None:

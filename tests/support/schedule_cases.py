@@ -31,8 +31,11 @@ class Case:
     plan: ReplayPlan
 
 
-def random_case(seed: int) -> Case:
-    """Return the case of a seed: small numbers, so that every edge is met often."""
+def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
+    """Return the case of a seed: small numbers, so that every edge is met often.
+
+    One in seven serves by priority, or every one.
+    """
     rng = np.random.default_rng(seed)
     block = int(rng.choice([1, 4, 8, 16, 16, 16, 32]))
     # Drawn apart, so that cases without sessions stay what they were.
@@ -40,6 +43,8 @@ def random_case(seed: int) -> Case:
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     max_len = int(longest if rng.random() < 0.9 else max(2, longest - 10))
     shape = _shape(rng, block, max_len)
+    if is_by_priority:
+        shape = replace(shape, scheduler={**shape.scheduler, "policy": "priority"})
     limits, ceiling = _limits(rng, shape, max_len)
     enough = int(np.ceil((trace.prompt_tokens + trace.output_tokens) / block).sum()) + 2
     least = -(-max_len // block) + 2
@@ -47,9 +52,12 @@ def random_case(seed: int) -> Case:
     blocks = int(rng.choice([enough, scarce, scarce]))
     if shape.scheduler["watermark"]:
         blocks = max(blocks, 2 * least)
-    engine = SimulatedEngine(shape, blocks, _model(rng), ceiling)
-    plan = _plan(rng, trace)
+    model, plan = _model(rng), _plan(rng, trace)
     # Drawn apart too.
+    rng = np.random.default_rng([seed, 3])
+    interval = int(rng.choice([2, 3, 8])) if rng.random() < 0.2 else 1
+    shape = replace(shape, scheduler={**shape.scheduler, "prefill_schedule_interval": interval})
+    engine = SimulatedEngine(shape, blocks, model, ceiling)
     rng = np.random.default_rng([seed, 2])
     if shape.has_priorities and rng.random() < 0.8:
         priorities = rng.integers(-1, int(rng.choice([1, 2, 8])), len(trace))

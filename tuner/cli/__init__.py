@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -17,11 +18,29 @@ _COMPLETE = "_TUNE_COMPLETE"
 """The variable by which a shell asks for completions, named as click's own scripts do."""
 
 
+_THREADS = "OPENBLAS_NUM_THREADS"
+_HELPS = {"-h", "--help", "--version"}
+
+
+def _import_numpy() -> None:
+    """Import numpy with its linear algebra on one thread, for this process alone.
+
+    Matrices are small here, and threads that wait for each other took a check 0.1 s of
+    processor time on two busy cores. No engine's process inherits it.
+    """
+    if _THREADS not in os.environ:
+        os.environ[_THREADS] = "1"
+        importlib.import_module("numpy")
+        del os.environ[_THREADS]
+
+
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, signal.default_int_handler)
     try:
+        if not _HELPS.intersection(arguments):
+            _import_numpy()
         context = tune_command.make_context("tune", list(arguments))
         with context:
             code = tune_command.invoke(context)

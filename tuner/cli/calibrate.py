@@ -1,4 +1,4 @@
-"""`tune calibrate`: correct a profile by what the engine does as it is served."""
+"""`tune calibrate`: correct a profile by what production does."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Self
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import LimitOptions, ShadowOptions, TrafficOptions, announce
 from tuner.cli.options import Params, path_of
-from tuner.engine.limits import EngineLimits
+from tuner.cli.prometheus import PrometheusOptions
 from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
 from tuner.run.inputs import engine_of_profile
-from tuner.shadow.anchor import Anchor, anchored
+from tuner.shadow.correction import Anchor, Correction, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, write_profile
-from tuner.shadow.served import ServingOverhead, fit_serving_overhead
+from tuner.shadow.recorded import RecordedRequests, check_usable, read_steps, rebuild
+from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Aborted
 
@@ -26,10 +27,12 @@ from tuner.traffic.traces import Aborted
 class CalibrateOptions:
     """Which profile is corrected by what, and where the new one goes.
 
-    By a recording, or by one point where `anchor` is given. `config` is the configuration that
-    was served, the profile's where it is None; `served` are its limits where they are named.
+    By an anchor, by Prometheus, by recorded steps beside the recording, or by the recording
+    itself. `config` is the configuration that was served, the profile's where it is None;
+    `served` are its limits where they are named.
 
-    Raises: UsageError for a recording that was not served as it is replayed.
+    Raises: UsageError for none or several of these, or for a recording that was not served as
+        it is replayed.
     """
 
     shadow: ShadowOptions
@@ -37,13 +40,20 @@ class CalibrateOptions:
     config: Path | None
     served: LimitOptions
     traffic: TrafficOptions
+    steps: tuple[Path, ...]
     as_json: bool
     anchor: Anchor | None = None
+    prometheus: PrometheusOptions | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would not be compared like with like."""
-        if self.anchor is not None and self.traffic.files:
-            raise UsageError("--anchor and --trace are two ways to correct: name one of them")
+        sources = (self.anchor, self.prometheus, self.traffic.files)
+        if sum(map(bool, sources)) > 1:
+            raise UsageError(
+                "--anchor, --prometheus and --trace are three ways to correct: name one of them"
+            )
+        if self.steps and not self.traffic.files:
+            raise UsageError("--steps needs the recording that they lie beside: --trace FILE")
         if self.traffic.load != 1:
             raise UsageError(
                 "--load would change when requests came, which is what is compared"
@@ -56,6 +66,7 @@ class CalibrateOptions:
         shadow = ShadowOptions.parse(params, UsageError("--profile is missing", hint))
         if not params["output"]:
             raise UsageError("--output is missing", "name where it goes: --output FILE")
+        url, model = params["prometheus"], params["only_model"]
         return cls(
             shadow=shadow,
             output=Path(params["output"]),
@@ -63,33 +74,57 @@ class CalibrateOptions:
             served=LimitOptions.parse(params),
             # What was served is compared: of an answer that was cut short no more was served.
             traffic=TrafficOptions.parse(params, aborted=Aborted.KEEP),
+            steps=tuple(map(Path, params["steps"])),
             as_json=params["as_json"],
             anchor=Anchor.parse(params["anchor"]) if params["anchor"] else None,
+            prometheus=PrometheusOptions.parse(params, url, model) if url else None,
         )
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
     """Correct the profile, write it and say what changed. Raises: TunerError."""
     profile, source = options.shadow.load()
-    if options.anchor is not None:
-        corrected, found = anchored(profile, options.anchor)
-        write_profile(options.output, corrected)
-        show_result(
-            {"engine": "shadow", **found.as_json()}, found.lines(), as_json=options.as_json
-        )
-        say(f"written: {options.output}")
-        return 0
-    corrected, limits, overhead = _corrected(profile, source, options)
+    corrected, found = _corrected(profile, source, options)
     write_profile(options.output, corrected)
-    content = {"engine": "shadow", "limits": limits, **overhead.as_json()}
-    show_result(content, [f"served at {limits}", *overhead.lines()], as_json=options.as_json)
+    content = {"engine": "shadow", **found.as_json()}
+    show_result(content, found.lines(), as_json=options.as_json)
     say(f"written: {options.output}")
     return 0
 
 
 def _corrected(
     profile: Profile, source: ProfiledEngine, options: CalibrateOptions
-) -> tuple[Profile, EngineLimits, ServingOverhead]:
+) -> tuple[Profile, Correction]:
+    """Return the profile as what was named corrects it. Raises: TunerError."""
+    if options.prometheus is not None:
+        return by_anchor(profile, _measured(options.prometheus))
+    if options.anchor is not None:
+        return by_anchor(profile, options.anchor)
+    if options.steps:
+        requests = RecordedRequests.read(tuple(map(Path, options.traffic.files)))
+        stretches = []
+        for steps in read_steps(options.steps):
+            check_usable(steps)
+            stretches += rebuild(steps, requests).stretches()
+        return by_steps(profile, stretches)
+    return _by_recording(profile, source, options)
+
+
+def _measured(server: PrometheusOptions) -> Anchor:
+    """Return the point that production's metrics show. Raises: UsageError."""
+    found = server.token_times()
+    return Anchor(
+        found.itl_s,
+        found.running,
+        round(found.prompt_tokens + found.output_tokens / 2),
+        round(found.prompt_tokens),
+        max(1, round(found.output_tokens)),
+    )
+
+
+def _by_recording(
+    profile: Profile, source: ProfiledEngine, options: CalibrateOptions
+) -> tuple[Profile, Correction]:
     """Replay the recording with one step model after the other until they agree."""
     engine = engine_of_profile(profile, options.config, None, {})
     traffic = options.traffic.read()
@@ -109,5 +144,4 @@ def _corrected(
                 f"the recording could not be replayed: {error.message}"
             ) from error
 
-    corrected, overhead = fit_serving_overhead(profile, trace, limits, replay)
-    return corrected, limits, overhead
+    return by_recording(profile, trace, limits, replay)

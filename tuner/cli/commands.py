@@ -157,6 +157,7 @@ def compare(**params: Any) -> int:
 @command(
     "calibrate",
     "tune calibrate --profile runs/…/profile.yaml --trace prod.jsonl -o served.profile.yaml",
+    "tune calibrate --profile h200.yaml --prometheus http://prometheus:9090 -o mine.yaml",
     exits=SHADOW_FAILED,
 )
 @cloup.option_group(
@@ -177,21 +178,44 @@ def compare(**params: Any) -> int:
         help="Configuration that was served (YAML); default: the profile's.",
     ),
     *one_setting("served", "that of --config"),
+    file_option(
+        "--steps",
+        multiple=True,
+        help="Steps that the recorder wrote beside --trace; repeatable. They are corrected by, "
+        "and not the times of the requests.",
+    ),
+)
+@cloup.option_group(
+    "Without a recording",
     click.option(
         "--anchor",
         metavar="itl=TIME@running=N",
-        help="Instead of --trace: the time between tokens that was measured while so many "
-        "requests ran, as itl=12.3ms@running=14 (,context=TOKENS of each; default: 1000).",
+        help="The time between tokens that was measured while so many requests ran, as "
+        "itl=12.3ms@running=14; with ,prompt=TOKENS,output=TOKENS of the mean request it "
+        "counts prompts computed beside them.",
+    ),
+    click.option(
+        "--prometheus",
+        metavar="URL",
+        help="Take that point from the last hour of production's metrics.",
+    ),
+    click.option(
+        "--model",
+        "only_model",
+        metavar="NAME",
+        help="Whose metrics, where there are several models.",
     ),
 )
+@prometheus_options("1h")
 @traffic_options
 def calibrate(**params: Any) -> int:
-    """Correct a profile by a recording of the engine as it is served.
+    """Correct a profile by what production does.
 
-    Steps take longer behind an API server than in process. The profile's shadow replays the
-    recording; what is missing in its steps goes into the new profile, which says how far it is
-    off on requests that it was not fitted to. Needs a recording with first-token and end times,
-    as this tool's recorder writes, of one server at known limits.
+    By a point of its metrics every step takes as much longer as a token did; by recorded steps
+    as much longer as these did. By a recording of requests, with first-token and end times as
+    this tool's recorder writes them, of one server at known limits: its shadow replays them,
+    and what is missing goes into every step and into prefills. How far the corrected profile is
+    off what did not teach it is told, and kept in it.
     """
     from tuner.cli.calibrate import CalibrateOptions, run_calibrate
 

@@ -39,9 +39,14 @@ _INSTALL_VLLM: Final = (
 _UPGRADE: Final = "pip install --upgrade max-num-seqs-tuner"
 _MEND: Final = "mend what is missing below"
 _ABILITIES: Final = {
-    "reports": (("plotly", "jinja2"), _UPGRADE, True),
+    "reports": (("jinja2",), _UPGRADE, True),
     "traffic from Prometheus": (("prometheus-api-client",), _UPGRADE, True),
     "traces in CSV": (("polars",), "pip install 'max-num-seqs-tuner[csv]'", False),
+    "profiles of other GPUs": (
+        ("aiconfigurator-core",),
+        "pip install 'max-num-seqs-tuner[predict]'",
+        False,
+    ),
     "studies in PostgreSQL": (
         ("psycopg",),
         "pip install 'max-num-seqs-tuner[postgres]'",

@@ -11,6 +11,7 @@ from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
 from tuner.errors import UsageError
 from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.traces import Trace
 
 
@@ -68,6 +69,17 @@ class PrometheusOptions:
             seed=seed,
             concurrency=is_closed,
             until_s=until_s,
+            headers=self.credentials(),
+            verify=self.is_verified,
+        )
+
+    def token_times(self) -> TokenTimes:
+        """Return how long tokens took while how many requests ran. Raises: UsageError."""
+        return token_times(
+            self.url,
+            self.since_s,
+            self.step_s,
+            model=self.model,
             headers=self.credentials(),
             verify=self.is_verified,
         )

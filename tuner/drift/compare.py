@@ -175,19 +175,20 @@ def _length_features(
 
 def _quantile(table: Ints, edges: Ints, q: float, weights: Floats) -> Floats:
     """Return the logarithm of a quantile, within a bucket as if even in the logarithm."""
-    counts = weights @ table
+    highs = np.log(np.maximum(edges, 0.5))
+    # The first bucket holds one value, and so does any between neighbouring whole numbers.
+    lows = np.log(np.maximum(np.append(edges[0], edges[:-1]), 0.5))
+    single = np.append(True, np.diff(edges) <= 1)
+    lows = np.where(single, highs, lows)
+    used = np.flatnonzero(table.any(axis=0))
+    counts = weights @ table[:, used]
     upto = np.cumsum(counts, axis=1)
     weight = q * upto[:, -1:]
     at = np.argmax(upto >= weight, axis=1)[:, None]
     inside = np.take_along_axis(counts, at, axis=1)
     below = np.take_along_axis(upto, at, axis=1) - inside
     share = np.clip((weight - below) / inside, 0, 1)[:, 0]
-    highs = np.log(np.maximum(edges, 0.5))
-    # The first bucket holds one value, and so does any between neighbouring whole numbers.
-    lows = np.log(np.maximum(np.append(edges[0], edges[:-1]), 0.5))
-    single = np.append(True, np.diff(edges) <= 1)
-    lows = np.where(single, highs, lows)
-    place = at[:, 0]
+    place = used[at[:, 0]]
     logs: Floats = lows[place] + share * (highs - lows)[place]
     return logs
 

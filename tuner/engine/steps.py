@@ -58,6 +58,12 @@ class StepColumns:
         return int(self.end_s.size)
 
     @property
+    def has_batch(self) -> NDArray[np.bool_]:
+        """Mark the steps that computed anything; others are turns to tidy up."""
+        mask: NDArray[np.bool_] = (self.decode_seqs > 0) | (self.prefill_tokens > 0)
+        return mask
+
+    @property
     def is_decode_only(self) -> NDArray[np.bool_]:
         """Mark the steps in which nothing but decoding happened."""
         mask: NDArray[np.bool_] = (self.decode_seqs > 0) & (self.prefill_tokens == 0)

@@ -38,7 +38,9 @@ def levels(logs: Sequence[ReplayLog], name: str) -> TimeWeighted:
     """Return a level of the steps weighted by time, idle time counting as nothing."""
     held = pooled([log.steps.levels[name] for log in logs])
     idle_s = sum(max(0.0, log.clock_s - log.steps.duration_s) for log in logs)
-    samples = WeightedSamples(np.r_[0.0, held.values], np.r_[idle_s, held.weights])
+    samples = WeightedSamples(
+        np.concatenate([(0.0,), held.values]), np.concatenate([(idle_s,), held.weights])
+    )
     if samples.total_weight <= 0:
         return TimeWeighted(0.0, 0.0, 0.0)
     peak = max(log.steps.peaks[name] for log in logs)
@@ -291,20 +293,17 @@ def measure(
     Raises: ValueError without a log.
     """
     lines, steps = _parts(logs)
-    span_s = sum(_busy_span_s(log) for log in logs)
-    offered = sum(len(line) for line in lines)
-    ends = [np.bincount(line.outcome, minlength=len(Outcome)) for line in lines]
-    ended = np.sum(ends, axis=0)
-    completed = int(ended[Outcome.COMPLETED])
+    offered, span_s = sum(map(len, lines)), sum(map(_busy_span_s, logs))
+    ended = {outcome: sum(line.count(outcome) for line in lines) for outcome in Outcome}
     good = sum(_good_requests(line, slos) for line in lines) if slos else 0
     cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
     measurement = Measurement(
         offered=offered,
-        completed=completed,
-        refused=int(ended[Outcome.REFUSED]),
-        timed_out=int(ended[Outcome.TIMED_OUT]),
-        aborted=int(ended[Outcome.ABORTED]),
-        requests_per_s=completed / span_s if span_s > 0 else 0.0,
+        completed=ended[Outcome.COMPLETED],
+        refused=ended[Outcome.REFUSED],
+        timed_out=ended[Outcome.TIMED_OUT],
+        aborted=ended[Outcome.ABORTED],
+        requests_per_s=ended[Outcome.COMPLETED] / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
@@ -324,9 +323,11 @@ def measure(
         wall_s=sum(log.wall_s for log in logs),
         cut_reason=cut_reason,
         caveats=(),
-        unfinished=int(ended[Outcome.UNFINISHED]),
+        utilisation=utilisation(lines),
+        offered_per_s=_offered_per_s(lines),
+        unfinished=ended[Outcome.UNFINISHED],
     )
-    return _with_caveats(_with_load(measurement, lines))
+    return replace(measurement, caveats=_caveats(measurement))
 
 
 def _parts(logs: Sequence[ReplayLog]) -> tuple[list[Timelines], list[StepSummary]]:
@@ -339,15 +340,13 @@ def _kept_up(log: ReplayLog) -> bool:
     return is_sustained(log.timelines, is_closed_loop=log.is_closed_loop)
 
 
-def _with_load(m: Measurement, lines: Sequence[Timelines]) -> Measurement:
-    """Attach what was offered, against what the engine can do."""
+def _offered_per_s(lines: Sequence[Timelines]) -> float | None:
     arrivals_s = sum(arrival_span_s(line) for line in lines)
-    per_s = m.offered / arrivals_s if arrivals_s > 0 else None
-    return replace(m, utilisation=utilisation(lines), offered_per_s=per_s)
+    return sum(map(len, lines)) / arrivals_s if arrivals_s > 0 else None
 
 
-def _with_caveats(m: Measurement) -> Measurement:
-    """Attach the doubts that follow from the numbers themselves."""
+def _caveats(m: Measurement) -> tuple[Caveat, ...]:
+    """Return the doubts that follow from the numbers themselves."""
     e2e = m.latencies["e2e_s"]
     checks = [
         (Caveat.NOT_SUSTAINED, not m.is_sustained and m.cut_reason is None),
@@ -359,8 +358,7 @@ def _with_caveats(m: Measurement) -> Measurement:
         (Caveat.REQUESTS_LOST, m.cut_reason is None and m.lost_ratio > 0),
         (Caveat.RECORDING_ENDED, m.unfinished > UNFINISHED_RATIO * m.offered),
     ]
-    caveats = tuple(caveat for caveat, holds in checks if holds)
-    return replace(m, caveats=caveats)
+    return tuple(caveat for caveat, holds in checks if holds)
 
 
 def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
-
-from scipy.special import ndtri
 
 from tuner.engine.limits import EngineLimits
 from tuner.report.parts import (
@@ -91,7 +90,7 @@ def _what_would_change(advice: Advice, current: EngineLimits) -> str:
     if odds is None or here is None or advice.shown == current:
         return ""
     mean, spread = here
-    room = -mean - float(ndtri(odds.confidence)) * spread
+    room = -mean - NormalDist().inv_cdf(odds.confidence) * spread
     moved = percent(math.expm1(abs(room)))
     if advice.is_change:
         return (
@@ -143,7 +142,7 @@ def _log_normal(bounds: Bounds | None) -> tuple[float, float] | None:
     if bounds is None or bounds[0] is None or bounds[1] is None or bounds[0] <= -1:
         return None
     low, high = math.log1p(bounds[0]), math.log1p(bounds[1])
-    return (low + high) / 2, (high - low) / (2 * float(ndtri(0.95)))
+    return (low + high) / 2, (high - low) / (2 * NormalDist().inv_cdf(0.95))
 
 
 def _standing_of(advice: Advice, limits: EngineLimits) -> Standing | None:

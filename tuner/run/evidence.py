@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay import metrics
@@ -29,7 +28,7 @@ from tuner.search.trials import (
     ranked,
     read_metric,
 )
-from tuner.stats import Estimate
+from tuner.stats import Estimate, student_quantile
 
 # A KV cache this full is what limits, a bound this close is what binds: ours.
 KV_FULL_RATIO = 0.95
@@ -168,7 +167,7 @@ def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
     found = Effects.of(2, replays, LIVE_SPREADS)
     apart = np.array([1.0, -1.0])
     mean, sd = float(apart @ found.mean), float(np.linalg.norm(apart @ found.root))
-    half = float(stdtrit(found.freedom, 0.5 + CONFIDENCE / 2)) * sd
+    half = student_quantile(found.freedom, 0.5 + CONFIDENCE / 2) * sd
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(pairs))
 
 

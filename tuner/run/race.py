@@ -10,10 +10,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import numpy as np
-from scipy.special import ndtr
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
@@ -521,7 +521,7 @@ def _cold_of(
     if not logs or not np.isfinite(logs).all():
         return Cold(*worst, None, starts=starts)
     seen, seen_sd = float(np.mean(logs)), noise * math.sqrt(2 / starts)
-    cold = Cold(*worst, math.exp(seen), float(ndtr(-seen / seen_sd)), starts)
+    cold = Cold(*worst, math.exp(seen), NormalDist().cdf(-seen / seen_sd), starts)
     raced, raced_sd = _raced_ratio(context, plan, decision.winner, noise)
     gain = decision.gain_here or decision.gain
     if deployed is not None:
@@ -537,7 +537,7 @@ def _cold_of(
         believed = COLD_EFFECT**2 / (COLD_EFFECT**2 + effect_sd**2)
         effect, effect_sd = believed * effect, math.sqrt(believed) * effect_sd
     mean, sd = known + effect, math.hypot(known_sd, effect_sd)
-    p_better = float(ndtr(-mean / sd))
+    p_better = NormalDist().cdf(-mean / sd)
     return replace(cold, p_better=p_better, deviations=deviations, log_gain=mean)
 
 

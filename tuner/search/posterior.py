@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 from typing import Self
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
 
 from tuner.arrays import Bools, Floats
 from tuner.engine.limits import EngineLimits
@@ -30,7 +30,7 @@ from tuner.search.race import (
     RaceVerdict,
     Standing,
 )
-from tuner.stats import Estimate
+from tuner.stats import Estimate, student_quantile
 
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
 # would restart a server for.
@@ -112,7 +112,7 @@ class Draws:
         times, at = 1.0, drawn_of(point)
         if stretches is not None:
             share = 0.5 + CONFIDENCE / 2
-            student = float(stdtrit(stretches - 1, share)) / float(ndtri(share))
+            student = student_quantile(stretches - 1, share) / NormalDist().inv_cdf(share)
             times = student * math.sqrt(stretches / (stretches - 1))
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:

@@ -93,9 +93,8 @@ class Calibration:
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         seen = joined([columns for _, columns in self.steps])
-        has_batch = (seen.decode_seqs > 0) | (seen.prefill_tokens > 0)
-        took_s = float(seen.duration_s[has_batch].sum())
-        predicted_s = float(profile.step_model.predict_s(seen)[has_batch].sum())
+        took_s = float(seen.duration_s[seen.has_batch].sum())
+        predicted_s = float(profile.step_model.predict_s(seen)[seen.has_batch].sum())
         return took_s / predicted_s
 
     def _by_limits(self) -> list[StepColumns]:

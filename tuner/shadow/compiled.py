@@ -31,7 +31,7 @@ try:
     import numba
     import numpy as np
     from numba.core import caching
-except ImportError as missing:
+except (ImportError, OSError) as missing:  # OSError: LLVM's library cannot be loaded
     raise UsageError(
         f"predictions need numba, which cannot be imported: {missing}",
         "pip install --upgrade max-num-seqs-tuner; `tune doctor` shows what is installed",
@@ -242,8 +242,8 @@ def _digest(folder: Path) -> str:
 def _note_once(reason: str) -> None:
     """Tell once in a process that nothing is kept."""
     _log.warning(
-        "compiled code cannot be kept (%s), so every start compiles it anew, which takes"
-        " seconds: set NUMBA_CACHE_DIR to a folder that can be written",
+        "compiled code cannot be kept (%s), so every start compiles it anew, about half a"
+        " minute: set NUMBA_CACHE_DIR to a folder that can be written",
         reason,
     )
 

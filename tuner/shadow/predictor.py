@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import EngineError
+from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
@@ -21,7 +21,13 @@ from tuner.replay.slo import Slo
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate, unknown_options
+from tuner.shadow.simulator import (
+    PreparedTrace,
+    SimulatedEngine,
+    room_for,
+    simulate,
+    unknown_options,
+)
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -83,7 +89,7 @@ class Predictor:
 
         Units: seconds on the replay's clock, zero at the trace's own zero.
         Raises: EngineError if a request cannot be served at the limits; ShadowError or
-            UsageError if nothing can be predicted from the profile here.
+            UsageError if nothing can be predicted from the profile here, or memory is short.
         """
         if self.doubt:
             return self._ask(at_load(trace, plan.load), limits, plan)
@@ -94,6 +100,7 @@ class Predictor:
         for known in self._prepared:
             if known.fits(trace, plan):
                 return known
+        room_for(trace, self.profile.shape)
         del self._prepared[:-_KEPT]
         made = PreparedTrace(at_load(trace, plan.load), plan, of=trace)
         self._prepared.append(made)
@@ -154,7 +161,16 @@ class Predictor:
         if ceiling not in self._engines:
             serve.prepare_environment()
             blocks, profile = self.profile.num_blocks_at(ceiling), self.profile
-            made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            try:
+                made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            except UsageError as missing:
+                if serve.installed_vllm()[0]:
+                    raise
+                raise ShadowError(
+                    f"{self.doubt}, and vLLM, whose own scheduler is asked then, is not"
+                    " installed",
+                    "pip install 'max-num-seqs-tuner[cpu]', or [gpu]: it needs no GPU for that",
+                ) from missing
             self._engines[ceiling] = made
         return self._engines[ceiling]
 

@@ -39,16 +39,19 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
     FREE_SLOTS, STATUS, MEASURES,
+    # Batches without anything; whether this one carries a prompt, and how many with anything
+    # there were by the last that did; whether prompts were left waiting.
+    EMPTY, CARRIES, CARRIED, BACKED_UP,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST, LAST_DAY,
+    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
     INTEGERS,
-) = range(75)  # fmt: skip
+) = range(82)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
@@ -661,6 +664,18 @@ def _threshold(g):
     return g[THRESHOLD]
 
 
+@_inner
+def _defers(g):
+    """Whether this step leaves prompts out, so that those who decode have it to themselves."""
+    executed = g[STEP] - g[EMPTY]
+    return (
+        g[INTERVAL] > 1
+        and not g[BACKED_UP]
+        and executed + 1 - g[CARRIED] < g[INTERVAL]
+        and g[RUNNING] > g[PREFILLING]
+    )
+
+
 @_inlined
 def _count_in(w, batch, is_decode, before, tokens):
     """Note what a request adds to a batch."""
@@ -720,7 +735,7 @@ def _adopt(g, sl, kv, slot, hits):
 
 
 @_inlined
-def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
+def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers):
     """Let those run who wait, as long as cap, budget and blocks allow; return if any did."""
     batch, block, any_admitted = _batch(g, g[STEP]), g[BLOCK], False
     while budget > 0 and g[WAITING] > 0 and g[RUNNING] < g[CAP]:
@@ -733,6 +748,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
         if g[IS_CACHED]:
             hits, idle = _hits(g, kv, row, slot, tokens)
         before = hits * block
+        if defers and before < tokens - 1:
+            break
         wanted = tokens - before
         if 0 < threshold < wanted:
             wanted = threshold
@@ -765,6 +782,8 @@ def _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold):
         _count_in(w, batch, not is_new and answered > 0 and wanted <= 1, before, wanted)
         if is_new:
             w[batch + B_CACHED] += before
+        if before < tokens - 1:
+            g[CARRIES] = 1
         sl[slot, COMPUTED] = before + wanted
         sl[slot, MISSED] = 0
         if not _prefilled(g, w, sl, slot):
@@ -799,10 +818,12 @@ def _worst(g, w, sl, tr):
 
 
 @_inner
-def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
+def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers):
     """Schedule running requests one by one in their order; return what is left of the budget.
 
-    Also returns how many were preempted for it.
+    Also returns how many were preempted for it. Who is preempted for its own sake ends the
+    step, or where it YIELDS, leaves it to those behind, who may matter more. Where it OMITS,
+    one is left out for each that is preempted of those already passed over.
     """
     _compact(g, w, sl)
     for i in range(g[RUN_LENGTH]):
@@ -816,6 +837,8 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
         if slot < 0:
             continue
         decodes = sl[slot, STATE] == DECODES
+        if defers and not decodes:
+            continue
         if decodes:
             if sl[slot, END] < g[STEP]:
                 continue
@@ -829,22 +852,31 @@ def _schedule_running(g, x, w, sl, f, r, tr, kv, threshold):
                 wanted = threshold
             wanted = min(wanted, budget)
         needed = (before + wanted + block - 1) // block
-        fits = True
+        fits, omitted = True, 0
         while needed - sl[slot, BLOCKS] > g[FREE]:
             worst = _worst(g, w, sl, tr)
             budget += sl[worst, TAKEN]
+            if g[OMITS] and sl[worst, TAKEN] == 0 and sl[worst, PLACE] < sl[slot, PLACE]:
+                omitted += 1
             _preempt(g, x, w, sl, f, kv, worst)
             preempted += 1
             if worst == slot:
                 fits = False
                 break
         if not fits:
+            if g[YIELDS]:
+                continue
             break
+        if not decodes:
+            g[CARRIES] = 1
         _grow(g, sl, r, kv, slot, needed)
         if g[IS_CACHED]:
             _cache_up_to(g, sl, kv, slot, min(before + wanted, known))
         sl[slot, TAKEN] = wanted
         budget -= wanted
+        while omitted > 0 and i < g[RUN_LENGTH]:
+            omitted -= w[g[AT_RUN] + i] >= 0
+            i += 1
     return budget, preempted
 
 
@@ -890,9 +922,9 @@ def _note_running(g, x, w, sl, f, kv):
 
 
 @_inlined
-def _calm_prefill(g, sl, threshold):
+def _calm_prefill(g, sl, threshold, defers):
     """Return how much the only prompt in pieces gets; -1 where their order matters."""
-    if g[PREFILLING] == 0:
+    if g[PREFILLING] == 0 or defers:
         return 0
     slot = g[LAST_PREFILL]
     if g[PREFILLING] > 1 or sl[slot, STATE] != PREFILLS or sl[slot, ORDER] != g[ORDERS] - 1:
@@ -923,13 +955,13 @@ def _let_decode(g, w, sl, r, kv):
 
 
 @_inlined
-def _schedule_calmly(g, w, sl, r, kv, threshold):
+def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
     """Schedule running requests where their order does not matter; False where it does."""
     block = g[BLOCK]
     needed = w[g[AT_PHASES] + g[STEP] % block]
     if g[DECODING] > g[BUDGET] or g[MISSING] > 0 or needed > g[FREE]:
         return False
-    wanted = _calm_prefill(g, sl, threshold)
+    wanted = _calm_prefill(g, sl, threshold, defers)
     if wanted < 0:
         return False
     slot = g[LAST_PREFILL]
@@ -944,6 +976,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold):
     if g[DECODING] > 0:
         _let_decode(g, w, sl, r, kv)
     if wanted > 0:
+        g[CARRIES] = 1
         _grow(g, sl, r, kv, slot, blocks)
         before = sl[slot, COMPUTED]
         if g[IS_CACHED]:
@@ -983,16 +1016,20 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     batch = _batch(g, g[STEP])
     for field in range(BATCH_FIELDS):
         w[batch + field] = 0
-    threshold, preempted = _threshold(g), 0
-    if _schedule_calmly(g, w, sl, r, kv, threshold):
+    threshold, defers, preempted = _threshold(g), _defers(g), 0
+    g[CARRIES] = 0
+    if _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         budget = g[BUDGET] - w[batch + B_DECODES] - w[batch + B_PREFILL]
     else:
-        budget, preempted = _schedule_running(g, x, w, sl, f, r, tr, kv, threshold)
+        budget, preempted = _schedule_running(g, x, w, sl, f, r, tr, kv, threshold, defers)
         _note_running(g, x, w, sl, f, kv)
     came = False
     if preempted == 0 and budget > 0 and g[WAITING] > 0:
-        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold)
-    g[HELD] = not came and preempted == 0 and w[batch + B_PREFILL] == 0 and g[PREFILLING] == 0
+        came = _admit_waiting(g, w, sl, r, q, tr, kv, budget, threshold, defers)
+    is_calm = preempted == 0 and w[batch + B_PREFILL] == 0 and g[PREFILLING] == 0
+    g[HELD] = is_calm and not came and not defers
+    if preempted == 0 and not defers:
+        g[BACKED_UP] = g[WAITING] > 0
     _let_end(g, w, sl, g[STEP])
     is_empty = w[batch + B_DECODES] == 0 and w[batch + B_PREFILL] == 0
     # As engine.compat.core.read_batch: a turn without a batch tells of nothing.
@@ -1002,6 +1039,9 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     g[TIDY] = 0
     g[STEP] += 1
     g[IN_PIPE] += 1
+    g[EMPTY] += is_empty
+    if g[CARRIES]:
+        g[CARRIED] = g[STEP] - g[EMPTY]
     return is_empty
 
 
@@ -1541,6 +1581,10 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
         _complete(g, x, w, t, sl, f, h, log)
     if not ahead or (x[NOW] < until_s and w[_day(g, began)] < 0):
         _decode_on(g, x, w, t, sl, r, h, log, kv, until_s)
+    if g[STEP] == began:
+        return 0
+    if g[WAITING] == 0:
+        g[BACKED_UP] = 0
     last = g[STEP] - 1
     if w[_day(g, last)] >= 0:
         if not ahead:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.timeline import Timelines
+from tuner.shadow.correction import corrected
 from tuner.shadow.profiles import Profile
 from tuner.shadow.step_model import StepModel
 from tuner.stats import QUANTILES, tail_statistic
@@ -53,6 +53,7 @@ class ServingOverhead:
     come later than steps explain. `has_prefill` is off where first tokens did not tell.
     """
 
+    limits: EngineLimits
     added_step_s: float
     prefill_ratio: float
     has_prefill: bool
@@ -65,6 +66,7 @@ class ServingOverhead:
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
         return {
+            "limits": self.limits,
             "added_step_s": self.added_step_s,
             "prefill_ratio": self.prefill_ratio if self.has_prefill else None,
             "first_token_s": self.first_token_s,
@@ -76,6 +78,7 @@ class ServingOverhead:
 
     def lines(self) -> Iterator[str]:
         """Yield what was learnt for people."""
+        yield f"served at {self.limits}"
         sense = "longer" if self.added_step_s >= 0 else "shorter"
         yield f"a step takes {abs(self.added_step_s) * 1000:.2f} ms {sense} than it said"
         if self.has_prefill:
@@ -90,7 +93,7 @@ class ServingOverhead:
             yield f"  {name:<9} {before:+7.1%}, now {self.off_now[name]:+.1%}"
 
 
-def fit_serving_overhead(
+def by_recording(
     profile: Profile, trace: Trace, limits: EngineLimits, replay: Replay
 ) -> tuple[Profile, ServingOverhead]:
     """Return the profile of the engine as it is served, and what was learnt.
@@ -106,6 +109,7 @@ def fit_serving_overhead(
     has_prefill = seen.tells_prefill(first.lines)
     best = _settled(seen, first, profile.step_model, replay, has_prefill=has_prefill)
     found = ServingOverhead(
+        limits=limits,
         added_step_s=best.added_s,
         prefill_ratio=best.prefill_ratio,
         has_prefill=has_prefill,
@@ -116,16 +120,9 @@ def fit_serving_overhead(
         off_now=seen.off(best.lines),
     )
     wrong = max(abs(found.off_now["tpot p50"]), abs(found.off_now["e2e p50"]))
-    return (
-        replace(
-            profile,
-            step_model=profile.step_model.served(best.added_s, best.prefill_ratio),
-            metric_error_ratio=wrong,
-            made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            calibrated_on=(*profile.calibrated_on, f"{limits}, served"),
-        ),
-        found,
-    )
+    model = profile.step_model.served(best.added_s, best.prefill_ratio)
+    by = f"{limits}, served"
+    return corrected(profile, model, by, wrong, profile.uncertainty), found
 
 
 def off_recorded(trace: Trace, limits: EngineLimits, lines: Timelines) -> dict[str, float]:

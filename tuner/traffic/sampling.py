@@ -114,16 +114,11 @@ def shape_of(histogram: Histogram) -> LengthShape:
 
     tilt = 0.0
     if not math.isnan(total):
-        # Beyond these every range is at its edge, and so is the mean.
-        if excess(-STEEPEST) >= 0:
-            tilt = -STEEPEST
-        elif excess(STEEPEST) <= 0:
-            tilt = STEEPEST
-        else:
-            # Imported late: most commands never sample, and it takes a third of a second.
-            from scipy.optimize import brentq
-
-            tilt = float(brentq(excess, -STEEPEST, STEEPEST, xtol=1e-9))
+        # The mean rises with the tilt. Beyond these every range is at its edge, and so is it.
+        low, high = -STEEPEST, STEEPEST
+        while high - low > 1e-9:
+            tilt = (low + high) / 2
+            low, high = (tilt, high) if excess(tilt) < 0 else (low, tilt)
     return LengthShape(lows, highs, counts / counts.sum(), powers + tilt)
 
 

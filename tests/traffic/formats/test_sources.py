@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
 
 from support.paths import SHARED_TRACES
 from tuner.errors import TraceError, UsageError
@@ -24,6 +24,11 @@ from tuner.traffic.formats import (
 )
 from tuner.traffic.formats import registry as registry_module
 from tuner.traffic.formats.sources import write_trace
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 SHARED = SHARED_TRACES
 LINES = "".join(
@@ -46,11 +51,11 @@ def written(folder: Path, data: str | bytes, name: str = "prod.jsonl") -> Path:
 
 def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:
     data = LINES.encode()
-    two_frames = zstandard.compress(data[:700]) + zstandard.compress(data[700:])
+    two_frames = zstd.compress(data[:700]) + zstd.compress(data[700:])
     plain = read_trace(written(tmp_path, data))
     for name, packed in (
         ("a.jsonl.gz", gzip.compress(data)),
-        ("a.jsonl.zst", zstandard.compress(data)),
+        ("a.jsonl.zst", zstd.compress(data)),
         ("b.jsonl.zst", two_frames),
     ):
         trace = read_trace(written(tmp_path, packed, name))
@@ -58,12 +63,22 @@ def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:
         assert trace.source == name
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
 def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path: Path, pack: object) -> None:
     data = np.random.default_rng(0).integers(0, 9, 9000).astype(str)
     packed = pack("".join(data).encode())  # type: ignore[operator]
     with pytest.raises(TraceError, match="cannot be unpacked"):
         read_trace(written(tmp_path, packed[: len(packed) // 2]))
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, LINES)
+    os.truncate(path, 1 << 42)  # a hole, which takes no room on the disk
+    with pytest.raises(
+        TraceError, match=r"prod.jsonl has 4398.0 GB, which takes as much"
+    ) as no:
+        read_trace(path)
+    assert "give a part of it" in no.value.hint
 
 
 def test_standard_input_is_a_file_like_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ Source: vllm/v1/metrics/loggers.py, PrometheusStatLogger; before V1, vllm/engine
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +29,9 @@ FINISHED = f"{PROMPT}_count"
 RUNNING = "vllm:num_requests_running"
 # Names are matched whole, so that neither a counter's `_created` nor `_by_reason` counts.
 _IN_FLIGHT = "vllm:num_requests_(running|waiting|swapped)"
+
+MAX_READINGS = 1_000_000
+"""Ours: nearly a year at 30 s; the readings of one engine then take 400 MB."""
 
 _NOT_OF_THE_ENGINE = frozenset({"__name__", "le", "finished_reason"})
 Key = frozenset[tuple[str, str]]
@@ -76,6 +81,30 @@ class EngineReadings:
     in_flight: Floats | None
     prompt: LengthReadings
     output: LengthReadings
+
+
+def span_of(since_s: float, step_s: float, until_s: float | None) -> Span:
+    """Return the instants to ask for, on whole steps. Raises: UsageError."""
+    if not (step_s >= 1 and math.isfinite(step_s) and step_s == int(step_s)):
+        raise UsageError(
+            f"--step must be a whole number of seconds, at least 1, got {step_s:g} s",
+            "take the interval at which Prometheus scrapes, or a multiple of it",
+        )
+    if not (math.isfinite(since_s) and since_s >= 2 * step_s):
+        raise UsageError(
+            f"--since must be at least two steps of {step_s:g} s, got {since_s:g} s",
+            "for example --since 24h",
+        )
+    if since_s / step_s > MAX_READINGS:
+        raise UsageError(
+            f"--since of {since_s:g} s is more than {MAX_READINGS:,} steps of {step_s:g} s",
+            "take a longer --step",
+        )
+    step = int(step_s)
+    end_s = time.time() if until_s is None else until_s
+    # On multiples of the step, where servers that cache answers look anyway.
+    start, end = math.floor((end_s - since_s) / step), math.floor(end_s / step)
+    return Span(start * step, end * step, step)
 
 
 def choose(server: Prometheus, span: Span, model: str | None, engine: str | None) -> Selection:
@@ -193,7 +222,7 @@ def _lengths(
     totals = _by_engine(server.over(chosen.query(f"{name}_sum"), span))
     ranges: dict[Key, dict[float, Floats]] = {}
     for series in server.over(chosen.query(f"{name}_bucket"), span):
-        bounds = ranges.setdefault(_key(series), {})
+        bounds = ranges.setdefault(key_of(series), {})
         bounds[float(series.labels["le"])] = series.values
     unknown = np.full(span.points, np.nan)
     return {
@@ -211,12 +240,12 @@ def _by_engine(answers: Iterable[Series]) -> dict[Key, Floats]:
     """Add up the series of each engine."""
     sums: dict[Key, Floats] = {}
     for series in answers:
-        key = _key(series)
+        key = key_of(series)
         sums[key] = sums[key] + series.values if key in sums else series.values
     return sums
 
 
-def _key(series: Series) -> Key:
+def key_of(series: Series) -> Key:
     """Return what tells an engine from others: instance, job, engine, model, and the like."""
     return frozenset(
         (name, value) for name, value in series.labels.items() if name not in _NOT_OF_THE_ENGINE

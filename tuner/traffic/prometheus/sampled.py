@@ -7,8 +7,6 @@ random, so the trace is marked as sampled and says what it cannot know.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +32,7 @@ from tuner.traffic.prometheus.readings import (
     choose,
     read_engines,
     read_facts,
+    span_of,
     when,
 )
 from tuner.traffic.prometheus.remarks import (
@@ -59,9 +58,6 @@ FORMAT = "prometheus"
 MIN_LENGTHS = 200
 """Ours: a stretch of the day with 200 finished requests has a shape of its own, and lasts long
 enough that most of those that came in it also finished in it."""
-
-MAX_POINTS = 1_000_000
-"""Ours: nearly a year at 30 s; the readings of one engine then take 400 MB."""
 
 MAX_REQUESTS = 50_000_000
 """Ours: twice the largest public trace."""
@@ -119,7 +115,7 @@ def trace_from_prometheus(
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be.
     """
-    span = _span(since_s, step_s, until_s)
+    span = span_of(since_s, step_s, until_s)
     with Prometheus(url, headers=headers, verify=verify) as server:
         chosen = choose(server, span, model, engine)
         engines = read_engines(server, span, chosen)
@@ -144,30 +140,6 @@ def trace_from_prometheus(
     )
     columns = replace(drawn.columns, remarks=notes, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
-
-
-def _span(since_s: float, step_s: float, until_s: float | None) -> Span:
-    """Return the instants to ask for, on whole steps. Raises: UsageError."""
-    if not (step_s >= 1 and math.isfinite(step_s) and step_s == int(step_s)):
-        raise UsageError(
-            f"--step must be a whole number of seconds, at least 1, got {step_s:g} s",
-            "take the interval at which Prometheus scrapes, or a multiple of it",
-        )
-    if not (math.isfinite(since_s) and since_s >= 2 * step_s):
-        raise UsageError(
-            f"--since must be at least two steps of {step_s:g} s, got {since_s:g} s",
-            "for example --since 24h",
-        )
-    if since_s / step_s > MAX_POINTS:
-        raise UsageError(
-            f"--since of {since_s:g} s is more than {MAX_POINTS:,} steps of {step_s:g} s",
-            "take a longer --step",
-        )
-    step = int(step_s)
-    end_s = time.time() if until_s is None else until_s
-    # On multiples of the step, where servers that cache answers look anyway.
-    start, end = math.floor((end_s - since_s) / step), math.floor(end_s / step)
-    return Span(start * step, end * step, step)
 
 
 def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengths:

@@ -1,0 +1,171 @@
+"""What production does sets the level of a profile, or is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from support.paths import ROOT
+from support.run_parts import a_profile
+from tuner.arrays import Floats
+from tuner.cli.commands import tune as command
+from tuner.engine.protocol import Batch
+from tuner.engine.steps import StepColumns
+from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.replay.plan import ReplayPlan
+from tuner.shadow.correction import LEVEL, Anchor, by_anchor, by_steps
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import Profile, read_profile
+from tuner.traffic.traces import Trace
+
+H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "anchor"),
+    [
+        ("itl=12.3ms@running=14", Anchor(0.0123, 14.0)),
+        ("tpot=0.02s @ running=3.5, context=2500", Anchor(0.02, 3.5, 2500)),
+        (
+            "itl=9ms@running=8,prompt=900,output=300",
+            Anchor(0.009000000000000001, 8.0, 1050, 900, 300),
+        ),
+    ],
+)
+def test_a_point_is_read_as_a_dashboard_says_it(text: str, anchor: Anchor) -> None:
+    assert Anchor.parse(text) == anchor
+    assert Anchor.parse(str(anchor)) == anchor
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("12ms", "itl=12ms", "itl=-1ms@running=3", "itl=0ms@running=3", "itl=1ms@running=0"),
+        *("itl=1ms@running=3,prompt=900", "itl=1ms@running=3,colour=900"),
+    ],
+)
+def test_what_is_no_point_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Anchor.parse(text)
+
+
+@pytest.mark.parametrize("times", [0.6, 1.0, 1.7])
+def test_every_step_is_moved_by_what_the_point_was_off(times: float) -> None:
+    profile = read_profile(H200)
+    batch = Batch(14, 0, 0, 14 * 1000, 0, 0, 0)
+    said_s = profile.step_model.step_s(batch)
+    found, how = by_anchor(profile, Anchor(times * said_s, 14.0))
+    assert how.ratio == pytest.approx(times)
+    assert found.step_model.step_s(batch) == pytest.approx(times * said_s)
+    mixed = Batch(8, 512, 1, 8000, 131_000, 0, 0)
+    assert found.step_model.step_s(mixed) == pytest.approx(
+        times * profile.step_model.step_s(mixed)
+    )
+    # The level is known better from then on, how prefills compare no better.
+    assert profile.uncertainty is not None
+    assert found.uncertainty is not None
+    before, now = profile.uncertainty.table, found.uncertainty.table
+    assert np.allclose(now[0, :6], LEVEL, rtol=1e-3)
+    assert (before[0, :6] > LEVEL).all()
+    assert np.array_equal(before[1:], now[1:])
+    assert str(how.anchor) in found.origin
+
+
+def test_between_two_numbers_of_requests_the_time_lies_between_theirs() -> None:
+    profile = a_profile()
+    (_, low), (_, middle), (_, high) = (
+        by_anchor(profile, Anchor(0.015, running)) for running in (14.0, 14.5, 15.0)
+    )
+    assert low.predicted_s < middle.predicted_s < high.predicted_s
+
+
+@pytest.mark.parametrize("times", [0.4, 2.5])
+def test_a_point_far_from_the_profile_is_refused(times: float) -> None:
+    profile = read_profile(H200)
+    said_s = profile.step_model.step_s(Batch(14, 0, 0, 14 * 1000, 0, 0, 0))
+    with pytest.raises(ShadowError, match=r"times the .* ms that the profile says"):
+        by_anchor(profile, Anchor(times * said_s, 14.0))
+
+
+def test_the_command_writes_the_corrected_profile(tmp_path: Path) -> None:
+    output = tmp_path / "anchored.yaml"
+    words = ["calibrate", "--profile", str(H200), "--anchor", "itl=8ms@running=14"]
+    done = CliRunner().invoke(command, [*words, "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    assert "times as long as the profile said" in done.stdout
+    assert "itl=8ms@running=14,context=1000" in read_profile(output).origin
+    both = [*words, "--trace", "prod.jsonl", "-o", str(output)]
+    refused = CliRunner().invoke(command, both)
+    assert "three ways to correct" in str(refused.exception)
+
+
+SLOWER = 1.3
+
+
+def served_slower(profile: Profile, trace: Trace) -> tuple[Anchor, StepColumns]:
+    """Return what a dashboard shows of an engine that takes longer, and its steps."""
+    slower = replace(profile, step_model=profile.step_model.scaled(SLOWER))
+    plan = ReplayPlan(keep_steps=True)
+    log = Predictor(slower).replay(trace, profile.current_limits, plan)
+    lines, steps = log.timelines, log.kept_steps
+    assert steps is not None
+    tokens = lines.output_tokens - 1
+    decode_s = float((lines.last_s - lines.first_s).sum())
+    seqs, each = steps.decode_seqs, steps.repeats * steps.decode_seqs
+    running = float((each * seqs).sum() / each.sum())
+    prompt, output = trace.prompt_tokens.mean(), trace.output_tokens.mean()
+    itl_s = decode_s / float(tokens.sum())
+    return Anchor(
+        itl_s, running, round(prompt + output / 2), round(prompt), round(output)
+    ), steps
+
+
+@pytest.mark.parametrize(("n", "more"), [(300, 1.1), (1500, 3.0)])
+def test_a_point_of_mixed_batches_counts_their_prompts(n: int, more: float) -> None:
+    """Beside long prompts a token takes far longer than its decoding alone."""
+    profile = read_profile(H200)
+    rng = np.random.default_rng(0)
+    trace = Trace(
+        due_s=np.sort(rng.uniform(0, 100, n)),
+        prompt_tokens=rng.integers(1500, 4500, n),
+        output_tokens=rng.integers(100, 300, n),
+    )
+    anchor, _ = served_slower(profile, trace)
+    _, found = by_anchor(profile, anchor)
+    assert found.ratio == pytest.approx(SLOWER, rel=0.05)
+    alone = Anchor(anchor.itl_s, anchor.running, anchor.context_tokens)
+    assert anchor.itl_s / alone.predicted_s(profile) > more * SLOWER
+
+
+def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None:
+    profile = read_profile(H200)
+    rng = np.random.default_rng(1)
+    n = 400
+    trace = Trace(
+        due_s=np.sort(rng.uniform(0, 60, n)),
+        prompt_tokens=rng.integers(100, 900, n),
+        output_tokens=rng.integers(20, 200, n),
+    )
+    _, steps = served_slower(profile, trace)
+    single = steps.has_batch & (steps.repeats == 1)
+    mine = StepColumns(*(column[single] for column in columns_of(steps)))
+    noisy = replace(mine, duration_s=mine.duration_s * rng.lognormal(0, 0.05, len(mine)))
+    corrected, found = by_steps(profile, [noisy])
+    assert found.ratio == pytest.approx(SLOWER, rel=0.02)
+    assert found.off_before == pytest.approx(1 / SLOWER - 1, abs=0.02)
+    assert abs(found.off_now) < 0.02
+    assert corrected.step_model.base_s == pytest.approx(found.ratio * profile.step_model.base_s)
+    with pytest.raises(TooFewSamplesError, match="at least 200"):
+        by_steps(profile, [StepColumns(*(c[:50] for c in columns_of(noisy)))])
+    far = replace(noisy, duration_s=3 * noisy.duration_s)
+    with pytest.raises(ShadowError, match="times as long as those that the profile says"):
+        by_steps(profile, [far])
+
+
+def columns_of(steps: StepColumns) -> list[Floats]:
+    """Return the columns in their order."""
+    return [getattr(steps, f.name) for f in fields(StepColumns)]

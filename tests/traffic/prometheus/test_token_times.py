@@ -1,0 +1,100 @@
+"""How long tokens took while how many requests ran, from a real Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from support.paths import ROOT
+from support.prometheus_parts import need_prometheus, with_history
+from support.prometheus_past import END_S, SCRAPES_S, START_S, PastEngine
+from tuner.cli.commands import tune as command
+from tuner.errors import UsageError
+from tuner.shadow.profiles import read_profile
+from tuner.traffic.prometheus.token_times import NAMES, TokenTimes, token_times
+
+L40S = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xl40s.yaml"
+RUNNING, PROMPT, OUTPUT = 12, 800, 400
+# PastEngine answers a token each 20 ms.
+ITL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodingEngine(PastEngine):
+    """A past in which the tokens between requests' first and last were timed."""
+
+    name: str = NAMES[0]
+
+    def lines(self) -> list[str]:
+        """Return the history with the times between tokens, and all in flight running."""
+        own = f'instance="{self.instance}",model_name="{self.model}",engine="{self.engine}"'
+        gauge = "vllm:num_requests_running"
+        found = [line for line in PastEngine.lines(self) if not line.startswith(gauge)]
+        for at_s in self.scrapes_s.tolist():
+            passed = (at_s - self.arrived_s) / ITL_S
+            count = int(np.clip(passed, 0, self.output - 1).astype(np.int64).sum())
+            found += [
+                f"{gauge}{{{own}}} {self.in_flight(at_s)} {at_s:.3f}",
+                f"{self.name}_sum{{{own}}} {ITL_S * count} {at_s:.3f}",
+                f"{self.name}_count{{{own}}} {count} {at_s:.3f}",
+            ]
+        return found
+
+
+def steady(model: str, until_s: float = END_S, **more: str) -> DecodingEngine:
+    """Return a server in which a dozen requests ran at any time, and then none."""
+    arrived_s = np.arange(START_S, until_s, ITL_S * OUTPUT / RUNNING)
+    return DecodingEngine(
+        arrived_s=arrived_s,
+        prompt=np.full(arrived_s.size, PROMPT),
+        output=np.full(arrived_s.size, OUTPUT),
+        scrapes_s=SCRAPES_S,
+        model=model,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return a Prometheus that knows three servers."""
+    need_prometheus()
+    engines = (
+        steady("steady"),
+        steady("idle-later", START_S + 1800, name=NAMES[1]),
+        steady("hardly", START_S + 2),
+    )
+    with with_history(tmp_path_factory.mktemp("past"), *engines) as found:
+        yield found
+
+
+def measured(url: str, model: str) -> TokenTimes:
+    return token_times(url, END_S - START_S, 30, model=model, until_s=END_S)
+
+
+@pytest.mark.parametrize("model", ["steady", "idle-later"])
+def test_the_point_is_of_the_time_in_which_tokens_came(url: str, model: str) -> None:
+    """Hours in which nothing runs do not count; a quarter of the prompts was cached."""
+    found = measured(url, model)
+    assert found.itl_s == pytest.approx(ITL_S)
+    assert found.running == pytest.approx(RUNNING, rel=0.05)
+    assert found.prompt_tokens == pytest.approx(0.75 * PROMPT, rel=0.01)
+    assert found.output_tokens == OUTPUT
+
+
+def test_too_few_tokens_are_refused_by_their_number(url: str) -> None:
+    with pytest.raises(UsageError, match=r"counted \d+ times between tokens .* at least 2000"):
+        measured(url, "hardly")
+
+
+def test_the_command_corrects_by_what_prometheus_shows(url: str, tmp_path: Path) -> None:
+    output = tmp_path / "mine.yaml"
+    words = ["calibrate", "--profile", str(L40S), "--prometheus", url, "--model", "steady"]
+    done = CliRunner().invoke(command, [*words, "--since", "20h", "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    assert f"a token takes {1e3 * ITL_S:.2f} ms with 11.9" in done.stdout
+    assert f"corrected by itl={1e3 * ITL_S:.0f}ms@running=11.9" in read_profile(output).origin

@@ -1,0 +1,302 @@
+"""Correct a profile by what its engine was seen to do in production.
+
+A profile that was derived, or measured in process or on another machine of the kind, has the
+shape of the step times right and their level off. What was seen is a point of a dashboard (how
+long a token took while so many requests ran), recorded steps, or recorded requests (`served`).
+Whichever it is, `corrected` makes the new profile of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+
+from tuner.engine.protocol import Batch
+from tuner.engine.steps import StepColumns, joined
+from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.shadow.fit import MIN_STEPS, undistorted
+from tuner.shadow.profiles import Profile
+from tuner.shadow.speed import TERMS, Uncertainty
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.windows import parse_duration
+
+LARGEST_RATIO: Final = 2.0
+"""Ours: what is further off is of another engine, or was not a step that only decodes."""
+
+CONTEXT_TOKENS: Final = 1000
+"""Ours, where nothing is said: a prompt of a chat and half of its answer."""
+
+LEVEL, WRONG_RATIO = 0.05, 0.10
+"""How far the level scatters once a point is known, in logarithms, and how wrong the profile is
+said to be then: ours; of published points half come within 5 %, four in five within 10 %."""
+
+_FORM = re.compile(
+    r"(?:itl|tpot)=(?P<time>[^@,]+)@running=(?P<running>[\d.]+)(?P<more>(?:,[a-z]+=\d+)*)"
+)
+_MORE: Final = ("context", "prompt", "output")
+
+
+class Correction(Protocol):
+    """What was corrected, and by what."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was corrected for people."""
+
+
+def corrected(
+    profile: Profile,
+    step_model: StepModel,
+    by: str,
+    wrong_ratio: float,
+    uncertainty: Uncertainty | None,
+) -> Profile:
+    """Return the profile with the corrected step times, and what they were corrected by."""
+    return replace(
+        profile,
+        step_model=step_model,
+        uncertainty=uncertainty,
+        metric_error_ratio=wrong_ratio,
+        made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        calibrated_on=(*profile.calibrated_on, by),
+        origin=profile.origin and f"{profile.origin}; corrected by {by}",
+    )
+
+
+# By a point.
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A time between tokens that was measured while so many requests ran.
+
+    `context_tokens` is how much each of them attended to in the mean. Where the lengths of
+    requests are known, each token's time holds its share of others' prompts: `prompt_tokens`
+    are those that a request computes (prefix hits are not), 0 where only decoding counts.
+
+    Units: seconds.
+    Raises: UsageError for a time or a number that cannot be.
+    """
+
+    itl_s: float
+    running: float
+    context_tokens: int = CONTEXT_TOKENS
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot have been measured."""
+        if not (0 < self.itl_s < math.inf and 0.5 <= self.running < 1e6):
+            raise UsageError(
+                f"an anchor has a time above 0 and at least one running request, got {self}"
+            )
+        if bool(self.prompt_tokens) is not bool(self.output_tokens):
+            raise UsageError("an anchor has the lengths of prompt and output, or neither")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read an anchor.
+
+        Raises: UsageError.
+
+        >>> Anchor.parse("itl=12.5ms@running=14,context=900").context_tokens
+        900
+        """
+        found = _FORM.fullmatch(text.replace(" ", ""))
+        more = dict(part.split("=") for part in (found["more"].split(",")[1:] if found else ()))
+        if found is None or not set(more) <= set(_MORE):
+            raise UsageError(
+                f"--anchor must be as itl=12.3ms@running=14, got {text}",
+                "the mean time between tokens and the mean number of running requests of a "
+                "steady hour; add ,prompt=900,output=300 for the mean lengths of requests, or "
+                ",context=TOKENS for what each attends to",
+            )
+        lengths = {name: int(value) for name, value in more.items()}
+        prompt, output = lengths.get("prompt", 0), lengths.get("output", 0)
+        middle = prompt + output // 2 if prompt else CONTEXT_TOKENS
+        return cls(
+            parse_duration(found["time"]),
+            float(found["running"]),
+            lengths.get("context", middle),
+            prompt,
+            output,
+        )
+
+    def __str__(self) -> str:
+        """Return it as it is written."""
+        lengths = (
+            f",prompt={self.prompt_tokens},output={self.output_tokens}"
+            if self.prompt_tokens
+            else ""
+        )
+        return (
+            f"itl={self.itl_s * 1e3:.4g}ms@running={self.running:.4g},"
+            f"context={self.context_tokens}{lengths}"
+        )
+
+    def predicted_s(self, profile: Profile) -> float:
+        """Return what the profile says of it, between whole numbers of requests linearly."""
+        low = math.floor(self.running)
+        share = self.running - low
+        return (1 - share) * self._step_s(profile, low) + share * self._step_s(profile, low + 1)
+
+    def _step_s(self, profile: Profile, running: int) -> float:
+        """Return the mean step of so many requests, of which each is prefilled once."""
+        seqs, model = max(running, 1), profile.step_model
+        context = seqs * self.context_tokens
+        alone_s = model.step_s(Batch(seqs, 0, 0, context, 0, 0, 0))
+        if not self.prompt_tokens:
+            return alone_s
+        # Each step brings a token of all that run, so that so much is prefilled beside each:
+        # whole prompts in some steps, or several, as far as the token budget goes.
+        beside = seqs * self.prompt_tokens / self.output_tokens
+        budget = max(1, profile.current_limits.max_num_batched_tokens - seqs)
+        tokens = min(round(max(beside, self.prompt_tokens)), budget)
+        # In the mean a token of a prompt attends to half of it.
+        pairs = tokens * (self.prompt_tokens + 1) // 2
+        mixed_s = model.step_s(Batch(seqs, tokens, 1, context, pairs, 0, 0))
+        share = min(1.0, beside / tokens)
+        return (1 - share) * alone_s + share * mixed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Anchored:
+    """By how much a point has corrected a profile."""
+
+    anchor: Anchor
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long a step takes as the profile said."""
+        return self.anchor.itl_s / self.predicted_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return {
+            "anchor": str(self.anchor),
+            "predicted_itl_s": self.predicted_s,
+            "ratio": self.ratio,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was corrected for people."""
+        yield (
+            f"a token takes {self.anchor.itl_s * 1e3:.2f} ms with {self.anchor.running:.4g} "
+            f"requests running, predicted were {self.predicted_s * 1e3:.2f} ms"
+        )
+        yield f"every step takes {self.ratio:.2f} times as long as the profile said"
+
+
+def by_anchor(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
+    """Return the profile whose steps take as long as was measured, and what that changed.
+
+    Raises: ShadowError for a point that is too far from the profile.
+    """
+    found = Anchored(anchor, anchor.predicted_s(profile))
+    _check_near(
+        profile,
+        found.ratio,
+        f"{anchor} is {found.ratio:.2g} times the {found.predicted_s * 1e3:.2f} ms",
+    )
+    wrong = min(profile.metric_error_ratio or math.inf, WRONG_RATIO)
+    model = profile.step_model.scaled(found.ratio)
+    return corrected(profile, model, str(anchor), wrong, _narrowed(profile)), found
+
+
+def _check_near(profile: Profile, ratio: float, what: str) -> None:
+    """Refuse what is of another engine. Raises: ShadowError."""
+    if not 1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO:
+        raise ShadowError(
+            f"{what} that the profile says of {profile.shape.model} on {profile.shape.device}",
+            "the profile is of another engine, or what was measured not its steady decoding; "
+            "learn one with tune profile fit",
+        )
+
+
+def _narrowed(profile: Profile) -> Uncertainty | None:
+    """Return what is left open once the level is known: all terms moved alike by less."""
+    uncertainty = profile.uncertainty
+    if uncertainty is None:
+        return None
+    table = uncertainty.table
+    for row in table:
+        terms = row[: len(TERMS)]
+        if terms.min() > LEVEL and terms.min() == terms.max():
+            row[: len(TERMS)] = LEVEL
+    return type(uncertainty).of(table)
+
+
+# By recorded steps.
+
+
+@dataclass(frozen=True, slots=True)
+class StepRatio:
+    """By how much recorded steps have corrected a profile, which the first half of them did.
+
+    `off_before` and `off_now` are relative and signed, of all the time of the second half.
+    """
+
+    steps: int
+    ratio: float
+    off_before: float
+    off_now: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return {
+            "steps": self.steps,
+            "ratio": self.ratio,
+            "off_before": self.off_before,
+            "off_now": self.off_now,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was corrected for people."""
+        yield (
+            f"every step takes {self.ratio:.2f} times as long as the profile said, by the "
+            f"first half of {self.steps:,}"
+        )
+        yield (
+            f"the time of the others was predicted {self.off_before:+.1%} off, "
+            f"now {self.off_now:+.1%}"
+        )
+
+
+def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profile, StepRatio]:
+    """Return the profile whose steps take as long as recorded ones, and what that changed.
+
+    For few steps, or of few kinds: of many a profile of their own is learnt (`recorded`).
+
+    Raises: TooFewSamplesError with fewer than MIN_STEPS; ShadowError where they are too far
+        from the profile.
+    """
+    seen = joined(list(stretches))
+    rows = np.flatnonzero(seen.has_batch)
+    count = rows.size
+    if count < MIN_STEPS:
+        raise TooFewSamplesError(
+            f"{count} recorded steps have a known batch, at least {MIN_STEPS} are needed",
+            "record for longer",
+        )
+    took_s, predicted_s = seen.duration_s[rows], profile.step_model.predict_s(seen)[rows]
+    kept = undistorted(took_s, predicted_s, seen.is_decode_only[rows])
+
+    def ratio(half: slice) -> float:
+        return float(took_s[half][kept[half]].sum() / predicted_s[half][kept[half]].sum())
+
+    first, second = ratio(slice(0, count // 2)), ratio(slice(count // 2, None))
+    _check_near(profile, first, f"recorded steps take {first:.2g} times as long as those")
+    found = StepRatio(count, first, 1 / second - 1, first / second - 1)
+    wrong = max(abs(found.off_now), min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
+    model = profile.step_model.scaled(first)
+    by = f"{count} recorded steps"
+    return corrected(profile, model, by, wrong, _narrowed(profile)), found

@@ -1,0 +1,137 @@
+"""How long a token took while how many requests ran, from Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tuner.arrays import Floats
+from tuner.errors import UsageError
+from tuner.traffic.prometheus.client import Prometheus, Series, Span
+from tuner.traffic.prometheus.readings import (
+    OUTPUT,
+    PROMPT,
+    RUNNING,
+    Key,
+    Selection,
+    choose,
+    key_of,
+    read_facts,
+    rise,
+    rises_by_reading,
+    span_of,
+    when,
+)
+
+NAMES: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+"""The time between two tokens, by its present name and that of before.
+Source: vllm/v1/metrics/loggers.py."""
+
+MIN_TOKENS: Final = 2000
+"""Ours: the mean of as many is known within 2 %, if they differ by as much as their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """The mean time between two tokens, and what the engine did meanwhile.
+
+    `running` is how many requests ran, in the mean over the tokens: each token's step took as
+    long as its own batch made it. `prompt_tokens` are those of a request that the prefix cache
+    did not hold. `tokens` is how many were counted.
+
+    Units: seconds, tokens.
+    """
+
+    itl_s: float
+    running: float
+    prompt_tokens: float
+    output_tokens: float
+    tokens: float
+
+
+def token_times(
+    url: str,
+    since_s: float,
+    step_s: float,
+    *,
+    model: str | None = None,
+    until_s: float | None = None,
+    headers: Mapping[str, str] | None = None,
+    verify: bool = True,
+) -> TokenTimes:
+    """Return what the engines of a model showed in the last `since_s` seconds.
+
+    Several engines count as one that is like all of them. Prometheus is asked for the stretch
+    before `until_s` where that is given.
+
+    Units: seconds; until_s in Unix seconds.
+    Raises: UsageError if the server, its data or what was asked of it is not as it must be, or
+        too few tokens were brought out.
+    """
+    span = span_of(since_s, step_s, until_s)
+    with Prometheus(url, headers=headers, verify=verify) as server:
+        chosen = choose(server, span, model, None)
+        seconds, tokens = _tokens(server, span, chosen)
+        running = _running(server.over(chosen.query(RUNNING), span), tokens)
+        lengths = [_mean_length(server, span, chosen, name) for name in (PROMPT, OUTPUT)]
+        hits = read_facts(server, span, chosen).prefix_hits
+    count = sum(float(rises.sum()) for rises in tokens.values())
+    if count < MIN_TOKENS or running is None:
+        raise UsageError(
+            f"Prometheus at {server.place} counted {count:.0f} times between tokens "
+            f"{when(span)}, at least {MIN_TOKENS} are needed",
+            "name a busier stretch with --since, and let Prometheus keep "
+            f"{NAMES[0]} and {RUNNING}",
+        )
+    missed = 1.0 if hits is None else 1.0 - hits.ratio
+    prompt, output = lengths
+    return TokenTimes(seconds / count, running, max(1.0, missed * prompt), output, count)
+
+
+def _tokens(
+    server: Prometheus, span: Span, chosen: Selection
+) -> tuple[float, dict[Key, Floats]]:
+    """Return the sum of all times, and each engine's tokens by reading."""
+    for name in NAMES:
+        found = server.over(chosen.query(f"{name}_(sum|count)"), span)
+        if found:
+            sums = [s for s in found if s.labels["__name__"] == f"{name}_sum"]
+            counts = [s for s in found if s.labels["__name__"] == f"{name}_count"]
+            return sum(rise(s.values) for s in sums), _by_key(counts)
+    return 0.0, {}
+
+
+def _by_key(found: Iterable[Series]) -> dict[Key, Floats]:
+    """Return by how much each engine's counter rose from reading to reading."""
+    rises: dict[Key, Floats] = {}
+    for series in found:
+        key, more = key_of(series), rises_by_reading(series.values)
+        rises[key] = rises[key] + more if key in rises else more
+    return rises
+
+
+def _running(found: Iterable[Series], tokens: Mapping[Key, Floats]) -> float | None:
+    """Return how many requests ran in the mean over the tokens; None where nobody knows.
+
+    While a counter rises from one reading to the next as many run as in the mean of both.
+    """
+    total = weight = 0.0
+    for series in found:
+        rises = tokens.get(key_of(series))
+        if rises is None:
+            continue
+        at = np.flatnonzero(np.isfinite(series.values))
+        between = (series.values[at[1:]] + series.values[at[:-1]]) / 2
+        total += float((rises[at[1:]] * between).sum())
+        weight += float(rises[at[1:]][between > 0].sum())
+    return total / weight if weight > 0 and total > 0 else None
+
+
+def _mean_length(server: Prometheus, span: Span, chosen: Selection, name: str) -> float:
+    """Return the mean tokens of the requests that finished, 0 where none did."""
+    sums = sum(rise(s.values) for s in server.over(chosen.query(f"{name}_sum"), span))
+    counts = sum(rise(s.values) for s in server.over(chosen.query(f"{name}_count"), span))
+    return sums / counts if counts > 0 else 0.0
