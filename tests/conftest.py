@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +26,34 @@ _more = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *_more])
 # Its tests are inherited, and tell as much when they fail as if they stood in a test file.
 pytest.register_assert_rewrite("support")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add how long the campaign and the fuzz go on: far longer by night than in test-all."""
+    group = parser.getgroup("faults")
+    group.addoption("--faults", default=0, type=int, help="of each kind; by default a few")
+    group.addoption("--fuzz-inputs", default=10_000, type=int, help="for the readers")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the campaign and the fuzz have counted, from whichever process."""
+    reports = [one for many in terminalreporter.stats.values() for one in many]
+    called = [one for one in reports if getattr(one, "when", "") == "call"]
+    found = [pair for report in called for pair in report.user_properties]
+    counted: dict[str, list[int]] = {}
+    for name, value in found:
+        if name == "faults":
+            kind, count, survived = value
+            counts = counted.setdefault(kind, [0, 0])
+            counts[0] += count
+            counts[1] += survived
+        elif name in {"fuzz", "month", "sizes"}:
+            terminalreporter.write_line(f"{name}: {value}")
+    if counted:
+        terminalreporter.section("faults")
+        total = [sum(column) for column in zip(*counted.values(), strict=True)]
+        for kind, (count, survived) in [*sorted(counted.items()), ("all", total)]:
+            terminalreporter.write_line(f"{kind:<40} {count:>6} tried {survived:>6} survived")
 
 
 # Before pytest-xdist looks at the marks.
@@ -57,33 +81,7 @@ def shared_traces() -> Path:
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """Start a PostgreSQL of our own on a loopback port, and return a URL without the driver."""
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    if not programs:
-        pytest.skip("no PostgreSQL here: apt-get install postgresql")
-    if importlib.util.find_spec("psycopg") is None:
-        pytest.skip("no psycopg here: pip install 'psycopg[binary]'")
-    # PostgreSQL refuses to run as root.
-    user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-    folder = Path(tempfile.mkdtemp(prefix="tune-postgres-"))
-    if user:
-        shutil.chown(folder, "postgres")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    from support.postgres import postgres
 
-    def run(program: str, *arguments: str) -> None:
-        command = [*user, str(programs[-1] / program), "-D", str(folder / "data"), *arguments]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    settings = f"-c listen_addresses=127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    try:
-        run("initdb", "-A", "trust", "-U", "tuner", "-E", "UTF8", "--locale=C", "--no-sync")
-        run("pg_ctl", "-o", settings, "-l", str(folder / "log"), "-w", "start")
-        yield f"tuner@127.0.0.1:{port}"
-    finally:
-        if (folder / "data" / "postmaster.pid").exists():
-            run("pg_ctl", "-m", "immediate", "-w", "stop")
-        shutil.rmtree(folder)
+    with postgres() as found:
+        yield found.address

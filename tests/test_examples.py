@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.examples_parts import (
     succeeded,
     tune_commands,
 )
+from support.paths import ROOT
 from tuner.cli.commands import check
 from tuner.cli.watch_command import watch
 
@@ -169,6 +171,55 @@ def test_docker_compose_takes_its_file_and_every_bind_is_explained() -> None:
     context = (folder / build["context"]).resolve()
     assert (context / "pyproject.toml").is_file()
     assert (context / build["dockerfile"]).is_file()
+
+
+def test_no_port_is_open_to_others_without_a_key() -> None:
+    services = compose_file()["services"]
+    assert services["vllm"]["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
+    open_to_others = {
+        name
+        for name, service in services.items()
+        for port in service.get("ports", ())
+        if not port.startswith("127.0.0.1:")
+    }
+    assert open_to_others == {"vllm"}
+    (demo,) = yaml.safe_load((ROOT / "examples/demo/compose.yaml").read_text())[
+        "services"
+    ].values()
+    assert demo["ports"] == ["127.0.0.1:8000:8000"]
+    assert "environment" not in demo
+
+
+# --- images ---
+
+DOCKERFILES = sorted((ROOT / "examples").rglob("Dockerfile"))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_an_image_can_be_made_of_digests_and_runs_as_nobody(path: Path) -> None:
+    steps = [line.split() for line in path.read_text().splitlines() if line[:1] not in "# "]
+    variables = {words[1].partition("=")[0] for words in steps if words[0] == "ARG"}
+    bases = [words[1] for words in steps if words[0] == "FROM"]
+    assert {base.strip("${}") for base in bases} == variables
+    assert all(base.startswith("${") for base in bases)
+    assert [words for words in steps if words[0] == "USER"] == [["USER", "65534:65534"]]
+
+
+def test_an_image_is_built_of_the_sources_alone() -> None:
+    """Neither the history nor an environment or a run, with whatever they hold, gets in."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    first, *kept = [line for line in lines if not line.startswith("#")]
+    assert first == "*"
+    kept = [line.removeprefix("!") for line in kept if line.startswith("!")]
+    assert all((ROOT / path).exists() for path in kept)
+    for path in DOCKERFILES:
+        copied = re.findall(r"^COPY (?!--from)(\S+)", path.read_text(), re.MULTILINE)
+        assert all(one == "." or one.split("/")[0] in kept for one in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = {project["project"]["readme"], *project["project"]["license-files"], "tuner"}
+    assert wanted | {
+        *project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    } <= {*kept}
 
 
 def test_each_service_that_is_scraped_is_one_of_the_compose_file() -> None:

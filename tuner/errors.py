@@ -7,7 +7,10 @@ returned with the numbers they qualify and stand in the result for good.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MAX_MESSAGE: Final = 1500
+"""Ours: characters, far more than a sentence has."""
 
 
 class TunerError(Exception):
@@ -20,13 +23,25 @@ class TunerError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
+        # It may quote what a stranger wrote.
+        shown = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
+        super().__init__(shown)
+        self.message = shown
         self.hint = hint
 
     def __reduce__(self) -> tuple[type[TunerError], tuple[str, str]]:
         """Keep the hint when the error travels between processes."""
         return (type(self), (self.message, self.hint))
+
+
+class StorageError(TunerError):
+    """The study of a run is out of reach or damaged; what was measured before is kept."""
+
+    exit_code = 4
+
+
+class DefectError(TunerError):
+    """A defect of ours has ended a part of the work, and the rest goes on."""
 
 
 class UsageError(TunerError):

@@ -6,13 +6,20 @@ Owns YAML's reading, so that a key that stands twice is refused wherever it stan
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
+import msgspec
 import yaml
 from filelock import FileLock, Timeout
 
@@ -22,6 +29,21 @@ from tuner.errors import UsageError
 _RAN_INTO: Final = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
+
+UNREADABLE: Final = (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError)
+"""What msgspec raises for a text that it cannot decode, or not as what it was to be."""
+
+MAX_REFERRED: Final = 10_000
+"""Ours: many times what people repeat by a reference; each line may stand for ten times the one
+before, and what is made of it is written out."""
+
+MAX_NESTING: Final = 100
+"""Ours: manifests nest twenty deep, and YAML's readers take time by the square."""
+_BRACKETS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+_SCRATCH: Final = "tune-scratch-"
+LEFT_AFTER_S: Final = 600.0
+"""Ours: between making a folder and locking it lie microseconds."""
 
 
 class ChangedMeanwhileError(UsageError):
@@ -54,6 +76,24 @@ def write_atomic(
 ) -> None:
     """Write the file whole or not at all: what stood there before survives a full disk.
 
+    Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
+        it is not as expected.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, secret=secret, expected=expected, hint=hint) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path,
+    *,
+    secret: bool = False,
+    expected: ExpectedText | None = None,
+    hint: str = "name another file after -o, or free space there",
+) -> Iterator[IO[bytes]]:
+    """Give a file that takes the place of the named one once the block has ended well.
+
     With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
     target that is no regular file, as /dev/stdout, is written to as it is. Where a text is
     `expected`, the file is read again right before the new one takes its place; an edit within
@@ -63,25 +103,39 @@ def write_atomic(
     Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
         it is not as expected.
     """
-    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_bytes(data)
+            with path.open("wb") as file:
+                yield file
         else:
-            target = path.resolve()
-            _replace(target, data, 0o600 if secret else _usual_mode(target), expected)
+            target = _resolved(path)
+            mode = 0o600 if secret else _usual_mode(target)
+            with _copy_for(target, mode, expected) as copy:
+                yield copy
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", hint
         ) from error
 
 
-def _replace(target: Path, data: bytes, mode: int, expected: ExpectedText | None) -> None:
-    """Put a finished copy in the target's place, within its folder so that a rename does it."""
+def _resolved(path: Path) -> Path:
+    """Return where links lead to. Raises: OSError if that is nowhere."""
+    try:
+        return path.resolve()
+    except RuntimeError as loop:  # as Python before 3.13 calls it
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from loop
+
+
+@contextlib.contextmanager
+def _copy_for(target: Path, mode: int, expected: ExpectedText | None) -> Iterator[IO[bytes]]:
+    """Give a copy that is put in the target's place, from its folder so that a rename does it.
+
+    The folder is on disk too when the block has ended, so that no power loss takes it back.
+    """
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as copy:
-            copy.write(data)
+            yield copy
             copy.flush()
             os.fchmod(copy.fileno(), mode)
             os.fsync(copy.fileno())
@@ -91,6 +145,13 @@ def _replace(target: Path, data: bytes, mode: int, expected: ExpectedText | None
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Where a file system cannot, the file is no less whole.
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _check_still(target: Path, expected: ExpectedText | None) -> None:
@@ -111,6 +172,46 @@ def _usual_mode(target: Path) -> int:
     return 0o666 & ~mask
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Give a folder for temporary files; those of processes that were killed are removed.
+
+    The folder is locked for as long as it is used, and no lock outlives its process.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # somebody else's, in use, or gone by now
+            _remove_left(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name, _locked(Path(name)) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def log_folder(prefix: str) -> Iterator[Path]:
+    """Give a folder for logs, which stays only if the block fails: then messages name it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder that nothing uses. Raises: OSError, BlockingIOError if something does."""
+    made = folder.lstat()
+    is_own = stat.S_ISDIR(made.st_mode) and made.st_uid == os.geteuid()
+    if is_own and time.time() - made.st_mtime > LEFT_AFTER_S:
+        with _locked(folder):
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(handle)
+
+
 def lock(path: Path, taken: str, hint: str) -> FileLock:
     """Return a lock that others cannot have until it is released, or this process ends.
 
@@ -127,19 +228,88 @@ def lock(path: Path, taken: str, hint: str) -> FileLock:
 def parse_yaml(content: str | bytes) -> Any:  # noqa: ANN401 - whatever it holds
     """Return what YAML says, as UTF-8; a key that stands twice is an error, not the last one.
 
-    Raises: ValueError with the reason and its line, without the text: a secret may stand in it.
+    Raises: ValueError with the reason and its line, without the text: a secret may stand in it;
+        and for what nests too deep, or references that stand for too much.
 
     >>> parse_yaml("max-num-seqs: 8")
     {'max-num-seqs': 8}
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        return yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - a SafeLoader
+        _check_nesting(text)
+        loader = _UniqueKeyLoader(text)
+        try:
+            root = loader.get_single_node()
+            _check_references([root] if root is not None else [])
+            return None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, *_RAN_INTO) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         unknown = "it holds a character, a date or a nesting that YAML cannot read"
         raise ValueError(f"{getattr(error, 'problem', None) or unknown}{place}") from None
+
+
+def check_references(text: str) -> None:
+    """Refuse YAML that nests deep, or whose references stand for very many values.
+
+    What is no YAML passes: who reads it says so.
+
+    Raises: ValueError.
+    """
+    try:
+        _check_nesting(text)
+        try:
+            roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+        except (yaml.YAMLError, *_RAN_INTO):
+            return
+        _check_references(roots)
+    except yaml.YAMLError as error:
+        raise ValueError(str(getattr(error, "problem", error))) from None
+
+
+def _check_nesting(text: str) -> None:
+    """Refuse brackets within brackets beyond what people write. Raises: ConstructorError.
+
+    Those in texts count as well, which are closed there as a rule.
+    """
+    depth = 0
+    for bracket in re.findall(r"[\[{}\]]", text):
+        depth = max(0, depth + _BRACKETS[bracket])
+        if depth > MAX_NESTING:
+            raise yaml.constructor.ConstructorError(
+                problem=f"it nests deeper than {MAX_NESTING} levels"
+            )
+
+
+def _check_references(roots: Sequence[yaml.Node]) -> None:
+    """Refuse what a few lines stand for if it is much. Raises: ConstructorError."""
+    sizes: dict[int, int] = {}
+    total = sum(_size(root, sizes) for root in roots)
+    if total - len(sizes) > MAX_REFERRED:
+        raise yaml.constructor.ConstructorError(
+            problem=f"its references (*name) stand for more than {MAX_REFERRED:,} values",
+            problem_mark=roots[0].start_mark,
+        )
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values a node stands for. Raises: ConstructorError if it holds itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 0
+        inside: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inside = [one for pair in node.value for one in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inside = node.value
+        sizes[id(node)] = 1 + sum(_size(one, sizes) for one in inside)
+    if not sizes[id(node)]:
+        raise yaml.constructor.ConstructorError(
+            problem="a reference (*name) stands within what it refers to",
+            problem_mark=node.start_mark,
+        )
+    return sizes[id(node)]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -6,7 +6,6 @@ are exported by the package itself: `tuner.tune`, `tuner.read_trace` and so on.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
 from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
-from tuner.files import write_atomic
+from tuner.files import log_folder, write_atomic
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -86,8 +85,8 @@ def replay_trace(
         return _predicted(engine, trace, limits, wanted, seed)
     source, values = _source_of(engine)
     with (
-        tempfile.TemporaryDirectory(prefix="tune-replay-") as folder,
-        EngineProcess(source, Path(folder) / "engine.log") as host,
+        log_folder("tune-replay-") as folder,
+        EngineProcess(source, folder / "engine.log") as host,
     ):
         facts = host.facts(values)
         at = limits or facts.current_limits

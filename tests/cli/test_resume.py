@@ -369,6 +369,23 @@ def test_the_login_of_a_storage_has_to_be_given_again(tmp_path: Path) -> None:
     assert resumed_with(tmp_path, "--storage", url).storage == url
 
 
+@pytest.mark.parametrize(
+    ("option", "url"),
+    [
+        ("storage", "postgresql://127.0.0.1/study?user=tune&password=sekrit"),
+        ("model", "https://me:sekrit@hub.example/m"),
+    ],
+)
+def test_whatever_url_holds_a_secret_has_to_be_given_again(
+    tmp_path: Path, option: str, url: str
+) -> None:
+    stored(tmp_path, **{option: url})
+    assert "sekrit" not in (tmp_path / "run.json").read_text()
+    with pytest.raises(UsageError, match=f"--{option} is a secret or holds one"):
+        resumed_with(tmp_path)
+    assert getattr(resumed_with(tmp_path, f"--{option}", url), option) == url
+
+
 def test_a_trace_that_a_program_gave_has_to_be_named(tmp_path: Path) -> None:
     stored(tmp_path, trace=a_trace([0.0, 1.0]))
     with pytest.raises(UsageError, match="which gave the trace itself") as caught:

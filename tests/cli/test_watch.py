@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -23,6 +25,7 @@ from support.shadow_files import home
 from support.watch_parts import EIGHT, HOUR_S, UNCHANGED, a_world, pays
 from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
+from tuner.drift.watch import health
 from tuner.drift.watch.health import serving
 from tuner.errors import UsageError
 
@@ -100,6 +103,46 @@ def test_an_address_that_cannot_be_listened_on_is_reported(tmp_path: Path) -> No
                 pass
 
 
+def test_a_clock_that_is_set_is_no_hang_and_no_clients_keep_a_probe_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "CLIENT_S", 1.0)
+    monkeypatch.setattr(health, "MAX_CLIENTS", 8)
+    with (
+        a_world(tmp_path) as world,
+        serving("127.0.0.1:0", world.watcher) as port,
+        ExitStack() as held,
+    ):
+        world.rounds(UNCHANGED)
+        world.clock.set_by(5 * HOUR_S)
+        assert page(port, "/healthz")[0] == 200
+        dripping = [
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            for _ in range(20)
+        ]
+        for line in dripping[12:]:
+            line.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        assert page(port, "/healthz")[0] == 200
+        deadline_s = time.monotonic() + 10
+        while time.monotonic() < deadline_s and is_open(dripping[-1]):
+            time.sleep(0.1)
+        assert not is_open(dripping[-1]), "kept for as long as it drips"
+
+
+def is_open(line: socket.socket) -> bool:
+    """Say whether the other end takes one more byte of a header that never ends."""
+    try:
+        line.sendall(b"x")
+        line.setblocking(False)
+        return line.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        line.setblocking(True)
+
+
 @pytest.mark.slow
 def test_a_daemon_waits_for_a_prometheus_that_is_down_and_stops_when_told(home: Path) -> None:
     port = free_port()
@@ -160,6 +203,10 @@ class NoWait:
         """Return the time."""
         return 1.8e9
 
+    def elapsed_s(self) -> float:
+        """Return none."""
+        return 0.0
+
     def sleep(self, seconds: float) -> None:
         """Return at once."""
 
@@ -204,6 +251,12 @@ def test_a_token_is_sent_and_never_shown(
         (("--prometheus", "http://p:9", "--header", "x"), "--header must look like"),
         (("--prometheus", "http://p:9", "--profile", "/no"), "/no does not exist"),
         (("--prometheus", "http://p:9", "--listen", "x"), "--listen must be HOST:PORT"),
+        (("--prometheus", "http://p:9", "--max-change", "1x"), "--max-change must be above 1"),
+        (("--prometheus", "http://p:9", "--label", "job"), "--label must look like NAME=VALUE"),
+        (
+            ("--prometheus", "http://p:9", "--label", 'j"=x'),
+            "--label must look like NAME=VALUE",
+        ),
     ],
 )
 def test_what_cannot_be_watched_is_reported_at_once(
@@ -237,6 +290,7 @@ def test_help_opens_with_an_example_and_states_every_default() -> None:
         ("--min-interval", "6h"),
         ("--confirmations", "2"),
         ("--guard", "30m"),
+        ("--max-change", "4x"),
         ("--hook-timeout", "2m"),
         ("--since", "6h"),
     ):

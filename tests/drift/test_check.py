@@ -26,6 +26,7 @@ from tuner.drift.check import Checked, DriftVerdict, check, without_replay
 from tuner.drift.compare import drift_between
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.search.space import Reach
 from tuner.shadow.profiles import Profile, write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
@@ -64,6 +65,23 @@ def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
 
     again, _ = checked(longer_outputs(TODAY), current=2)
     assert again == found
+
+
+def test_nobody_who_shapes_traffic_moves_a_cap_further_than_its_reach() -> None:
+    """Beyond ten requests a step pays dearly here, so that a large cap is far from the best."""
+    now, current = longer_outputs(TODAY), EngineLimits(64, 2048)
+    drift = drift_between(sketch_of(BEFORE), sketch_of(now))
+    retune, predictor = a_retune(current, CROWDED, 0.03)
+    free = check(drift, now, retune, an_aim())
+    assert free.best is not None
+    assert free.best.max_num_seqs < 16
+    for reach, lowest in ((Reach(4.0), 16), (Reach(4.0, min_max_num_seqs=32), 32)):
+        predictor.asked.clear()
+        held = replace(retune, space=replace(retune.space, reach=reach))
+        found = check(drift, now, held, an_aim())
+        assert found.best is not None
+        assert lowest <= found.best.max_num_seqs <= 64
+        assert all(reach.holds(limits, current) for limits in predictor.asked)
 
 
 def test_a_shift_that_no_other_cap_serves_better_is_reported_as_such() -> None:

@@ -9,13 +9,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.recorder_parts import NOW_S, Reported, asked
+from support.recorder_parts import NOW_S, Reported, asked, recording
 from tuner.recorder.blocks import KeyedHashes
 from tuner.recorder.messages import (
     Asked,
@@ -207,3 +208,17 @@ def taken_ratio(kind: int) -> float:
 def test_messages_are_weighed_as_what_they_take(kind: int) -> None:
     # What else the process does meanwhile only adds.
     assert 0.3 < min(taken_ratio(kind) for _ in range(3)) < 1.2
+
+
+def test_a_recording_that_ended_holds_no_prompt(tmp_path: Path) -> None:
+    """Its server may serve for months after a disk was full."""
+    with recording(tmp_path / "prod.jsonl") as recorder:
+        recorder.offer(asked("open", [1] * 400))
+        deadline_s = time.monotonic() + 20
+        while not len(recorder.join.open) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert len(recorder.join.open) == 1
+        recorder.stop("the disk is full")
+        while len(recorder.join.open) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert (len(recorder.join.open), recorder.join.open.held_bytes) == (0, 0)

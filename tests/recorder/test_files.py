@@ -10,6 +10,7 @@ import tempfile
 import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,17 @@ from support.recorder_parts import (
     warnings_kept,
 )
 from tuner.recorder.faults import MAX_IN_A_ROW
-from tuner.recorder.recorder import MAX_WAITING_BYTES, process_recorder
+from tuner.recorder.recorder import MAX_WAITING_BYTES, Recorder, process_recorder
 from tuner.recorder.rows import RecordedServer, header_line
-from tuner.recorder.segments import Segments
-from tuner.recorder.settings import FILE, KEY, MAX_BYTES, RecordSettings, share_key
+from tuner.recorder.segments import Room, RoomError, Segments
+from tuner.recorder.settings import (
+    FILE,
+    KEY,
+    MAX_BYTES,
+    MAX_TOTAL_BYTES,
+    RecordSettings,
+    share_key,
+)
 from tuner.traffic.formats import read_trace
 
 
@@ -119,16 +127,76 @@ def test_unset_means_no_file_and_no_thread(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", [MAX_BYTES, MAX_TOTAL_BYTES])
 def test_a_size_that_is_none_is_warned_of_and_nothing_recorded(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(FILE, "prod.jsonl")
-    monkeypatch.setenv(MAX_BYTES, "1 GB")
+    monkeypatch.setenv(name, "1 GB")
     process_recorder.cache_clear()
     with warnings_kept() as said:
         assert process_recorder() is None
     process_recorder.cache_clear()
-    assert "TUNE_RECORD_MAX_BYTES must be a size in bytes" in said[0]
+    assert f"{name} must be a size in bytes" in said[0]
+
+
+def test_a_folder_is_no_file_to_record_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE, str(tmp_path / "rec"))
+    (tmp_path / "rec").mkdir()
+    process_recorder.cache_clear()
+    with warnings_kept() as said:
+        assert process_recorder() is None
+    process_recorder.cache_clear()
+    assert "must name a file, got the folder" in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["rec"]
+
+
+def test_all_files_of_a_recording_take_no_more_than_their_total(tmp_path: Path) -> None:
+    path, most = tmp_path / "prod.jsonl", 60_000
+    (tmp_path / "prod.3.steps").write_bytes(bytes(20_000))
+    (tmp_path / "product.jsonl").write_bytes(bytes(90_000))
+    kept = RecordSettings(path, max_bytes=8192, max_total_bytes=most)
+    recorder = Recorder(kept)
+    with warnings_kept() as said:
+        for _ in range(40):
+            for number in range(50):
+                recorder.offer(finished(Reported(f"a-{number}")))
+            recorder._closing.wait(0.3)
+            if not recorder.is_on:
+                break
+        recorder.close()
+    (warning,) = said
+    assert "stopped: its files have the 60,000 bytes that they may have in all" in warning
+    assert warning.endswith("serving goes on")
+    own = [one for one in tmp_path.iterdir() if not one.name.startswith("product")]
+    taken = sum(one.stat().st_size for one in own)
+    assert most - 30_000 < taken <= most
+    assert len(read_trace(path)) > 20
+    # Who starts again with nothing moved away is told again, and writes nothing.
+    again = Recorder(kept)
+    with warnings_kept() as said:
+        again.offer(finished(*(Reported(f"b-{number}") for number in range(200))))
+        again.close()
+    assert "TUNE_RECORD_MAX_TOTAL_BYTES" in said[0]
+    now = [one for one in tmp_path.iterdir() if not one.name.startswith("product")]
+    assert sum(one.stat().st_size for one in now) == taken
+
+
+def test_a_part_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block, left = 4096, [60]
+
+    def statvfs(_: object) -> object:
+        return SimpleNamespace(f_frsize=block, f_blocks=1000, f_bavail=left[0])
+
+    monkeypatch.setattr("os.statvfs", statvfs)
+    room = Room(tmp_path / "prod.jsonl", (), 10**9)
+    room.take(10 * block - 1)
+    with pytest.raises(RoomError, match="less than 5% of the disk would be left free"):
+        room.take(11 * block)
+    left[0] = 100
+    room.take(11 * block)
 
 
 def test_processes_of_one_server_hash_alike_and_others_do_not(
@@ -281,7 +349,8 @@ def test_a_full_disk_ends_the_recording_and_leaves_whole_lines(
         assert done.returncode == 0, done.stderr
         assert done.stdout == "serving goes on\n"
         assert done.stderr.count("serving goes on") == 1
-        assert ("No space left on device" if mounted else "File too large") in done.stderr
+        full = "less than 5% of the disk would be left free"
+        assert (full if mounted else "File too large") in done.stderr
         _, rows = recorded(tmp_path / "prod.jsonl")
         assert len(rows) >= 100
         assert {row["status"] for row in rows} == {"length"}

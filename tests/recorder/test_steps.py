@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from support.recorder_parts import NOW_S
-from tuner.errors import UsageError
 from tuner.recorder.messages import Stepped
 from tuner.recorder.recorder import Recorder
-from tuner.recorder.settings import FILE, STEPS, RecordSettings
+from tuner.recorder.settings import FILE, STEPS, RecordSettings, UsageError
 from tuner.recorder.steps import (
     COLUMNS,
     LONG_US,

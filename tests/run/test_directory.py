@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.directory import RunDir, new_run_path
+from tuner.run.journal import Journal
 
 
 def test_a_second_owner_is_kept_out_until_the_first_has_gone(tmp_path: Path) -> None:
@@ -72,6 +74,22 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run\.json cannot be read"):
         run_dir.read_json("run.json", dict[str, Any])
     run_dir.close()
+
+
+@pytest.mark.parametrize("name", ["what?1", "50%20x", "a#b", "{x}", "é ü", "a&b=c"])
+def test_a_directory_may_be_called_anything(tmp_path: Path, name: str) -> None:
+    for number in range(2):
+        folder = RunDir(tmp_path / f"{name}{number}", resume=False)
+        journal = Journal(folder.storage_url)
+        assert journal.records() == []
+        assert (folder.path / "study.db").stat().st_size > 0
+        journal.begin(EngineLimits(8, 512))
+        journal.close()
+        again = Journal(folder.storage_url, must_exist=True)
+        assert len(again._trials()) == 1
+        again.close()
+        folder.close()
+    assert len(list(tmp_path.iterdir())) == 2, "beside the directories"
 
 
 def test_each_new_run_gets_a_path_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from optuna.trial import TrialState
 from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
+from tuner.errors import StorageError, UsageError
 from tuner.run.journal import Journal, Recorded, Round
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial, race_records
@@ -287,6 +288,44 @@ def test_a_record_of_a_replay_without_decode_steps_is_read(url: str) -> None:
     assert url
 
 
+def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own(
+    url: str,
+) -> None:
+    journal = Journal(url)
+    kept(journal, GOOD)
+    number = journal.begin(LIMITS)  # measured, and then the storage went away
+    journal.close()
+    again = Journal(url, must_exist=True)
+    lost = Trial.of(number, LIMITS, Phase.LADDER, 0, GOOD, MEASURED, "why")
+    file = [*((one, {}) for one in again.records()), (lost, {"ttft_p99": -0.25})]
+    assert again.restore(file) == {number}
+    assert [record.number for record in again.records()] == [0, number + 1]
+    assert replace(again.records()[1], number=number) == lost
+
+
+DAMAGE = {
+    "a record without its number": "UPDATE trial_user_attributes SET value_json='{}'",
+    "a record that is none": "UPDATE trial_user_attributes SET value_json='null'",
+    "a record that is no JSON": "UPDATE trial_user_attributes SET value_json='[1'",
+    "a date": "UPDATE trials SET datetime_start='20x6-99-99'",
+    "a state": "UPDATE trials SET state='NONSENSE'",
+    "no limits": "UPDATE trial_params SET param_value=NULL",
+    "a table gone": "DROP TABLE trial_user_attributes",
+}
+
+
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_study_is_said_to_be_one(url: str, change: str) -> None:
+    journal = Journal(url)
+    kept(journal, GOOD)
+    with journal._storage.engine.begin() as connection:
+        connection.execute(text(change))
+    journal.close()
+    with pytest.raises(StorageError, match=r"the study.*(damaged|failed)") as caught:
+        Journal(url, must_exist=True).records()
+    assert "--resume restores" in caught.value.hint
+
+
 def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) -> None:
     first, second = (Journal(f"sqlite:///{tmp_path / name}.db") for name in ("a", "b"))
     kept(first, GOOD, Phase.CURRENT)
@@ -299,7 +338,7 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
         kept(first, GOOD, Phase.RACE, round_)
     records = first.records()
     trials = [(record, {"ttft_p99": -0.25}) for record in records]
-    assert second.restore(trials) == len(records)
+    assert second.restore(trials) == {record.number for record in records}
     assert second.records() == records
     assert second.observations() == first.observations()
     assert second.race_runs() == first.race_runs()
@@ -312,5 +351,5 @@ def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) ->
             )
             assert mine.values == theirs.values
     # What it holds is not added again, and the next trial has a number of its own.
-    assert second.restore(trials) == 0
+    assert second.restore(trials) == set()
     assert kept(second, GOOD) == kept(first, GOOD) == records[-1].number + 1

@@ -18,10 +18,14 @@ from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.recorder import steps as writing
 from tuner.recorder.rows import RecordedServer, Row, header_line, row_line
+from tuner.recorder.settings import FILE
 from tuner.recorder.steps import COLUMNS, steps_header, steps_line
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.server.process import RECORD_FILE
+from tuner.shadow import recorded as reading
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
 from tuner.shadow.recorded import (
@@ -113,10 +117,35 @@ def recorded(
 
 def a_server(**changed: Any) -> dict[str, Any]:
     """Return what a recorder says of the server."""
-    shape = msgspec.to_builtins(a_profile().shape)
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
     known = {"vllm": "0.32.0", "model": "toy", "limits": limits, "num_blocks": 100_000}
-    return {**known, "shape": shape, "has_details": True, **changed}
+    known |= {"device": "toy", "config": a_config(), "has_details": True}
+    return {**known, **changed}
+
+
+def a_config(**changed: Any) -> dict[str, Any]:
+    """Return what a recorder keeps of the configuration of such an engine."""
+    shape = a_profile().shape
+    known = {
+        "model_config": {
+            "dtype": f"torch.{shape.dtype}",
+            "max_model_len": shape.max_model_len,
+            "model": shape.model,
+            "is_hybrid": False,
+            "layer_types": [],
+            "sliding_window": None,
+            "vocab_size": shape.vocab_size,
+        },
+        "parallel_config": dict.fromkeys(
+            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1
+        ),
+        "cache_config": {"block_size": shape.block_size, "enable_prefix_caching": True},
+        "compilation_config": {"cudagraph_capture_sizes": [4, 1], "cudagraph_mode": "FULL"},
+        "scheduler_config": {**shape.scheduler, "max_num_seqs": 16, "async_scheduling": False},
+        "scheduler_classes": ["vllm.Scheduler", "vllm.Scheduler"],
+        **dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"), False),
+    }
+    return {**known, **changed}
 
 
 def read(folder: Path, steps: list[bytes], rows: list[bytes]) -> tuple[Any, RecordedRequests]:
@@ -195,8 +224,8 @@ def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
         read(tmp_path, [head, line[: len(line) // 2] + b"\n", line], rows)
     with pytest.raises(UsageError, match="no recording of steps"):
         read(tmp_path, rows, rows)
-    with pytest.raises(UsageError, match="version must be 1, got 2"):
-        read(tmp_path, [head.replace(b'"version":1', b'"version":2'), line], rows)
+    with pytest.raises(UsageError, match="version must be 2, got 3"):
+        read(tmp_path, [head.replace(b'"version":2', b'"version":3'), line], rows)
 
 
 def test_without_steps_it_is_said_what_to_switch_on(tmp_path: Path) -> None:
@@ -216,8 +245,9 @@ def test_without_steps_it_is_said_what_to_switch_on(tmp_path: Path) -> None:
     [
         ({"engines": 2}, "2 engines served at once"),
         ({"api_servers": 4}, "4 API servers"),
-        ({"no_shadow": "the shadow cannot stand in for an engine with LoRA"}, "LoRA"),
-        ({"shape": None}, "does not say what engine"),
+        ({"config": a_config(lora_config=True)}, "an engine with LoRA"),
+        ({"config": a_config(scheduler_classes=["a.B", "c.D"])}, r"of its own \(a\.B\)"),
+        ({"config": None}, "does not say what engine"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_by_name(
@@ -257,3 +287,21 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert profile.current_limits == limits
     assert learnt.steps > 1.9 * (len(first) - sum(learnt.left_out.values()) / 2)
     assert isinstance(first, RecordedSteps)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {**a_config(), "model_config": 3}, a_config(scheduler_classes=1)]
+)
+def test_a_configuration_that_no_recorder_wrote_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    _, steps, rows = recorded(served(), server=a_server(config=config))
+    with pytest.raises(UsageError, match="holds no configuration that a recorder writes"):
+        read(tmp_path, steps, rows)
+
+
+def test_reader_and_recorder_mean_the_same_by_a_file_of_steps() -> None:
+    """They are two distributions, of perhaps two releases, and share no code."""
+    for name in ("STEPS_VERSION", "SUFFIX", "COLUMNS", "UNKNOWN"):
+        assert getattr(reading, name) == getattr(writing, name)
+    assert RECORD_FILE == FILE

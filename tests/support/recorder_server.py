@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 from tuner.engine.demo import demo_engine_args
 from tuner.recorder.settings import FILE, KEY, MAX_BYTES
 
-PATIENCE_S = 180.0
+PATIENCE_S = 420.0
 MODEL = "demo"
 MIDDLEWARE = ("--middleware", "tuner.recorder.TraceRecorder")
 MODULE = ("-m", "vllm.entrypoints.openai.api_server")
@@ -43,14 +44,22 @@ def serving(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = MODULE,
+    python: Path = Path(sys.executable),
 ) -> Iterator[int]:
-    """Run an API server until the block ends, and give its port."""
+    """Run an API server until the block ends, and give its port.
+
+    With this environment's own Python it needs the doors of a recorder that is installed here.
+    """
+    if python == Path(sys.executable):
+        assert entry_points(group="vllm.stat_logger_plugins", name="tune_recorder"), (
+            "no recorder is installed here: make setup, or pip install -e ./tuner/recorder"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     config = folder / "server.yaml"
     config.write_text(yaml.safe_dump({**demo_engine_args(), "served-model-name": MODEL}))
-    command = [sys.executable, *program, "--config", str(config), "--port", str(port)]
+    command = [str(python), *program, "--config", str(config), "--port", str(port)]
     outside = {k: v for k, v in os.environ.items() if k not in {FILE, KEY, MAX_BYTES}}
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(

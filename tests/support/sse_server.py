@@ -18,8 +18,9 @@ class SseServer:
 
     Prompts that start with the token `fails_on` are answered with HTTP 500, those that start
     with `cuts_on` break off after one token, `hangs_on` never end; of all requests each
-    `busy_every`-th is answered with HTTP 503. Beyond max_model_len it does as vLLM 0.32: HTTP
-    400 for a prompt that does not fit, and a shorter answer for one that does.
+    `busy_every`-th is answered with HTTP 503, which `names_requests` or not. Beyond
+    max_model_len it does as vLLM 0.32: HTTP 400 for a prompt that does not fit, and a shorter
+    answer for one that does.
     """
 
     first_s: float = 0.05
@@ -28,6 +29,7 @@ class SseServer:
     cuts_on: int = -1
     hangs_on: int = -1
     busy_every: int = 0
+    names_requests: bool = False
     max_model_len: int | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -78,8 +80,9 @@ class SseServer:
         self.asked.append(body)
         if body["prompt"][0] == self.fails_on:
             return web.Response(status=500, text="out of order")
+        named = f" for {len(self.asked)}" if self.names_requests else ""
         if self.busy_every and len(self.asked) % self.busy_every == 0:
-            return web.Response(status=503, text="too busy")
+            return web.Response(status=503, text=f"too busy{named}")
         room = (self.max_model_len or 10**9) - len(body["prompt"])
         if room < 0:
             return web.Response(status=400, text=f"longer than {self.max_model_len} tokens")

@@ -13,6 +13,7 @@ import click
 from tuner.cli.commands import tune as tune_command
 from tuner.cli.options import as_usage_error
 from tuner.errors import TunerError
+from tuner.redact import redacted_text
 
 _COMPLETE = "_TUNE_COMPLETE"
 """The variable by which a shell asks for completions, named as click's own scripts do."""
@@ -57,7 +58,7 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:  # noqa: BLE001 - the one place where a defect of ours may surface
-        traceback.print_exc()
+        click.echo(redacted_text(traceback.format_exc()), err=True)
         click.echo("error: this is a defect of tune, not of your input", err=True)
         click.echo("hint:  report it together with the lines above", err=True)
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from tuner.engine.protocol import EngineSource
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, read_config
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import UsageError
-from tuner.files import write_atomic
+from tuner.files import log_folder, write_atomic
 from tuner.replay.arrivals import StaticBatches
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -78,8 +77,10 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
     announce(traffic, is_demo=engine.is_demo)
-    log_path = Path(tempfile.mkdtemp(prefix="tune-compare-")) / "engine.log"
-    with EngineProcess(source or LiveSource(), log_path) as host:
+    with (
+        log_folder("tune-compare-") as folder,
+        EngineProcess(source or LiveSource(), folder / "engine.log") as host,
+    ):
         rows = _compared(host, options, engine, traffic.trace, plan)
     _show(options, rows)
     return 0

@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
 
-from tuner.cli.console import say
+from tuner.cli.console import say, showable
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import Progress
 from tuner.report.summary import gain_words
@@ -82,7 +82,7 @@ class RunDisplay(Listener):
     def note(self, text: str) -> None:
         """Show a sentence."""
         if self._live is not None:
-            self._live.console.print(text)
+            self._live.console.print(showable(text))
         else:
             say(text)
 
@@ -151,7 +151,7 @@ class RunDisplay(Listener):
         for trial in rows:
             style = _TIER_STYLES[trial.tier]
             bold = " bold" if best is not None and trial.limits == best.limits else ""
-            table.add_row(*_cells(trial), style=style + bold)
+            table.add_row(*map(showable, _cells(trial)), style=style + bold)
         return table
 
 
@@ -175,7 +175,7 @@ class ProgressLine:
     def show(self, text: str) -> None:
         """Show a text in place of the last one."""
         if self._is_live:
-            self._live.update(text, refresh=True)
+            self._live.update(showable(text), refresh=True)
 
 
 class ReplayDisplay(ProgressLine):

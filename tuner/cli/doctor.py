@@ -354,7 +354,8 @@ def _run_python(source: str) -> tuple[int, str]:
     """Return the exit status of a child interpreter and the last line it said."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", source],
+            # -P: a file of a library's name where we are is not that library.
+            [sys.executable, "-P", "-c", source],
             capture_output=True,
             text=True,
             errors="replace",

@@ -55,6 +55,7 @@ def reading_of(params: Params, aborted: Aborted = Aborted.DRAW) -> TraceReading:
         seed=params["seed"],
         sample_s=params["sample"],
         aborted=Aborted(params["aborted"] or aborted),
+        max_unpacked_bytes=params["max_unpacked"],
     )
     return TraceReading(
         format=params["trace_format"],

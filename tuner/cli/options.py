@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +114,23 @@ def _load_range(text: str) -> list[float]:
     return [round(first + i * step, 9) for i in range(steps + 1)]
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+
+
+def _size(text: str) -> int:
+    """Return a number of bytes.
+
+    >>> _size("64GiB"), _size("2 MB"), _size("512")
+    (68719476736, 2000000, 512)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"must be a size, got {text!r}", "for example 64GiB")
+    number, prefix, is_binary = found.groups()
+    power = 0 if prefix is None else 1 + "KMGT".index(prefix.upper())
+    return int(float(number) * (1024 if is_binary else 1000) ** power)
+
+
 def _share(text: str) -> float:
     """Return a share of 1.
 
@@ -134,6 +152,7 @@ LADDER = Parsed("caps", _ladder)
 LOAD = Parsed("multiple", _load)
 LOADS = Parsed("multiples", _loads)
 SHARE = Parsed("share", _share)
+SIZE = Parsed("size", _size)
 LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
 FILE = click.Path(readable=False)
@@ -363,6 +382,13 @@ reading_options = cloup.option_group(
         metavar="PERCENT",
         help="Largest share of wrong rows to skip  [default: 5]",
     ),
+    _option(
+        "--max-unpacked",
+        type=SIZE,
+        default="64GiB",
+        metavar="SIZE",
+        help="Largest size to which a packed or piped trace may unpack.",
+    ),
     count_option(
         "--seed",
         least=0,
@@ -502,6 +528,14 @@ def prometheus_options(since: str) -> Callable[[Callable[..., Any]], Callable[..
             "--step",
             default="30s",
             help="Resolution of the queries.",
+        ),
+        click.option(
+            "--label",
+            "labels",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Only series with this label, for example job=vllm: whoever is scraped may "
+            "name your model; repeatable.",
         ),
         click.option(
             "--header",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,7 +12,7 @@ from typing import Self
 from tuner.cli.options import TOKEN_VARIABLE, Params, path_of
 from tuner.cli.traces import write_described
 from tuner.errors import UsageError
-from tuner.traffic.prometheus import trace_from_prometheus
+from tuner.traffic.prometheus import MAX_REQUESTS, trace_from_prometheus
 from tuner.traffic.prometheus.token_times import TokenTimes, token_times
 from tuner.traffic.traces import Trace
 
@@ -19,7 +21,7 @@ from tuner.traffic.traces import Trace
 class PrometheusOptions:
     """Which server is queried, for which model, how far back and with which login.
 
-    `headers` are lines as `NAME: VALUE`.
+    `headers` are lines as `NAME: VALUE`; `labels` are those that every series must have.
 
     Units: seconds.
     """
@@ -28,6 +30,7 @@ class PrometheusOptions:
     since_s: float
     step_s: float
     model: str | None
+    labels: Mapping[str, str]
     headers: tuple[str, ...]
     token_file: Path | None
     is_verified: bool
@@ -40,6 +43,7 @@ class PrometheusOptions:
             since_s=params["since"],
             step_s=params["step"],
             model=model,
+            labels=_labels(params["labels"]),
             headers=tuple(params["headers"]),
             token_file=path_of(params["token_file"]),
             is_verified=not params["no_verify"],
@@ -53,6 +57,7 @@ class PrometheusOptions:
         engine: str | None = None,
         since_s: float | None = None,
         until_s: float | None = None,
+        max_requests: int = MAX_REQUESTS,
     ) -> Trace:
         """Return traffic that is drawn from the metrics; closed, by the requests in flight.
 
@@ -66,11 +71,13 @@ class PrometheusOptions:
             self.step_s,
             model=self.model,
             engine=engine,
+            labels=self.labels,
             seed=seed,
             concurrency=is_closed,
             until_s=until_s,
             headers=self.credentials(),
             verify=self.is_verified,
+            max_requests=max_requests,
         )
 
     def token_times(self) -> TokenTimes:
@@ -116,6 +123,24 @@ class PrometheusOptions:
         if not token:
             raise UsageError(f"--token-file {path} is empty", "it must hold the bearer token")
         return token
+
+
+def _labels(lines: Sequence[str]) -> dict[str, str]:
+    """Return labels by name. Raises: UsageError for what is none.
+
+    >>> _labels(["job=vllm", "instance=10.0.0.7:8000"])
+    {'job': 'vllm', 'instance': '10.0.0.7:8000'}
+    """
+    labels = {}
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if not equals or not re.fullmatch(r"[a-zA-Z_]\w*", name, re.ASCII):
+            raise UsageError(
+                f"--label must look like NAME=VALUE, got {line!r}",
+                "for example --label job=vllm",
+            )
+        labels[name] = value
+    return labels
 
 
 @dataclass(frozen=True, slots=True)

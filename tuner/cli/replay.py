@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from tuner.cli.console import say, show_result
@@ -22,6 +20,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineSource
 from tuner.errors import Caveat, UsageError
+from tuner.files import log_folder
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -81,9 +80,11 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
     if profiled is not None:
         limits, measured = _predicted(profiled, options, engine, traffic, plan)
     else:
-        log_path = Path(tempfile.mkdtemp(prefix="tune-replay-")) / "engine.log"
         live = source or LiveSource(options.traffic.is_greedy)
-        with EngineProcess(live, log_path) as host:
+        with (
+            log_folder("tune-replay-") as folder,
+            EngineProcess(live, folder / "engine.log") as host,
+        ):
             limits, measured = _measured(host, options, engine, traffic, plan)
     content = {
         "engine": "live" if profiled is None else "shadow",
@@ -107,7 +108,7 @@ def _measured(
     trace, window, plan = _part(options, traffic, facts, plan)
     limits = options.limits.over(facts.current_limits)
     started = host.start(engine.values, limits)
-    say(f"engine started in {started.start_s:.1f} s; its log is {host.log_path}")
+    say(f"engine started in {started.start_s:.1f} s; if it fails its log is {host.log_path}")
     for line in started.notes:
         say(line)
     host.load("trace", window.of(trace), options.traffic.seed)

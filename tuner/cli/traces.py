@@ -13,15 +13,16 @@ from typing import Self
 import click
 import numpy as np
 
-from tuner.cli.console import say
+from tuner.cli.console import say, showable
 from tuner.cli.inputs import reading_of
 from tuner.cli.options import Params
 from tuner.errors import UsageError
 from tuner.run.options import TraceReading
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import describe
+from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats.in_flight import trace_from_concurrency
-from tuner.traffic.formats.sources import expand, write_trace
+from tuner.traffic.formats.sources import expand, is_private, write_trace
 from tuner.traffic.reshape import Router, thin
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import WindowChoice
@@ -94,7 +95,7 @@ def run_inspect(options: InspectOptions) -> int:
 def _show(trace: Trace) -> None:
     """Print a description; on a terminal with small plots."""
     for line in describe(trace).lines():
-        click.echo(line)
+        click.echo(showable(line))
     if sys.stdout.isatty():
         from tuner.cli.plots import trace_plots
 
@@ -105,12 +106,14 @@ def _show(trace: Trace) -> None:
 
 def run_reshape(options: ReshapeOptions, change: Callable[[Trace], Trace]) -> int:
     """Read, change and write a trace. Raises: TraceError, UsageError."""
-    return write_described(change(options.reading.read(options.files)), options.output)
+    trace = change(options.reading.read(options.files))
+    secret = is_private(expand(options.files))
+    return write_described(trace, options.output, secret=secret)
 
 
-def write_described(trace: Trace, output: str | None) -> int:
+def write_described(trace: Trace, output: str | None, *, secret: bool = False) -> int:
     """Write the trace, and say where it would mislead. Raises: UsageError."""
-    write_trace(trace, output)
+    write_trace(trace, output, secret=secret)
     where = output or "standard output"
     say(f"{len(trace):,} requests in {trace.duration_s:,.1f} s written to {where}")
     for line in describe(trace).warnings:
@@ -146,6 +149,7 @@ def run_from_concurrency(options: ConcurrencyOptions) -> int:
     """
     lengths = options.reading.read([options.lengths])
     seed = options.reading.rows.seed
-    return write_described(
-        trace_from_concurrency(options.recording, lengths, seed), options.output
-    )
+    most = ReadOptions(max_unpacked_bytes=options.reading.rows.max_unpacked_bytes)
+    trace = trace_from_concurrency(options.recording, lengths, seed, most)
+    secret = is_private([options.recording, options.lengths])
+    return write_described(trace, options.output, secret=secret)

@@ -39,8 +39,12 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 
 OUTPUT, FORMAT = "output", "emit_format"
-_RETYPED = {"trace": "trace", "config": "config", "budget": "budget_s", "storage": "storage"}
-"""Which options may be typed anew with --resume, and the fields that they set."""
+_RETYPED = {
+    **{name: name for name in ("trace", "config", "storage", "model")},
+    "budget": "budget_s",
+}
+"""Which options may be typed anew with --resume, and the fields that they set. A model cannot
+change, but a login in its address has to be given again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import EngineError, NoFeasibleConfigError, ReplayError, UsageError
-from tuner.files import write_atomic
+from tuner.files import log_folder, scratch_folder, write_atomic
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
@@ -115,7 +114,13 @@ def run_verify(options: VerifyOptions) -> int:
         SLO breaks, failed requests counting as infinitely late; EngineError when more requests
         failed than may, though every SLO holds.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tune-verify-"))
+    with log_folder("tune-verify-") as folder:
+        _verify(options, folder)
+    return 0
+
+
+def _verify(options: VerifyOptions, folder: Path) -> None:
+    """Verify and print, with the logs in a folder."""
     engine = options.engine.choose()
     traffic = options.traffic.read()
     plan = options.traffic.plan(traffic.trace)
@@ -132,7 +137,6 @@ def run_verify(options: VerifyOptions) -> int:
             tried = _tried(options, engine, host.facts(engine.values), traffic, plan)
             predicted, vocab_size = _predicted(host, tried)
     _show(_served(tried, folder, predicted, vocab_size), as_json=options.as_json)
-    return 0
 
 
 def _tried(
@@ -193,10 +197,12 @@ def _served(
     with ExitStack() as stack:
         url, server = options.url, None
         if not url:
-            path = _config_file(tried, folder)
+            # The api-key may stand in it.
+            path = _config_file(tried, stack.enter_context(scratch_folder()))
             server = ServerProcess(path, folder / "server.log", options.port)
             stack.enter_context(server)
-            say(f"starting vllm serve --config {path}; its log is {folder / 'server.log'}")
+            log = folder / "server.log"
+            say(f"starting vllm serve --config {path}; while it runs its log is {log}")
             start_s = server.wait_ready()
             say(f"the server answers after {start_s:.0f} s")
             url = server.url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,15 @@ from tuner.engine.serve_config import read_config
 from tuner.errors import UsageError
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.options import TraceReading
+from tuner.search.space import Reach
 from tuner.shadow.calibration import error_ratio
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.prometheus.client import Prometheus
 from tuner.traffic.sketch import TrafficSketch, sketch_of
+
+FLOOR_SHARE = 16
+"""Ours: two of the largest steps; what asks for less still is for a person to decide."""
 
 _NEEDED = {
     "prometheus": ("--prometheus", "for example --prometheus http://prometheus:9090"),
@@ -55,6 +59,10 @@ class WallClock:
         """Return the Unix time."""
         return time.time()
 
+    def elapsed_s(self) -> float:
+        """Return seconds that nobody sets back or forward."""
+        return time.monotonic()
+
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
@@ -66,7 +74,9 @@ class WatchOptions:
 
     `profile` is a run directory or a profile's file; `baseline_files` hold the traffic that was
     tuned for where nothing else does. `output` is the file that is served from, `config` the
-    configuration until that file exists. `hook` are the words of the command that rolls it out;
+    configuration until that file exists. No change of a limit is larger than `max_change`
+    times, and no cap is lower than `min_max_num_seqs`, None for a share of what was tuned.
+    `hook` are the words of the command that rolls it out;
     none where it is empty. `guard_s` is how long a change is on probation, None for no time.
     `listen` is a HOST:PORT for metrics.
 
@@ -83,6 +93,8 @@ class WatchOptions:
     state: Path
     policy: Policy
     retune: RetuneOptions
+    max_change: float
+    min_max_num_seqs: int | None
     every_s: float
     is_once: bool
     hook: tuple[str, ...]
@@ -132,6 +144,8 @@ class WatchOptions:
                 max(MIN_S, 2 * prometheus.step_s),
             ),
             retune=retune_of(params),
+            max_change=params["max_change"],
+            min_max_num_seqs=params["min_max_num_seqs"],
             every_s=params["every"],
             is_once=params["once"],
             hook=tuple(params["hook"]),
@@ -161,7 +175,11 @@ def run_watch(options: WatchOptions, clock: Clock | None = None) -> int:
         current = watcher.current
         if options.listen:
             held.enter_context(serving(options.listen, watcher))
-        say(f"watching {options.output} at {current}, state in {options.state}")
+        reach = _reach(options, watcher.tuned_for)
+        say(
+            f"watching {options.output} at {current}, state in {options.state}; a change is at "
+            f"most {reach.times:g}x, and max-num-seqs at least {reach.min_max_num_seqs}"
+        )
         if options.is_once:
             error = watcher.round()
             if error is not None:
@@ -224,6 +242,8 @@ def _watcher(
     server, retune = options.prometheus, options.retune
     traffic = PrometheusTraffic(server, retune.seed, clock, is_closed=before.is_closed)
     server.credentials()  # A file that cannot be read is refused now, not in the first round.
+    tuned_for = _configured(options.config) or baseline.current
+    retune = replace(retune, reach=_reach(options, tuned_for))
     shadow = ShadowCheck(retune, options.config, baseline, before, traffic)
     guard = None
     if options.guard_s is not None:
@@ -233,17 +253,29 @@ def _watcher(
         hook = partial(run_hook, options.hook, timeout_s=options.hook_timeout_s)
     return Watcher(
         store=store,
-        rollout=Rollout(store, publisher, hook, guard, clock, say),
+        rollout=Rollout(store, publisher, hook, guard, clock, _say_if_anybody_listens),
         policy=options.policy,
         every_s=options.every_s,
-        tuned_for=_configured(options.config) or baseline.current,
+        tuned_for=tuned_for,
         sample=traffic.since,
         sketch=traffic.sketch,
         check=shadow.check,
         clock=clock,
-        notify=say,
-        began_s=clock.now_s(),
+        notify=_say_if_anybody_listens,
+        began_s=clock.elapsed_s(),
     )
+
+
+def _say_if_anybody_listens(text: str) -> None:
+    """Write a line to standard error; the watch outlives a log whose disk is full."""
+    with suppress(OSError):
+        say(text)
+
+
+def _reach(options: WatchOptions, tuned_for: EngineLimits) -> Reach:
+    """Return how far a change may go."""
+    floor = options.min_max_num_seqs or max(1, tuned_for.max_num_seqs // FLOOR_SHARE)
+    return Reach(options.max_change, floor)
 
 
 def _publisher(options: WatchOptions, baseline: Baseline) -> Publisher:

@@ -9,6 +9,7 @@ import cloup
 
 from tuner.cli.options import (
     FORCE_PROFILE,
+    LOAD,
     SHARE,
     TOO_LONG,
     command,
@@ -100,6 +101,21 @@ from tuner.emit.names import Format
     ),
 )
 @cloup.option_group(
+    "How far to change",
+    click.option(
+        "--max-change",
+        type=LOAD,
+        default="4x",
+        show_default=True,
+        metavar="X",
+        help="Largest step of one change, up or down, for each of both limits.",
+    ),
+    count_option(
+        "--min-max-num-seqs",
+        help="Lowest max_num_seqs to write; default: a sixteenth of what was tuned.",
+    ),
+)
+@cloup.option_group(
     "Rollout and rollback",
     format_option(
         Format.VLLM_EXACT, help="What is written; a YAML file that exists is edited in place."
@@ -154,7 +170,8 @@ def watch(**params: Any) -> int:
 
     A new file is written only when a re-tune pays enough, also by later traffic alone, not too
     soon after the last, and never over what somebody else wrote meanwhile; then it is on
-    probation, and the old one comes back if it does worse. Re-tunes run in
+    probation, and the old one comes back if it does worse. No change goes
+    further than --max-change, or below --min-max-num-seqs. Re-tunes run in
     the shadow: no engine is started, and the serving process is never contacted.
     """
     from tuner.cli.watch import WatchOptions, run_watch

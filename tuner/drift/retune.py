@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
@@ -15,7 +15,7 @@ from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.posterior import Draws
 from tuner.search.race import RaceDecision
-from tuner.search.space import DEFAULT_LADDER, SearchSpace, search_space
+from tuner.search.space import DEFAULT_LADDER, Reach, SearchSpace, search_space
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import Trace
@@ -63,6 +63,8 @@ class Retune:
 class RetuneOptions(ReplaySettings):
     """What a re-tune by prediction aims at; what is None is the baseline's.
 
+    With a `reach` nothing further from the current limits is tried.
+
     Units: seconds; `ladder` caps of max_num_seqs.
     """
 
@@ -72,6 +74,7 @@ class RetuneOptions(ReplaySettings):
     window: WindowChoice | None = None
     seed: int = 0
     is_forced: bool = False
+    reach: Reach | None = None
 
     def aim(self, baseline: Baseline, trace: Trace) -> Aim:
         """Return what is aimed at on this trace. Raises: UsageError, TraceError."""
@@ -114,5 +117,6 @@ def retune_on(
     if message:
         note(message)
     space = search_space(facts, trace, options.ladder, current or facts.current_limits)
+    space = replace(space, reach=options.reach)
     aim = options.aim(baseline, trace)
     return Ready(Retune(space, Predictor(profile, space.ceiling, options.seed)), aim, trace)

@@ -20,10 +20,12 @@ _PATH = "services.NAME.command"
 def write(rec: Recommendation, names: Names) -> str:
     """Return a Compose file with one service. The image's entrypoint is `vllm serve`."""
     port = container.port(rec)
+    # Without a key only this machine may ask.
+    address = "" if rec.requires_api_key else "127.0.0.1:"
     service: dict[str, Any] = {
         "image": container.image(rec),
         "command": [*without_expansion([container.model_path(rec)]), *container.words(rec)],
-        "ports": [f"{port}:{port}"],
+        "ports": [f"{address}{port}:{port}"],
         "ipc": "host",
         "volumes": [
             "~/.cache/huggingface:/root/.cache/huggingface",
@@ -39,6 +41,8 @@ def write(rec: Recommendation, names: Names) -> str:
             f"{API_KEY} is a secret: it is read from {where}",
             *one_key_note(rec),
         ]
+    else:
+        notes.append(f"no {API_KEY}: the port is open to this machine alone")
     if rec.is_folder:
         folder = rec.model if rec.model.startswith((".", "/", "~")) else f"./{rec.model}"
         mount = without_expansion([f"{folder}:{container.model_path(rec)}:ro"])

@@ -169,7 +169,11 @@ def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[st
     if "args" in holder or "command" in holder:
         edit_container(holder, rec.limits, _LLM_PATH)
     else:
-        variables = holder.setdefault("env", [])
+        variables = holder.get("env")
+        if variables is None:
+            variables = holder["env"] = []
+        if not isinstance(variables, list):
+            raise no_place(f"a list of variables in {_LLM_PATH}.env", "no list")
         own = [v for v in variables if isinstance(v, dict) and v.get("name") == _ENV]
         if own and not isinstance(own[0].get("value"), str):
             raise no_place(f"a value of {_ENV} in {_LLM_PATH}.env", "a reference")

@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tuner.errors import UsageError
+from tuner.files import check_references
 from tuner.redact import REDACTED, is_secret, redacted
 
 _FLAG: Final = re.compile(r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value>[^\s'\",\]]+)")
@@ -132,7 +133,7 @@ def read_documents(path: Path) -> list[Any]:
     """Return the documents of a YAML file, without comments. Raises: UsageError."""
     try:
         return list(YAML(typ="safe", pure=True).load_all(_read(path)))
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise _no_yaml(path, error) from None
 
 
@@ -152,13 +153,18 @@ def _read(path: Path) -> str:
     hint = "name the YAML file that is to be changed after --merge"
     try:
         with path.open(encoding="utf-8", newline="") as handle:
-            return handle.read()
+            text = handle.read()
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist", hint) from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not YAML: it is no text in UTF-8", hint) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
+    try:
+        check_references(text)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be changed: {error}", hint) from None
+    return text
 
 
 def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
@@ -172,7 +178,7 @@ def _loaded(path: Path, text: str) -> tuple[YAML, list[Any]]:
         try:
             documents = list(yaml.load_all(text))
             dumped = _dumped(yaml, documents)
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _no_yaml(path, error) from None
         changed = sum(1 for _ in difflib.unified_diff(_lines(text), _lines(dumped), n=0))
         if best is None or changed < best[0]:

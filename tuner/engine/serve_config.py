@@ -191,7 +191,13 @@ def read_tuning(path: Path) -> Tuning:
             hint="profiles/interactive.yaml is an example",
         )
     objective, slos = loaded.get("objective"), loaded.get("slo", [])
-    if objective not in {None, "balanced", "throughput", "latency", "goodput"}:
+    if not isinstance(objective, str | None) or objective not in {
+        None,
+        "balanced",
+        "throughput",
+        "latency",
+        "goodput",
+    }:
         raise UsageError(
             f"{path}: objective must be balanced, throughput, latency or goodput, "
             f"got {objective!r}"

@@ -154,6 +154,12 @@ class OpenPrompts:
             if prompt is not None:
                 self._remove(prompt)
 
+    def clear(self) -> None:
+        """Let go of all prompts: nothing is recorded any more."""
+        self._all.clear()
+        self._alike.clear()
+        self.held_bytes = 0
+
     def _drop_oldest(self) -> None:
         prompt = next(iter(self._all.values()))
         alike = self._alike[prompt.request_id, prompt.length]

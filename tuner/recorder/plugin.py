@@ -7,10 +7,13 @@ loggers, so names are looked up first.
 
 from __future__ import annotations
 
+import os
+import platform
 import time
+from copy import copy
 from dataclasses import fields
 from inspect import isabstract
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import vllm
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -28,6 +31,90 @@ NEEDED: Final = frozenset(
     {*FinishedRequest.__annotations__, "finished_requests", "iteration_timestamp"}
 )
 """What `record` reads of an iteration and of each request that it finished."""
+
+
+KEPT: Final = {
+    "model_config": ("dtype", "max_model_len", "model"),
+    "parallel_config": (
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        "decode_context_parallel_size",
+    ),
+    "cache_config": ("block_size", "enable_prefix_caching"),
+    "compilation_config": ("cudagraph_capture_sizes", "cudagraph_mode"),
+}
+"""What is kept of vLLM's configuration beside the scheduler's, by section.
+
+Source: vLLM config/vllm.py, VllmConfig.
+"""
+
+PLAIN: Final = (bool, int, float, str, list, type(None))
+
+PRESENCE: Final = ("speculative_config", "lora_config", "kv_transfer_config")
+"""Sections of which is kept whether they are there."""
+
+
+def described_server(vllm_config: Any, version: str) -> dict[str, Any]:  # noqa: ANN401
+    """Return what an API server knows of its engine: limits, blocks and configuration.
+
+    Names are vLLM's and values plain. Whether such an engine can be predicted is decided by who
+    reads it: that changes more often than what runs in production should.
+    """
+    scheduler, observed = vllm_config.scheduler_config, vllm_config.observability_config
+    parallel = vllm_config.parallel_config
+    return {
+        "vllm": version,
+        "model": str(vllm_config.model_config.model),
+        "limits": {
+            "max_num_seqs": int(scheduler.max_num_seqs),
+            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
+        },
+        "num_blocks": int(vllm_config.cache_config.num_gpu_blocks or 0),
+        "engines": int(parallel.data_parallel_size),
+        "api_servers": int(getattr(parallel, "_api_process_count", 1)),
+        "has_details": bool(getattr(observed, "enable_logging_iteration_details", False)),
+        "device": _device(),
+        "config": _kept_config(vllm_config),
+    }
+
+
+def _kept_config(vllm_config: Any) -> dict[str, Any]:  # noqa: ANN401
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    kept: dict[str, Any] = {}
+    for section, names in KEPT.items():
+        part = getattr(vllm_config, section)
+        kept[section] = {
+            name: value if isinstance(value := getattr(part, name), PLAIN) else str(value)
+            for name in names
+            if hasattr(part, name)
+        }
+    text = getattr(model, "hf_text_config", None)
+    kept["model_config"] |= {
+        "is_hybrid": bool(getattr(model, "is_hybrid", False)),
+        "layer_types": sorted(set(getattr(text, "layer_types", None) or ())),
+        "sliding_window": model.get_sliding_window(),
+        "vocab_size": int(model.get_vocab_size()),
+    }
+    kept["scheduler_config"] = {
+        name: value
+        for name, value in vars(scheduler).items()
+        if isinstance(value, PLAIN) and not name.startswith("_")
+    }
+    usual = copy(scheduler)
+    usual.scheduler_cls = None
+    kept["scheduler_classes"] = [
+        f"{cls.__module__}.{cls.__qualname__}"
+        for cls in (scheduler.get_scheduler_cls(), usual.get_scheduler_cls())
+    ]
+    return kept | {name: getattr(vllm_config, name) is not None for name in PRESENCE}
+
+
+def _device() -> str:
+    """Return the device's name without touching it: an API server computes nothing on it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    return f"CPU ({os.cpu_count()} cores, {platform.machine()})"
 
 
 class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyped in the check
@@ -60,8 +147,6 @@ class RecordingStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is untyp
         recorder.source.model = served_model(vllm_config)
         recorder.source.has_engine_counts = True
         if recorder.has_steps:
-            from tuner.engine.compat.shape import described_server
-
             recorder.source.server = described_server(vllm_config, vllm.__version__)
             self._steps = StepTap(recorder.offer)
             recorder.before_close.append(self._steps.flush)

@@ -17,7 +17,6 @@ from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from tuner.errors import UsageError
 from tuner.recorder.blocks import KeyedHashes
 from tuner.recorder.faults import (
     MAX_IN_A_ROW,
@@ -31,9 +30,9 @@ from tuner.recorder.faults import (
 from tuner.recorder.join import Join
 from tuner.recorder.messages import Finished, Message, Stepped, weight_bytes
 from tuner.recorder.rows import RecordedServer, header_line, recorded_by, row_line
-from tuner.recorder.segments import Segments
-from tuner.recorder.settings import RecordSettings
-from tuner.recorder.steps import steps_header, steps_line, steps_path
+from tuner.recorder.segments import Room, Segments
+from tuner.recorder.settings import RecordSettings, UsageError
+from tuner.recorder.steps import SUFFIX, steps_header, steps_line, steps_path
 
 GATHER_S: Final = 0.25
 """Ours: four wakes a second cost nothing, and a killed server loses no more than that."""
@@ -54,14 +53,16 @@ class Recorder:
         hashes = KeyedHashes(settings.key)
         self.source = RecordedServer(hashes.scope)
         self.join = Join(hashes)
+        room = Room(settings.path, [SUFFIX], settings.max_total_bytes)
         self._segments = Segments(
-            settings.path, settings.max_bytes, lambda: header_line(self.source)
+            settings.path, settings.max_bytes, lambda: header_line(self.source), room
         )
         self.has_steps = settings.has_steps
         self._step_segments = Segments(
             steps_path(settings.path),
             settings.max_bytes,
             lambda: steps_header(recorded_by(), self.source.server),
+            room,
         )
         self.before_close: list[Callable[[], None]] = []
         """What doors still hold is handed over by these when the recording ends."""
@@ -154,6 +155,7 @@ class Recorder:
                 segments.close()
         with self._working:
             self._forget()
+            self.join.open.clear()
             self._say_end()
 
     def _write_next(self) -> bool:

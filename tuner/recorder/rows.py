@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 HEADER_VERSION: Final = 1
-_DISTRIBUTION: Final = "max-num-seqs-tuner"
+_DISTRIBUTION: Final = "max-num-seqs-recorder"
 
 
 class CountsFrom(StrEnum):
@@ -71,7 +71,7 @@ class RecordedServer:
     has_engine_counts: bool = False
     sees_unfinished: bool = False
     server: dict[str, Any] = field(default_factory=dict)
-    """Whose steps are recorded, as `described_server` says."""
+    """Whose steps are recorded, as `plugin.described_server` says."""
 
     @property
     def counts_from(self) -> CountsFrom:

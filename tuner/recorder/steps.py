@@ -24,7 +24,7 @@ from tuner.recorder.messages import Stepped
 if TYPE_CHECKING:
     from pathlib import Path
 
-STEPS_VERSION: Final = 1
+STEPS_VERSION: Final = 2
 SUFFIX: Final = ".steps"
 
 COLUMNS: Final = (

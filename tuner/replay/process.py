@@ -27,6 +27,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, EngineFacts, EngineInfo, EngineSource
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError, ShadowError, TunerError
+from tuner.redact import redacted_text
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.warm_up import warm_up
@@ -140,6 +141,10 @@ def serve_parent(connection: Connection, log_path: str) -> None:
     """Serve the parent until it goes."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        # It was gone before; what it has asked for must not start an engine.
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
@@ -166,7 +171,7 @@ _ERROR_LINE = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
 
 
 def last_words(log_path: Path, since: int = 0) -> str:
-    """Return the last error in a log, or else its last line."""
+    """Return the last error in a log, or else its last line, without secrets."""
     if not log_path.exists():
         return "it left no log"
     with log_path.open("rb") as log:
@@ -177,8 +182,8 @@ def last_words(log_path: Path, since: int = 0) -> str:
     for line in reversed(notes):
         match = _ERROR_LINE.search(line)
         if match:
-            return match.group(1)[:400]
-    return notes[-1][:400] if notes else "it said nothing"
+            return redacted_text(match.group(1))[:400]
+    return redacted_text(notes[-1])[:400] if notes else "it said nothing"
 
 
 # How long a child may take to close its engine before it is killed, in seconds: ours; vLLM's
@@ -199,7 +204,9 @@ def _receive(connection: Connection, process: SpawnProcess) -> tuple[str, Any]:
 def _kill_group(process: SpawnProcess | None) -> None:
     """Kill a process and its group, and wait for its end."""
     if process is not None and process.pid is not None:
-        for kill in (os.killpg, os.kill):
+        # One that was waited for has no id any more that could not be another's.
+        kills = (os.killpg,) if process.exitcode is not None else (os.killpg, os.kill)
+        for kill in kills:
             with suppress(ProcessLookupError, PermissionError):
                 kill(process.pid, signal.SIGKILL)
         process.join(CLOSE_S)
@@ -298,7 +305,8 @@ class EngineProcess:
         except EngineError as error:
             self.kill()
             hint = f"{error.hint}; " if error.hint else ""
-            raise EngineError(error.message, f"{hint}see {self.log_path}") from error
+            message = redacted_text(error.message)
+            raise EngineError(message, f"{hint}see {self.log_path}") from error
 
     def _ensure(self) -> tuple[Connection, SpawnProcess]:
         """Return the running child, or start one."""

@@ -35,6 +35,7 @@ class Slo:
     """A bound on one statistic of one latency.
 
     Units: bound_s in seconds.
+    Raises: UsageError for what no replay measures, and for a bound that nothing meets.
 
     >>> str(Slo.parse("ttft_p99=500ms"))
     'ttft_p99=0.5s'
@@ -43,6 +44,15 @@ class Slo:
     metric: str
     statistic: str
     bound_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be judged by."""
+        is_known = self.metric in LATENCIES and self.statistic in (*QUANTILES, "mean")
+        if not is_known or not self.bound_s > 0:
+            raise UsageError(
+                f"an SLO cannot bound {self.metric} {self.statistic} by {self.bound_s} s",
+                f"one of {', '.join(LATENCIES)}; mean, p50, p90, p95 or p99; more than 0 s",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Slo:

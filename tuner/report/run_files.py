@@ -16,6 +16,7 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.files import UNREADABLE
 from tuner.replay.series import ReplayTimelines, SavedTimelines
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.result import LimitsRecord, RunResult, read_result
@@ -91,7 +92,7 @@ def read_run(path: Path) -> RunFiles:
 def _read(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(
             f"{path} cannot be read: {error}",
             "the file is damaged, or another version wrote it",

@@ -4,7 +4,7 @@ Files: `run.json` (options and choices, without secrets), `study.db` (the Optuna
 `trials.jsonl` (one line per trial), `result.json` (the outcome so far), `profile.yaml` (what
 was learned of the engine), `traffic.json` (a sketch of the trace), `timelines.json`,
 `report.html`, `engine.log`. Every file is replaced whole, so a kill at any instant leaves the
-last state.
+last state. No secret stands in any of them but the engine's log, which its owner alone reads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 
 from tuner.errors import UsageError
-from tuner.files import lock, write_atomic
+from tuner.files import UNREADABLE, lock, write_atomic
+from tuner.redact import redacted_content
 
 T = TypeVar("T")
 
@@ -106,7 +108,8 @@ class RunDir:
     @property
     def storage_url(self) -> str:
         """Return the study's own SQLite database."""
-        return f"sqlite:///{(self.path / STUDY_FILE).resolve()}"
+        # A directory may be called anything, and a URL's reader unquotes it.
+        return f"sqlite:///{quote(str((self.path / STUDY_FILE).resolve()))}"
 
     def set_aside(self, name: str) -> Path:
         """Rename a file to one that nothing writes to, and return that."""
@@ -118,19 +121,28 @@ class RunDir:
 
     def write_json(self, name: str, content: object) -> None:
         """Replace a JSON file whole."""
-        encoded = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        shown = redacted_content(msgspec.to_builtins(content))
+        encoded = msgspec.json.format(msgspec.json.encode(shown), indent=2)
         self._replace(name, encoded + b"\n")
 
     def write_lines(self, name: str, rows: Iterable[object]) -> None:
         """Replace a JSON Lines file whole."""
-        self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        shown = (redacted_content(msgspec.to_builtins(row)) for row in rows)
+        self._replace(name, b"".join(msgspec.json.encode(row) + b"\n" for row in shown))
+
+    def append_line(self, name: str, row: object) -> None:
+        """Add a row to a JSON Lines file."""
+        path = self.path / name
+        before = path.read_bytes() if path.exists() else b""
+        shown = redacted_content(msgspec.to_builtins(row))
+        self._replace(name, before + msgspec.json.encode(shown) + b"\n")
 
     def read_json(self, name: str, kind: type[T]) -> T:
         """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""
         path = self.path / name
         try:
             return msgspec.json.decode(path.read_bytes(), type=kind)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise UsageError(
                 f"{path} cannot be read: {error}", "the run cannot be resumed; start a new one"
             ) from error

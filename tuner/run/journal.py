@@ -7,16 +7,20 @@ its value, its constraints and the whole measurement.
 Each trial is kept twice, in the study and in `trials.jsonl`. Where the study is gone or lacks
 trials, as after a power loss, with a copied directory or another --storage, they are restored
 from the file; the file is never overwritten with less than it holds.
+
+A database server that goes away is waited for. What was asked of it then is asked again, so
+every step does nothing that it has done already.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -31,10 +35,17 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
+from tuner.errors import StorageError, UsageError
+from tuner.files import UNREADABLE
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
-from tuner.run.storage import Heart, opened, undisturbed_methods
+from tuner.run.storage import (
+    Heart,
+    Outages,
+    opened,
+    outlasting_methods,
+    undisturbed_methods,
+)
 from tuner.search.objective import Score, Tier
 from tuner.search.race import RaceRun
 from tuner.search.trials import Observation, Phase
@@ -46,6 +57,8 @@ from tuner.traffic.windows import Window
 ROUND = "round"
 # Marks a round whose replays are all kept, and each of those with the round's number.
 DONE, PART_OF = "done", "part_of"
+# By which a trial is known that was added just before the storage went away.
+ONCE = "once"
 # Marks a round that is wanted no more.
 WITHDRAWN = "withdrawn"
 
@@ -106,6 +119,7 @@ _STATES = {Tier.CUT: TrialState.PRUNED, Tier.FAILED: TrialState.FAIL}
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
 
+@outlasting_methods
 @undisturbed_methods
 class Journal:
     """An Optuna study as the list of what was measured and the queue of what is to be.
@@ -113,10 +127,11 @@ class Journal:
     The run's main process opens it: a trial without a record was interrupted while it ran, is
     marked failed then and does not count as measured. Workers join it, claim rounds from the
     queue and leave those of others alone. A study that is to be there already (`must_exist`) is
-    never made anew.
+    never made anew. `note` receives when the storage goes away, and when it is back.
 
     Units: heartbeat_s and grace_s in whole seconds, as SQLite's clock ticks.
-    Raises: UsageError if the storage cannot be opened; NoStudyError if it holds no such study.
+    Raises: UsageError if the storage cannot be opened; NoStudyError if it holds no such study;
+        StorageError, by every method, if it fails, stays away, or is damaged.
     """
 
     def __init__(
@@ -128,7 +143,10 @@ class Journal:
         must_exist: bool = False,
         heartbeat_s: int = HEARTBEAT_S,
         grace_s: int = GRACE_S,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.outages = Outages(note)
+        self._grace_s = grace_s
         self._held: dict[int, tuple[Trial, Heart | None]] = {}
         self._heartbeat_s = heartbeat_s
         optuna.logging.set_verbosity(logging.WARNING)
@@ -152,11 +170,11 @@ class Journal:
             ) from refused
         self._study_id = self._storage.get_study_id_from_name(study_name)
         if not join:
-            self._fail_interrupted()
+            self.outages.outlast(self._fail_interrupted)
 
     def _fail_interrupted(self) -> None:
         """Mark what ran when the last process ended; workers may still be at theirs."""
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        for trial in self._trials(TrialState.RUNNING):
             if ROUND not in trial.user_attrs:
                 self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
@@ -252,7 +270,7 @@ class Journal:
 
         It does not when the trial was given up as dead meanwhile: another worker has it.
         """
-        trial, heart = self._held.pop(number)
+        trial, _ = self._held[number]
         state = _STATES.get(score.tier, TrialState.COMPLETE)
         values = score.value if state is TrialState.COMPLETE else None
         try:
@@ -263,16 +281,20 @@ class Journal:
             with suppress(UpdateFinishedTrialError):
                 self._study.tell(trial, values, state=state, skip_if_finished=True)
         except UpdateFinishedTrialError:
-            return False
-        finally:
-            if heart is not None:
-                heart.stop()
-        return True
+            return self._let_go(number, counts=False)
+        return self._let_go(number, counts=True)
+
+    def _let_go(self, number: int, *, counts: bool) -> bool:
+        """End a claim, and return whether what came of it counts."""
+        _, heart = self._held.pop(number)
+        if heart is not None:
+            heart.stop()
+        return counts
 
     def finish_round(
         self,
         number: int,
-        replays: Iterable[Recorded] = (),
+        replays: Sequence[Recorded] = (),
         more: Mapping[str, Any] | None = None,
     ) -> bool:
         """Keep a claimed round's replays, and `more` beside it; tell whether they count.
@@ -280,7 +302,7 @@ class Journal:
         All of them count or none: they do not when the round was given up as dead meanwhile,
         since another process has it then.
         """
-        trial, heart = self._held.pop(number)
+        trial, _ = self._held[number]
         try:
             self.add(replays, part_of=number)
             for name, value in (more or {}).items():
@@ -290,18 +312,18 @@ class Journal:
             with suppress(UpdateFinishedTrialError):
                 self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
         except UpdateFinishedTrialError:
-            return False
-        finally:
-            if heart is not None:
-                heart.stop()
-        return True
+            return self._let_go(number, counts=False)
+        return self._let_go(number, counts=True)
 
     def give_back_stale(self) -> int:
         """Queue again the rounds that dead processes had claimed; return how many those were.
 
         What is missing is read off the study, so that a main process killed between the two
-        steps loses nothing. Only the main process can call it: two would both queue.
+        steps loses nothing. Only the main process can call it: two would both queue. Right
+        after the storage was away nothing is given back, as no heart could beat.
         """
+        if self.outages.since_s() < self._grace_s:
+            return 0
         with warnings.catch_warnings(action="ignore", category=ExperimentalWarning):
             optuna.storages.fail_stale_trials(self._study)
         known = {_round_of(t).key for t in self._rounds() if _is_alive(t)}
@@ -320,13 +342,27 @@ class Journal:
         return {_round_of(t).number: t.user_attrs for t in done if _round_of(t).phase is phase}
 
     def _rounds(self, *states: TrialState) -> list[FrozenTrial]:
-        trials = self._study.get_trials(deepcopy=False, states=states or None)
-        return [trial for trial in trials if ROUND in trial.user_attrs]
+        return [trial for trial in self._trials(*states) if ROUND in trial.user_attrs]
 
-    def add(self, trials: Iterable[Recorded], part_of: int | None = None) -> None:
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Return the study's trials, of these states or all. Raises: StorageError."""
+        try:
+            return self._study.get_trials(deepcopy=False, states=states or None)
+        except (ValueError, TypeError, LookupError) as damaged:
+            raise _is_damaged(damaged) from damaged
+
+    def add(self, trials: Sequence[Recorded], part_of: int | None = None) -> None:
         """Keep trials that have ended; those that are part of a round count once it is done."""
-        attrs = {} if part_of is None else {PART_OF: part_of}
-        for record, slacks in trials:
+        known = set()
+        if self.outages.were_any:
+            known = {trial.user_attrs.get(ONCE) for trial in self._trials()}
+        for place, (record, slacks) in enumerate(trials):
+            encoded = msgspec.json.encode((place, part_of, record))
+            attrs: dict[str, Any] = {ONCE: blake2b(encoded, digest_size=8).hexdigest()}
+            if attrs[ONCE] in known:
+                continue
+            if part_of is not None:
+                attrs[PART_OF] = part_of
             state = _STATES.get(record.tier, TrialState.COMPLETE)
             self._study.add_trial(
                 optuna.create_trial(
@@ -339,24 +375,29 @@ class Journal:
                 )
             )
 
-    def restore(self, trials: Iterable[Recorded]) -> int:
-        """Add the records that come after all the study holds, and return how many those were.
+    def restore(self, trials: Sequence[Recorded]) -> set[int]:
+        """Add the records that the study lacks, and return their numbers in the file.
 
-        Each becomes the trial that it was, under its own number; a number that no record has
-        was one that was interrupted. What the study holds stays as it is. A trial is its record
-        and the slacks of its SLOs; their numbers ascend.
+        Those that come after all it holds become the trials that they were, under their own
+        numbers; a number that no record has was one that was interrupted. One that could not be
+        kept as the storage was away gets a new number. What the study holds stays as it is. A
+        trial is its record and the slacks of its SLOs; their numbers ascend.
         """
-        held = len(self._study.get_trials(deepcopy=False))
-        added = 0
+        held = len(self._trials())
+        interrupted = {t.number for t in self._trials(TrialState.FAIL) if not t.user_attrs}
+        late = [one for one in trials if one[0].number in interrupted]
+        added = {record.number for record, _ in late}
         for record, slacks in trials:
             if record.number < held:
                 continue
             while held < record.number:
-                interrupted = optuna.create_trial(state=TrialState.FAIL)
-                self._storage.create_new_trial(self._study_id, interrupted)
+                failed = optuna.create_trial(state=TrialState.FAIL)
+                self._storage.create_new_trial(self._study_id, failed)
                 held += 1
             self.add([(record, slacks)])
-            held, added = held + 1, added + 1
+            held += 1
+            added.add(record.number)
+        self.add(late)
         return added
 
     def close(self) -> None:
@@ -375,12 +416,19 @@ class Journal:
         ask often.
         """
         done = {t.number for t in self._rounds() if DONE in t.user_attrs}
-        return [
-            replace(msgspec.convert(trial.user_attrs["record"], Record), number=trial.number)
-            for trial in self._study.get_trials(deepcopy=False, states=_ENDED)
+        ended = [
+            trial
+            for trial in self._trials(*_ENDED)
             if "record" in trial.user_attrs
             and trial.user_attrs.get(PART_OF, trial.number) in done | {trial.number}
         ]
+        try:
+            return [
+                replace(msgspec.convert(one.user_attrs["record"], Record), number=one.number)
+                for one in ended
+            ]
+        except (msgspec.MsgspecError, UsageError) as damaged:
+            raise _is_damaged(damaged) from damaged
 
     def observations(self) -> list[Observation]:
         """Return what the search needs to know of every trial that ended."""
@@ -399,11 +447,25 @@ class Journal:
         ]
 
 
+def _is_damaged(cause: Exception) -> StorageError:
+    return StorageError(
+        f"the study of this run is damaged: {str(cause) or type(cause).__name__}",
+        "move study.db away, or name another --storage: --resume restores the trials from "
+        f"{TRIALS_FILE}",
+    )
+
+
 # Beginning and going on.
 
 
 def open_journal(
-    storage: str, study: str, run_dir: RunDir, slos: Sequence[Slo], *, is_resumed: bool
+    storage: str,
+    study: str,
+    run_dir: RunDir,
+    slos: Sequence[Slo],
+    note: Callable[[str], None],
+    *,
+    is_resumed: bool,
 ) -> tuple[Journal, list[str]]:
     """Return the run's journal, and what has to be said of it.
 
@@ -413,18 +475,20 @@ def open_journal(
     trials, damaged = _read_trials(run_dir, slos)
     records = [record for record, _ in trials]
     messages = []
+    restored: set[int] = set()
     if is_resumed:
-        journal, has_gone = _journal_again(storage, study, run_dir, is_restorable=bool(records))
+        again = partial(Journal, storage, study, note=note)
+        journal, has_gone = _journal_again(again, run_dir, is_restorable=bool(records))
         restored = journal.restore(trials)
         if restored:
             where = (
                 "the storage has no study of this run" if has_gone else "the study lacked them"
             )
-            messages.append(f"{restored} trials were restored from {TRIALS_FILE}: {where}")
+            messages.append(f"{len(restored)} trials were restored from {TRIALS_FILE}: {where}")
     else:
-        journal = Journal(storage, study)
+        journal = Journal(storage, study, note=note)
     in_study = journal.records()
-    known = {record.number for record in in_study}
+    known = {record.number for record in in_study} | restored
     lacking = sum(record.number not in known for record in records)
     if lacking or damaged:
         aside = run_dir.set_aside(TRIALS_FILE)
@@ -436,11 +500,11 @@ def open_journal(
 
 
 def _journal_again(
-    storage: str, study: str, run_dir: RunDir, *, is_restorable: bool
+    again: Callable[..., Journal], run_dir: RunDir, *, is_restorable: bool
 ) -> tuple[Journal, bool]:
     """Return the study of a run that goes on, and whether it had to be made anew."""
     try:
-        return Journal(storage, study, must_exist=True), False
+        return again(must_exist=True), False
     except NoStudyError as gone:
         if not is_restorable:
             raise NoStudyError(
@@ -448,7 +512,7 @@ def _journal_again(
                 f"and {TRIALS_FILE} holds no trial",
                 "name the --storage that the run was begun with, or start a new run",
             ) from gone
-    return Journal(storage, study), True
+    return again(), True
 
 
 def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Recorded], int]:
@@ -460,7 +524,7 @@ def _read_trials(run_dir: RunDir, slos: Sequence[Slo]) -> tuple[list[Recorded], 
         try:
             record = msgspec.json.decode(line, type=Record)
             found.append((record, _slacks(record, slos)))
-        except (msgspec.MsgspecError, UsageError, KeyError, TypeError):
+        except (*UNREADABLE, UsageError, KeyError, TypeError):
             damaged += 1
     return sorted(found, key=lambda one: one[0].number), damaged
 

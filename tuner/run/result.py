@@ -19,6 +19,7 @@ import msgspec
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat, UsageError
+from tuner.files import UNREADABLE
 from tuner.run.directory import RESULT_FILE, RUN_FILE
 from tuner.run.evidence import (
     Bounds,
@@ -523,7 +524,7 @@ def read_result(folder: Path) -> RunResult:
         ) from None
     except (msgspec.ValidationError, UsageError) as error:
         raise UsageError(f"{path} is damaged: {error}", _RESTORE) from error
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(f"{path} cannot be read: {error}", _RESTORE) from error
     raise UsageError(
         f"{path}: schema must be {SCHEMA}, got {found}",

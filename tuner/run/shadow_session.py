@@ -99,7 +99,7 @@ def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     outcomes = predicted.outcomes.values()
     slacks = [scoring.slacks(m) if isinstance(m, Measurement) else {} for m in outcomes]
     context.run_dir.is_measured = True
-    context.journal.add(zip(made, slacks, strict=True))
+    context.journal.add(list(zip(made, slacks, strict=True)))
     context.keep_trials()
 
 

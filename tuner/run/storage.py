@@ -1,13 +1,16 @@
 """Database connections that several processes of a run can share.
 
-Answers whether a database was ever used for studies, and what its transactions need so that no
-two processes believe the same thing is theirs. What is stored is left to `journal`.
+Answers whether a database was ever used for studies, what its transactions need so that no two
+processes believe the same thing is theirs, and how long one that went away is waited for. What
+is stored is left to `journal`.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +19,24 @@ from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+
+from tuner.errors import StorageError
+
+R = TypeVar("R")
 
 # How long a process waits while others write to the same SQLite file: ours; a write takes
 # milliseconds, so this is reached only where something hangs.
 BUSY_S = 60
+
+
+# How long a server that went away is waited for: ours; a restart takes seconds, a failover to
+# another machine a minute.
+AWAY_S = 120.0
+_LOOK_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 def is_sqlite(url: str) -> bool:
@@ -104,6 +118,82 @@ def _keep_utc(connection: Any, _record: object) -> None:  # noqa: ANN401
     connection.commit()
 
 
+def is_away(error: BaseException) -> bool:
+    """Return whether a database server cannot be reached now, as while it restarts."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, DBAPIError):
+            is_server = not type(at.orig).__module__.startswith("sqlite3")
+            is_cut = isinstance(at, OperationalError | InterfaceError)
+            return is_server and (is_cut or at.connection_invalidated)
+        at = at.__cause__ or at.__context__
+    return False
+
+
+class Outages:
+    """Waits for a database server that went away, and keeps in mind when it was last back."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._back_s = -math.inf
+        self.were_any = False
+        """Whether the server ever was away, so that something may have been done twice."""
+
+    def since_s(self) -> float:
+        """Return for how long the server has been there again."""
+        return time.monotonic() - self._back_s
+
+    def outlast(self, call: Callable[[], R]) -> R:
+        """Return what a call returns, called again for as long as the server is away.
+
+        What is called may be called twice, though the first time did all: the answer alone may
+        be what got lost. A signal ends the wait.
+
+        Raises: StorageError when patience ends, or for what no wait mends.
+        """
+        began_s, waits_s = time.monotonic(), iter(_LOOK_AGAIN_S)
+        wait_s, is_said = 0.0, False
+        while True:
+            try:
+                result = call()
+            except (StorageInternalError, SQLAlchemyError) as error:
+                if not is_away(error) or time.monotonic() - began_s > AWAY_S:
+                    raise _failed(error) from error
+                self.were_any = True
+                if not is_said:
+                    self._note(f"the study's storage is away: {_reason(error)}; waiting for it")
+                    is_said = True
+                wait_s = next(waits_s, wait_s)
+                time.sleep(wait_s)
+                continue
+            if is_said:
+                self._back_s = time.monotonic()
+                self._note("the study's storage is back")
+            return result
+
+
+def _failed(error: Exception) -> StorageError:
+    if is_away(error):
+        return StorageError(
+            f"the study's storage has been away for {AWAY_S:.0f} s: {_reason(error)}",
+            "what was measured is kept: go on with --resume once it is back",
+        )
+    return StorageError(
+        f"the study's storage failed: {_reason(error)}",
+        "what was measured is kept in trials.jsonl: free space if there is none; if the study "
+        "is damaged, move it away, and --resume restores its trials",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what the database said."""
+    at: BaseException = error
+    while not isinstance(at, DBAPIError) and (cause := at.__cause__ or at.__context__):
+        at = cause
+    text = str(at.orig if isinstance(at, DBAPIError) else at).strip()
+    return text.splitlines()[0] if text else type(at).__name__
+
+
 class Heart:
     """A call every so often, from a daemon thread that dies with the process.
 
@@ -131,7 +221,6 @@ _KINDS = (signal.SIGINT, signal.SIGTERM)
 
 Class = TypeVar("Class", bound=type)
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @contextmanager
@@ -166,14 +255,35 @@ def undisturbed() -> Iterator[None]:
 
 def undisturbed_methods(cls: Class) -> Class:
     """Run every public method and property of a class, and its making, undisturbed."""
+    return _wrapped_methods(cls, _undisturbed, "__init__")
+
+
+def outlasting_methods(cls: Class) -> Class:
+    """Run every public method and property of a class for as long as its storage is away.
+
+    The class has `outages`. Outside of `undisturbed_methods`, so that a signal ends the wait.
+    """
+    return _wrapped_methods(cls, _outlasting)
+
+
+def _wrapped_methods(cls: Class, wrap: Callable[..., Any], *more: str) -> Class:
     for name, value in list(vars(cls).items()):
-        if name.startswith("_") and name != "__init__":
+        if name.startswith("_") and name not in more:
             continue
         if isinstance(value, FunctionType):
-            setattr(cls, name, _undisturbed(value))
+            setattr(cls, name, wrap(value))
         elif isinstance(value, property) and value.fget is not None:
-            setattr(cls, name, property(_undisturbed(value.fget), doc=value.__doc__))
+            setattr(cls, name, property(wrap(value.fget), doc=value.__doc__))
     return cls
+
+
+def _outlasting(call: Callable[..., R]) -> Callable[..., R]:
+    @wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> R:  # noqa: ANN401 - as is wrapped
+        outages: Outages = self.outages
+        return outages.outlast(lambda: call(self, *args, **kwargs))
+
+    return called
 
 
 def _undisturbed(call: Callable[P, R]) -> Callable[P, R]:

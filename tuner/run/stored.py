@@ -14,6 +14,7 @@ import msgspec
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.files import UNREADABLE
 from tuner.redact import REDACTED, redacted
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
@@ -73,6 +74,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
             "config": None if config is None else str(config),
             "engine_args": redacted(options.engine_args),
             "profile": None if profile is None else str(profile),
+            "model": redacted({"": options.model})[""],
             "storage": redacted({"": options.storage})[""],
             "notes": dict(options.notes),
         }
@@ -101,7 +103,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
         hidden = {f"--engine-arg {name}": text for name, text in values["engine_args"].items()}
         if isinstance(values["config"], dict):
             hidden["--config"] = values["config"]
-        hidden["--storage"] = values["storage"]
+        hidden |= {f"--{name}": values[name] for name in ("model", "storage")}
         for option, value in hidden.items():
             if REDACTED in str(value):
                 raise UsageError(
@@ -173,7 +175,7 @@ def read_record(folder: Path) -> RunRecord:
         found = msgspec.json.decode(content, type=_Version).schema
         if found == SCHEMA:
             return msgspec.json.decode(content, type=RunRecord)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UsageError(
             f"{path} cannot be read: {error}",
             "name the directory of a run that has begun, or start a new run",

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError
+from tuner.errors import EngineError, StorageError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import EngineRunner, Failure
 from tuner.run.context import RunContext, Workload
+from tuner.run.directory import TRIALS_FILE
 from tuner.search.objective import Score, Scoring, Tier
 from tuner.search.trials import Phase, Trial
 
@@ -65,7 +66,13 @@ class TrialRunner:
             number, limits, phase, outcome, workload.scoring, race_round, context.attempt
         )
         context.run_dir.is_measured = True
-        if context.journal.finish(number, score, slacks, record):
+        try:
+            counts = context.journal.finish(number, score, slacks, record)
+        except StorageError:
+            # What was measured goes on with --resume.
+            context.run_dir.append_line(TRIALS_FILE, record)
+            raise
+        if counts:
             self.announce()
         self._check_alive(limits, outcome)
         return outcome, record

@@ -28,10 +28,11 @@ from tuner.errors import (
     EngineError,
     NoFeasibleConfigError,
     RefusedConfigError,
+    StorageError,
     TunerError,
     UsageError,
 )
-from tuner.redact import REDACTED, redacted
+from tuner.redact import REDACTED, redacted, redacted_text
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import RunContext, Stopwatch
@@ -192,6 +193,8 @@ class _Run:
         except KeyboardInterrupt:
             self._interrupted()
             raise
+        except StorageError:
+            raise  # nothing can be told of the trials; what was measured is on disk
         except BaseException:
             self._write(self._best_so_far(), "failed")
             raise
@@ -230,7 +233,7 @@ class _Run:
             current_source="configuration"
             if prepared.engine.names_limits
             else "vLLM's default",
-            model=prepared.engine.model,
+            model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
@@ -393,7 +396,7 @@ class _Start:
         study = self.stored.study if self.stored else new_study
         storage = options.storage or self.run_dir.storage_url
         journal, restored = open_journal(
-            storage, study, self.run_dir, aim.slos, is_resumed=options.is_resumed
+            storage, study, self.run_dir, aim.slos, listener.note, is_resumed=options.is_resumed
         )
         for line in restored:
             listener.note(line)

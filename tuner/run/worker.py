@@ -52,7 +52,7 @@ def work(
             f"{prepared.traffic.trace.source} is not the trace that the run was begun with",
             "name its place on this machine with --trace",
         )
-    journal = Journal(storage, record.study, join=True)
+    journal = Journal(storage, record.study, join=True, note=note)
     log = folder / f"worker-{socket.gethostname()}-{os.getpid()}.log"
     try:
         with EngineProcess(source or LiveSource(options.is_greedy), log) as host:

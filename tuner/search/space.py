@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tuner.engine.limits import EngineLimits
@@ -18,10 +19,47 @@ TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """How far limits may be from the current ones, as a multiple, and how low their cap.
+
+    Nobody looks on where a watch writes what follows from traffic, and whoever sends requests
+    or is scraped has a hand in that.
+
+    Raises: UsageError for a multiple that leaves nothing to change.
+    """
+
+    times: float
+    min_max_num_seqs: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves nothing to change."""
+        if not self.times > 1:
+            raise UsageError(
+                f"--max-change must be above 1, got {self.times:g}", "for example 4x"
+            )
+
+    def holds(self, limits: EngineLimits, current: EngineLimits) -> bool:
+        """Return whether a change from the current limits may lead to these.
+
+        >>> reach, current = Reach(4.0, min_max_num_seqs=16), EngineLimits(32, 2048)
+        >>> [reach.holds(EngineLimits(cap, 2048), current) for cap in (8, 16, 128, 256)]
+        [False, True, True, False]
+        """
+        pairs = (
+            (limits.max_num_seqs, current.max_num_seqs),
+            (limits.max_num_batched_tokens, current.max_num_batched_tokens),
+        )
+        is_near = all(max(pair) <= self.times * min(pair) for pair in pairs)
+        floor = min(self.min_max_num_seqs, current.max_num_seqs)
+        return is_near and limits.max_num_seqs >= floor
+
+
+@dataclass(frozen=True, slots=True)
 class SearchSpace:
     """What may be tried.
 
-    `current` is the user's configuration and always trial 0. `ceiling` bounds everything.
+    `current` is the user's configuration and always trial 0. `ceiling` bounds everything,
+    `reach` how far from the current limits it may be, None for any distance.
 
     Raises: UsageError if the ladder is empty or holds a cap below 1.
     """
@@ -31,6 +69,7 @@ class SearchSpace:
     budgets: tuple[int, ...]
     ceiling: EngineLimits
     min_budget: int = 1
+    reach: Reach | None = None
 
     def __post_init__(self) -> None:
         """Refuse an empty ladder and caps below 1."""
@@ -55,8 +94,20 @@ class SearchSpace:
     def grid(self) -> list[EngineLimits]:
         """Return every setting: caps of the ladder and past it, times token budgets."""
         budgets = sorted({*self.budgets, self.reference_budget})
-        settings = [self.at(cap, budget) for cap in self.caps() for budget in budgets]
-        return list(dict.fromkeys(f for f in settings if f.within(self.ceiling)))
+        caps = sorted({*self.caps(), *self._furthest_caps()})
+        settings = [self.at(cap, budget) for cap in caps for budget in budgets]
+        return list(dict.fromkeys(f for f in settings if self._holds(f)))
+
+    def _furthest_caps(self) -> list[int]:
+        """Return how far the cap may go, so that a long way is gone in steps."""
+        if self.reach is None:
+            return []
+        now, times = self.current.max_num_seqs, self.reach.times
+        return [max(1, math.ceil(now / times)), int(now * times)]
+
+    def _holds(self, limits: EngineLimits) -> bool:
+        is_near = self.reach is None or self.reach.holds(limits, self.current)
+        return is_near and limits.within(self.ceiling)
 
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""

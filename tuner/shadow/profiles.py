@@ -25,8 +25,8 @@ from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import UsageError
-from tuner.files import parse_yaml, write_atomic
-from tuner.redact import redacted
+from tuner.files import UNREADABLE, parse_yaml, write_atomic
+from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import TERMS, Uncertainty
 from tuner.shadow.step_model import Factors, FitError, StepModel
 
@@ -156,7 +156,7 @@ def check_fits(
     compared = (
         ("vLLM", profile.shape.vllm_version, vllm_version),
         ("the device", profile.shape.device, device),
-        ("the model", profile.shape.model, model),
+        ("the model", profile.shape.model, None if model is None else redacted_text(model)),
     )
     return [
         f"the profile was made with {what} {there}, here is {here}"
@@ -174,6 +174,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """
     data = _in_file(profile)
     data["serve_values"] = redacted(data["serve_values"])
+    data["engine"]["model"] = redacted_text(data["engine"]["model"])
     try:
         msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
@@ -201,7 +202,7 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: schema must be {SCHEMA}, got {schema!r}", _REMAKE)
     try:
         profile = _from_file(msgspec.convert(data, _File))
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path}: {_reason(str(error), data)}", _REMAKE) from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}", _REMAKE) from error

@@ -21,14 +21,26 @@ import msgspec
 import numpy as np
 
 from tuner.arrays import Bools, Floats, Ints
+from tuner.engine.compat.shape import recorded_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
-from tuner.recorder.rows import Row
-from tuner.recorder.steps import COLUMNS, STEPS_VERSION, SUFFIX, UNKNOWN, StepLine
+from tuner.files import UNREADABLE
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.profiles import Profile
+
+STEPS_VERSION: Final = 2
+SUFFIX: Final = ".steps"
+COLUMNS: Final = (
+    *("ended_us", "generating", "context_requests", "context_tokens"),
+    *("interval_us", "elapsed_us", "preempted"),
+)
+UNKNOWN: Final = -1
+"""What is read of a file of steps, written by a recorder that may be of another release.
+
+Source: tuner/recorder/steps.py.
+"""
 
 LATE_S: Final = 0.03
 """Ours: a first token is this much, or a step, from where its later tokens say it was."""
@@ -49,11 +61,17 @@ HOW: Final = (
 
 
 class Server(msgspec.Struct, frozen=True):
-    """Whose steps they are, as the recorder's plugin found it."""
+    """Whose steps they are, as the recorder's plugin found it.
+
+    `shape` is missing where the shadow cannot stand in for the engine, and `no_shadow` says
+    why; neither is in the file, but follows from the `config` that is.
+    """
 
     version: int
     recorded_by: str
     vllm: str = ""
+    device: str = ""
+    config: dict[str, Any] | None = None
     model: str = ""
     limits: EngineLimits | None = None
     num_blocks: int = 0
@@ -66,6 +84,25 @@ class Server(msgspec.Struct, frozen=True):
 
 class _Header(msgspec.Struct, frozen=True):
     steps_header: Server
+
+
+class _Packed(msgspec.Struct, frozen=True):
+    """Some hundred steps; `columns` are little-endian, one column after the other."""
+
+    steps: int
+    columns: str
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What is used of a recorded request. Units: as tuner/recorder/rows.py, Row."""
+
+    arrived_at_s: float
+    input_length: int
+    output_length: int
+    e2e_s: float | None = None
+    cached_tokens: int | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +191,7 @@ def _read_file(path: Path) -> tuple[Server, list[Ints]]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     try:
         server = msgspec.json.decode(lines[0], type=_Header).steps_header
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UsageError(f"{path} is no recording of steps: {error}", HOW) from None
     if server.version != STEPS_VERSION:
         raise UsageError(
@@ -162,16 +199,35 @@ def _read_file(path: Path) -> tuple[Server, list[Ints]]:
             "read it with the version of this tool that recorded it",
         )
     # What follows the last newline was not written whole.
-    return server, [_unpacked(path, n, line) for n, line in enumerate(lines[1:-1], 2)]
+    return _with_shape(path, server), [
+        _unpacked(path, n, line) for n, line in enumerate(lines[1:-1], 2)
+    ]
+
+
+def _with_shape(path: Path, server: Server) -> Server:
+    """Return a server with the shape that follows from its configuration, or why none does."""
+    if server.config is None:
+        return msgspec.structs.replace(server, shape=None, no_shadow="")
+    try:
+        shape = recorded_shape(server.config, server.device, server.vllm)
+    except ShadowError as error:
+        return msgspec.structs.replace(server, no_shadow=error.message)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{path} holds no configuration that a recorder writes: {type(error).__name__}: "
+            f"{error}",
+            HOW,
+        ) from error
+    return msgspec.structs.replace(server, shape=shape)
 
 
 def _unpacked(path: Path, number: int, line: bytes) -> Ints:
     """Return one line's columns. Shapes: [len(COLUMNS), steps]."""
     try:
-        packed = msgspec.json.decode(line, type=StepLine)
+        packed = msgspec.json.decode(line, type=_Packed)
         content = zlib.decompress(base64.b64decode(packed.columns, validate=True))
         table = np.frombuffer(content, "<i8").reshape(len(COLUMNS), packed.steps).copy()
-    except (msgspec.DecodeError, zlib.error, ValueError) as error:
+    except (*UNREADABLE, zlib.error, ValueError) as error:
         raise UsageError(f"{path}, line {number}: damaged: {error}", "leave it out") from None
     table[0] = np.cumsum(table[0])
     return table
@@ -218,8 +274,8 @@ class RecordedRequests:
         return int(self.ends_s.size)
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    decoder = msgspec.json.Decoder(Row)
+def _rows(path: Path) -> Iterator[_Row]:
+    decoder = msgspec.json.Decoder(_Row)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -229,7 +285,7 @@ def _rows(path: Path) -> Iterator[Row]:
             continue
         try:
             yield decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if number == len(lines):
                 return  # a killed server's last line
             raise UsageError(

@@ -10,6 +10,9 @@ from tuner.arrays import Floats, Ints
 
 SECONDS_PER_OUTPUT_TOKEN = 0.020
 """Ours: 20 ms, a common decode pace of a loaded server, at which public traces are compared."""
+MAX_IN_FLIGHT = 10_000_000
+"""Ours: a thousand times the largest server; above it a column is another one, and the memory
+of a description grows with it."""
 # Arrivals that are looked at together: ours, some megabytes however long the trace.
 CHUNK = 1 << 17
 

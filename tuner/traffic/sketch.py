@@ -21,7 +21,7 @@ import numpy as np
 
 from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import UsageError
-from tuner.files import write_atomic
+from tuner.files import UNREADABLE, write_atomic
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
@@ -321,7 +321,7 @@ def read_sketch(path: Path) -> TrafficSketch:
         return _from_file(content)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}", hint) from error
 
 

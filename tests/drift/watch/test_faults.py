@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,6 +202,85 @@ def test_how_a_hook_ends_is_reported(code: str, words: str) -> None:
     end = run_hook([sys.executable, "-c", code], {}, 0.5 if "sleep" in code else 30.0)
     assert not end.is_done
     assert words in end.text
+
+
+def test_a_signal_without_a_name_ends_a_hook_and_not_the_watch() -> None:
+    end = run_hook(["sh", "-c", "kill -40 $$"], {}, 30.0)
+    assert end.text == "the hook was ended by signal 40"
+
+
+@pytest.mark.parametrize("how", ["sleep 30 &", "setsid sleep 30 &"])
+def test_what_a_hook_leaves_running_neither_holds_it_up_nor_is_killed(
+    tmp_path: Path, how: str
+) -> None:
+    pid = tmp_path / "pid"
+    began_s = time.monotonic()
+    end = run_hook(["sh", "-c", f"{how} echo $! > {pid}; echo handed over"], {}, 20.0)
+    assert (end.exit_code, end.output) == (0, "handed over")
+    assert time.monotonic() - began_s < 10
+    left = int(pid.read_text())
+    os.kill(left, 0)
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_hook_that_floods_its_output_takes_no_memory() -> None:
+    code = "import sys; [sys.stdout.write('x' * 65536) for _ in range(2000)]; print('the end')"
+    tracemalloc.start()
+    try:
+        end = run_hook([sys.executable, "-c", code], {}, 60.0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert end.output.endswith("the end")
+    assert peak < 4 << 20
+
+
+def test_no_exception_of_a_round_ends_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "best.yaml").write_text(SERVED)
+    with a_world(tmp_path) as world:
+        for fault in (
+            ValueError("could not convert string to float: 'abc'"),
+            MemoryError(),
+            RuntimeError("cannot reach http://me:s3cret@host?token=s3cret"),
+            RecursionError("deep"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(world.watcher, "check", raising(fault))
+                error = world.watcher.round()
+            assert error is not None
+            assert type(fault).__name__ in error.message
+            assert "test_faults.py" in world.words, "without its traceback nobody can mend it"
+        last = world.watcher.store.state.last
+        assert world.watcher.store.state.counts.errors == 4
+        assert "RecursionError: deep" in last.error
+        kept = (tmp_path / "state" / "state.json").read_text()
+        assert "s3cret" not in kept
+        assert world.path.read_text() == SERVED
+        # The next rounds are as if nothing had been.
+        assert world.lasts(pays()) == [Act.CONFIRM, Act.CHANGE]
+
+
+def raising(fault: Exception) -> Any:
+    """Return what fails whatever it is called with."""
+
+    def fail(*_: object) -> object:
+        raise fault
+
+    return fail
+
+
+def test_a_watch_outlives_a_log_that_is_full() -> None:
+    code = "from tuner.cli.watch import _say_if_anybody_listens as say; say('nobody reads it')"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; print('on')"],
+            stderr=full,
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+    assert done.stdout == b"on\n"
 
 
 def test_a_hook_that_is_not_there_is_reported() -> None:

@@ -28,6 +28,7 @@ from tuner.drift.watch.guard import (
     GuardVerdict,
     bias_of,
     compared,
+    longer_queue,
 )
 from tuner.drift.watch.policy import Act
 from tuner.emit.sources import read_emitted
@@ -245,6 +246,33 @@ def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_ag
         world.clock.sleep(24 * HOUR_S)
         assert world.lasts(pays()) == [Act.BARRED, Act.BARRED]
         assert world.script.tuned_for[-2:] == [None, None]
+
+
+def test_a_queue_that_is_new_takes_a_change_back_whatever_was_predicted(tmp_path: Path) -> None:
+    """Metrics that others add to say that all is well; who waits for the server does not."""
+    now, before = served(FAST, waiting=12.0), served(SLOW, waiting=0.1)
+    guard = looking(now, before, old=SLOW, new=FAST)
+    with a_world(tmp_path, guard=guard) as world:
+        handed_over(world)
+        world.rounds(UNCHANGED, UNCHANGED, UNCHANGED)
+        assert world.watcher.store.state.counts.rollbacks == 1
+        shown = "12 requests wait in the mean, 0.1 did before the change and"
+        assert shown in world.words
+
+
+@pytest.mark.parametrize(
+    ("waiting", "before", "is_longer"),
+    [(0.9, 0.0, False), (12.0, 7.0, False), (12.0, 5.0, True), (None, 1.0, False)],
+)
+def test_a_busier_hour_or_less_than_a_request_is_no_longer_queue(
+    waiting: float | None, before: float, *, is_longer: bool
+) -> None:
+    assert bool(longer_queue(waiting, before, (FAST, FAST))) is is_longer
+    # What the new configuration was predicted to queue, or the old one would, is no surprise.
+    expected = OVERLOADED.queue_depth.mean
+    assert expected > 10
+    assert not longer_queue(expected, 0.0, (FAST, OVERLOADED))
+    assert not longer_queue(expected, 0.0, (OVERLOADED, FAST))
 
 
 @pytest.mark.parametrize("times", [3.0, 1 / 3])

@@ -197,7 +197,7 @@ def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
     ("model", "words", "stands"),
     [
         ("right", "does as well as predicted: e2e_mean is ", True),
-        ("wrong", "does worse than the old configuration would: e2e_mean is ", False),
+        ("wrong", "does worse than the old configuration would: ", False),
         ("other", "has no verdict: before the change 4/512 was further from its", True),
     ],
 )

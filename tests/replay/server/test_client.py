@@ -16,8 +16,15 @@ from support.traffic import a_trace
 from tuner.cli import run as tune
 from tuner.errors import EngineError
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.server.client import Endpoint, HttpRun, find_endpoint, replay_http
+from tuner.replay.server.client import (
+    MAX_ERRORS,
+    Endpoint,
+    HttpRun,
+    find_endpoint,
+    replay_http,
+)
 from tuner.replay.server.comparison import Verification, verification
+from tuner.replay.server.process import answers
 from tuner.replay.server.scrape import Scraper, read_gauges
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
@@ -165,6 +172,21 @@ def test_a_client_that_falls_behind_voids_the_run_and_still_shows_it() -> None:
     assert [bool(one.void) for one in found] == [False, True]
     assert "VOID: this client fell behind: p99 send lag 300 ms" in found[1].lines()[-1]
     assert found[1].as_json()["measured"]["completed"] == 1
+
+
+def test_a_server_that_names_each_request_makes_no_list_of_errors_without_end() -> None:
+    trace = a_trace([0.0] * 60, prompt=3, output=2)
+    with SseServer(busy_every=1, names_requests=True) as server:
+        run = replayed(server, trace)
+    assert len(run.errors) == MAX_ERRORS + 1
+    assert (sum(run.errors.values()), run.errors["errors in other words"]) == (60, 40)
+
+
+def test_a_server_here_is_found_whatever_proxy_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with SseServer() as server:
+        assert answers(f"{server.url}/v1/models")
 
 
 def test_a_server_that_dies_ends_the_replay() -> None:

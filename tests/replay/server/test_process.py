@@ -89,3 +89,18 @@ def test_a_taken_port_and_a_server_that_dies_are_reported() -> None:
     done = verified("--predict", "none", "--engine-arg", "kv-cache-memory-bytes=1")
     assert done.returncode == 4, done.stderr
     assert "the server ended with code" in done.stderr
+
+
+def test_killed_it_takes_its_server_along() -> None:
+    before = servers()
+    process = subprocess.Popen([*ASKED, "--predict", "none", *BEARING], stderr=subprocess.PIPE)
+    deadline_s = time.monotonic() + PATIENCE_S
+    assert process.stderr is not None
+    while b"the server answers" not in process.stderr.readline():
+        assert time.monotonic() < deadline_s
+    assert servers() - before
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while servers() - before and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not servers() - before

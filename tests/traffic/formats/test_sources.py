@@ -6,13 +6,17 @@ import gzip
 import io
 import os
 import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from support.paths import SHARED_TRACES
+from tuner.cli import run
 from tuner.errors import TraceError, UsageError
 from tuner.traffic.formats import (
     Columns,
@@ -24,6 +28,7 @@ from tuner.traffic.formats import (
 )
 from tuner.traffic.formats import registry as registry_module
 from tuner.traffic.formats.sources import write_trace
+from tuner.traffic.traces import Trace
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -97,6 +102,67 @@ def test_what_is_written_is_read_back_packed_or_not(tmp_path: Path, name: str) -
     assert again.zero_s == 0.5
     with pytest.raises(UsageError, match="cannot be written"):
         write_trace(trace, tmp_path / "none" / name)
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": zstd.compress}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_small_file_that_unpacks_to_a_huge_one_is_refused_and_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    bomb = written(tmp_path, PACKED[kind](bytes(400 << 20)), f"a.jsonl.{kind}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match="holds more than 1,048,576 bytes") as caught:
+            read_trace(bomb, options=ReadOptions(max_unpacked_bytes=1 << 20))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 << 20
+    assert "--max-unpacked" in caught.value.hint
+    assert list(tmp_path.iterdir()) == [bomb]
+
+
+def test_a_trace_leaves_others_room_on_the_disk_where_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, gzip.compress(LINES.encode()))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=len(LINES)))
+    with pytest.raises(TraceError, match=r"than .* has room for") as caught:
+        read_trace(path)
+    assert "TMPDIR" in caught.value.hint
+
+
+def test_what_is_piped_in_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LINES.encode())))
+    with pytest.raises(TraceError, match="standard input holds more than 100 bytes"):
+        read_trace("-", options=ReadOptions(max_unpacked_bytes=100))
+
+
+def test_a_private_recording_is_as_private_once_converted(tmp_path: Path) -> None:
+    recording = written(tmp_path, LINES)
+    for mode in (0o600, 0o644):
+        recording.chmod(mode)
+        output = tmp_path / f"{mode}.jsonl.gz"
+        assert run(["trace", "convert", str(recording), "-o", str(output)]) == 0
+        assert output.stat().st_mode & 0o777 == mode
+
+
+def test_writing_a_trace_that_is_interrupted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = read_trace(written(tmp_path, LINES))
+
+    def interrupted(_: Trace) -> Iterator[object]:
+        yield {"arrived_at_s": 0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tuner.traffic.formats.sources.native_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(trace, tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["prod.jsonl"]
 
 
 # --- several files --------------------------------------------------------------------
@@ -220,6 +286,9 @@ def test_a_header_says_what_holds_for_all_requests(tmp_path: Path) -> None:
         ('{"version": 1, "block_size": 0}', "block_size must be a whole number above 0"),
         ('{"version": 1, "in_flight": [[3, 1], [2, 1]]}', "times_s must ascend"),
         ('{"version": 1, "in_flight": [1, 2]}', "must be a list of [seconds, requests]"),
+        ('{"version": 1, "in_flight": [[0, 1e15]]}', "at most 10,000,000 requests"),
+        ('{"version": 1, "in_flight": [[0, 300000000]]}', "got [0.0, 300000000.0]"),
+        ('{"version": 1, "in_flight": [[0, 1], [1e300, 2]]}', "from 0 to 1e+16 seconds"),
         ('{"version": 1, "clock": "sun"}', 'must be wall, shared or own, got "sun"'),
         ('{"version": 1, "lacks": "much"}', "lacks must be a list of texts"),
     ],

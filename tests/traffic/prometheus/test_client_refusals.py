@@ -113,13 +113,16 @@ def test_a_login_is_asked_for_taken_from_the_url_and_never_shown(tmp_path: Path)
     assert "admin" not in f"{trace.source} {trace.notes}"
 
 
-def test_a_certificate_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_trusted_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need_prometheus()
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here: apt-get install openssl")
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    command += ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     web_config = f"tls_server_config: {{cert_file: {certificate}, key_file: {key}}}\n"
     with prometheus(tmp_path, web_config=web_config) as plain_url:
@@ -127,6 +130,8 @@ def test_a_certificate_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
         said = refused(url)
         assert "is not trusted: self" in said.message
         assert "--no-verify" in said.hint
-        with pytest.warns(match="Unverified HTTPS request"):
-            empty = refused(url, verify=False)
-    assert "has no vllm:request_prompt_tokens_count" in empty.message
+        unchecked = refused(url, verify=False)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        trusted = refused(url)
+    for empty in (unchecked, trusted):
+        assert "has no vllm:request_prompt_tokens_count" in empty.message

@@ -48,12 +48,12 @@ class DecodingEngine(PastEngine):
 
 def steady(model: str, until_s: float = END_S, **more: str) -> DecodingEngine:
     """Return a server in which a dozen requests ran at any time, and then none."""
-    arrived_s = np.arange(START_S, until_s, ITL_S * OUTPUT / RUNNING)
+    arrived_s = np.arange(START_S, until_s, ITL_S * OUTPUT / RUNNING, dtype=np.float64)
     return DecodingEngine(
         arrived_s=arrived_s,
         prompt=np.full(arrived_s.size, PROMPT),
         output=np.full(arrived_s.size, OUTPUT),
-        scrapes_s=SCRAPES_S,
+        scrapes_s=SCRAPES_S.astype(np.float64),
         model=model,
         **more,  # type: ignore[arg-type]
     )

@@ -6,6 +6,10 @@ far the old configuration was from its own prediction before the change, in eith
 allowed for; where that is more than the profile's error, there is no verdict, and the change
 neither passes nor is rolled back.
 
+What was predicted rests on traffic that others have a hand in: a client, or whoever is scraped
+under the model's name. So the queue is compared with what it was before as well, which no
+prediction excuses: requests that wait now, and did not before, and would by no prediction.
+
 Tried and given up: comparing live before with live after. Traffic has just shifted, or there
 would have been no change; the two hours do not compare. Looking at tails alone: vLLM's buckets
 are up to two and a half times as wide as they are low, so that a new configuration twice as
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -37,6 +41,10 @@ SETTLE_RATIO: Final = 0.2
 
 MAX_GUARD_TIMES: Final = 4.0
 """Ours: after so many times its own length without a verdict the guard ends."""
+
+QUEUE_TIMES: Final = 2.0
+MIN_QUEUED: Final = 1.0
+"""Ours: a busier hour has a longer queue, and less than a request in the mean is none."""
 
 MEAN, TAIL, RATE = "mean", "tail", "requests_per_s"
 _AS_PREDICTED: Final = Estimate(1.0, None, None, 1)
@@ -81,11 +89,13 @@ configurations was in use. Raises: TunerError if Prometheus does not answer."""
 class Bias:
     """How many times as slow a configuration was live as predicted, less than 1 where faster.
 
-    `why_not` is the reason why that is not known, or not to be trusted; else empty.
+    `why_not` is the reason why that is not known, or not to be trusted; else empty. `waiting`
+    is how many requests were queued then, None where that is not known.
     """
 
     times: Mapping[str, Estimate]
     why_not: str = ""
+    waiting: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +133,16 @@ class Guard:
             return GuardDecision(
                 GuardVerdict.UNKNOWN, sample.why_not or "its traffic cannot be replayed"
             )
-        bias = self.bias_before(decided_s, old)
+        return self._judged(sample.live, before, after, self.bias_before(decided_s, old))
+
+    def _judged(
+        self, live: Live, before: Measurement, after: Measurement, bias: Bias
+    ) -> GuardDecision:
+        if queue := longer_queue(live.waiting, bias.waiting, (before, after)):
+            return GuardDecision(GuardVerdict.WORSE, queue)
         if bias.why_not:
             return GuardDecision(GuardVerdict.UNKNOWN, bias.why_not)
-        return compared(sample.live, before, after, self.wrong_ratio, bias.times)
+        return compared(live, before, after, self.wrong_ratio, bias.times)
 
     def bias_before(self, decided_s: float, old: EngineLimits) -> Bias:
         """Return how the old configuration did before the change against its prediction.
@@ -140,9 +156,26 @@ class Guard:
             reason = "the server restarted then"
         if not reason and not isinstance(measured, Measurement):
             reason = sample.why_not or "its traffic cannot be replayed"
+        waiting = sample.live.waiting
         if reason or not isinstance(measured, Measurement):
-            return Bias({}, f"{old} has no measure of the time before the change: {reason}")
-        return bias_of(sample.live, measured, old, self.wrong_ratio)
+            why = f"{old} has no measure of the time before the change: {reason}"
+            return Bias({}, why, waiting)
+        return replace(bias_of(sample.live, measured, old, self.wrong_ratio), waiting=waiting)
+
+
+def longer_queue(
+    waiting: float | None, before: float | None, predicted: Sequence[Measurement]
+) -> str:
+    """Return how much longer the queue is than it was and would be, empty where it is not."""
+    if waiting is None or before is None:
+        return ""
+    expected = max(one.queue_depth.mean for one in predicted)
+    if waiting <= max(MIN_QUEUED, QUEUE_TIMES * before, QUEUE_TIMES * expected):
+        return ""
+    return (
+        f"{waiting:.3g} requests wait in the mean, {before:.3g} did before the change and "
+        f"{expected:.3g} were predicted to"
+    )
 
 
 def bias_of(live: Live, measured: Measurement, old: EngineLimits, wrong_ratio: float) -> Bias:

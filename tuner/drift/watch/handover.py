@@ -7,9 +7,11 @@ the change was decided on, so that what others put there meanwhile stays.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +26,10 @@ from tuner.files import ChangedMeanwhileError
 
 MAX_OUTPUT_CHARACTERS: Final = 400
 """Ours: enough of a command's last output to show its error."""
+
+_PIPE_BYTES: Final = 1 << 16
+_LINGER_S: Final = 0.5
+"""Ours: what a command wrote before it ended is read by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ def run_hook(argv: Sequence[str], environment: Mapping[str, str], timeout_s: flo
     """Run the command and return how it ended; past the time-out it is killed whole.
 
     `environment` is added to ours. Its output goes to neither of our streams, so that standard
-    output stays the result's.
+    output stays the result's. It has ended when the command has: what it left in the background
+    runs on, and may keep its streams.
     """
     try:
         process = subprocess.Popen(
@@ -67,36 +74,62 @@ def run_hook(argv: Sequence[str], environment: Mapping[str, str], timeout_s: flo
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return HookEnd(None, "", f"cannot be run: {argv[0]}: {reason}")
+    output = _LastWords(process)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         _kill(process)
-        output, _ = process.communicate()
-        return HookEnd(
-            None, _tail(output), f"did not end within {timeout_s:g} s and was killed"
-        )
+        return HookEnd(None, output.text, f"did not end within {timeout_s:g} s and was killed")
     except BaseException:
         _kill(process)
         raise
-    if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
-        return HookEnd(process.returncode, _tail(output), f"was ended by {name}")
-    return HookEnd(process.returncode, _tail(output))
+    problem = f"was ended by {_signal_name(-code)}" if code < 0 else ""
+    return HookEnd(code, output.text, problem)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def _tail(output: bytes) -> str:
-    r"""Return the end of an output, as one line.
+def _signal_name(number: int) -> str:
+    """Return what a signal is called; those for real time have no names.
 
-    >>> _tail(b"a\nb\n")
-    'a / b'
+    >>> _signal_name(15), _signal_name(40)
+    ('SIGTERM', 'signal 40')
     """
-    lines = output.decode("utf-8", "replace").strip().splitlines()
-    return " / ".join(lines)[-MAX_OUTPUT_CHARACTERS:]
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class _LastWords:
+    """The end of what a process writes, read for as long as anybody may write it.
+
+    By a thread of its own, and all but the end is dropped: neither a command that floods its
+    output nor a service that it leaves behind is held up, and none takes memory.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._kept = b""
+        self._thread = threading.Thread(
+            target=self._read, args=(process.stdout,), name="hook output", daemon=True
+        )
+        self._thread.start()
+
+    def _read(self, stream: io.BufferedReader) -> None:
+        with suppress(OSError), stream:
+            while part := stream.read1(_PIPE_BYTES):
+                self._kept = (self._kept + part)[-4 * MAX_OUTPUT_CHARACTERS :]
+
+    @property
+    def text(self) -> str:
+        """What was written by now, as one line; the last of it may be on its way."""
+        self._thread.join(_LINGER_S)
+        lines = self._kept.decode("utf-8", "replace").strip().splitlines()
+        return " / ".join(lines)[-MAX_OUTPUT_CHARACTERS:]
 
 
 Notify = Callable[[str], None]
@@ -108,6 +141,10 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Return the Unix time."""
+        ...
+
+    def elapsed_s(self) -> float:
+        """Return seconds since any instant, which nobody sets back or forward."""
         ...
 
     def sleep(self, seconds: float) -> None:

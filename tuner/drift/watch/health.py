@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -20,24 +22,57 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from tuner.drift.watch.loop import Watcher
+from tuner.engine.limits import EngineLimits
 from tuner.errors import TunerError, UsageError
 
 MIN_PATIENCE_S: Final = 900.0
 """Ours: replays, a hook and the guard's look take minutes; a quarter of an hour is a hang."""
 
+CURRENT_S: Final = 1.0
+"""Ours: people do not notice it."""
+
+MAX_CLIENTS: Final = 64
+CLIENT_S: Final = 10.0
+"""Ours: a probe and a scrape each take milliseconds."""
+
 _HINT = "for example --listen 127.0.0.1:9105"
 
 
-def health(watcher: Watcher) -> dict[str, Any]:
+class _Current:
+    """The limits in use, read again once the file is another one, or a moment has passed.
+
+    A probe may ask at any rate. Raises: UsageError, when called, where the file is damaged.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._read: tuple[float, object, EngineLimits] | None = None
+
+    def __call__(self) -> EngineLimits:
+        now_s, file = time.monotonic(), self._file()
+        if self._read is None or self._read[1] != file or now_s - self._read[0] > CURRENT_S:
+            self._read = now_s, file, self._watcher.current
+        return self._read[2]
+
+    def _file(self) -> object:
+        """Return what tells one state of the file from the next."""
+        try:
+            found = self._watcher.rollout.publisher.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def health(watcher: Watcher, current_of: Callable[[], EngineLimits]) -> dict[str, Any]:
     """Return how the watch is; `ok` is false once its loop hangs.
 
     A Prometheus that is down does not make it unwell: a restart would not mend that.
     """
     state = watcher.store.state
     last, handover = state.last, state.handover
-    quiet_s = watcher.clock.now_s() - watcher.began_s
+    quiet_s = watcher.clock.elapsed_s() - watcher.began_s
     try:
-        current = str(watcher.current)
+        current = str(current_of())
     except TunerError as error:
         current = error.message
     return {
@@ -58,8 +93,11 @@ def health(watcher: Watcher) -> dict[str, Any]:
 class WatchMetrics(Collector):
     """The state as Prometheus's client writes metrics."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(
+        self, watcher: Watcher, current_of: Callable[[], EngineLimits] | None = None
+    ) -> None:
         self._watcher = watcher
+        self._current_of = current_of or _Current(watcher)
 
     def collect(self) -> Iterable[Metric]:
         """Yield every metric as of now."""
@@ -97,7 +135,7 @@ class WatchMetrics(Collector):
     def _current(self) -> Iterator[Metric]:
         """Yield the limits in use; none while the file is damaged."""
         try:
-            current = self._watcher.current
+            current = self._current_of()
         except TunerError:
             return
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -107,18 +145,66 @@ class WatchMetrics(Collector):
             )
 
 
+_Request = socket.socket | tuple[bytes, socket.socket]
+"""As the base class has it, for servers of every kind."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answers so many clients at a time, each for so long; who comes goes before who stays.
+
+    Neither those that say nothing nor those that drip keep a probe from its answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]
+    ) -> None:
+        self._open: dict[socket.socket, float] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: _Request, client_address: object) -> None:
+        """Answer in a thread."""
+        if len(self._open) >= MAX_CLIENTS:
+            _end(next(iter(self._open)))
+        if isinstance(request, socket.socket):
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: _Request) -> None:
+        """Forget who was answered."""
+        if isinstance(request, socket.socket):
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End who has stayed too long; called every half second."""
+        long_ago_s = time.monotonic() - CLIENT_S
+        for request in [one for one, came_s in [*self._open.items()] if came_s < long_ago_s]:
+            _end(request)
+
+    def handle_error(self, request: _Request, client_address: object) -> None:
+        """Drop it: a client that went away is no news."""
+
+
+def _end(request: socket.socket) -> None:
+    """Wake the thread of a client, which then closes."""
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def serving(listen: str, watcher: Watcher) -> Iterator[int]:
     """Serve both pages beside the watch; yield the port. Raises: UsageError."""
     host, port = _address(listen)
-    registry = CollectorRegistry()
-    registry.register(WatchMetrics(watcher))
+    registry, current_of = CollectorRegistry(), _Current(watcher)
+    registry.register(WatchMetrics(watcher, current_of))
+    handler = _handler(registry, lambda: health(watcher, current_of))
     try:
-        server = http.server.ThreadingHTTPServer((host, port), _handler(watcher, registry))
+        server = _Server((host, port), handler)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--listen {listen} cannot be listened on: {reason}", _HINT) from error
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
     thread.start()
     try:
@@ -130,19 +216,16 @@ def serving(listen: str, watcher: Watcher) -> Iterator[int]:
 
 
 def _handler(
-    watcher: Watcher, registry: CollectorRegistry
+    registry: CollectorRegistry, report_of: Callable[[], dict[str, Any]]
 ) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
-        # A client that says nothing must not hold a thread for ever.
-        timeout = 10
-
         def do_GET(self) -> None:
             """Answer one of the two pages."""
             path = self.path.partition("?")[0]
             if path == "/metrics":
                 self._answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry))
             elif path == "/healthz":
-                report = health(watcher)
+                report = report_of()
                 status = HTTPStatus.OK if report["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
                 self._answer(status, "application/json", json.dumps(report).encode() + b"\n")
             else:

@@ -6,6 +6,7 @@ pass in a test at once. A round that fails leaves everything as it was, is repor
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -24,8 +25,9 @@ from tuner.drift.watch.policy import (
 from tuner.drift.watch.publish import Reason
 from tuner.drift.watch.state import Counts, Last, RolloutRecord
 from tuner.engine.limits import EngineLimits
-from tuner.errors import TunerError
+from tuner.errors import DefectError, TunerError
 from tuner.files import ExpectedText
+from tuner.redact import redacted_text
 from tuner.traffic.sketch import TrafficSketch
 from tuner.traffic.traces import Trace
 
@@ -68,7 +70,8 @@ class Watcher:
     clock: Clock
     notify: Notify
     began_s: float = 0.0
-    """When the last round began, in Unix seconds, so that a probe can notice a hang."""
+    """When the last round began, on the clock that nobody sets, so that a probe can notice a
+    hang."""
 
     @property
     def current(self) -> EngineLimits:
@@ -88,17 +91,20 @@ class Watcher:
 
     def rest_s(self) -> float:
         """Return how long to sleep: until the next round, or until the guard's window ends."""
-        now_s = self.clock.now_s()
-        wake_s = self.began_s + self.every_s
+        rest_s = max(self.began_s + self.every_s - self.clock.elapsed_s(), 0.0)
         judged_at_s = self.rollout.judged_at_s
-        if judged_at_s is not None and judged_at_s > now_s:
-            wake_s = min(wake_s, judged_at_s)
-        # A clock that was put back must not let it sleep for hours.
-        return min(max(wake_s - now_s, 0.0), self.every_s)
+        if judged_at_s is None:
+            return rest_s
+        until_judged_s = judged_at_s - self.clock.now_s()
+        return min(rest_s, until_judged_s) if until_judged_s > 0 else rest_s
 
     def round(self) -> TunerError | None:
-        """Do what is due and return what went wrong, if anything."""
-        self.began_s = self.clock.now_s()
+        """Do what is due and return what went wrong, if anything.
+
+        Also where that is a defect of ours, or of what we call: who watches for months must not
+        end over one odd answer, and the next round may be well.
+        """
+        self.began_s = self.clock.elapsed_s()
         try:
             rollbacks = self.store.state.counts.rollbacks
             self.rollout.go_on()
@@ -108,6 +114,14 @@ class Watcher:
         except TunerError as error:
             self._failed(error)
             return error
+        except Exception as defect:  # noqa: BLE001 - for the reason given above
+            self.notify(traceback.format_exc().rstrip())
+            unforeseen = DefectError(
+                f"a defect of tune ended the round: {type(defect).__name__}: {defect}",
+                "the next round begins as usual; report it together with the lines above",
+            )
+            self._failed(unforeseen)
+            return unforeseen
         return None
 
     def _sampled(self, since_s: float) -> Trace:
@@ -235,7 +249,8 @@ class Watcher:
     def _failed(self, error: TunerError) -> None:
         """Note and count what went wrong; the configuration stays as it is."""
         state = self.store.state
-        last = replace(state.last, error=error.message, error_s=self.clock.now_s())
+        message = redacted_text(error.message)
+        last = replace(state.last, error=message, error_s=self.clock.now_s())
         counts = replace(state.counts, errors=state.counts.errors + 1)
         noted = replace(state, last=last, counts=counts)
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
-from tuner.engine.compat.serve import device_name
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.errors import ShadowError
 
@@ -27,6 +26,10 @@ _NOT_COPIED = (
     "encoder_cache_size",
     "stream_interval",
 )
+_RECORDED: Final = (
+    *("parallel_config", "cache_config", "compilation_config", "scheduler_config"),
+)
+_EXTENSIONS: Final = ("speculative_config", "lora_config", "kv_transfer_config")
 
 
 def read_shape(
@@ -64,40 +67,32 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
     )
 
 
-def described_server(vllm_config: Any, version: str) -> dict[str, Any]:
-    """Return what an API server knows of its engine: limits, blocks and shape, for a recording.
+def recorded_shape(config: Mapping[str, Any], device: str, version: str) -> EngineShape:
+    """Return the shape of a server from the configuration that its recorder kept.
 
-    `shape` is missing where the shadow cannot stand in for the engine, and `no_shadow` says
-    why. The API server holds no list of KV-cache groups, so that whether there is but one of
-    full attention is asked of the model's configuration.
+    An API server holds no list of KV-cache groups, so that whether there is but one of full
+    attention is asked of the model's configuration.
+
+    Raises: ShadowError naming what the shadow cannot stand in for; AttributeError, LookupError,
+        TypeError or ValueError for what no recorder wrote.
     """
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    cache, observed = vllm_config.cache_config, vllm_config.observability_config
-    server: dict[str, Any] = {
-        "vllm": version,
-        "model": str(vllm_config.model_config.model),
-        "limits": {
-            "max_num_seqs": int(scheduler.max_num_seqs),
-            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
-        },
-        "num_blocks": int(cache.num_gpu_blocks or 0),
-        "engines": int(parallel.data_parallel_size),
-        "api_servers": int(getattr(parallel, "_api_process_count", 1)),
-        "has_details": bool(getattr(observed, "enable_logging_iteration_details", False)),
-    }
-    notes = [*_unsupported(vllm_config), *_unusual_attention(vllm_config.model_config)]
+    model, (chosen, usual) = config["model_config"], config["scheduler_classes"]
+    known = SimpleNamespace(
+        model_config=SimpleNamespace(
+            **model,
+            hf_text_config=SimpleNamespace(layer_types=model["layer_types"]),
+            get_sliding_window=lambda: model["sliding_window"],
+            get_vocab_size=lambda: model["vocab_size"],
+        ),
+        **{name: SimpleNamespace(**config[name]) for name in _RECORDED},
+        # Whether there is one is all that is kept of these.
+        **{name: config[name] or None for name in _EXTENSIONS},
+    )
+    notes = _unsupported(known, "" if chosen == usual else chosen)
+    notes += _unusual_attention(known.model_config)
     if notes:
-        return {**server, "no_shadow": _cannot_stand_in(notes)}
-    shape = _shape(vllm_config, int(cache.block_size), _served_device(), version)
-    return {**server, "shape": asdict(shape)}
-
-
-def _served_device() -> str:
-    """Return the device's name without touching it: an API server computes nothing on it."""
-    from vllm.platforms import current_platform
-
-    is_cpu = bool(current_platform.is_cpu())
-    return device_name() if is_cpu else str(current_platform.get_device_name())
+        raise ShadowError(_cannot_stand_in(notes), "tune a spare machine with --method live")
+    return _shape(known, int(known.cache_config.block_size), device, version)
 
 
 def _unusual_attention(model_config: Any) -> list[str]:
@@ -137,7 +132,7 @@ def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise for what makes a scheduler keep blocks or slots in another way."""
-    notes = _unsupported(vllm_config)
+    notes = _unsupported(vllm_config, _own_scheduler(vllm_config.scheduler_config))
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec):
@@ -153,9 +148,9 @@ def _cannot_stand_in(notes: Sequence[str]) -> str:
     return f"the shadow cannot stand in for an engine with {' and '.join(notes)}"
 
 
-def _unsupported(vllm_config: Any) -> list[str]:
+def _unsupported(vllm_config: Any, own: str) -> list[str]:
     """Return what makes a scheduler keep blocks or slots in another way, in words."""
-    parallel, own = vllm_config.parallel_config, _own_scheduler(vllm_config.scheduler_config)
+    parallel = vllm_config.parallel_config
     return [
         words
         for words, holds in (

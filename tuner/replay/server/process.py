@@ -1,6 +1,7 @@
 """vLLM's API server as a child process: started from a file, watched, and stopped again.
 
-Only the server that was started here is ever stopped, with all of its processes.
+Only the server that was started here is ever stopped, with all of its processes. It ends also
+where this process is killed, so that no GPU stays taken.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from tuner.errors import EngineError, UsageError
-from tuner.recorder.settings import RECORD_FILE
 from tuner.replay.process import last_words
+from tuner.replay.server.scrape import DIRECT
 
 # A start takes minutes where weights are loaded and graphs captured: ours, with room.
 START_PATIENCE_S = 1800.0
 # How long a server may take to end on its own before it is killed: ours.
 STOP_PATIENCE_S = 20.0
 _POLL_S = 0.25
+RECORD_FILE: Final = "TUNE_RECORD"
+"""Has a server record its traffic, as the recorder's `settings.FILE`."""
 
 
 def free_port() -> int:
@@ -68,13 +70,15 @@ class ServerProcess:
     def __enter__(self) -> Self:
         self._refuse_taken_port()
         command = [
-            *(sys.executable, *_serve(), "--config", str(self._config.resolve())),
+            # -P: a folder of the same name where we are is not the package that is installed.
+            *(sys.executable, "-P", *_serve(), "--config", str(self._config.resolve())),
             *("--host", "127.0.0.1", "--port", str(self._port), *self._more),
         ]
-        with self._log_path.open("ab") as log:
+        handle = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(handle, "ab") as log:
             # A session of its own, so that Ctrl-C reaches us alone and we end all of it.
             self._process = subprocess.Popen(
-                command,
+                kept(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -130,15 +134,50 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
+        process.terminate()
         try:
-            process.wait(STOP_PATIENCE_S)
+            process.wait(STOP_PATIENCE_S + _POLL_S * 4)
         except subprocess.TimeoutExpired:
             pass
         finally:
             # Engine processes that outlived their parent are of the same group.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+
+
+_KEEPER = """
+import ctypes, os, signal, subprocess, sys, time
+parent, patience_s = int(sys.argv[1]), float(sys.argv[2])
+def end_all(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    until_s = time.monotonic() + patience_s
+    while time.monotonic() < until_s and child is not None and child.poll() is None:
+        time.sleep(0.05)
+    os.killpg(0, signal.SIGKILL)
+child = None
+signal.signal(signal.SIGTERM, end_all)
+end_with_parent = ctypes.CDLL(None).prctl
+end_with_parent(1, signal.SIGTERM)
+if os.getppid() != parent:
+    sys.exit(1)
+child = subprocess.Popen(sys.argv[3:], preexec_fn=lambda: end_with_parent(1, signal.SIGTERM))
+code = child.wait()
+if code < 0:
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""Runs a command in its own group and ends the group when told, or when who started it dies.
+
+The kernel tells of that death (PR_SET_PDEATHSIG, 1); a group is what no kernel ends for us.
+"""
+
+
+def kept(command: Sequence[str], patience_s: float = STOP_PATIENCE_S) -> list[str]:
+    """Return a command that runs this one, and ends it with all it started once we are gone."""
+    return [sys.executable, "-P", "-c", _KEEPER, str(os.getpid()), str(patience_s), *command]
 
 
 def _serve() -> tuple[str, ...]:
@@ -164,7 +203,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 def answers(url: str) -> bool:
     """Return whether a GET is answered with 200."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - ours to choose
+        with DIRECT.open(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -26,6 +26,10 @@ from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Aborted, ClockOrigin, ReadNotes, Trace, Turns, ZeroOutput
 
+MAX_UNPACKED_BYTES = 64 << 30
+"""Ours: 64 GiB, a hundred million requests with their prefixes; a small file that unpacks to
+more is most likely made to fill a disk."""
+
 MAX_TOKENS = 10_000_000
 """Ours: ten times the longest context served today; above it a unit or a column is wrong."""
 
@@ -52,6 +56,7 @@ class ReadOptions:
     unit. With `skip_invalid` wrong rows are counted and left out, up to `max_invalid_ratio`
     of all. `seed` is for what is drawn: formats that are sampled from aggregates, `sample_s`
     being how many seconds of them are wanted (None for all), and lengths of aborted answers.
+    A packed or piped file is unpacked up to `max_unpacked_bytes`.
 
     Units: max_invalid_ratio is a share, 0 to 1.
     """
@@ -65,6 +70,7 @@ class ReadOptions:
     seed: int = 0
     sample_s: float | None = None
     aborted: Aborted = Aborted.DRAW
+    max_unpacked_bytes: int = MAX_UNPACKED_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

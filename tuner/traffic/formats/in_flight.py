@@ -16,7 +16,11 @@ import numpy as np
 
 from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError
-from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
+from tuner.traffic.concurrency import (
+    MAX_IN_FLIGHT,
+    SECONDS_PER_OUTPUT_TOKEN,
+    Concurrency,
+)
 from tuner.traffic.formats.columns import (
     Columns,
     ReadOptions,
@@ -44,9 +48,6 @@ PROMPT, OUTPUT = "input_length", "output_length"
 
 LATEST_S = 7.3e9
 """The year 2201; a number above it counts in a smaller unit than seconds."""
-
-MAX_IN_FLIGHT = 10_000_000
-"""Ours: a thousand times the largest server; above it the column is another one."""
 
 MAX_REQUESTS = 50_000_000
 """Ours: twice the largest public trace."""
@@ -265,7 +266,7 @@ def trace_from_concurrency(
     Raises: TraceError if the recording cannot be read; UsageError if an option does not apply.
     """
     options = options if options is not None else ReadOptions()
-    with plain_file(Path(path)) as source:
+    with plain_file(Path(path), options.max_unpacked_bytes) as source:
         readings = read_in_flight(source.path, options)
         name, sha256 = source.name, source.sha256
     flow = readings.flow

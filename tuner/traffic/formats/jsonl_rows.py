@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from tuner.traffic.concurrency import Concurrency
+from tuner.traffic.concurrency import MAX_IN_FLIGHT, Concurrency
 from tuner.traffic.formats.columns import Skipped, line_error, shown, tokens_fault
 from tuner.traffic.prefixes import MISFIT_HINT, counts_fit, misfit_reason
 from tuner.traffic.traces import ClockOrigin
@@ -309,4 +309,12 @@ def _concurrency(flow: object) -> Concurrency:
     pairs = np.asarray(flow, dtype=np.float64)
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ValueError("in_flight must be a list of [seconds, requests]")
+    # Written as what is right, so that nan is not.
+    is_right = ((pairs >= 0) & (pairs <= (MAX_CLOCK, MAX_IN_FLIGHT))).all(axis=1)
+    if not is_right.all():
+        wrong = pairs[~is_right][0].tolist()
+        raise ValueError(
+            f"in_flight must be of at most {MAX_IN_FLIGHT:,} requests, from 0 to {MAX_CLOCK:g} "
+            f"seconds, got {shown(wrong)}"
+        )
     return Concurrency(pairs[:, 0].copy(), pairs[:, 1].astype(np.int64))

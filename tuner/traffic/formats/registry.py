@@ -93,7 +93,7 @@ def read_trace(
     """
     options = options if options is not None else ReadOptions()
     chosen = _named(format) if format is not None else None
-    with plain_file(Path(path)) as source:
+    with plain_file(Path(path), options.max_unpacked_bytes) as source:
         reader = chosen if chosen is not None else _detected(source)
         try:
             columns = reader.read(source.path, options)

@@ -1,27 +1,31 @@
 """Where traces come from and go to: files, folders, standard streams, gzip and zstd.
 
 Readers get a path to plain data. What is packed or piped is spooled to a temporary file first,
-so that memory stays that of the columns.
+so that memory stays that of the columns. A few bytes may unpack to any number, so how many are
+spooled is bounded.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import msgspec
 
 from tuner.arrays import free_bytes
-from tuner.errors import TraceError, UsageError
+from tuner.errors import TraceError
+from tuner.files import replacing, scratch_folder
+from tuner.traffic.formats.columns import MAX_UNPACKED_BYTES
 from tuner.traffic.formats.native import native_rows
 from tuner.traffic.traces import Trace
 
@@ -40,6 +44,10 @@ _Bytes = IO[bytes] | gzip.GzipFile | zstd.ZstdFile
 _LFS_POINTER = b"version https://git-lfs"
 _GZIP, _ZSTD, _ZIP = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"
 _CHUNK_BYTES = 1 << 20
+
+_FREE_SHARE = 0.9
+"""Ours: what a trace may take of the room for temporary files, so that others keep some."""
+
 _SUFFIXES = (".json", ".jsonl", ".csv")
 _PACKED = (".gz", ".zst")
 _COMPANION = "-dataset.json"
@@ -86,28 +94,78 @@ def _is_trace_name(path: Path) -> bool:
 
 
 @contextmanager
-def plain_file(path: Path) -> Iterator[Source]:
+def plain_file(path: Path, max_bytes: int = MAX_UNPACKED_BYTES) -> Iterator[Source]:
     """Give a path to the plain data of a trace file, for as long as it is read.
 
-    Raises: TraceError if it cannot be read, unpacked, or is no data at all.
+    Raises: TraceError if it cannot be read, unpacked, is no data at all, or is more than may be
+        spooled.
     """
     try:
         if str(path) == STDIN:
-            with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-                spooled = Path(folder) / "stdin"
-                _copy(sys.stdin.buffer, spooled)
-                with _unpacked(spooled, "standard input") as source:
+            with scratch_folder() as folder:
+                spooled, name = folder / "stdin", "standard input"
+                with _Spool(spooled, name, max_bytes) as spool:
+                    spool.copy(sys.stdin.buffer.read)
+                with _unpacked(spooled, name, max_bytes) as source:
                     yield source
         else:
             _check_is_file(path)
-            with _unpacked(path, path.name) as source:
+            with _unpacked(path, path.name, max_bytes) as source:
                 yield source
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError, EOFError) as cause:
         reason = f"{path} cannot be unpacked: {cause}"
         raise TraceError(reason, "the file is damaged or cut off; fetch it again") from cause
     except OSError as cause:
         reason = f"{path} cannot be read: {cause.strerror or 'the system refused'}"
-        raise TraceError(reason, "check the path and its rights") from cause
+        hint = "check the path and its rights"
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"it is unpacked in {tempfile.gettempdir()}: {_ROOM_HINT}"
+        raise TraceError(reason, hint) from cause
+
+
+_ROOM_HINT = "free space there, or name a folder with more in TMPDIR"
+
+
+class _Spool:
+    """A temporary file that takes so many bytes, and no more than the disk has to spare.
+
+    Raises: TraceError at the first byte beyond.
+    """
+
+    def __init__(self, path: Path, name: str, max_bytes: int) -> None:
+        self._path, self._name = path, name
+        self._max_bytes = max_bytes
+        self._spare_bytes = int(shutil.disk_usage(path.parent).free * _FREE_SHARE)
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Append. Raises: TraceError if there would be too much."""
+        self._size += len(data)
+        if self._size > self._max_bytes:
+            raise TraceError(
+                f"{self._name} holds more than {self._max_bytes:,} bytes of plain data",
+                "if it is no file made to fill a disk, allow more with --max-unpacked",
+            )
+        if self._size > self._spare_bytes:
+            folder = tempfile.gettempdir()
+            raise TraceError(
+                f"{self._name} holds more plain data than {folder} has room for: "
+                f"{self._spare_bytes:,} bytes to spare",
+                _ROOM_HINT,
+            )
+        self._file.write(data)
+
+    def copy(self, read: Callable[[int], bytes]) -> None:
+        """Append all that there is to read. Raises: TraceError if there is too much."""
+        while data := read(_CHUNK_BYTES):
+            self.write(data)
 
 
 def _check_is_file(path: Path) -> None:
@@ -135,7 +193,7 @@ def _check_fits(path: Path, name: str) -> None:
 
 
 @contextmanager
-def _unpacked(path: Path, name: str) -> Iterator[Source]:
+def _unpacked(path: Path, name: str, max_bytes: int) -> Iterator[Source]:
     _check_fits(path, name)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -145,10 +203,13 @@ def _unpacked(path: Path, name: str) -> Iterator[Source]:
     if not head.startswith((_GZIP, _ZSTD)):
         yield _checked(Source(path, name, sha256, head))
         return
-    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
-        plain = Path(folder) / (path.stem or "trace")
-        with gzip.open(path) if head.startswith(_GZIP) else zstd.open(path) as packed:
-            _copy(packed, plain)
+    with scratch_folder() as folder:
+        plain = folder / (path.stem or "trace")
+        with (
+            gzip.open(path) if head.startswith(_GZIP) else zstd.open(path) as packed,
+            _Spool(plain, name, max_bytes) as spool,
+        ):
+            spool.copy(packed.read)
         _check_fits(plain, name)
         _link_companions(path, plain)
         yield _checked(Source(plain, name, sha256, _head(plain)))
@@ -174,15 +235,19 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def _copy(file: _Bytes, to: Path) -> None:
-    with to.open("wb") as out:
-        shutil.copyfileobj(file, out, _CHUNK_BYTES)
+def is_private(paths: Iterable[Path | str]) -> bool:
+    """Return whether others than its owner may not read one of the files.
+
+    A recording is such a file: when people talk to a server is nobody's business.
+    """
+    named = [path for path in paths if str(path) != STDIN and Path(path).is_file()]
+    return any(not Path(path).stat().st_mode & 0o077 for path in named)
 
 
-def write_trace(trace: Trace, path: Path | str | None) -> None:
+def write_trace(trace: Trace, path: Path | str | None, *, secret: bool = False) -> None:
     """Write a trace as native JSON Lines; None and - are standard output.
 
-    A file appears whole or not at all.
+    A file appears whole or not at all, and with `secret` to its owner alone.
 
     Raises: UsageError if the file cannot be written.
     """
@@ -191,25 +256,17 @@ def write_trace(trace: Trace, path: Path | str | None) -> None:
         sys.stdout.buffer.flush()
         return
     target = Path(path)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        with part.open("wb") as file:
-            if target.suffix == ".gz":
-                # No name and no date inside: the same trace gives the same bytes.
-                with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-                    _write(trace, packed)
-            elif target.suffix == ".zst":
-                with zstd.open(file, "wb") as packed:
-                    _write(trace, packed)
-            else:
-                _write(trace, file)
-        part.replace(target)
-    except OSError as cause:
-        part.unlink(missing_ok=True)
-        raise UsageError(
-            f"{path} cannot be written: {cause.strerror or 'the system refused'}",
-            "name a file in a folder that exists and may be written to",
-        ) from cause
+    hint = "name a file in a folder that exists and may be written to"
+    with replacing(target, secret=secret, hint=hint) as file:
+        if target.suffix == ".gz":
+            # No name and no date inside: the same trace gives the same bytes.
+            with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                _write(trace, packed)
+        elif target.suffix == ".zst":
+            with zstd.open(file, "wb") as packed:
+                _write(trace, packed)
+        else:
+            _write(trace, file)
 
 
 def _write(trace: Trace, file: _Bytes) -> None:

@@ -34,8 +34,15 @@ MAX_VALUES = 500_000
 """Ours: an answer of half a million values is 15 MB of JSON; the first one shows how many
 series there are, and the next ones are as long as that allows."""
 
-TIMEOUT_S = 60
-"""Ours: half of the two minutes after which Prometheus itself gives a query up."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Ours: four times that; what is longer is asked for in smaller parts."""
+
+MAX_HELD_VALUES = 100_000_000
+"""Ours: 800 MB, which sixty series of a million points, one engine's histograms, stay below."""
+
+TIMEOUT_S = 60.0
+"""Ours: half of the two minutes after which Prometheus itself gives a query up. It counts from
+the first byte that is sent to the last one that comes, however slowly they come."""
 
 _STATUS = re.compile(r"HTTP Status Code (\d+) \((.*)\)", re.DOTALL)
 _MEANINGS: Mapping[int, tuple[str, str]] = {
@@ -82,9 +89,26 @@ class Series:
     labels: Mapping[str, str]
     values: Floats
 
+    @property
+    def name(self) -> str:
+        """The metric, empty where the query has taken its name away."""
+        return self.labels.get("__name__", "")
+
+    @property
+    def bound(self) -> float | None:
+        """The upper bound of a histogram's bucket; None where it has none that is a number."""
+        try:
+            bound = float(self.labels.get("le", ""))
+        except ValueError:
+            return None
+        return bound if bound >= 0 else None
+
 
 class Prometheus:
     """One server; remembers a digest of all that it answered.
+
+    No answer takes longer than `TIMEOUT_S` or more than `MAX_ANSWER_BYTES`, whatever the server
+    does. Redirects are not followed: the login would go with them.
 
     Raises: UsageError for a URL that cannot be one.
     """
@@ -94,22 +118,16 @@ class Prometheus:
     ) -> None:
         # Imported late: what reads traces alone needs no client.
         from prometheus_api_client import PrometheusConnect
-        from urllib3.util.retry import Retry
+
+        from tuner.traffic.prometheus.bounded import BoundedSession
 
         self.place = _place(url)
         self._digest = hashlib.sha256()
-        # A query to a server that is there but busy is repeated; one to none fails soon.
-        retry = Retry(
-            total=2,
-            backoff_factor=0.2,
-            status_forcelist=(429, 502, 503, 504),
-            raise_on_status=False,
-        )
+        self._session = BoundedSession(verify=verify)
         self._client = PrometheusConnect(
             url=url.rstrip("/"),
-            headers=dict(headers or {}),
-            disable_ssl=not verify,
-            retry=retry,
+            headers={"Accept-Encoding": "identity", **(headers or {})},
+            session=self._session,
             timeout=TIMEOUT_S,
         )
 
@@ -127,20 +145,31 @@ class Prometheus:
     def over(self, query: str, span: Span) -> tuple[Series, ...]:
         """Return the series of a query over a span, in the order of their labels.
 
-        Raises: UsageError if the server cannot be reached, refuses, or is no Prometheus.
+        Raises: UsageError if the server cannot be reached, refuses, answers with too much, or
+            is no Prometheus.
         """
+        from tuner.traffic.prometheus.bounded import TooLargeError
+
         series: dict[str, Series] = {}
         first, points = 0, FIRST_POINTS
         while first < span.points:
             last = min(first + points, span.points) - 1
-            answer = self._ask(query, span, first, last)
+            try:
+                answer = self._ask(query, span, first, last)
+            except TooLargeError:
+                if points == 1:
+                    raise self._too_much(f"{MAX_ANSWER_BYTES >> 20} MiB") from None
+                points = max(1, min(points, span.points) // 10)
+                continue
             for labels, times_s, values in answer:
                 name = json.dumps(labels, sort_keys=True)
                 if name not in series:
+                    if (len(series) + 1) * span.points > MAX_HELD_VALUES:
+                        raise self._too_much(f"{len(series):,} series")
                     series[name] = Series(labels, np.full(span.points, np.nan))
-                rows = np.rint((times_s - span.start_s) / span.step_s).astype(np.int64)
+                rows = np.rint((times_s - span.start_s) / span.step_s)
                 is_inside = (rows >= 0) & (rows < span.points)
-                series[name].values[rows[is_inside]] = values[is_inside]
+                series[name].values[rows[is_inside].astype(np.int64)] = values[is_inside]
             first = last + 1
             points = min(MAX_POINTS, max(1, MAX_VALUES // max(len(answer), 1)))
         self._digest.update(f"{query} {span}".encode())
@@ -151,7 +180,10 @@ class Prometheus:
     def _ask(
         self, query: str, span: Span, first: int, last: int
     ) -> list[tuple[dict[str, str], Floats, Floats]]:
-        """Return the labels, times and values of each series between two instants."""
+        """Return the labels, times and values of each series between two instants.
+
+        Raises: UsageError; TooLargeError.
+        """
         from prometheus_api_client.exceptions import PrometheusApiClientException
         from requests.exceptions import JSONDecodeError, RequestException
 
@@ -159,6 +191,7 @@ class Prometheus:
             datetime.fromtimestamp(span.start_s + span.step_s * row, tz=UTC)
             for row in (first, last)
         )
+        self._session.begin(TIMEOUT_S, MAX_ANSWER_BYTES)
         try:
             answer = self._client.custom_query_range(query, start, end, step=str(span.step_s))
             return [(one["metric"], *_columns(one["values"])) for one in answer]
@@ -168,7 +201,7 @@ class Prometheus:
             raise self._no_prometheus() from cause
         except RequestException as cause:
             raise self._unreachable(cause) from cause
-        except (KeyError, TypeError, ValueError, IndexError) as cause:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as cause:
             raise self._no_prometheus() from cause
 
     def _no_prometheus(self) -> UsageError:
@@ -177,13 +210,19 @@ class Prometheus:
             "give the URL of Prometheus itself, not of a page or a login before it",
         )
 
+    def _too_much(self, found: str) -> UsageError:
+        return UsageError(
+            f"Prometheus at {self.place} answers with more than {found}",
+            "ask for less: one engine with --label instance=HOST:PORT, or a shorter --since",
+        )
+
     def _unreachable(self, error: RequestException) -> UsageError:
         """Return the error for a request that got no answer."""
         from requests.exceptions import SSLError, Timeout
 
         if isinstance(error, Timeout):
             return UsageError(
-                f"Prometheus at {self.place} did not answer within {TIMEOUT_S} s",
+                f"Prometheus at {self.place} did not answer within {TIMEOUT_S:.0f} s",
                 "ask for less: a shorter --since or a longer --step",
             )
         root = list(_causes(error))[-1]

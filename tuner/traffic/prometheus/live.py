@@ -15,8 +15,10 @@ from tuner.stats import Estimate
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 from tuner.traffic.prometheus.readings import (
     FINISHED,
+    WAITING,
     Selection,
     choose,
+    mean_level,
     rise,
     rises_by_reading,
 )
@@ -36,7 +38,8 @@ class Live:
     where no sum of it was kept. `covered_ratio` is the share of the time in which Prometheus
     looked at anything at all, `is_there` whether the server showed its metrics at the end,
     `lasting_s` for how long it did. `restarted_s` is the Unix time at which most of its engines
-    were up anew, None where they did not restart.
+    were up anew, None where they did not restart. `waiting` is how many requests were queued in
+    the mean, None where that was not kept.
 
     Shapes: bounds_s and counts are [buckets], bounds_s ascending, the last inf.
     """
@@ -48,6 +51,7 @@ class Live:
     is_there: bool
     restarted_s: float | None = None
     mean_e2e: Estimate | None = None
+    waiting: float | None = None
 
     @property
     def requests(self) -> int:
@@ -106,6 +110,7 @@ def live_between(
     step_s: float,
     *,
     model: str | None,
+    labels: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
     verify: bool = True,
 ) -> Live:
@@ -118,11 +123,12 @@ def live_between(
     first, last = math.floor(start_s / step) * step, math.floor(end_s / step) * step
     span = Span(first, max(last, first + step), step)
     with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = Selection(model, None)
-        if server.over(chosen.query(FINISHED), span):
-            chosen = choose(server, span, model, None)
+        chosen = asked = Selection(model, None, labels or {})
+        if server.over(asked.query(FINISHED), span):
+            chosen = choose(server, span, asked)
         buckets = server.over(chosen.query(f"{E2E}_bucket"), span)
         totals = server.over(chosen.query(f"{E2E}_(sum|count)"), span)
+        queued = server.over(chosen.query(WAITING), span)
         looked = server.over("max(up)", span)
     bounds_s, counts = _added(buckets)
     is_known = _known(buckets, span)
@@ -135,6 +141,7 @@ def live_between(
         is_there=bool(is_known[-end:].any()),
         restarted_s=_restarted_s(buckets, span),
         mean_e2e=_mean_e2e(totals, span),
+        waiting=mean_level(queued),
     )
 
 
@@ -142,7 +149,7 @@ def _mean_e2e(found: Sequence[Series], span: Span) -> Estimate | None:
     """Return the mean of the E2E latency over all engines; None where its sum was not kept."""
     rises: dict[str, Floats] = {}
     for series in found:
-        of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
+        of_name = rises.setdefault(series.name, np.zeros(span.points))
         of_name += rises_by_reading(series.values)
     totals, counts = rises.get(f"{E2E}_sum"), rises.get(f"{E2E}_count")
     if totals is None or counts is None or not counts.any():
@@ -166,7 +173,7 @@ def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
     engines, rows = 0, list[int]()
     for series in found:
         known = np.flatnonzero(np.isfinite(series.values))
-        if float(series.labels["le"]) != math.inf or not known.size:
+        if series.bound != math.inf or not known.size:
             continue
         engines += 1
         falls = known[1:][np.diff(series.values[known]) < 0]
@@ -182,7 +189,8 @@ def _added(found: Sequence[Series]) -> tuple[tuple[float, ...], tuple[float, ...
     upto: dict[frozenset[tuple[str, str]], dict[float, float]] = {}
     for series in found:
         own = frozenset((k, v) for k, v in series.labels.items() if k != "le")
-        upto.setdefault(own, {})[float(series.labels["le"])] = rise(series.values)
+        if (bound := series.bound) is not None:
+            upto.setdefault(own, {})[bound] = rise(series.values)
     if not upto:
         return (math.inf,), (0.0,)
     bounds_s = sorted(set.intersection(*(set(one) for one in upto.values())))

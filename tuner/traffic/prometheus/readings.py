@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -26,7 +26,7 @@ PROMPT, OUTPUT = "vllm:request_prompt_tokens", "vllm:request_generation_tokens"
 FINISHED = f"{PROMPT}_count"
 """Counts requests when they finish, whatever the reason, in step with their lengths."""
 
-RUNNING = "vllm:num_requests_running"
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 # Names are matched whole, so that neither a counter's `_created` nor `_by_reason` counts.
 _IN_FLIGHT = "vllm:num_requests_(running|waiting|swapped)"
 
@@ -39,10 +39,15 @@ Key = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which series are meant; None where the label does not matter."""
+    """Which series are meant; None where the label does not matter.
+
+    `labels` are more that they must have, such as job or instance: whoever is scraped may name
+    any model.
+    """
 
     model: str | None
     engine: str | None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def query(self, names: str, *more: str) -> str:
         """Return the selector of the metrics whose whole name matches."""
@@ -51,6 +56,7 @@ class Selection:
             parts.append(f"model_name={_quoted(self.model)}")
         if self.engine is not None:
             parts.append(f"engine={_quoted(self.engine)}")
+        parts += [f"{name}={_quoted(value)}" for name, value in self.labels.items()]
         return "{" + ",".join(parts) + "}"
 
 
@@ -107,13 +113,14 @@ def span_of(since_s: float, step_s: float, until_s: float | None) -> Span:
     return Span(start * step, end * step, step)
 
 
-def choose(server: Prometheus, span: Span, model: str | None, engine: str | None) -> Selection:
+def choose(server: Prometheus, span: Span, asked: Selection) -> Selection:
     """Return the one model and the engines that are meant.
 
     Raises: UsageError if there is no data, no such model or engine, or several models and
         none is named.
     """
-    finished = server.over(Selection(None, None).query(FINISHED), span)
+    model, engine = asked.model, asked.engine
+    finished = server.over(Selection(None, None, asked.labels).query(FINISHED), span)
     if not finished:
         raise UsageError(
             f"Prometheus at {server.place} has no {FINISHED} {when(span)}",
@@ -141,7 +148,7 @@ def choose(server: Prometheus, span: Span, model: str | None, engine: str | None
             f"it has {_list(engines)}",
             "leave --engine out to add all of them up",
         )
-    return Selection(wanted, engine)
+    return replace(asked, model=wanted)
 
 
 def read_engines(
@@ -222,8 +229,8 @@ def _lengths(
     totals = _by_engine(server.over(chosen.query(f"{name}_sum"), span))
     ranges: dict[Key, dict[float, Floats]] = {}
     for series in server.over(chosen.query(f"{name}_bucket"), span):
-        bounds = ranges.setdefault(key_of(series), {})
-        bounds[float(series.labels["le"])] = series.values
+        if (bound := series.bound) is not None:
+            ranges.setdefault(key_of(series), {})[bound] = series.values
     unknown = np.full(span.points, np.nan)
     return {
         key: LengthReadings(
@@ -329,11 +336,16 @@ def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts
     running = server.over(chosen.query(RUNNING), span)
     return ServerFacts(
         prefix_hits=_prefix_hits(server.over(cache, span), span),
-        running=sum(float(np.nanmean(s.values)) for s in running) if running else None,
+        running=mean_level(running),
         peak_kv_usage_ratio=max((float(np.nanmax(s.values)) for s in usage), default=None),
         mean_e2e_s=latency.get(f"{_LATENCY}_sum", 0.0) / count if count > 0 else None,
         unsuccessful=round(sum(_rises(server.over(ended, span)).values())),
     )
+
+
+def mean_level(gauges: Sequence[Series]) -> float | None:
+    """Return the mean of gauges that add up, None without any."""
+    return sum(float(np.nanmean(one.values)) for one in gauges) if gauges else None
 
 
 def rise(values: Floats) -> float:
@@ -364,8 +376,7 @@ def _rises(answers: Iterable[Series]) -> dict[str, float]:
     """Return the rise of all series of each name."""
     rises: dict[str, float] = {}
     for series in answers:
-        name = series.labels["__name__"]
-        rises[name] = rises.get(name, 0.0) + rise(series.values)
+        rises[series.name] = rises.get(series.name, 0.0) + rise(series.values)
     return rises
 
 
@@ -373,7 +384,7 @@ def _prefix_hits(answers: Iterable[Series], span: Span) -> PrefixHits | None:
     """Return what was asked for and found; versions that have both names count both alike."""
     rises: dict[str, Floats] = {}
     for series in answers:
-        of_name = rises.setdefault(series.labels["__name__"], np.zeros(span.points))
+        of_name = rises.setdefault(series.name, np.zeros(span.points))
         of_name += rises_by_reading(series.values)
     for name in _PREFIX_CACHES:
         queried = rises.get(f"{name}_queries_total")

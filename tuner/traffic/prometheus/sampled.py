@@ -28,6 +28,7 @@ from tuner.traffic.prometheus.prefixes import MIN_RATIO, SharedPrefixes, shared_
 from tuner.traffic.prometheus.readings import (
     RUNNING,
     EngineReadings,
+    Selection,
     ServerFacts,
     choose,
     read_engines,
@@ -60,7 +61,7 @@ MIN_LENGTHS = 200
 enough that most of those that came in it also finished in it."""
 
 MAX_REQUESTS = 50_000_000
-"""Ours: twice the largest public trace."""
+"""Ours: twice the largest public trace. Who is scraped may claim any number."""
 
 _TICKS_PER_S = 1e6
 
@@ -82,6 +83,29 @@ class _Lengths:
         return draw_by_group(self.prompt, at, rng), draw_by_group(self.output, at, rng)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A stretch of time of a server, and how many requests are drawn of it at most."""
+
+    span: Span
+    place: str
+    max_requests: int
+
+    def check_count(self, count: int) -> None:
+        """Refuse a stretch without any request, or with too many. Raises: UsageError."""
+        if count < 1:
+            raise UsageError(
+                f"{self.place} counted no request that came {when(self.span)}",
+                "widen --since to a time with traffic",
+            )
+        if count > self.max_requests:
+            raise UsageError(
+                f"{self.place} counted {count:,} requests {when(self.span)}, more than "
+                f"{self.max_requests:,}",
+                "take a shorter --since, or one engine with --label instance=HOST:PORT",
+            )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
     """Requests in the order in which they come, and at which places of the span that is.
@@ -100,36 +124,35 @@ def trace_from_prometheus(
     *,
     model: str | None = None,
     engine: str | None = None,
+    labels: Mapping[str, str] | None = None,
     seed: int = 0,
     concurrency: bool = False,
     until_s: float | None = None,
     headers: Mapping[str, str] | None = None,
     verify: bool = True,
+    max_requests: int = MAX_REQUESTS,
 ) -> Trace:
     """Return a sampled trace of the last `since_s` seconds, or of those before `until_s`.
 
     With `concurrency` it holds the number of requests in flight, for a closed loop, with as
     many requests as keep it up at 20 ms per output token; else arrivals. All engines of the
-    model are added up unless one is named.
+    model are added up, unless one is named or they must have these `labels`.
 
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be.
     """
     span = span_of(since_s, step_s, until_s)
+    asked = Selection(model, engine, labels or {})
     with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = choose(server, span, model, engine)
-        engines = read_engines(server, span, chosen)
-        facts = read_facts(server, span, chosen)
+        engines, facts = _read(server, span, asked)
         place, sha256 = f"Prometheus at {server.place}", server.sha256
     windows = [windows_of(readings, span.step_s) for readings in engines]
     lengths = _lengths(windows, span, place)
-    rng = np.random.default_rng(seed)
+    rng, stretch = np.random.default_rng(seed), _Stretch(span, place, max_requests)
     if concurrency:
-        drawn = _in_flight(engines, lengths, span, place, rng)
-        first = on_in_flight(span)
+        drawn, first = _in_flight(engines, lengths, stretch, rng), on_in_flight(span)
     else:
-        drawn = _arrivals(windows, lengths, span, place, rng)
-        first = on_arrivals(windows, facts)
+        drawn, first = _arrivals(windows, lengths, stretch, rng), on_arrivals(windows, facts)
     drawn, shared = _with_prefixes(drawn, lengths, facts, rng)
     notes = (
         *first,
@@ -140,6 +163,13 @@ def trace_from_prometheus(
     )
     columns = replace(drawn.columns, remarks=notes, sampled_from=place)
     return assemble(columns, ReadOptions(), source=place, format_name=FORMAT, sha256=sha256)
+
+
+def _read(
+    server: Prometheus, span: Span, asked: Selection
+) -> tuple[tuple[EngineReadings, ...], ServerFacts]:
+    chosen = choose(server, span, asked)
+    return read_engines(server, span, chosen), read_facts(server, span, chosen)
 
 
 def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengths:
@@ -166,8 +196,7 @@ def _lengths(windows: Sequence[EngineWindows], span: Span, place: str) -> _Lengt
 def _arrivals(
     windows: Sequence[EngineWindows],
     lengths: _Lengths,
-    span: Span,
-    place: str,
+    stretch: _Stretch,
     rng: np.random.Generator,
 ) -> _Drawn:
     """Return as many requests as came between the scrapes.
@@ -175,7 +204,7 @@ def _arrivals(
     Raises: UsageError if none did, or too many.
     """
     total = sum(int(engine.arrived.sum()) for engine in windows)
-    _check_count(total, span, place)
+    stretch.check_count(total)
     drawn = [
         arrivals_within(engine.starts_s, engine.ends_s, engine.arrived, rng)
         for engine in windows
@@ -192,14 +221,14 @@ def _arrivals(
 def _in_flight(
     engines: Sequence[EngineReadings],
     lengths: _Lengths,
-    span: Span,
-    place: str,
+    stretch: _Stretch,
     rng: np.random.Generator,
 ) -> _Drawn:
     """Return the number in flight over time, and requests to keep it up.
 
     Raises: UsageError if it was not recorded, or never above 0.
     """
+    span, place = stretch.span, stretch.place
     if all(engine.in_flight is None for engine in engines):
         raise UsageError(
             f"{place} has no {RUNNING} {when(span)}",
@@ -217,7 +246,7 @@ def _in_flight(
     flow = Concurrency(times_s - times_s[0], np.rint(levels[rows]).astype(np.int64))
     means = np.array([shape.mean for shape in lengths.output])
     lives_s = means[lengths.stretch_of[rows]] * SECONDS_PER_OUTPUT_TOKEN
-    _check_count(int(flow.in_flight @ (span.step_s / lives_s)), span, place)
+    stretch.check_count(int(flow.in_flight @ (span.step_s / lives_s)))
     due_s, readings = requests_in_flight(flow, lives_s)
     prompt, output = lengths.draw(rows[readings], rng)
     columns = _columns(times_s[0] + due_s, prompt, output, as_changes(flow))
@@ -239,19 +268,6 @@ def _with_prefixes(
     shared = shared_prefixes(prompt, ratios, hits.ratio, facts.running or 1.0, rng)
     columns = replace(drawn.columns, hashes=shared.hashes, local_hashes=True)
     return _Drawn(columns, drawn.rows), shared
-
-
-def _check_count(count: int, span: Span, place: str) -> None:
-    if count < 1:
-        raise UsageError(
-            f"{place} counted no request that came {when(span)}",
-            "widen --since to a time with traffic",
-        )
-    if count > MAX_REQUESTS:
-        raise UsageError(
-            f"{place} counted {count:,} requests {when(span)}, more than {MAX_REQUESTS:,}",
-            "take a shorter --since",
-        )
 
 
 def _columns(times_s: Floats, prompt: Ints, output: Ints, flow: Concurrency | None) -> Columns:

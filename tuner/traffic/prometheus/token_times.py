@@ -73,7 +73,7 @@ def token_times(
     """
     span = span_of(since_s, step_s, until_s)
     with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = choose(server, span, model, None)
+        chosen = choose(server, span, Selection(model, None))
         seconds, tokens = _tokens(server, span, chosen)
         running = _running(server.over(chosen.query(RUNNING), span), tokens)
         lengths = [_mean_length(server, span, chosen, name) for name in (PROMPT, OUTPUT)]
