@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile
 from support.toy_tune import CROWDED
 from support.traffic import a_trace
+from tuner.arrays import Floats
 from tuner.cli.commands import plan
 from tuner.cli.predict.plan import PlanOptions, run_plan
 from tuner.drift.by_hour import (
@@ -96,6 +98,13 @@ def hours_with(requests: Sequence[int], dates: int = 3) -> list[Hour]:
     ]
 
 
+def among(
+    settings: Sequence[EngineLimits], drawn: Floats, some: Sequence[EngineLimits]
+) -> Floats:
+    found: Floats = drawn[:, [settings.index(limits) for limits in some]]
+    return found
+
+
 def drawn(
     hours: Sequence[Hour], rows: Mapping[EngineLimits, Sequence[Any]], error: float = 0.0
 ) -> list[Draws]:
@@ -110,13 +119,14 @@ def drawn(
         for date in range(len(hour.dates)):
             at = [np.broadcast_to(of[row], len(hour.dates))[date] for of in rows.values()]
             cost, used = np.abs(at) * wrong, np.where(np.less(at, 0), 2.0, 0.5) + 0 * wrong
+            here = np.stack([cost, used, 0 * wrong], axis=-1)
             parts.append(
                 Draws(
                     tuple(rows),
                     "e2e_p99",
                     np.abs(at),
-                    *(cost, used, 0 * wrong),
-                    *(cost, used, 0 * wrong),
+                    here,
+                    partial(among, tuple(rows), here),
                     basis=MODEL_ALONE,
                     has_slos=True,
                 )

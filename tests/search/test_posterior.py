@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import TIE_LOSS, Draws
+from tuner.search.posterior import COST, TIE_LOSS, Draws, drawn_of
 from tuner.search.race import RaceVerdict
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
@@ -37,11 +39,8 @@ def draws(*point: Score, error: float = 0.05, common: float = 0.2, seed: int = 0
     shared = np.exp(rng.normal(0.0, common, DRAWS))
     own = np.exp(rng.normal(0.0, error, (DRAWS, len(point))))
     settings = (CURRENT, OTHER, THIRD)[: len(point)]
-    drawn = [
-        [one.times(float(t)) for one, t in zip(point, row, strict=True)]
-        for row in own * shared[:, None]
-    ]
-    return Draws.of(settings, point, drawn, drawn, None)
+    here = drawn_of(point) * (own * shared[:, None])[:, :, None]
+    return Draws.of(settings, point, here)
 
 
 def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() -> None:
@@ -61,8 +60,8 @@ def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() ->
 def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval() -> None:
     """As near overload, where a model a little slower has a tail many times as long."""
     point = [score(2.0), score(1.6)]
-    drawn = [[score(2.0), score(1.6 if n % 25 else 1e9)] for n in range(DRAWS)]
-    _, found = Draws.of((CURRENT, OTHER), point, drawn, drawn, None).ratios(OTHER, CURRENT)
+    drawn = [drawn_of([score(2.0), score(1.6 if n % 25 else 1e9)]) for n in range(DRAWS)]
+    _, found = Draws.of((CURRENT, OTHER), point, np.array(drawn)).ratios(OTHER, CURRENT)
     assert found is not None
     assert found.value == found.low == found.high == pytest.approx(0.8)
 
@@ -170,9 +169,16 @@ def test_when_nothing_survives_it_says_so() -> None:
 
 def test_few_stretches_spread_wider_than_what_was_drawn_of_them() -> None:
     point, rng = [score(2.0), score(1.6)], np.random.default_rng(1)
-    drawn = [[s.times(float(t)) for s in point] for t in np.exp(rng.normal(0, 0.1, DRAWS))]
+    drawn = drawn_of(point) * np.exp(rng.normal(0, 0.1, (DRAWS, 1, 1)))
+
+    def others(some: Sequence[EngineLimits]) -> Floats:
+        found: Floats = drawn[:, : len(some)]
+        return found
+
     spreads = [
-        np.log(Draws.of((CURRENT, OTHER), point, drawn, drawn, n).elsewhere[:, 0]).std()
+        np.log(
+            Draws.of((CURRENT, OTHER), point, drawn, others, n).elsewhere([CURRENT])[:, 0, COST]
+        ).std()
         for n in (None, 4, 16)
     ]
     assert spreads[1] > 1.5 * spreads[0]

@@ -210,10 +210,10 @@ class _Day:
         self._hours, self._settings = hours, drawn[0].settings
         self._holds, self._logs = [], []
         for draws in drawn:
-            holds, _, cost, _ = draws.criterion()
+            holds, column, _ = draws.criterion()
             self._holds.append(holds)
             with np.errstate(divide="ignore"):
-                self._logs.append(np.log(cost))
+                self._logs.append(np.log(draws.elsewhere(self._settings)[:, :, column]))
 
     def loss(self, by_hour: Sequence[EngineLimits]) -> tuple[float, float]:
         """Return what is to be small: hours in which bounds are not kept, then the costs."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuner.arrays import Floats
+from tuner.arrays import Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.replay.timeline import Outcome, Timelines
@@ -35,17 +35,19 @@ def offered_work_s(
     if not steps.steps or not answered.any():
         return np.full(len(lines), math.nan)
     wanted = lines.outcome != int(Outcome.REFUSED)
-    prompts = np.where(wanted, trace.prompt_tokens, 0).astype(np.float64)
-    outputs = np.where(wanted, trace.output_tokens, 0).astype(np.float64)
-    computed = prompts * (steps.prefill_tokens / max(float(prompts[answered].sum()), 1.0))
+    prompts, outputs = trace.prompt_tokens * wanted, trace.output_tokens * wanted
+    computed = steps.prefill_tokens / max(float(prompts[answered].sum()), 1.0)
     seqs = min(limits.max_num_seqs, _seqs_in_cache(steps), most)
-    by_decodes, by_prefills = outputs / seqs, computed / limits.max_num_batched_tokens
-    needed = by_decodes if by_decodes.sum() >= by_prefills.sum() else by_prefills
     costs = steps.costs
-    decodes = np.maximum(outputs - 1, 0)
-    work_s: Floats = (
-        costs.base_s * needed + costs.decode_s * decodes + costs.prefill_s * computed
-    )
+    # The seconds of a step, shared by its tokens, count where there are more of such steps.
+    decode_s, prefill_s = costs.base_s / seqs, costs.base_s / limits.max_num_batched_tokens
+    if float(outputs.sum()) * decode_s >= float(prompts.sum()) * computed * prefill_s:
+        prefill_s = 0.0
+    else:
+        decode_s = 0.0
+    work_s: Floats = prompts * (computed * (prefill_s + costs.prefill_s))
+    work_s += outputs * (decode_s + costs.decode_s)
+    work_s -= wanted * costs.decode_s
     return work_s
 
 
@@ -173,7 +175,7 @@ def _grows(due_s: Floats, ends_s: Floats, offered: float) -> bool:
     if end_s - begin_s < filling_s:
         return not finite.all()
     edges_s = np.linspace(begin_s, end_s, STRETCHES + 1)
-    flight = _mean_in_flight(due_s, np.sort(ends_s, kind="stable"), edges_s)
+    flight = _mean_in_flight(due_s, ends_s, edges_s)
     arrivals = np.diff(np.searchsorted(due_s, edges_s)) / np.diff(edges_s)
     half = STRETCHES // 2
     explained = arrivals * _life_s(due_s, ends_s, begin_s, (begin_s + end_s) / 2)
@@ -186,12 +188,17 @@ def _grows(due_s: Floats, ends_s: Floats, offered: float) -> bool:
 def _mean_in_flight(due_s: Floats, ends_s: Floats, edges_s: Floats) -> Floats:
     """Return the mean number of requests in flight in each stretch between the edges.
 
-    Shapes: due_s and ends_s ascend; [edges - 1].
+    Shapes: [edges - 1]. Edges are as far from each other everywhere.
     """
-    fine_s = np.linspace(edges_s[0], edges_s[-1], STRETCHES * 200, endpoint=False)
-    count = np.searchsorted(due_s, fine_s, side="right") - np.searchsorted(
-        ends_s, fine_s, side="right"
-    )
+    points = STRETCHES * 200
+    width_s = (edges_s[-1] - edges_s[0]) / points
+
+    def reached(instants_s: Floats) -> Ints:
+        """Return how many instants have come at each point."""
+        places = np.ceil((instants_s - edges_s[0]) * (1.0 / width_s)).clip(0, points)
+        return np.bincount(places.astype(np.int64), minlength=points + 1)[:points].cumsum()
+
+    count = reached(due_s) - reached(ends_s)
     means: Floats = count.reshape(STRETCHES, -1).mean(axis=1)
     return means
 
@@ -204,7 +211,8 @@ def _life_s(due_s: Floats, ends_s: Floats, begin_s: float, end_s: float) -> floa
 
 def _noise(excess: Floats) -> float:
     """Return the standard error of a growth between halves, from what is no trend."""
-    places = np.arange(excess.size, dtype=np.float64)
-    trend = np.polyval(np.polyfit(places, excess, 1), places)
-    spread = float(np.sqrt(((excess - trend) ** 2).sum() / (excess.size - 2)))
-    return 2 * spread * float(np.sqrt(4 / excess.size))
+    places = np.arange(excess.size) - (excess.size - 1) / 2
+    around = excess - excess.mean()
+    left = around - places * (places @ around / (places @ places))
+    spread = math.sqrt(float(left @ left) / (excess.size - 2))
+    return 2 * spread * math.sqrt(4 / excess.size)

@@ -8,7 +8,7 @@ windows of the trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,15 +97,21 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def distribution(samples: Floats, lost: int = 0) -> Distribution | None:
-    """Return the distribution of samples and of `lost` without end, None without a sample."""
+def distribution(
+    samples: Floats, lost: int = 0, names: Collection[str] = QUANTILES
+) -> Distribution | None:
+    """Return the distribution of samples and of `lost` without end, None without a sample.
+
+    Of its quantiles it has those that are named.
+    """
     n = int(samples.size)
     if n + lost == 0:
         return None
     mean = stats.mean(samples) if n else Estimate(math.inf, None, None, 0)
     if lost:
         samples = np.concatenate([samples, np.full(lost, math.inf)])
-    return Distribution(mean, stats.quantiles(samples, QUANTILES), n + lost, lost)
+    wanted = {name: q for name, q in QUANTILES.items() if name in names}
+    return Distribution(mean, stats.quantiles(samples, wanted), n + lost, lost)
 
 
 def counted_distribution(samples: WeightedSamples) -> Distribution | None:
@@ -271,17 +277,21 @@ def load_text(
     return f"{message}: utilisation {utilisation:.0%}"
 
 
-_ALL = ("ttft_s", "tpot_s", "e2e_s", "itl_s", "decode_step_s")
+Statistics = Mapping[str, Collection[str]]
+"""The names of latencies, and of each its quantiles by name."""
+_ALL: Statistics = dict.fromkeys(
+    ("ttft_s", "tpot_s", "e2e_s", "itl_s", "decode_step_s"), QUANTILES
+)
 
 
 def measure(
-    logs: Sequence[ReplayLog], slos: Sequence[Slo] = (), latencies: Collection[str] = _ALL
+    logs: Sequence[ReplayLog], slos: Sequence[Slo] = (), statistics: Statistics = _ALL
 ) -> Measurement:
     """Return the measurement of a replay, pooled when the trace was replayed in windows.
 
-    It has the latencies that are named, which are most of the work. Goodput and attainment
-    count requests that meet every SLO on TTFT, TPOT and E2E themselves; without an SLO there is
-    none.
+    It has the latencies and quantiles that are named, which are most of the work. Goodput and
+    attainment count requests that meet every SLO on TTFT, TPOT and E2E themselves; without an
+    SLO there is none.
 
     Shapes: logs is [windows], at least one.
     Raises: ValueError without a log.
@@ -301,7 +311,7 @@ def measure(
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
-        latencies=_latencies(logs, latencies),
+        latencies=_latencies(logs, statistics),
         queue_depth=levels(logs, "waiting"),
         running=levels(logs, "running"),
         kv_usage=levels(logs, "kv_usage_ratio"),
@@ -309,7 +319,7 @@ def measure(
         prefix_cache_hit_ratio=_hit_ratio(steps),
         is_sustained=cut_reason is None and all(_kept_up(log) for log in logs),
         distorted_steps_ratio=_pooled_ratio(steps),
-        send_lag_p99_s=_send_lag_p99_s(lines),
+        send_lag_p99_s=_send_lag_p99_s(lines) if statistics is _ALL else None,
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
         steps=sum(s.steps for s in steps),
         busy_s=sum(s.duration_s for s in steps),
@@ -379,8 +389,8 @@ def _busy_span_s(log: ReplayLog) -> float:
         return 0.0
     if log.cut_reason is not None or log.timelines.count(Outcome.UNFINISHED):
         return max(0.0, log.clock_s - float(due_s.min()))
-    ends = last_s[~np.isnan(last_s)]
-    end_s = float(ends.max()) if ends.size else log.clock_s
+    end_s = float(np.fmax.reduce(last_s))
+    end_s = log.clock_s if math.isnan(end_s) else end_s
     return max(end_s, float(due_s.max())) - float(due_s.min())
 
 
@@ -396,7 +406,7 @@ def _answered_tokens(logs: Sequence[ReplayLog]) -> int:
 
 
 def _latencies(
-    logs: Sequence[ReplayLog], names: Collection[str]
+    logs: Sequence[ReplayLog], statistics: Statistics
 ) -> dict[str, Distribution | None]:
     """Return the distribution of each latency that is named, pooled over windows.
 
@@ -409,11 +419,10 @@ def _latencies(
             return counted_distribution(pooled([log.timelines.gap_s for log in logs]))
         if name == "decode_step_s":
             return counted_distribution(pooled([log.steps.decode_steps for log in logs]))
-        return distribution(
-            np.concatenate([getattr(log.timelines, name) for log in logs]), lost
-        )
+        samples = np.concatenate([getattr(log.timelines, name) for log in logs])
+        return distribution(samples, lost, statistics[name])
 
-    return {name: spread(name) for name in names}
+    return {name: spread(name) for name in statistics}
 
 
 def _hit_ratio(steps: Sequence[StepSummary]) -> float | None:

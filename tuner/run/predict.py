@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from tuner.run.trial_runner import judged
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import CONTENDS, Draws
+from tuner.search.posterior import CONTENDS, Draws, drawn_of
 from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
@@ -42,7 +43,7 @@ from tuner.search.trials import (
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Estimate
+from tuner.stats import Estimate, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -108,11 +109,36 @@ def predict_more(
     workload = found.workload
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     ask = predictor.measure_capacity if is_capacity else predictor.measure
-    outcomes = dict(found.outcomes)
-    for limits in settings:
-        if limits not in outcomes:
-            outcomes[limits] = ask(workload.pieces, limits, workload.plan, workload.slos)
-    return replace(found, outcomes=outcomes)
+
+    def outcome(limits: EngineLimits) -> Outcome:
+        return ask(workload.pieces, limits, workload.plan, workload.slos)
+
+    new = [limits for limits in dict.fromkeys(settings) if limits not in found.outcomes]
+    # The first one lays the traffic out for all; vLLM's own scheduler is asked by one thread.
+    first = len(new) if predictor.doubt else 1
+    outcomes = [outcome(limits) for limits in new[:first]]
+    outcomes += _at_once(predictor, workload, outcome, new[first:])
+    return replace(found, outcomes={**found.outcomes, **dict(zip(new, outcomes, strict=True))})
+
+
+_Place = TypeVar("_Place")
+_Found = TypeVar("_Found")
+
+
+def _at_once(
+    predictor: Predictor,
+    workload: Workload,
+    replay: Callable[[_Place], _Found],
+    places: Sequence[_Place],
+) -> list[_Found]:
+    """Return what a replay of the workload brings at each place.
+
+    As many run at once as there are cores for, and memory.
+    """
+    room = min(simulator.room_for(piece, predictor.profile.shape) for piece in workload.pieces)
+    threads = min(THREADS, len(os.sched_getaffinity(0)), room)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(replay, places))
 
 
 def _between(seen: Sequence[Observation], space: SearchSpace) -> list[EngineLimits]:
@@ -189,6 +215,10 @@ def at_own_speed(
 # Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
 # decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
 DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
+# Each model that is drawn counts in so many draws, with what is unexplained of each its own:
+# ours. Models are spread evenly over what is open of them, so that half as many say as much as
+# one for each draw (tests/test_stats.py).
+DRAWS_PER_MODEL = 2
 # Who could be the best is asked of all with this share of the draws, and with all draws of so
 # many of these, the likeliest; who is further than this from what is thought best is not, and
 # who may keep its bounds is whoever does so as often as not, and with room to spare who would
@@ -198,8 +228,8 @@ SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
 # setting to setting and from replay to replay, before any was compared: ours. Identical live
 # replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
 UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
-# Threads that draw, where there are as many cores: ours. Half of a short replay holds Python's
-# lock; on two idle cores 600 of them took two threads 1.0 s, three 1.4 s and six 1.6 s.
+# Threads that replay, where there are as many cores: ours. Half of a short replay holds
+# Python's lock; on two idle cores 600 of them took two threads 1.0 s, three 1.4 and six 1.6 s.
 THREADS = 4
 # How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
 # machines 1 % between two settings in the middle of 20 cases.
@@ -221,9 +251,10 @@ def decide(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    found = contend(predictor, predictions, space.current)
+    drawing = _Drawing(predictor, predictions)
+    found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS)
     settings = [*found.settings, space.current]
-    return draw(predictor, predictions, settings, draws).decide(space.current, confidence)
+    return drawing.draws(settings, draws).decide(space.current, confidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +282,15 @@ def contend(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    inside = _distinct(predictions.observations, current)
-    few = max(1, int(SIFT * _count(predictions.workload, draws)))
-    drawn = draw(predictor, predictions, inside, few, is_here=True)
+    return _contend(_Drawing(predictor, predictions), current, most, draws)
+
+
+def _contend(drawing: _Drawing, current: EngineLimits, most: int, draws: int) -> Contention:
+    inside = _distinct(drawing.predictions.observations, current)
+    few = max(1, int(SIFT * drawing.count(draws)))
+    drawn = drawing.draws(inside, few, is_here=True)
     inside = [*_likeliest(drawn, current, SIFTED, 0.0), current]
-    drawn = draw(predictor, predictions, inside, draws, is_here=True)
+    drawn = drawing.draws(inside, draws, is_here=True)
     found = _likeliest(drawn, current, most, CONTENDS)
     return Contention(tuple(found[:most]), drawn.regret(current))
 
@@ -341,45 +376,16 @@ def draw(
     settings: Sequence[EngineLimits],
     draws: int = DRAWS,
     unexplained: Effects | None = None,
-    *,
-    is_here: bool = False,
 ) -> Draws:
     """Return draws of settings of which everything was predicted.
 
     `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
-    setting by setting. Where vLLM's own scheduler is asked, which takes too long, where the
-    traffic is too little to draw from, and with `is_here`, only the model's error is drawn.
+    setting by setting. Where vLLM's own scheduler is asked, which takes too long, and where the
+    traffic is too little to draw from, only the model's error is drawn.
 
     Raises: ShadowError, UsageError.
     """
-    workload = predictions.workload
-    if unexplained is None:
-        unexplained = Effects.of(len(settings), (), UNEXPLAINED)
-    times = np.exp(unexplained.mean).tolist()
-    point = [
-        _score(workload, predictions.outcomes[limits]).times(t)
-        for limits, t in zip(settings, times, strict=True)
-    ]
-    seeds = np.random.SeedSequence(predictor.seed).spawn(_count(workload, draws))
-    drawing = _Drawing(predictor, predictions, settings, unexplained, is_here=is_here)
-    if predictor.doubt:
-        drawn = [drawing.slower(point, np.random.default_rng(seed)) for seed in seeds]
-        return Draws.of(settings, point, drawn, drawn, None)
-    with ThreadPoolExecutor(_threads(predictor, workload)) as pool:
-        both = list(pool.map(drawing.once, map(np.random.default_rng, seeds)))
-    here, others = zip(*both, strict=True)
-    return Draws.of(settings, point, others, here, drawing.stretches)
-
-
-def _threads(predictor: Predictor, workload: Workload) -> int:
-    """Return how many threads draw: as many as there are cores for, and memory."""
-    room = min(simulator.room_for(piece, predictor.profile.shape) for piece in workload.pieces)
-    return min(THREADS, len(os.sched_getaffinity(0)), room)
-
-
-def _count(workload: Workload, draws: int) -> int:
-    is_capacity = workload.scoring.objective is Objective.CAPACITY
-    return min(draws, CAPACITY_DRAWS) if is_capacity else draws
+    return _Drawing(predictor, predictions).draws(settings, draws, unexplained)
 
 
 def _resamplers(workload: Workload) -> list[Resampler | None]:
@@ -392,92 +398,200 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [None] * len(workload.pieces)
 
 
-def _at_speed(engine: simulator.SimulatedEngine, model: StepModel) -> simulator.SimulatedEngine:
-    """Return a setting's engine at a drawn speed, with the graphs of its own start."""
-    return replace(engine, step_model=replace(model, graphs=engine.step_model.graphs))
-
-
 def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
     if isinstance(outcome, Failure):
         return Score(Tier.FAILED, math.inf, outcome.cause)
     return workload.scoring.score(outcome)
 
 
+# What of a draw has random numbers of its own.
+_COMMON, _OWN, _TRAFFIC, _UNEXPLAINED = range(4)
+
+
+class _Given(np.random.Generator):
+    """A generator whose standard normal numbers are given, for who draws with one."""
+
+    def __init__(self, numbers: Floats) -> None:
+        super().__init__(np.random.PCG64(0))
+        self._numbers = iter(numbers.tolist())
+
+    def standard_normal(  # type: ignore[override]  # of all its forms these two
+        self, size: int | None = None
+    ) -> float | Floats:
+        """Return the next number, or so many."""
+        if size is None:
+            return float(next(self._numbers))
+        return np.fromiter(self._numbers, np.float64, size)
+
+
 class _Drawing:
-    """What is the same for all draws: the settings, the traffic as recorded, what is open."""
+    """Draws of what is open, the same for whoever is in them; what was replayed is kept.
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        predictions: Predictions,
-        settings: Sequence[EngineLimits],
-        unexplained: Effects,
-        *,
-        is_here: bool,
-    ) -> None:
-        self._predictor, self._outcomes = predictor, predictions.outcomes
+    The model of a draw is the same for all settings but for what the batches of each have that
+    no model knows, and so are its requests.
+    """
+
+    def __init__(self, predictor: Predictor, predictions: Predictions) -> None:
+        self.predictions, self._predictor = predictions, predictor
         self._workload = workload = predictions.workload
-        self._settings = settings
-        simulated = () if predictor.doubt else settings
-        self._engines = [predictor.simulated(limits) for limits in simulated]
-        alone: list[Resampler | None] = [None] * len(workload.pieces)
-        self._resamplers = alone if is_here else _resamplers(workload)
-        self._unexplained = unexplained
+        self._resamplers = _resamplers(workload)
         self._recorded = _Replays(workload, workload.pieces)
-        self.stretches = sum(r.stretches for r in self._resamplers if r is not None) or None
+        self._shared: list[StepModel] = []
+        self._here: dict[tuple[EngineLimits, int], Floats] = {}
+        self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
 
-    def once(self, rng: np.random.Generator) -> tuple[list[Score], list[Score]]:
-        """Return the settings' scores on the recorded traffic and on a draw of it.
+    def count(self, draws: int) -> int:
+        """Return how many draws are made where so many are asked for."""
+        is_capacity = self._workload.scoring.objective is Objective.CAPACITY
+        return min(draws, CAPACITY_DRAWS) if is_capacity else draws
 
-        Both with the same model, on the same requests for all.
+    def draws(
+        self,
+        settings: Sequence[EngineLimits],
+        draws: int,
+        unexplained: Effects | None = None,
+        *,
+        is_here: bool = False,
+    ) -> Draws:
+        """Return draws of settings, with `is_here` of the model's error alone.
+
+        Raises: ShadowError, UsageError.
         """
-        models, times = self._models(rng), np.exp(self._unexplained.draw(rng))
-        traffic = [
-            piece if resampler is None else resampler.draw(rng)
-            for piece, resampler in zip(self._workload.pieces, self._resamplers, strict=True)
+        if unexplained is None:
+            unexplained = Effects.of(len(settings), (), UNEXPLAINED)
+        count, means = self.count(draws), np.exp(unexplained.mean)
+        times = np.exp([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
+        point = [
+            _score(self._workload, self.predictions.outcomes[limits]).times(t)
+            for limits, t in zip(settings, means.tolist(), strict=True)
         ]
-        here = self._scores(self._recorded, models, times)
-        if self.stretches is None:
-            return here, here
-        return here, self._scores(_Replays(self._workload, traffic), models, times)
+        if self._predictor.doubt:
+            own = [self._own_errors(limits, count) for limits in settings]
+            slower = np.transpose(own) * times / means
+            return Draws.of(settings, point, drawn_of(point) * slower[:, :, None])
+        here = self._replayed_here(settings, count) * times[:, :, None]
+        stretches = sum(r.stretches for r in self._resamplers if r is not None)
+        if is_here or not stretches:
+            return Draws.of(settings, point, here)
 
-    def _models(self, rng: np.random.Generator) -> list[StepModel]:
-        """Return the step model of each setting, one that is as possible for all of them.
+        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
+            places = [settings.index(limits) for limits in some]
+            drawn = self._replayed_elsewhere(some, count)
+            drawn *= times[:, places, None]
+            return drawn
 
-        But for what the batches of each have that no model knows.
+        return Draws.of(settings, point, here, elsewhere, stretches)
+
+    def _replayed_here(self, settings: Sequence[EngineLimits], count: int) -> Floats:
+        """Return what replays of the recorded traffic bring, each model's in several draws.
+
+        Shapes: [draws, settings, 3].
         """
-        profile, model = self._predictor.profile, self._predictor.profile.step_model
-        if profile.uncertainty is None:
-            return [model.scaled(float(t)) for t in self._own_errors(rng)]
-        drawn = profile.uncertainty.draw(model, rng)
-        own = np.exp(rng.normal(0.0, OWN_SPEED, len(self._settings)))
-        return [drawn.scaled(t) for t in own.tolist()]
+        models = -(-count // DRAWS_PER_MODEL)
+        engines = {limits: self._engines(limits, models) for limits in settings}
+        places = [(x, k) for x in settings for k in range(models) if (x, k) not in self._here]
 
-    def _own_errors(self, rng: np.random.Generator) -> Floats:
-        error = math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS
-        drawn: Floats = np.exp(rng.normal(0.0, error, len(self._settings)))
+        def replay(place: tuple[EngineLimits, int]) -> Floats:
+            limits, k = place
+            return self._counted(self._recorded, limits, engines[limits][k])
+
+        replayed = _at_once(self._predictor, self._workload, replay, places)
+        self._here.update(zip(places, replayed, strict=True))
+        found = [[self._here[limits, k] for limits in settings] for k in range(models)]
+        drawn: Floats = np.array(found)[np.arange(count) % models]
         return drawn
 
-    def _scores(
-        self, replays: _Replays, models: Sequence[StepModel], times: Floats
-    ) -> list[Score]:
-        """Return the settings' scores; what failed, as in its live replay, fails in each."""
-        return [
-            _score(self._workload, outcome)
-            if isinstance(outcome := self._outcomes[limits], Failure)
-            else replays.score(_at_speed(engine, model), limits).times(t)
-            for limits, engine, model, t in zip(
-                self._settings, self._engines, models, times.tolist(), strict=True
+    def _replayed_elsewhere(self, some: Sequence[EngineLimits], count: int) -> Floats:
+        """Return what replays of other traffic bring, drawn anew for each draw.
+
+        Shapes: [draws, settings, 3].
+        """
+        models = -(-count // DRAWS_PER_MODEL)
+        missing = [x for x in dict.fromkeys(some) if (x, count) not in self._elsewhere]
+        engines = {limits: self._engines(limits, models) for limits in missing}
+
+        def replay(k: int) -> list[Floats]:
+            rng = self._rng(_TRAFFIC, k)
+            traffic = [
+                piece if resampler is None else resampler.draw(rng)
+                for piece, resampler in zip(
+                    self._workload.pieces, self._resamplers, strict=True
+                )
+            ]
+            replays = _Replays(self._workload, traffic)
+            return [self._counted(replays, x, engines[x][k % models]) for x in missing]
+
+        if missing:
+            replayed = _at_once(self._predictor, self._workload, replay, range(count))
+            for limits, column in zip(missing, zip(*replayed, strict=True), strict=True):
+                self._elsewhere[limits, count] = np.array(column)
+        return np.stack([self._elsewhere[limits, count] for limits in some], axis=1)
+
+    def _counted(
+        self, replays: _Replays, limits: EngineLimits, engine: simulator.SimulatedEngine
+    ) -> Floats:
+        """Return what counts of a replay; what failed, as in its live replay, always fails."""
+        outcome = self.predictions.outcomes[limits]
+        if isinstance(outcome, Failure):
+            score = _score(self._workload, outcome)
+        else:
+            score = replays.score(engine, limits)
+        counted: Floats = drawn_of([score])[0]
+        return counted
+
+    def _engines(self, limits: EngineLimits, models: int) -> list[simulator.SimulatedEngine]:
+        """Return the engine of a setting with each step model that is as possible."""
+        profile, engine = self._predictor.profile, self._predictor.simulated(limits)
+        if profile.uncertainty is None:
+            shared = [engine.step_model] * models
+            times = self._own_errors(limits, models)
+        else:
+            shared = self._shared_models(models)
+            times = np.exp(
+                OWN_SPEED
+                * self._normals(
+                    models, _OWN, limits.max_num_seqs, limits.max_num_batched_tokens
+                )
             )
+        graphs = engine.step_model.graphs  # those of the setting's own start
+        return [
+            replace(engine, step_model=replace(model.scaled(t), graphs=graphs))
+            for model, t in zip(shared, times.tolist(), strict=True)
         ]
 
-    def slower(self, point: Sequence[Score], rng: np.random.Generator) -> list[Score]:
-        """Return scores as they are where every setting is so much slower or faster."""
-        times = self._own_errors(rng) * np.exp(self._unexplained.draw(rng))
-        return [
-            score.times(float(t) / math.exp(mean))
-            for score, t, mean in zip(point, times, self._unexplained.mean, strict=True)
-        ]
+    def _shared_models(self, models: int) -> list[StepModel]:
+        """Return step models that are as possible for all settings as the stated one."""
+        profile = self._predictor.profile
+        uncertainty = profile.uncertainty
+        if uncertainty is None or len(self._shared) >= models:
+            return self._shared[:models]
+        directions = range(1 + len(uncertainty.table))
+        numbers = np.column_stack([self._normals(models, _COMMON, i) for i in directions])
+        self._shared = [uncertainty.draw(profile.step_model, _Given(row)) for row in numbers]
+        return self._shared
+
+    def _own_errors(self, limits: EngineLimits, count: int) -> Floats:
+        """Return how many times as long a setting's own steps may take."""
+        error = math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS
+        found: Floats = np.exp(
+            error
+            * self._normals(count, _OWN, limits.max_num_seqs, limits.max_num_batched_tokens)
+        )
+        return found
+
+    def _normals(self, count: int, *place: int) -> Floats:
+        """Return normal numbers of what has a place among what is drawn, evenly spread."""
+        slices = DRAWS // FEW_DRAWS
+        size = FEW_DRAWS // DRAWS_PER_MODEL
+        blocks = range(-(-count // (slices * size)))
+        parts = [even_normals(self._rng(*place, block), slices, size) for block in blocks]
+        return np.concatenate(parts)[:count]
+
+    def _rng(self, *place: int) -> np.random.Generator:
+        """Return a generator of what has a place among what is drawn."""
+        return np.random.default_rng(
+            np.random.SeedSequence(self._predictor.seed, spawn_key=place)
+        )
 
 
 class _Replays:
@@ -510,5 +624,5 @@ class _Replays:
             ]
         except EngineError as error:
             return Failure(error.message)
-        measured = measure(logs, self._workload.slos, self._workload.scoring.latencies)
+        measured = measure(logs, self._workload.slos, self._workload.scoring.statistics)
         return replace(measured, load=load * self._traffic[0].load)

@@ -6,7 +6,7 @@ Turns a measurement into a score that orders configurations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -185,12 +185,15 @@ class Scoring:
             )
 
     @property
-    def latencies(self) -> set[str]:
-        """The latencies by which a measurement is placed in the order."""
-        return {"e2e_s", *(slo.metric for slo in self.slos)}
+    def statistics(self) -> Mapping[str, Collection[str]]:
+        """The statistics of each latency by which a measurement is placed in the order."""
+        found = {"e2e_s": {self._statistic}}
+        for slo in self.slos:
+            found.setdefault(slo.metric, set()).add(slo.statistic)
+        return found
 
     def score(self, m: Measurement) -> Score:
-        """Place a measurement in the order; it has at least `latencies`."""
+        """Place a measurement in the order; it has at least `statistics`."""
         if m.cut_reason is not None:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:

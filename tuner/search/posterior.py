@@ -53,17 +53,19 @@ OTHER_TRAFFIC = "other traffic of the kind and the model's error"
 MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
 LIVE_ALONE = "other replays of the same traffic"
 _LEAST_USED = 1e-9
-# What of draws has a row for each.
-_DRAWN = (
-    "values",
-    "slo_used",
-    "load_used",
-    "elsewhere",
-    "slo_elsewhere",
-    "load_elsewhere",
-)
+# What is drawn of each setting: the objective's value, and how much of its bounds is used up.
+COST, SLO, LOAD = range(3)
+Others = Callable[[Sequence[EngineLimits]], Floats]
+"""Takes settings and returns what is drawn of them on other traffic, [draws, settings, 3]."""
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
+
+
+def drawn_of(scores: Sequence[Score]) -> Floats:
+    """Return what counts of each setting's score. Shapes: [settings, 3]."""
+    return np.array(
+        [(s.value_in(Tier.GOOD), _used(s.slo_used, s), _used(s.load_used, s)) for s in scores]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +75,19 @@ class Draws:
     `slo_used` is how much of the tightest SLO is used up, `load_used` how much of what can be
     sustained; beyond 1 it is broken, or overloaded.
 
-    These are on the traffic that was recorded, `elsewhere`, `slo_elsewhere` and
-    `load_elsewhere` on other traffic of the kind. `basis` says what the draws are of.
+    `here` is on the traffic that was recorded. What other traffic of the kind makes of a
+    setting `elsewhere` returns, and finds out when it is asked: most are never recommended.
+    `basis` says what the draws are of.
 
-    Shapes: [draws, settings] each, but point, what was predicted of the traffic as recorded,
+    Shapes: here is [draws, settings, 3]; point, what was predicted of the traffic as recorded,
         [settings].
     """
 
     settings: tuple[EngineLimits, ...]
     metric: str
     point: Floats
-    values: Floats
-    slo_used: Floats
-    load_used: Floats
-    elsewhere: Floats
-    slo_elsewhere: Floats
-    load_elsewhere: Floats
+    here: Floats
+    elsewhere: Others
     basis: str
     has_slos: bool
 
@@ -97,45 +96,37 @@ class Draws:
         cls,
         settings: Sequence[EngineLimits],
         point: Sequence[Score],
-        drawn: Sequence[Sequence[Score]],
-        here: Sequence[Sequence[Score]],
-        stretches: int | None,
+        here: Floats,
+        others: Others | None = None,
+        stretches: int | None = None,
     ) -> Self:
         """Return draws around what was predicted of the traffic as it was recorded.
 
         Resampled traffic is less bound together than the recorded one, which moves its mean:
-        only how it varies is taken from it. `stretches` is of how many it was drawn, of which
-        few vary too little; None where the traffic was not drawn. `here` are the same draws of
-        the model on the traffic as it was recorded.
+        only how it varies is taken from it. `stretches` is of how many `others` draws it, of
+        which few vary too little; None where the traffic is not drawn, and other traffic is
+        thought to be as uncertain as the recorded.
 
-        Shapes: point is [settings], drawn and here [draws][settings].
+        Shapes: point is [settings], here [draws, settings, 3].
         """
-        times = 1.0
+        times, at = 1.0, drawn_of(point)
         if stretches is not None:
             share = 0.5 + CONFIDENCE / 2
             student = student_quantile(stretches - 1, share) / NormalDist().inv_cdf(share)
             times = student * math.sqrt(stretches / (stretches - 1))
 
-        def columns(of: Callable[[Score], float]) -> tuple[Floats, Floats]:
-            at, others = np.array([of(s) for s in point]), [[of(s) for s in r] for r in drawn]
-            return np.array([[of(s) for s in r] for r in here]), _around(
-                at, np.array(others), times
-            )
+        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
+            places = [settings.index(limits) for limits in some]
+            drawn = here[:, places] if others is None else others(some)
+            return _around(at[places], drawn, times)
 
-        values, elsewhere = columns(lambda score: score.value_in(Tier.GOOD))
-        slo_used, slo_elsewhere = columns(lambda score: _used(score.slo_used, score))
-        load_used, load_elsewhere = columns(lambda score: _used(score.load_used, score))
         return cls(
             tuple(settings),
             next((score.own_metric for score in point if score.tier is not Tier.FAILED), ""),
-            np.array([score.value_in(Tier.GOOD) for score in point]),
-            values,
-            slo_used,
-            load_used,
+            at[:, COST],
+            here,
             elsewhere,
-            slo_elsewhere,
-            load_elsewhere,
-            MODEL_ALONE if stretches is None else OTHER_TRAFFIC,
+            MODEL_ALONE if others is None else OTHER_TRAFFIC,
             any(score.slo_used is not None for score in point),
         )
 
@@ -160,49 +151,42 @@ class Draws:
             drawn(LEVEL_SPREADS, lambda score: score.load_used),
         )
         has_slos = any(run.score.slo_used is not None for run in good)
-        point = np.median(values, axis=0)
-        drawn_twice = (values, *bounds, values, *bounds)
-        return cls(tuple(settings), metric, point, *drawn_twice, LIVE_ALONE, has_slos)
+        here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
+
+        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
+            return here[:, [settings.index(limits) for limits in some]]
+
+        return cls(tuple(settings), metric, point, here, elsewhere, LIVE_ALONE, has_slos)
 
     @classmethod
     def pooled(cls, parts: Sequence[Self]) -> Self:
         """Return draws of the same settings together, as of any one of the parts."""
-        first = parts[0]
-        rows = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _DRAWN}
         point = np.exp(np.mean([np.log(p.point) for p in parts], axis=0))
-        return replace(first, point=point, **rows)
+
+        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
+            return np.concatenate([p.elsewhere(some) for p in parts])
+
+        here = np.concatenate([p.here for p in parts])
+        return replace(parts[0], point=point, here=here, elsewhere=elsewhere)
 
     def among(self, settings: Sequence[EngineLimits]) -> Self:
         """Return the draws of these settings alone."""
         at = [self.settings.index(limits) for limits in settings]
-        columns = {name: getattr(self, name)[:, at] for name in _DRAWN}
-        return replace(self, settings=tuple(settings), point=self.point[at], **columns)
+        return replace(
+            self, settings=tuple(settings), point=self.point[at], here=self.here[:, at]
+        )
 
     @property
-    def meets(self) -> Bools:
-        """Whether every SLO is met."""
-        return self.slo_used <= 1.0
-
-    @property
-    def sustains(self) -> Bools:
-        """Whether the load is sustained."""
-        return self.load_used <= 1.0
-
-    @property
-    def _bounds(self) -> tuple[tuple[Bools, Bools], ...]:
-        """What may be asked for, the most first: all bounds are kept, or the SLOs alone.
-
-        On the recorded traffic and on other of its kind.
-
-        Shapes: [draws, settings] each.
-        """
-        meets, sustains = self.slo_elsewhere <= 1.0, self.load_elsewhere <= 1.0
-        return (self.meets & self.sustains, meets & sustains), (self.meets, meets)
+    def values(self) -> Floats:
+        """The objective's value on the recorded traffic. Shapes: [draws, settings]."""
+        return self.here[:, :, COST]
 
     def with_margin(self, margin: float) -> Self:
         """Return the draws as though so many times as much of the SLOs were used up."""
-        used, elsewhere = self.slo_used * margin, self.slo_elsewhere * margin
-        return replace(self, slo_used=used, slo_elsewhere=elsewhere)
+        times = np.array([1.0, margin, 1.0])
+        return replace(
+            self, here=self.here * times, elsewhere=lambda some: self.elsewhere(some) * times
+        )
 
     def decide(
         self, current: EngineLimits, confidence: float = CONFIDENCE, rounds: int = 0
@@ -219,11 +203,12 @@ class Draws:
             raise NoFeasibleConfigError(
                 "no configuration survived its replay", "see the causes in trials.jsonl"
             )
-        field, cost, elsewhere, metric = self.criterion(confidence, current)
+        field, column, metric = self.criterion(confidence, current)
+        cost, now = self.here[:, :, column], self.settings.index(current)
         loss = _losses(cost, field)
-        now = self.settings.index(current)
         best, tied = self._least(loss, field, now)
-        odds = self._odds(best, now, (cost, elsewhere), confidence)
+        elsewhere = self.elsewhere((self.settings[best], current))
+        odds = self._odds([best, now], elsewhere, column, confidence)
         is_better = odds.meets_more or (
             odds.p_better >= confidence and odds.p_elsewhere >= LIKELY
         )
@@ -234,11 +219,11 @@ class Draws:
             winner=self.settings[best] if is_change else current,
             best=self.settings[best],
             tied=tuple(sorted(self.settings[i] for i in tied)),
-            gain=None if best == now else _gain(best, now, elsewhere),
+            gain=None if best == now else _gain(elsewhere[:, :, column]),
             rounds=rounds,
             why=_why(odds, confidence, is_same=best == now),
             metric=metric,
-            gain_here=None if best == now else _gain(best, now, cost),
+            gain_here=None if best == now else _gain(cost[:, [best, now]]),
             is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
             standings=self._standings(field, cost, loss),
@@ -255,7 +240,7 @@ class Draws:
                 self.settings[i],
                 tuple(quantiles[:, i].tolist()),
                 self._p_slo(i),
-                _share(self.sustains[:, i]),
+                self._p_sustained(i),
                 float(shares[i]) if field[i] else None,
                 float(loss[i]) if field[i] else None,
             )
@@ -275,7 +260,8 @@ class Draws:
         At most so many, who are the best in so large a share of the draws, then of the least
         expected loss. At least one other than the current one, as long as there is any.
         """
-        field, cost, *_ = self.criterion(confidence, current)
+        field, column, _ = self.criterion(confidence, current)
+        cost = self.here[:, :, column]
         least = np.where(field, cost, math.inf).argmin(axis=1)
         shares = np.bincount(least, minlength=len(self.settings)) / len(least)
         now = self.settings.index(current)
@@ -292,9 +278,10 @@ class Draws:
 
         None without end.
         """
-        _, cost, elsewhere, _ = self.criterion(confidence, other)
-        pair = self.settings.index(setting), self.settings.index(other)
-        return _gain(*pair, elsewhere), _gain(*pair, cost)
+        _, column, _ = self.criterion(confidence, other)
+        pair = [self.settings.index(setting), self.settings.index(other)]
+        elsewhere = self.elsewhere((setting, other))
+        return _gain(elsewhere[:, :, column]), _gain(self.here[:, pair, column])
 
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.
@@ -304,31 +291,30 @@ class Draws:
         Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
             Decision Theory, chapter 4.
         """
-        field, cost, *_ = self.criterion(confidence, current)
-        loss = _losses(cost, field)
+        field, column, _ = self.criterion(confidence, current)
+        loss = _losses(self.here[:, :, column], field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
-    ) -> tuple[Bools, Floats, Floats, str]:
-        """Return who may be recommended, by which costs they are judged, and what those are.
+    ) -> tuple[Bools, int, str]:
+        """Return who may be recommended, by what of the draws they are judged, and its name.
 
-        The costs on the recorded traffic, and on other traffic of the kind. Where nobody surely
-        keeps the SLOs and nobody is further from them than the current setting is, whoever is
-        as close is judged by what is optimised.
+        Where nobody surely keeps the SLOs and nobody is further from them than the current
+        setting is, whoever is as close is judged by what is optimised.
 
-        Shapes: [settings], then [draws, settings] each.
+        Shapes: [settings].
         """
-        for kept, _ in self._bounds:
-            field = kept.mean(axis=0) >= confidence
+        for kept in _keeps(self.here):
+            field: Bools = kept.mean(axis=0) >= confidence
             if field.any():
-                return field, self.values, self.elsewhere, self.metric
+                return field, COST, self.metric
         every = np.ones(len(self.settings), dtype=np.bool_)
-        loss = _losses(self.slo_used, every)
+        loss = _losses(self.here[:, :, SLO], every)
         least = loss <= loss.min() + TIE_LOSS
         if current is not None and least[self.settings.index(current)] and least.sum() > 1:
-            return least, self.values, self.elsewhere, self.metric
-        return every, self.slo_used, self.slo_elsewhere, WORST_SLACK
+            return least, COST, self.metric
+        return every, SLO, WORST_SLACK
 
     def _least(self, loss: Floats, field: Bools, now: int) -> tuple[int, list[int]]:
         """Return who loses least, and who loses no more that would matter.
@@ -339,38 +325,53 @@ class Draws:
         same = [int(i) for i in np.flatnonzero(field) if loss[i] <= least + TIE_LOSS]
         return now if now in same else min(same, key=lambda i: self.settings[i]), same
 
-    def _odds(
-        self, best: int, now: int, costs: tuple[Floats, Floats], confidence: float
-    ) -> Odds:
-        """Return how sure it is that one is better, by its costs here and elsewhere."""
-        cost, elsewhere = costs
+    def _odds(self, pair: list[int], elsewhere: Floats, column: int, confidence: float) -> Odds:
+        """Return how sure it is that the first of a pair is better than the second."""
+        here, best = self.here[:, pair], pair[0]
         # What nobody keeps is asked of nobody.
-        asked = (b for b in self._bounds if (b[0].mean(axis=0) >= confidence).any())
-        holds, holds_elsewhere = next(asked, self._bounds[-1])
+        kept = enumerate(_keeps(self.here))
+        asked = next((i for i, k in kept if (k.mean(axis=0) >= confidence).any()), -1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            loss = np.nan_to_num(cost[:, now] / cost[:, best] - 1, nan=0.0, posinf=MAX_LOSS)
-        missed = 1 - _share(holds[:, now])
+            ratios = here[:, 1, column] / here[:, 0, column]
+        loss = np.nan_to_num(ratios - 1, nan=0.0, posinf=MAX_LOSS)
+        holds, held = _keeps(here)[asked].mean(axis=0).tolist()
         return Odds(
-            _share(_is_better(best, now, holds, cost)),
+            _share(_is_better(here, asked, column)),
             self._p_slo(best),
-            _share(self.sustains[:, best]),
+            self._p_sustained(best),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-            _share(_is_better(best, now, holds_elsewhere, elsewhere)),
-            meets_more=_share(holds[:, best]) >= confidence
-            and missed > MISSED * (1 - confidence),
+            _share(_is_better(elsewhere, asked, column)),
+            meets_more=holds >= confidence and 1 - held > MISSED * (1 - confidence),
             basis=self.basis,
             confidence=confidence,
         )
 
     def _p_slo(self, setting: int) -> float | None:
         """Return how probably a setting meets every SLO, None where there is none."""
-        return _share(self.meets[:, setting]) if self.has_slos else None
+        return _share(self.here[:, setting, SLO] <= 1.0) if self.has_slos else None
+
+    def _p_sustained(self, setting: int) -> float:
+        """Return how probably a setting sustains the load."""
+        return _share(self.here[:, setting, LOAD] <= 1.0)
 
 
-def _is_better(best: int, now: int, holds: Bools, cost: Floats) -> Bools:
-    """Return in which draws one is better: it alone keeps its bounds, or costs less."""
-    ours, theirs = holds[:, best], holds[:, now]
-    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost[:, best] < cost[:, now]))
+def _keeps(drawn: Floats) -> tuple[Bools, Bools]:
+    """Return where all bounds are kept, and where the SLOs are: what may be asked for.
+
+    Shapes: drawn is [draws, settings, 3], the others [draws, settings].
+    """
+    meets: Bools = drawn[:, :, SLO] <= 1.0
+    return meets & (drawn[:, :, LOAD] <= 1.0), meets
+
+
+def _is_better(pair: Floats, asked: int, column: int) -> Bools:
+    """Return in which draws the first is better: it alone keeps its bounds, or costs less.
+
+    Shapes: pair is [draws, 2, 3].
+    """
+    ours, theirs = _keeps(pair)[asked].T
+    cost, its = pair[:, :, column].T
+    better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
     return better
 
 
@@ -413,10 +414,13 @@ def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
     return text
 
 
-def _gain(best: int, now: int, cost: Floats) -> Estimate | None:
-    """Return the ratio of the costs with its interval, None where one has no end."""
+def _gain(pair: Floats) -> Estimate | None:
+    """Return the ratio of the costs of two with its interval, None where one has no end.
+
+    Shapes: pair is [draws, 2].
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = cost[:, best] / cost[:, now]
+        ratios = pair[:, 0] / pair[:, 1]
     ends = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
     if not (np.isfinite(ratios) & (ratios > 0)).all():
         return None
@@ -436,7 +440,7 @@ def _used(share: float | None, score: Score) -> float:
 def _around(point: Floats, drawn: Floats, times: float) -> Floats:
     """Return draws moved to where the point is, their logarithms spread so many times as far.
 
-    Shapes: point is [settings], drawn [draws, settings].
+    Shapes: point is [settings, 3], drawn [draws, settings, 3].
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs, centre = np.log(drawn), np.log(point)

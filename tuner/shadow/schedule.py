@@ -26,8 +26,9 @@ from tuner.shadow.compiled import compiled, part
 # TAKEN what this step schedules of it, MISSED whether the step before left it out.
 (
     ROW, PROMPT, OUTPUT, ANSWERED, COMPUTED, END, STATE, BLOCKS, ORDER, PLACE, CACHED,
-    TAKEN, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL, SLOT_FIELDS,
-) = range(18)  # fmt: skip
+    TAKEN, END_NEXT, END_BEFORE, BUCKET_NEXT, BUCKET_BEFORE, MISSED, RESUMED, ARRIVAL,
+    SLOT_FIELDS,
+) = range(20)  # fmt: skip
 NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
@@ -35,7 +36,7 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 # for each of them, SQUARES that of its squares less ORIGIN, a step of not long ago.
 (
     STEP, DONE, RUNNING, RUN_LENGTH, DECODING, PREFILLING, LAST_PREFILL, CONTEXT, FREE,
-    HEAP, QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
+    QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
     FREE_SLOTS, STATUS, MEASURES, SQUARES, ORIGIN,
     # Batches without anything; whether this one carries a prompt, and how many with anything
@@ -45,25 +46,25 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL,
+    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY,
     # Where the parts of the work array begin.
-    AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
+    AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, INTEGERS,
-) = range(86)  # fmt: skip
+) = range(85)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
     PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, PREFILL_CONTEXT_S, TIDY_S,
     BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
-    PREFILL_N, CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
-    PEAK_USAGE,
+    CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
+    PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(38)  # fmt: skip
+) = range(36)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -80,17 +81,19 @@ OPEN, CAUSAL, CLOSED, BATCHES = range(4)
     B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, B_SQUARES,
     BATCH_FIELDS,
 ) = range(15)  # fmt: skip
-PIPE = 4  # batches that the arrays hold at once: more than are ever on their way
+PIPE = 4  # batches that the arrays hold at once, a power of two: more than are on their way
 
-# The columns of the log: those of engine.steps.StepColumns.
-LOG_FIELDS = 14
-# Histograms: gaps between tokens, steps that decode alone, running, waiting, usage.
-GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USAGE, HISTOGRAMS = range(6)
-# A bin for each key of stats.LogHistogram from e^-22.5 to e^17.5; the first one holds zeros.
-# Behind them a mark for each stretch of bins, whether any of it was counted.
-BINS, STRETCH = 80_064, 64
-LOWEST_KEY = -45_000
-LOG_WIDTH = math.log1p(0.0005)
+# The columns of the log: those of engine.steps.StepColumns, of which two are in blocks here.
+LOG_FIELDS, USED_COLUMNS = 14, (10, 11)
+# Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
+GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
+# A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
+# beyond. Each has a weight and a total. Behind them stands a mark for each stretch of bins,
+# whether any of it was counted.
+BIN_SHIFT, STRETCH_SHIFT = 41, 6
+LOWEST_KEY, BINS = (1023 - 33) << 11, 59 << 11
+ROOM = 2 * BINS + (BINS >> STRETCH_SHIFT)
+BIN_RATIO = 2.0**-11
 
 # The columns of a block: its neighbours in the free queue, who holds it, and the next with
 # the same key.
@@ -156,87 +159,44 @@ _inlined = part(is_inlined=True)
 @_inlined
 def _count(h, which, value, weight, total):
     """Count a sample of which `weight` come to `total`."""
-    if value > 0.0:
-        at = math.floor(math.log(value) / LOG_WIDTH) - LOWEST_KEY
-        at = min(max(at, 1), BINS - 1)
-    else:
-        at = 0
-    h[which, at, 0] += weight
-    h[which, at, 1] += total
-    h[which, BINS + at // STRETCH, 0] = 1.0
+    at = (np.float64(value).view(np.int64) >> BIN_SHIFT) - LOWEST_KEY
+    at = min(max(at, 0), BINS - 1)
+    first = which * ROOM
+    h[first + 2 * at] += weight
+    h[first + 2 * at + 1] += total
+    h[first + 2 * BINS + (at >> STRETCH_SHIFT)] = 1.0
 
 
-# the heap of decoding requests by the step of their last token
-
-
-@_inlined
-def _push(g, w, key, slot):
-    """Add a slot under a key."""
-    at = g[HEAP]
-    g[HEAP] = at + 1
-    keys, slots = g[AT_HEAP], g[AT_HEAP_SLOTS]
-    while at > 0:
-        above = (at - 1) >> 1
-        if w[keys + above] <= key:
-            break
-        w[keys + at] = w[keys + above]
-        w[slots + at] = w[slots + above]
-        at = above
-    w[keys + at] = key
-    w[slots + at] = slot
-
-
-@_inlined
-def _pop(g, w):
-    """Take out the slot with the smallest key."""
-    keys, slots = g[AT_HEAP], g[AT_HEAP_SLOTS]
-    top = w[slots]
-    g[HEAP] -= 1
-    n = g[HEAP]
-    key, slot = w[keys + n], w[slots + n]
-    at = 0
-    while True:
-        below = 2 * at + 1
-        if below >= n:
-            break
-        if below + 1 < n and w[keys + below + 1] < w[keys + below]:
-            below += 1
-        if w[keys + below] >= key:
-            break
-        w[keys + at] = w[keys + below]
-        w[slots + at] = w[slots + below]
-        at = below
-    w[keys + at] = key
-    w[slots + at] = slot
-    return top
+# the calendar: decoding requests by the step of their last token, round a circle of steps
 
 
 @_inner
-def _heap_key(end, order):
-    return (end << 34) | order
+def _day(g, step):
+    """Return where the first of those stands whose last token a step schedules."""
+    return g[AT_CALENDAR] + (step & g[LAST_DAY])
 
 
 @_inlined
-def _next_end(g, w, sl):
-    """Return the step of the next last token among those that decode; -1 without any."""
-    while g[HEAP] > 0:
-        slot = w[g[AT_HEAP_SLOTS]]
-        if sl[slot, STATE] == DECODES and w[g[AT_HEAP]] == _heap_key(
-            sl[slot, END], sl[slot, ORDER]
-        ):
-            return sl[slot, END]
-        _pop(g, w)
-    return -1
+def _enter(g, w, sl, slot):
+    """Enter a request into the calendar."""
+    day = _day(g, sl[slot, END])
+    first = w[day]
+    sl[slot, END_NEXT], sl[slot, END_BEFORE] = first, -1
+    if first >= 0:
+        sl[first, END_BEFORE] = slot
+    w[day] = slot
 
 
 @_inlined
-def _rebuild_heap(g, w, sl):
-    """Leave out of the heap who is not there any more."""
-    g[HEAP] = 0
-    for i in range(g[RUN_LENGTH]):
-        slot = w[g[AT_RUN] + i]
-        if slot >= 0 and sl[slot, STATE] == DECODES and sl[slot, END] >= g[STEP]:
-            _push(g, w, _heap_key(sl[slot, END], sl[slot, ORDER]), slot)
+def _strike(g, w, sl, slot):
+    """Take a request out of the calendar."""
+    before, after = sl[slot, END_BEFORE], sl[slot, END_NEXT]
+    if before >= 0:
+        sl[before, END_NEXT] = after
+    else:
+        w[_day(g, sl[slot, END])] = after
+    if after >= 0:
+        sl[after, END_BEFORE] = before
 
 
 # blocks: counted, or with the prefix cache as vLLM keeps it
@@ -455,18 +415,17 @@ def _decodes_on(g, w, sl, slot):
     g[CONTEXT] += _attended(sl, slot)
     g[SQUARES] += (_attended(sl, slot) + g[ORIGIN]) ** 2
     _join_bucket(g, w, sl, slot)
-    if g[HEAP] >= 4 * g[SLOTS]:
-        _rebuild_heap(g, w, sl)
-    _push(g, w, _heap_key(sl[slot, END], sl[slot, ORDER]), slot)
+    _enter(g, w, sl, slot)
 
 
 @_inlined
 def _decodes_no_more(g, w, sl, slot):
-    """Leave a request out of those that decode; its heap entry is left to be skipped."""
+    """Leave a request out of those that decode."""
     g[DECODING] -= 1
     g[CONTEXT] -= _attended(sl, slot)
     g[SQUARES] -= (_attended(sl, slot) + g[ORIGIN]) ** 2
     _leave_bucket(g, w, sl, slot)
+    _strike(g, w, sl, slot)
     if sl[slot, MISSED]:
         g[MISSING] -= 1
         sl[slot, MISSED] = 0
@@ -624,19 +583,19 @@ def _is_in_list(w, at, count, slot, order):
 @_inner
 def _batch(g, step):
     """Return where a batch's numbers stand."""
-    return g[AT_BATCHES] + (step % PIPE) * BATCH_FIELDS
+    return g[AT_BATCHES] + (step & (PIPE - 1)) * BATCH_FIELDS
 
 
 @_inner
 def _singles(g, step):
     """Return where those stand whose token of a batch is looked at by itself."""
-    return g[AT_SINGLES] + (step % PIPE) * 2 * g[SLOTS]
+    return g[AT_SINGLES] + (step & (PIPE - 1)) * 2 * g[SLOTS]
 
 
 @_inner
 def _ends(g, step):
     """Return where those stand whose last token is in a batch."""
-    return g[AT_ENDS] + (step % PIPE) * 2 * g[SLOTS]
+    return g[AT_ENDS] + (step & (PIPE - 1)) * 2 * g[SLOTS]
 
 
 @_inlined
@@ -659,6 +618,15 @@ def _add_end(g, w, sl, step, slot):
         i -= 1
     w[at + 2 * i], w[at + 2 * i + 1] = slot, order
     w[_batch(g, step) + B_ENDS] = n + 1
+
+
+@_inlined
+def _let_end(g, w, sl, step):
+    """Have those end with a batch whose last token it schedules."""
+    while w[_day(g, step)] >= 0:
+        slot = w[_day(g, step)]
+        _decodes_no_more(g, w, sl, slot)
+        _add_end(g, w, sl, step, slot)
 
 
 @_inner
@@ -1018,7 +986,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
             return False
     batch = _batch(g, g[STEP])
     w[batch + B_DECODES] = w[batch + B_EVEN] = g[DECODING]
-    w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * (g[STEP])
+    w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * g[STEP]
     w[batch + B_SQUARES] = _squares_at(g, g[STEP])
     if g[DECODING] > 0:
         _let_decode(g, w, sl, r, kv)
@@ -1033,6 +1001,30 @@ def _schedule_calmly(g, w, sl, r, kv, threshold, defers):
         if _prefilled(g, w, sl, slot):
             g[PREFILLING] -= 1
     return True
+
+
+@_inlined
+def _note_decodes(g, w, step):
+    """Note a batch of those who decode, and of nobody else."""
+    batch = _batch(g, step)
+    for field in range(BATCH_FIELDS):
+        w[batch + field] = 0
+    w[batch + B_DECODES] = w[batch + B_EVEN] = g[DECODING]
+    w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * step
+    w[batch + B_SQUARES] = _squares_at(g, step)
+    w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
+    w[batch + B_USED] = g[ALL_BLOCKS] - g[FREE]
+
+
+@_inlined
+def _schedule_decodes(g, w, sl, r, kv):
+    """Send a batch on its way of those who decode, for whom there are blocks."""
+    step = g[STEP]
+    _let_decode(g, w, sl, r, kv)
+    _note_decodes(g, w, step)
+    g[TIDY] = 0
+    g[STEP] += 1
+    g[IN_PIPE] += 1
 
 
 @_inlined
@@ -1055,10 +1047,7 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
     g[HELD] = is_calm and not came and not defers
     if preempted == 0 and not defers:
         g[BACKED_UP] = g[WAITING] > 0
-    while _next_end(g, w, sl) == g[STEP]:
-        slot = _pop(g, w)
-        _decodes_no_more(g, w, sl, slot)
-        _add_end(g, w, sl, g[STEP], slot)
+    _let_end(g, w, sl, g[STEP])
     is_empty = w[batch + B_DECODES] == 0 and w[batch + B_PREFILL] == 0
     # As engine.compat.core.read_batch: a turn without a batch tells of nothing.
     w[batch + B_PREEMPTED] = 0 if is_empty else preempted
@@ -1155,22 +1144,20 @@ def _note_steps(
     spread,
     running,
     waiting,
-    usage,
-    peak,
+    used,
+    most_used,
     preempted,
     cached,
 ):
     """Count like steps that took so long together, and keep them where they are asked for."""
     x[STEPS_N] += repeats
     x[STEPS_S] += took_s
-    x[PREFILL_N] += prefill
     x[CACHED_N] += cached
     x[PREEMPTED_N] += preempted
-    x[DECODED_N] += decodes * repeats
     x[FULLEST] = max(x[FULLEST], decodes + prefill)
     x[PEAK_RUNNING] = max(x[PEAK_RUNNING], running)
     x[PEAK_WAITING] = max(x[PEAK_WAITING], waiting)
-    x[PEAK_USAGE] = max(x[PEAK_USAGE], peak)
+    x[PEAK_USED] = max(x[PEAK_USED], most_used)
     if prefill == 0 and decodes > 0:
         x[ALONE_N] += repeats
         x[ALONE_SEQS] += repeats * decodes
@@ -1185,13 +1172,13 @@ def _note_steps(
     if took_s > 0.0:
         _count(h, H_RUNNING, running, took_s, running * took_s)
         _count(h, H_WAITING, waiting, took_s, waiting * took_s)
-        _count(h, H_USAGE, usage, took_s, usage * took_s)
+        _count(h, H_USED, used, took_s, used * took_s)
     if g[KEEPS_LOG]:
         at = g[LOGGED]
         log[at, 0], log[at, 1], log[at, 2] = x[NOW], took_s, repeats
         log[at, 3], log[at, 4] = decodes, prefill
         log[at, 5], log[at, 6], log[at, 7] = decode_context, prefill_context, spread
-        log[at, 8], log[at, 9], log[at, 10], log[at, 11] = running, waiting, usage, peak
+        log[at, 8], log[at, 9], log[at, 10], log[at, 11] = running, waiting, used, most_used
         log[at, 12], log[at, 13] = preempted, cached
         g[LOGGED] = at + 1
 
@@ -1485,8 +1472,18 @@ def _is_cut(g, x, f, r, q):
 
 
 @_inlined
-def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
-    """Complete the batch whose turn it is."""
+def _finish_batch(g, x, w, sl, f, r, q, kv, tr, step):
+    """End those whose last token came with a batch."""
+    at = _ends(g, step)
+    for i in range(w[_batch(g, step) + B_ENDS]):
+        slot = w[at + 2 * i]
+        if sl[slot, ORDER] == w[at + 2 * i + 1] and sl[slot, STATE] != NOBODY:
+            _finish(g, x, w, sl, f, r, q, kv, tr, slot)
+
+
+@_inlined
+def _complete(g, x, w, t, sl, f, h, log):
+    """Complete the batch whose turn it is, but for those who end with it."""
     step = g[DONE] + 1
     batch = _batch(g, step)
     decodes, prefill = w[batch + B_DECODES], w[batch + B_PREFILL]
@@ -1496,7 +1493,7 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
     x[NOW] += took_s
     g[DONE] = step
     g[IN_PIPE] -= 1
-    usage = w[batch + B_USED] / g[ALL_BLOCKS]
+    used = w[batch + B_USED]
     _note_steps(
         g,
         x,
@@ -1511,8 +1508,8 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
         spread,
         w[batch + B_RUNNING],
         w[batch + B_WAITING],
-        usage,
-        usage,
+        used,
+        used,
         w[batch + B_PREEMPTED],
         w[batch + B_CACHED],
     )
@@ -1535,12 +1532,6 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
             _count(h, GAPS, gap_s, 1.0, gap_s)
         f[row, LAST] = x[NOW]
     x[BEFORE] = x[NOW]
-    at = _ends(g, step)
-    for i in range(w[batch + B_ENDS]):
-        slot = w[at + 2 * i]
-        if sl[slot, ORDER] != w[at + 2 * i + 1] or sl[slot, STATE] == NOBODY:
-            continue
-        _finish(g, x, w, sl, f, r, q, kv, tr, slot)
     if decodes == 0 and prefill == 0:
         g[STUCK] += 1
     else:
@@ -1559,15 +1550,16 @@ def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
             _note_steps(g, x, h, log, 0.0, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0)
             g[STUCK] += 1
             return
-    _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr)
+    _complete(g, x, w, t, sl, f, h, log)
+    _finish_batch(g, x, w, sl, f, r, q, kv, tr, g[DONE])
 
 
 # steps that are alike, in one go
 
 
 @_inlined
-def _can_leap(g, w):
-    """Whether the next steps only decode, by who decodes now."""
+def _only_decode(g, w):
+    """Whether the next step only decodes, and nobody who runs ends with the one on its way."""
     if (
         g[DECODING] == 0
         or g[DECODING] != g[RUNNING]
@@ -1577,20 +1569,7 @@ def _can_leap(g, w):
         or (g[WAITING] > 0 and not g[HELD])
     ):
         return False
-    if not g[AHEAD]:
-        return True
-    if g[IN_PIPE] != 1:
-        return False
-    batch = _batch(g, g[STEP] - 1)
-    return (
-        w[batch + B_EVEN] == g[DECODING]
-        and w[batch + B_DECODES] == g[DECODING]
-        and w[batch + B_PREFILL] == 0
-        and w[batch + B_SINGLES] == 0
-        and w[batch + B_ENDS] == 0
-        and w[batch + B_WAITING] == g[WAITING]
-        and w[batch + B_RUNNING] == g[RUNNING]
-    )
+    return not g[AHEAD] or (g[IN_PIPE] == 1 and w[_batch(g, g[STEP] - 1) + B_ENDS] == 0)
 
 
 @_inlined
@@ -1619,115 +1598,116 @@ def _quiet_until(g, x, f, r, q, due_s):
 
 
 @_inlined
-def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
-    """Take steps as long as they are alike; return how many.
+def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
+    """Take steps that only decode until something else happens; return how many.
 
-    With a batch ahead the one on its way is completed and the last one scheduled is left.
+    With a batch ahead the one on its way is completed first, whatever is in it, and the last
+    one scheduled is left.
     """
     until_s = _quiet_until(g, x, f, r, q, due_s)
-    ahead, block, n = g[AHEAD], g[BLOCK], g[DECODING]
-    last = _next_end(g, w, sl) - ahead
-    phases, now, total = g[AT_PHASES], x[NOW], float(g[ALL_BLOCKS])
-    slope_s = x[DECODE_CONTEXT_S]
-    alone_s = x[BASE_S]
-    work_s, factor = t[n], t[g[CAP] + 1 + n]
-    batch = _batch(g, g[STEP] - 1)
-    context = g[CONTEXT] + n * (g[STEP] - ahead)
-    spread = _spread(n, context, _squares_at(g, g[STEP] - ahead))
-    apart_s = x[SPREAD_S] * spread + 0.0
-    used_ahead = w[batch + B_USED] if ahead else 0
-    steps, used_sum, peak = 0, 0.0, 0
-    first_s = took_s = 0.0
-    while g[STEP] <= last:
-        if w[phases + g[STEP] % block] > g[FREE]:
-            break
-        _let_decode(g, w, sl, r, kv)
-        used = g[ALL_BLOCKS] - g[FREE]
-        g[STEP] += 1
-        # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = (alone_s + work_s + (slope_s * (context + n * steps) + apart_s)) * factor
-        if steps == 0:
-            first_s = took_s
-        now += took_s
-        steps += 1
-        done = used_ahead if ahead else used
-        used_sum += done * took_s
-        peak = done
-        used_ahead = used
-        if now >= until_s:
-            break
-    if steps == 0:
+    ahead, began = g[AHEAD], g[STEP]
+    if ahead:
+        if w[g[AT_PHASES] + began % g[BLOCK]] > g[FREE]:
+            return 0
+        _schedule_decodes(g, w, sl, r, kv)
+        _complete(g, x, w, t, sl, f, h, log)
+    if not ahead or (x[NOW] < until_s and w[_day(g, began)] < 0):
+        _decode_on(g, x, w, t, sl, r, h, log, kv, until_s)
+    if g[STEP] == began:
         return 0
     if g[WAITING] == 0:
         g[BACKED_UP] = 0
-    g[DONE] += steps
-    usage = (used_sum / total, peak / total)
-    _note_leap(g, x, h, log, now, steps, n, context, spread, first_s, took_s, usage)
-    if ahead:
-        batch = _batch(g, g[STEP] - 1)
-        for field in range(BATCH_FIELDS):
-            w[batch + field] = 0
-        w[batch + B_DECODES] = w[batch + B_EVEN] = n
-        w[batch + B_DECODE_CONTEXT] = context + n * steps
-        w[batch + B_SQUARES] = _squares_at(g, g[STEP] - 1)
-        w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
-        w[batch + B_USED] = used_ahead
-    g[STUCK] = g[TIDY] = 0
-    return steps
+    last = g[STEP] - 1
+    if w[_day(g, last)] >= 0:
+        if not ahead:
+            w[_batch(g, last) + B_ENDS] = 0
+        _let_end(g, w, sl, last)
+        if not ahead:
+            _finish_batch(g, x, w, sl, f, r, q, kv, tr, last)
+    return g[STEP] - began
 
 
 @_inlined
-def _note_leap(g, x, h, log, now, steps, n, context, spread, first_s, last_s, usage):
-    """Count like steps of n decoding requests that ended by now."""
-    usage_sum, peak = usage
-    began_s, before_s = x[NOW], x[BEFORE]
-    x[NOW] = now
-    took_s = now - began_s
-    x[BEFORE] = now
+def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
+    """Take steps of those who decode until one of them ends, or an instant has come."""
+    ahead, n, began, step = g[AHEAD], g[DECODING], g[STEP], g[STEP]
+    phase, block, phases, calendar = step % g[BLOCK], g[BLOCK], g[AT_PHASES], g[AT_CALENDAR]
+    free, blocks = g[FREE], g[ALL_BLOCKS]
+    used = last_used = float(blocks - free)
+    attended = g[CONTEXT] + n * (step - ahead)
+    context = first_context = float(attended)
+    spread = _spread(n, attended, _squares_at(g, step - ahead))
+    now, slope_s, alone_s = x[NOW], x[DECODE_CONTEXT_S], x[BASE_S] + t[n]
+    apart_s, factor = x[SPREAD_S] * spread + 0.0, t[g[CAP] + 1 + n]
+    took_s = used_sum = 0.0
+    while w[phases + phase] <= free:
+        last_used = used
+        if g[IS_CACHED]:
+            g[STEP] = step
+            _let_decode(g, w, sl, r, kv)
+            free = g[FREE]
+        else:
+            free -= w[phases + phase]
+        used = float(blocks - free)
+        if not ahead:
+            last_used = used
+        # As StepModel.step_s adds them, so that both come to the same instants.
+        took_s = (alone_s + (slope_s * context + apart_s)) * factor
+        now += took_s
+        used_sum += last_used * took_s
+        context += n
+        phase = phase + 1 if phase + 1 < block else 0
+        step += 1
+        if now >= until_s or w[calendar + ((step - 1) & g[LAST_DAY])] >= 0:
+            break
+    steps = step - began
+    if steps == 0:
+        return
+    g[STEP], g[FREE] = step, free
+    g[DONE] += steps
+    g[STUCK] = g[TIDY] = 0
+    took_all_s = now - x[NOW]
+    x[NOW] = x[BEFORE] = now
     _note_steps(
         g,
         x,
         h,
         log,
-        took_s,
+        took_all_s,
         steps,
         n,
         0,
-        context,
+        first_context,
         0,
         spread,
         g[RUNNING],
         g[WAITING],
-        usage_sum / took_s if took_s > 0.0 else peak,
-        peak,
+        used_sum / took_all_s if took_all_s > 0.0 else last_used,
+        last_used,
         0,
         0,
     )
-    # The first gap counts from the token before; with like steps it is as long as the step.
-    gap_s = began_s + first_s - before_s
-    _count(h, GAPS, gap_s, n, gap_s * n)
-    if last_s <= first_s * 1.0005:
-        mean_s = took_s / steps
-        _count(h, DECODE_STEPS, mean_s, steps, took_s)
-        if steps > 1:
-            rest_s = took_s - first_s
-            _count(h, GAPS, rest_s / (steps - 1), n * (steps - 1), n * rest_s)
+    first_s = (alone_s + (slope_s * first_context + apart_s)) * factor
+    _count_like(h, steps, n, first_s, took_s, took_all_s)
+    if ahead:
+        _note_decodes(g, w, step - 1)
+
+
+@_inlined
+def _count_like(h, steps, n, first_s, last_s, took_s):
+    """Count steps of n decoding requests, and the gaps between their tokens, as long as they.
+
+    Steps grow by the same from one to the next.
+    """
+    if last_s <= first_s * (1 + BIN_RATIO):
+        _count(h, DECODE_STEPS, took_s / steps, steps, took_s)
+        _count(h, GAPS, took_s / steps, n * steps, n * took_s)
         return
     growth_s = (last_s - first_s) / (steps - 1)
     for i in range(steps):
         each_s = first_s + growth_s * i
         _count(h, DECODE_STEPS, each_s, 1.0, each_s)
-        if i > 0:
-            _count(h, GAPS, each_s, n, each_s * n)
-
-
-@_inlined
-def _finish_leap(g, x, w, sl, f, r, q, kv, tr):
-    """End those whose last token the last step of a leap brought, where none is ahead."""
-    while _next_end(g, w, sl) == g[STEP] - 1:
-        slot = _pop(g, w)
-        _decodes_no_more(g, w, sl, slot)
-        _finish(g, x, w, sl, f, r, q, kv, tr, slot)
+        _count(h, GAPS, each_s, n, n * each_s)
 
 
 @_inner
@@ -1736,9 +1716,8 @@ def _begin_to_measure(g, x, h):
     g[MEASURES], g[LOGGED] = 1, 0
     for field in range(STEPS_N, FLOATS):
         x[field] = 0.0
-    for which in range(HISTOGRAMS):
-        for at in range(h.shape[1]):
-            h[which, at, 0] = h[which, at, 1] = 0.0
+    for at in range(h.size):
+        h[at] = 0.0
 
 
 @_inner
@@ -1782,10 +1761,8 @@ def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
         due_s = _next_due(g, x, f, tr)
         if g[RUNNING] > 0 or g[WAITING] > 0 or g[TIDY] or g[IN_PIPE] > 0:
             steps = 0
-            if _can_leap(g, w):
-                steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s)
-                if steps > 0 and not g[AHEAD]:
-                    _finish_leap(g, x, w, sl, f, r, q, kv, tr)
+            if _only_decode(g, w):
+                steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s)
             if steps == 0:
                 _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv)
             if x[PATIENCE] < math.inf:

@@ -143,6 +143,18 @@ class PreparedTrace:
         self.is_causal = causal and plan.load_model is LoadModel.OPEN and plan.batches is None
         self.follows, self.followers, self.pauses_s = self._sessions()
         self.end_s, self.targets = self._targets()
+        self._longest: dict[int, tuple[int, int]] = {}
+
+    def longest(self, max_model_len: int) -> tuple[int, int]:
+        """Return the tokens of the longest request that an engine takes, and of an answer."""
+        if max_model_len not in self._longest:
+            tokens = self.prompts + self.outputs
+            fits = tokens <= max_model_len
+            self._longest[max_model_len] = (
+                int(tokens[fits].max(initial=0)),
+                int(self.outputs[fits].max(initial=0)),
+            )
+        return self._longest[max_model_len]
 
     def fits(self, trace: Trace, plan: ReplayPlan) -> bool:
         """Whether a replay of the trace by the plan is one of this trace."""
@@ -356,11 +368,14 @@ def room_for(trace: Trace, shape: EngineShape) -> int:
 
 def _check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     """Refuse what would be preempted for ever. Raises: EngineError."""
-    trace, shape, blocks = prepared.trace, engine.shape, engine.num_blocks - 1
-    tokens = trace.prompt_tokens + trace.output_tokens
+    shape, blocks = engine.shape, engine.num_blocks - 1
     # The last token of an answer is never computed.
-    needed = np.where(tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0)
-    if (needed > blocks).any():
+    longest, _ = prepared.longest(shape.max_model_len)
+    if -(-(longest - 1) // shape.block_size) > blocks:
+        tokens = prepared.prompts + prepared.outputs
+        needed = np.where(
+            tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0
+        )
         row = int(np.argmax(needed > blocks))
         raise EngineError(
             f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
@@ -407,8 +422,7 @@ class _Simulation:
         self._answers[:, s.OUTCOME] = s.ABORTED
         self._refs = np.zeros((n, 3), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
-        shape = s.HISTOGRAMS, s.BINS + s.BINS // s.STRETCH, 2
-        self._histograms = _EMPTIED.pop() if _EMPTIED else np.zeros(shape)
+        self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
         self._cache = _cache(prepared, self._g, caches=caches)
@@ -471,7 +485,9 @@ class _Simulation:
             self._kept.clear()
             self._measures = True
         if rows:
-            columns = (self._log[:rows, i].copy() for i in range(s.LOG_FIELDS))
+            columns = [self._log[:rows, i].copy() for i in range(s.LOG_FIELDS)]
+            for used in s.USED_COLUMNS:
+                columns[used] /= float(self._g[s.ALL_BLOCKS])
             self._kept.append(StepColumns(*columns))
             self._g[s.LOGGED] = 0
 
@@ -515,12 +531,13 @@ class _Simulation:
 
     def _counted(self) -> list[WeightedSamples]:
         """Return what each histogram has counted, ascending, and leave them to another one."""
-        histograms = self._histograms
-        which, stretch = np.nonzero(histograms[:, s.BINS :, 0])
-        bins = histograms[:, : s.BINS].reshape(s.HISTOGRAMS, -1, s.STRETCH, 2)
+        table = self._histograms.reshape(s.HISTOGRAMS, s.ROOM)
+        which, stretch = np.nonzero(table[:, 2 * s.BINS :])
+        bins = table[:, : 2 * s.BINS].reshape(s.HISTOGRAMS, -1, 1 << s.STRETCH_SHIFT, 2)
         rows = bins[which, stretch]
-        bins[which, stretch] = histograms[which, s.BINS + stretch] = 0.0
-        _EMPTIED.append(histograms)
+        bins[which, stretch] = 0.0
+        table[which, 2 * s.BINS + stretch] = 0.0
+        _EMPTIED.append(self._histograms)
         seen = rows[..., 0] > 0
         ends = np.cumsum(np.bincount(which, seen.sum(axis=1), s.HISTOGRAMS)).astype(np.int64)
         weights, totals = rows[seen].T.copy()
@@ -531,7 +548,8 @@ class _Simulation:
         ]
 
     def _summary(self, counted: Sequence[WeightedSamples]) -> StepSummary:
-        x = self._x
+        x, blocks = self._x, float(self._g[s.ALL_BLOCKS])
+        used = counted[s.H_USED]
         costs = CostSums(x[s.ALONE_N : s.ALONE_N + 5], x[s.MIXED_N : s.MIXED_N + 4])
         return StepSummary(
             steps=int(x[s.STEPS_N]),
@@ -541,20 +559,28 @@ class _Simulation:
             levels={
                 "running": counted[s.H_RUNNING],
                 "waiting": counted[s.H_WAITING],
-                "kv_usage_ratio": counted[s.H_USAGE],
+                "kv_usage_ratio": WeightedSamples(used.values / blocks, used.weights),
             },
             peaks={
                 "running": float(x[s.PEAK_RUNNING]),
                 "waiting": float(x[s.PEAK_WAITING]),
-                "kv_usage_ratio": float(x[s.PEAK_USAGE]),
+                "kv_usage_ratio": float(x[s.PEAK_USED]) / blocks,
             },
-            prefill_tokens=int(x[s.PREFILL_N]),
+            prefill_tokens=int(x[s.MIXED_TOKENS]),
             cached_tokens=int(x[s.CACHED_N]),
             preempted=int(x[s.PREEMPTED_N]),
             max_step_tokens=int(x[s.FULLEST]),
-            decode_tokens=int(x[s.DECODED_N]),
+            decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
         )
+
+
+def _histograms() -> Floats:
+    """Return room to count in, empty."""
+    try:
+        return _EMPTIED.pop()
+    except IndexError:
+        return np.zeros(s.HISTOGRAMS * s.ROOM)
 
 
 def _integers(
@@ -591,9 +617,10 @@ def _integers(
     g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
-    lengths = trace.prompt_tokens + trace.output_tokens
-    fitting = lengths[lengths <= shape.max_model_len]
-    g[s.WIDTH] = int(fitting.max()) // block + 2 if fitting.size else 2
+    longest, answer = prepared.longest(shape.max_model_len)
+    g[s.WIDTH] = longest // block + 2
+    # The calendar has days for more steps than any answer takes, a power of two.
+    g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
 
 
@@ -651,8 +678,7 @@ def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
     slots, block = int(g[s.SLOTS]), int(g[s.BLOCK])
     sizes = {
         s.AT_RUN: 2 * slots + 2,
-        s.AT_HEAP: 6 * slots + 8,
-        s.AT_HEAP_SLOTS: 6 * slots + 8,
+        s.AT_CALENDAR: int(g[s.LAST_DAY]) + 1,
         s.AT_PHASES: block,
         s.AT_BUCKETS: block,
         s.AT_FRONT: slots + 1,
@@ -666,7 +692,8 @@ def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
         g[name] = at
         at += size
     work = np.zeros(at, np.int64)
-    work[g[s.AT_BUCKETS] : g[s.AT_BUCKETS] + block] = -1
+    for at, size in ((s.AT_BUCKETS, block), (s.AT_CALENDAR, int(g[s.LAST_DAY]) + 1)):
+        work[g[at] : g[at] + size] = -1
     work[g[s.AT_FREE_SLOTS] : g[s.AT_FREE_SLOTS] + slots] = np.arange(slots)[::-1]
     return work
 

@@ -82,11 +82,15 @@ class Resampler:
             raise TooFewSamplesError(
                 f"other traffic of the kind is drawn from {need} arrivals, got {len(trace)}"
             )
-        self._copies = _Copies.of(trace)
+        # Who asked, and what was measured, is of no other traffic.
+        bare = replace(trace, request_ids=None, e2e_s=None, ttft_s=None)
+        self._copies = _Copies.of(bare)
         self._period_s = _period_s(trace)
         # When each request is due, and when the first of its session is, round the circle.
         self._due_s = trace.due_s - float(trace.due_s[0])
         self._begins_s = self._due_s[self._copies.sessions]
+        self._order = np.argsort(self._begins_s, kind="stable")
+        self._ordered_s = self._begins_s[self._order]
 
     def draw(self, rng: np.random.Generator) -> Trace:
         """Return a trace as long as the original.
@@ -104,12 +108,21 @@ class Resampler:
         period_s, length_s = self._period_s, self._period_s / self.stretches
         parts, due_s = [], []
         for place, start_s in enumerate(rng.uniform(0.0, period_s, self.stretches)):
-            begun_s = (self._begins_s - start_s) % period_s
-            rows = np.flatnonzero(begun_s < length_s)
+            rows = self._begun(start_s, start_s + length_s)
+            begun_s = (self._begins_s[rows] - start_s) % period_s
             later_s = self._due_s[rows] - self._begins_s[rows]
             parts.append(rows)
-            due_s.append((place * length_s + begun_s[rows] + later_s) % period_s)
+            due_s.append((place * length_s + begun_s + later_s) % period_s)
         return parts, due_s
+
+    def _begun(self, start_s: float, end_s: float) -> Ints:
+        """Return the rows, ascending, of sessions that begin in a stretch of the circle."""
+        period_s = self._period_s
+        ends_s = (start_s, end_s, start_s - period_s, end_s - period_s)
+        low, high, wrapped, last = np.searchsorted(self._ordered_s, ends_s).tolist()
+        rows = np.concatenate([self._order[wrapped:last], self._order[low:high]])
+        rows.sort()
+        return rows
 
 
 def sessions_of(trace: Trace) -> Ints:

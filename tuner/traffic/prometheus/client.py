@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NoReturn, Self
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 
 from tuner.arrays import Floats
@@ -102,6 +103,13 @@ class Series:
         except ValueError:
             return None
         return bound if bound >= 0 else None
+
+
+class _Found(msgspec.Struct):
+    """What is read of a series in an answer. Source: Prometheus, HTTP API, range queries."""
+
+    metric: dict[str, str]
+    values: list[tuple[float, str]]
 
 
 class Prometheus:
@@ -194,14 +202,15 @@ class Prometheus:
         self._session.begin(TIMEOUT_S, MAX_ANSWER_BYTES)
         try:
             answer = self._client.custom_query_range(query, start, end, step=str(span.step_s))
-            return [(one["metric"], *_columns(one["values"])) for one in answer]
+            found = msgspec.convert(answer, list[_Found])
+            return [(one.metric, *_columns(one.values)) for one in found]
         except PrometheusApiClientException as cause:
             self._refused(cause)
         except JSONDecodeError as cause:
             raise self._no_prometheus() from cause
         except RequestException as cause:
             raise self._unreachable(cause) from cause
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as cause:
+        except (LookupError, TypeError, ValueError, AttributeError) as cause:
             raise self._no_prometheus() from cause
 
     def _no_prometheus(self) -> UsageError:
