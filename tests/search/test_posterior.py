@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
+from tuner.search.effects import Effects
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import TIE_LOSS, Draws
+from tuner.search.posterior import TIE_LOSS, Draws, Learnable
 from tuner.search.race import RaceVerdict
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
@@ -198,3 +199,23 @@ def test_over_many_errors_a_change_is_wrong_as_rarely_as_it_says() -> None:
         decided = draws(score(float(seen[0])), score(float(seen[1])), seed=seed)
         wrong += decided.decide(CURRENT, sure).verdict is RaceVerdict.CHANGE
     assert 0.04 < wrong / 300 < 0.16
+
+
+@pytest.mark.parametrize(
+    ("open_sd", "noise", "share"), [(0.1, 1e-6, 1.0), (0.1, 0.1, 0.7), (0.001, 1e-6, 0.0)]
+)
+def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
+    open_sd: float, noise: float, share: float
+) -> None:
+    """All of it where they tell everything, none where what is open is open for ever."""
+    rng, point = np.random.default_rng(1), [score(9.0), score(1.0), score(1.0)]
+    off = rng.normal(0.0, open_sd, (DRAWS, 3))
+    rest = rng.normal(0.0, math.sqrt(max(0.01 - open_sd**2, 0.0)), (DRAWS, 3))
+    drawn = [
+        [one.times(float(t)) for one, t in zip(point, row, strict=True)]
+        for row in np.exp(off + rest)
+    ]
+    told = Learnable(Effects(np.zeros(3), open_sd * np.eye(3), noise, math.inf), off)
+    found = Draws.of((CURRENT, OTHER, THIRD), point, drawn, drawn, None, told)
+    saved = found.saved_by_a_round((OTHER, THIRD), CURRENT)
+    assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)

@@ -27,7 +27,7 @@ from tuner.run.trial_runner import judged
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import CONTENDS, Draws
+from tuner.search.posterior import CONTENDS, Draws, Learnable
 from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
@@ -358,13 +358,14 @@ def draw(
     ]
     seeds = np.random.SeedSequence(predictor.seed).spawn(_count(workload, draws))
     drawing = _Drawing(predictor, predictions, settings, unexplained, is_here=is_here)
+    once, stretches = drawing.once, drawing.stretches
     if predictor.doubt:
-        drawn = [drawing.slower(point, np.random.default_rng(seed)) for seed in seeds]
-        return Draws.of(settings, point, drawn, drawn, None)
+        once, stretches = partial(drawing.slower, point), None
     with ThreadPoolExecutor() as pool:
-        both = list(pool.map(drawing.once, map(np.random.default_rng, seeds)))
-    here, others = zip(*both, strict=True)
-    return Draws.of(settings, point, others, here, drawing.stretches)
+        found = list(pool.map(once, map(np.random.default_rng, seeds)))
+    here, others, off = zip(*found, strict=True)
+    learnable = Learnable(unexplained, np.array(off))
+    return Draws.of(settings, point, others, here, stretches, learnable)
 
 
 def _count(workload: Workload, draws: int) -> int:
@@ -388,6 +389,10 @@ def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
     return workload.scoring.score(outcome)
 
 
+_Drawn = tuple[list[Score], list[Score], Floats]
+"""Scores on the recorded traffic, on other traffic, and what was drawn to be off."""
+
+
 class _Drawing:
     """What is the same for all draws: the settings, the traffic as recorded, what is open."""
 
@@ -409,20 +414,21 @@ class _Drawing:
         self._recorded = _Replays(workload, workload.pieces)
         self.stretches = sum(r.stretches for r in self._resamplers if r is not None) or None
 
-    def once(self, rng: np.random.Generator) -> tuple[list[Score], list[Score]]:
+    def once(self, rng: np.random.Generator) -> _Drawn:
         """Return the settings' scores on the recorded traffic and on a draw of it.
 
         Both with the same model, on the same requests for all.
         """
-        models, times = self._models(rng), np.exp(self._unexplained.draw(rng))
+        models, off = self._models(rng), self._unexplained.draw(rng)
+        times = np.exp(off)
         traffic = [
             piece if resampler is None else resampler.draw(rng)
             for piece, resampler in zip(self._workload.pieces, self._resamplers, strict=True)
         ]
         here = self._scores(self._recorded, models, times)
         if self.stretches is None:
-            return here, here
-        return here, self._scores(_Replays(self._workload, traffic), models, times)
+            return here, here, off
+        return here, self._scores(_Replays(self._workload, traffic), models, times), off
 
     def _models(self, rng: np.random.Generator) -> list[StepModel]:
         """Return the step model of each setting, one that is as possible for all of them.
@@ -454,13 +460,12 @@ class _Drawing:
             for limits, model, t in zip(self._settings, models, times.tolist(), strict=True)
         ]
 
-    def slower(self, point: Sequence[Score], rng: np.random.Generator) -> list[Score]:
+    def slower(self, point: Sequence[Score], rng: np.random.Generator) -> _Drawn:
         """Return scores as they are where every setting is so much slower or faster."""
-        times = self._own_errors(rng) * np.exp(self._unexplained.draw(rng))
-        return [
-            score.times(float(t) / math.exp(mean))
-            for score, t, mean in zip(point, times, self._unexplained.mean, strict=True)
-        ]
+        off = self._unexplained.draw(rng)
+        times = self._own_errors(rng) * np.exp(off - self._unexplained.mean)
+        scores = [score.times(float(t)) for score, t in zip(point, times.tolist(), strict=True)]
+        return scores, scores, off
 
 
 class _Replays:

@@ -62,8 +62,21 @@ _DRAWN = (
     "slo_elsewhere",
     "load_elsewhere",
 )
+# How often it is drawn what a round might show: ours.
+LOOKS = 24
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Learnable:
+    """What of draws replays would tell: the effects of settings, and those that were drawn.
+
+    Shapes: off is [draws, settings], in logarithms.
+    """
+
+    effects: Effects
+    off: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,8 @@ class Draws:
     sustained; beyond 1 it is broken, or overloaded.
 
     These are on the traffic that was recorded, `elsewhere`, `slo_elsewhere` and
-    `load_elsewhere` on other traffic of the kind. `basis` says what the draws are of.
+    `load_elsewhere` on other traffic of the kind. `basis` says what the draws are of, and
+    `learnable` what of them replays would tell, None where none are thought of.
 
     Shapes: [draws, settings] each, but point, what was predicted of the traffic as recorded,
         [settings].
@@ -91,6 +105,7 @@ class Draws:
     load_elsewhere: Floats
     basis: str
     has_slos: bool
+    learnable: Learnable | None = None
 
     @classmethod
     def of(
@@ -100,6 +115,7 @@ class Draws:
         drawn: Sequence[Sequence[Score]],
         here: Sequence[Sequence[Score]],
         stretches: int | None,
+        learnable: Learnable | None = None,
     ) -> Self:
         """Return draws around what was predicted of the traffic as it was recorded.
 
@@ -137,6 +153,7 @@ class Draws:
             load_elsewhere,
             MODEL_ALONE if stretches is None else OTHER_TRAFFIC,
             any(score.slo_used is not None for score in point),
+            learnable,
         )
 
     @classmethod
@@ -153,16 +170,17 @@ class Draws:
         is_own = all(math.isfinite(run.score.value_in(Tier.GOOD)) for run in good)
         metric = good[0].score.own_metric if good and is_own else RATE
         drawn = partial(_drawn_live, settings, good, draws)
-        values = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
+        values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
         values[:, [limits in failed for limits in settings]] = math.inf
         bounds = (
-            drawn(LEVEL_SPREADS, lambda score: score.slo_used),
-            drawn(LEVEL_SPREADS, lambda score: score.load_used),
+            drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
+            drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
         )
         has_slos = any(run.score.slo_used is not None for run in good)
         point = np.median(values, axis=0)
         drawn_twice = (values, *bounds, values, *bounds)
-        return cls(tuple(settings), metric, point, *drawn_twice, LIVE_ALONE, has_slos)
+        basis = (LIVE_ALONE, has_slos, learnable)
+        return cls(tuple(settings), metric, point, *drawn_twice, *basis)
 
     @classmethod
     def pooled(cls, parts: Sequence[Self]) -> Self:
@@ -170,13 +188,14 @@ class Draws:
         first = parts[0]
         rows = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _DRAWN}
         point = np.exp(np.mean([np.log(p.point) for p in parts], axis=0))
-        return replace(first, point=point, **rows)
+        return replace(first, point=point, learnable=None, **rows)
 
     def among(self, settings: Sequence[EngineLimits]) -> Self:
         """Return the draws of these settings alone."""
         at = [self.settings.index(limits) for limits in settings]
         columns = {name: getattr(self, name)[:, at] for name in _DRAWN}
-        return replace(self, settings=tuple(settings), point=self.point[at], **columns)
+        here, point = tuple(settings), self.point[at]
+        return replace(self, settings=here, point=point, learnable=None, **columns)
 
     @property
     def meets(self) -> Bools:
@@ -308,6 +327,38 @@ class Draws:
         loss = _losses(cost, field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
+    def saved_by_a_round(
+        self,
+        replayed: Sequence[EngineLimits],
+        current: EngineLimits,
+        confidence: float = CONFIDENCE,
+    ) -> float:
+        """Return what another round of live replays is expected to save, as a share.
+
+        By what would be recommended after each of the outcomes that it may have. What replays
+        do not tell, as how a model of speed is off, stays as open as it is.
+
+        Source: expected value of sample information, Raiffa & Schlaifer, Applied Statistical
+            Decision Theory, chapter 5.
+        """
+        if self.learnable is None:
+            return 0.0
+        off, effects = self.learnable.off, self.learnable.effects
+        root, shares = effects.by_a_round([self.settings.index(s) for s in replayed])
+        # Around each outcome less is open than now.
+        nearer = (shares - 1.0) * (off - effects.mean)
+        rng = np.random.default_rng(0)
+        half = rng.standard_normal((LOOKS // 2, root.shape[1]))
+        moves = np.concatenate([half, -half]) @ root.T
+        after = [self._moved(nearer + move).regret(current, confidence) for move in moves]
+        return max(0.0, self.regret(current, confidence) - float(np.mean(after)))
+
+    def _moved(self, logs: Floats) -> Self:
+        """Return the draws with all latencies moved. Shapes: logs is [draws, settings]."""
+        times = np.exp(logs)
+        names = ("values", "slo_used", "elsewhere", "slo_elsewhere")
+        return replace(self, **{name: getattr(self, name) * times for name in names})
+
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
     ) -> tuple[Bools, Floats, Floats, str]:
@@ -380,8 +431,10 @@ def _drawn_live(
     draws: int,
     spreads: Spreads,
     of: Callable[[Score], float | None],
-) -> Floats:
-    """Return draws of a value of each setting by its replays, zeros where none has one.
+) -> tuple[Floats, Learnable | None]:
+    """Return draws of a value of each setting by its replays, and what more of them would tell.
+
+    Zeros and nothing where none has one.
 
     Shapes: [draws, settings].
     """
@@ -391,12 +444,12 @@ def _drawn_live(
         if (value := of(run.score)) is not None and value < math.inf
     ]
     if not replays:
-        return np.zeros((draws, len(settings)))
+        return np.zeros((draws, len(settings))), None
     middle = float(np.median([value for _, _, value in replays]))
     around = [(number, setting, value - middle) for number, setting, value in replays]
     found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
-    drawn: Floats = np.exp(middle + np.array([found.draw(rng) for _ in range(draws)]))
-    return drawn
+    off = np.array([found.draw(rng) for _ in range(draws)])
+    return np.exp(middle + off), Learnable(found, off)
 
 
 def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
