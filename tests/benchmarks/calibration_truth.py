@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,19 +138,20 @@ def off_by(model: StepModel, steps: StepColumns) -> float:
     return math.log(predicted_s / float(steps.duration_s.sum()))
 
 
-def deviations(profile: Profile, steps: Sequence[StepColumns]) -> list[float]:
+def deviations(profile: Profile, settings: Mapping[EngineLimits, StepColumns]) -> list[float]:
     """Return how far off each other is beside the first, in the profile's own deviations.
 
     Those that make the same batches as the first are left out.
     """
-    model = profile.step_model
+    models = [profile.step_model_at(limits) for limits in settings]
+    pairs = [*zip(models, settings.values(), strict=True)]
     if profile.uncertainty is None:
         raise AssertionError("a calibration says what it leaves open")
-    off = [off_by(model, columns) for columns in steps]
-    means = [Visited.of(model, columns).mean for columns in steps]
+    off = [off_by(model, columns) for model, columns in pairs]
+    means = [Visited.of(model, columns).mean for model, columns in pairs]
     wanted = np.array([mean - means[0] for mean in means[1:]]).reshape(-1, len(means[0]))
-    pairs = zip(off[1:], spreads(profile.uncertainty, wanted).tolist(), strict=True)
-    return [(o - off[0]) / sd for o, sd in pairs if sd > SAME_SD]
+    others = zip(off[1:], spreads(profile.uncertainty, wanted).tolist(), strict=True)
+    return [(o - off[0]) / sd for o, sd in others if sd > SAME_SD]
 
 
 def main() -> None:
@@ -171,8 +172,8 @@ def main() -> None:
         truth = Truth.of(case, args.cache)
         profile, took_s = calibrated(case, truth, args.seed)
         steps = {limits: true_steps(case, limits) for limits in settings_of(case, truth)}
-        found = {str(at): off_by(profile.step_model, s) for at, s in steps.items()}
-        off = deviations(profile, list(steps.values()))
+        found = {str(at): off_by(profile.step_model_at(at), s) for at, s in steps.items()}
+        off = deviations(profile, steps)
         rows.append(Calibrated(case.name, args.seed, took_s, found, off))
         level = np.mean(list(found.values()))
         print(

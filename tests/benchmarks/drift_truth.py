@@ -41,6 +41,7 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
+from support.shadow_files import crowded
 from tuner.arrays import Ints
 from tuner.drift.check import DriftVerdict, check
 from tuner.drift.compare import drift_between
@@ -70,11 +71,7 @@ PAYS_RATIO = 0.05
 AIM = Aim(Objective.BALANCED, (), ReplayPlan(), None)
 SPACE = SearchSpace(EngineLimits(64, 2048), (8, 16, 32, 64), (2048,), EngineLimits(64, 2048))
 # Beyond 32 sequences a step grows fast, so that too high a cap hurts as well.
-STEPS = replace(
-    StepModel.linear(0.007, 0.0, 0.000012, decode_context_s=1e-9),
-    decode_knots=(0, 32),
-    decode_slopes_s=(0.0001, 0.0006),
-)
+STEPS = crowded(StepModel.linear(0.007, 0.0001, 0.000012, decode_context_s=1e-9), knee=32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from support.job_parts import SHORT, arguments_for
 from support.prometheus_parts import need_prometheus, with_history
 from support.prometheus_past import SHAKEN, PastEngine
 from support.retune_parts import a_retune, an_aim
-from support.shadow_files import a_profile, a_trace_file
+from support.shadow_files import a_profile, a_trace_file, crowded
 from support.shadow_parts import a_shape
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, job_on, write_trace
@@ -223,12 +223,10 @@ def chat(seed: int, per_s: float) -> Trace:
 
 def a_chat_profile(*, prefix_caching: bool = True) -> Profile:
     """Return the profile of an engine that could not compute all of those prompts."""
-    knots, slopes_s = (0, 24), (0.0001, 0.0006)
-    steps = StepModel.linear(0.004, 0.0, 0.00012, decode_context_s=1e-9)
     return replace(
         a_profile(),
         shape=a_shape(prefix_caching=prefix_caching),
-        step_model=replace(steps, decode_knots=knots, decode_slopes_s=slopes_s),
+        step_model=crowded(StepModel.linear(0.004, 0.00012, 0.00012, decode_context_s=1e-9)),
         current_limits=EngineLimits(8, 512),
     )
 

@@ -16,7 +16,7 @@ QUANTILES = (0.01, 0.25, 0.5, 0.9, 0.99)
 
 
 def decode(seqs: int, duration_s: float, *, waiting: int = 0, usage: float = 0.5) -> Step:
-    batch = Batch(seqs, 0, 0, 100 * seqs, 0, 0, 0)
+    batch = Batch(seqs, 0, 0, 100 * seqs, 0, 0, 0, 12.5 * seqs)
     return Step(duration_s, [], batch, seqs, waiting, usage)
 
 
@@ -131,6 +131,7 @@ def test_kept_columns_hold_every_row_as_it_was(steps: list[Step]) -> None:
         "prefill_tokens",
         "decode_context_tokens",
         "prefill_context_tokens",
+        "decode_spread_tokens",
         "preempted",
         "cached_tokens",
     ):

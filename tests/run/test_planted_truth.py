@@ -12,12 +12,13 @@ import pytest
 from support.planted import PlantedSource
 from support.planted_cases import PlantedCase, Truth
 from support.planted_judged import judged_run
-from support.planted_machine import MACHINES, MOODS, Contexts, Modelled
+from support.planted_machine import MACHINES, MOODS, Modelled
 from support.same_replay import assert_same_replay, simulated_case
 from support.schedule_cases import Case, random_case
 from support.virtual_time import PROCESS_S, PlantedProcess, on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
+from tuner.engine.shape import Graphs
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.listener import Listener
@@ -89,14 +90,17 @@ def test_the_planted_engine_schedules_as_the_simulator_step_for_step() -> None:
 
 
 def test_a_step_pays_for_padding_for_eager_launches_and_for_uneven_contexts() -> None:
+    graphs = Graphs((1, 2, 4, *range(8, 257, 8)))
+
     def took_s(seqs: int, prefill: int, each: tuple[int, ...] = ()) -> float:
-        contexts = Contexts(max(each, default=0), sum(c * c for c in each))
-        return sum(GPU.parts_s(Batch(seqs, prefill, 0, sum(each), 0, 0, 0), contexts))
+        batch = Batch(seqs, prefill, 0, sum(each), 0, 0, 0)
+        return sum(GPU.parts_s(batch, max(each, default=0), graphs))
 
     assert took_s(9, 0) == took_s(16, 0) < took_s(17, 0)
     assert took_s(257, 0) - took_s(256, 0) > GPU.eager_s
     assert took_s(4, 0, (100, 100, 100, 700)) > took_s(4, 0, (250, 250, 250, 250))
     # Memory bound below the knee, compute bound above it.
+    assert took_s(9, 200) == took_s(0, 216)
     assert took_s(0, 20) == pytest.approx(took_s(0, 1), rel=0.01)
     assert took_s(0, 8000) / took_s(0, 4000) == pytest.approx(2, rel=0.1)
 

@@ -386,7 +386,7 @@ def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_
     ("model", "differs"),
     [
         (StepModel.linear(0.010, 0.0005, 0.0001), False),
-        (StepModel.linear(0.005, 0.0, 0.0008), True),
+        (StepModel.linear(0.005, 0.0008, 0.0008), True),
     ],
 )
 def test_live_and_predicted_disagree_by_what_no_common_speed_explains(

@@ -14,7 +14,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
-from tuner.shadow.speed import TERMS, MoodSpreads, Uncertainty, Visited
+from tuner.shadow.speed import MoodSpreads, Uncertainty, Visited
+from tuner.shadow.step_model import TERMS
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 

@@ -54,11 +54,11 @@ def test_whatever_the_engines_speed_its_predictions_are_found_again(
     factors: tuple[float, ...], seed: int
 ) -> None:
     """Coefficients up to five times smaller or larger; the mean batch within one percent."""
-    decode, prefill, base, prefill_base, decode_context, prefill_context = factors
+    seq, token, base, prefill_base, decode_context, prefill_context = factors
     truth = replace(
         LINEAR,
-        decode_slopes_s=(3e-5 * decode,),
-        prefill_slopes_s=(2e-5 * prefill,),
+        seq_s=1e-5 * seq,
+        token_slopes_s=(2e-5 * token,),
         base_s=4e-3 * base,
         prefill_base_s=1e-3 * prefill_base,
         decode_context_s=1e-8 * decode_context,
@@ -121,7 +121,7 @@ def test_slow_first_steps_and_rare_giants_do_not_move_the_model() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch(seed: int) -> None:
     found = fit(replays(LINEAR, lognormal(0.1), seed=seed, stalled=0.03)).model
-    assert (found.decode_knots, found.prefill_knots) == ((0,), (0,))
+    assert found.token_knots == (0,)
     twice = columns(
         duration_s=np.ones(3),
         decode_seqs=[256, 256, 0],
@@ -133,18 +133,20 @@ def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch(seed: i
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_prefill_that_is_free_up_to_64_tokens_is_found(seed: int) -> None:
+def test_tokens_that_are_free_up_to_64_are_found(seed: int) -> None:
     found = fit(replays(KNEE, lognormal(0.1), seed=seed, stalled=0.03)).model
-    assert found.prefill_knots == (0, 64)
-    flat_s, steep_s = found.prefill_slopes_s
+    assert found.token_knots == (0, 64)
+    flat_s, steep_s = found.token_slopes_s
     assert flat_s < 0.1 * steep_s
     assert steep_s == pytest.approx(3e-5, rel=0.03)
 
 
 def test_steps_at_captured_sizes_are_found_and_are_missed_without_them() -> None:
     measured = replays(CAPTURED, lognormal(0.1))
-    found = fit(measured, CAPTURED.captured_sizes).model
-    assert found.step_s(batch(33, 0, 0, 0)) == found.step_s(batch(64, 0, 0, 0))
+    found = fit(measured, CAPTURED.graphs).model
+    padded_s = found.step_s(batch(64, 0, 0, 0)) - 31 * found.seq_s
+    assert found.step_s(batch(33, 0, 0, 0)) == pytest.approx(padded_s)
+    assert found.eager_s == pytest.approx(CAPTURED.eager_s, rel=0.2)
     for seqs in (5, 33, 64, 65, 128, 200):
         asked = batch(seqs, 0, seqs * 400, 0)
         assert found.step_s(asked) == pytest.approx(CAPTURED.step_s(asked), rel=0.015)
@@ -154,8 +156,8 @@ def test_steps_at_captured_sizes_are_found_and_are_missed_without_them() -> None
 
 
 def test_a_knot_wants_steps_on_both_sides_and_the_last_segment_many() -> None:
-    """Above 64 sequences each costs tenfold, but only a few steps say so."""
-    bent = replace(LINEAR, decode_knots=(0, 64), decode_slopes_s=(3e-5, 3e-4))
+    """Above 64 tokens each costs tenfold, but only a few steps say so."""
+    bent = replace(LINEAR, token_knots=(0, 64), token_slopes_s=(3e-5, 3e-4))
     rng = np.random.default_rng(0)
 
     def found_knots(beyond: int, largest: int = 160) -> Knots:
@@ -163,7 +165,7 @@ def test_a_knot_wants_steps_on_both_sides_and_the_last_segment_many() -> None:
         seqs = np.concatenate((rng.integers(1, 65, 3000), further))
         steps = columns(duration_s=np.ones(seqs.size), decode_seqs=rng.permutation(seqs))
         took_s = bent.predict_s(steps) * rng.lognormal(-0.005, 0.1, seqs.size)
-        return fit([replace(steps, duration_s=took_s)]).model.decode_knots
+        return fit([replace(steps, duration_s=took_s)]).model.token_knots
 
     assert 64 in found_knots(600)
     assert found_knots(40) == (0,)

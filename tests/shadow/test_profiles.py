@@ -58,8 +58,8 @@ def test_the_file_can_be_read_by_people(tmp_path: Path) -> None:
     body = [line for line in text.splitlines() if not line.startswith("#")]
     assert body[0] == f"schema: {SCHEMA}"
     assert "  base_s: 0.0061" in body
-    assert "  decode_slopes_s_per_seq: [1.5e-05, 2.0e-05]" in body
-    assert "  prefill_knots_tokens: [0, 64, 512]" in body
+    assert "  token_slopes_s_per_token: [0.0, 1.0e-05, 1.1e-05]" in body
+    assert "  token_knots: [0, 64, 512]" in body
     assert "!!" not in text
     assert "&id" not in text
 
@@ -68,7 +68,7 @@ def test_numbers_of_numpy_are_written_as_plain_ones(tmp_path: Path) -> None:
     model = replace(
         MODEL,
         base_s=np.float64(0.0061),
-        decode_slopes_s=tuple(np.array(MODEL.decode_slopes_s)),
+        token_slopes_s=tuple(np.array(MODEL.token_slopes_s)),
     )
     assert read_profile(written(tmp_path, replace(PROFILE, step_model=model))) == PROFILE
 
@@ -213,7 +213,7 @@ def test_what_lies_ready_is_derived_and_can_be_replayed(path: Path) -> None:
     profile = read_profile(path)
     assert profile.origin.startswith("derived from published tables of NVIDIA AIConfigurator")
     assert profile.num_blocks_at(profile.current_limits) >= 4000
-    step_s = profile.step_model.decode_tables(64)[0] + profile.step_model.base_s
+    step_s = profile.step_model.tables(64)[0] + profile.step_model.base_s
     assert 0.0005 < step_s[1] <= step_s[64] < 0.5
 
 

@@ -138,7 +138,11 @@ def test_every_batch_comes_back_with_its_contexts(tmp_path: Path, *, has_details
     assert share > (0.97 if has_details else 0.8)
     for name in ("decode_seqs", "prefill_tokens"):
         assert getattr(rebuilt.steps, name) == pytest.approx(getattr(true, name)[at])
-    for name in ("decode_context_tokens", "prefill_context_tokens"):
+    for name in (
+        "decode_context_tokens",
+        "decode_spread_tokens",
+        "prefill_context_tokens",
+    ):
         ours, its = getattr(rebuilt.steps, name), getattr(true, name)[at]
         assert np.mean(np.abs(ours - its) <= 0.02 * its + 1) > 0.95
         assert ours.sum() == pytest.approx(its.sum(), rel=0.01)

@@ -12,8 +12,8 @@ from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import TERMS, Speed, Uncertainty, learn
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.speed import Speed, Uncertainty, learn
+from tuner.shadow.step_model import TERMS, StepModel
 
 Kind = tuple[int, int]
 """The cap and the token budget that make batches."""
@@ -137,7 +137,7 @@ def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:
 def test_directions_that_are_none_are_refused() -> None:
     table = np.ones((3, len(TERMS) + 4))
     assert Uncertainty.of(table).table.shape == table.shape
-    with pytest.raises(UsageError, match="must hold 11 half-precision floats each"):
-        Uncertainty(b"\x00" * 10, 11)
+    with pytest.raises(UsageError, match="must hold 14 half-precision floats each"):
+        Uncertainty(b"\x00" * 10, 14)
     with pytest.raises(UsageError, match="finite"):
         Uncertainty.of(np.full((1, 10), np.nan))

@@ -6,4 +6,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-SHARED_TRACES = ROOT.parent / "shared" / "traces"
+SHARED = ROOT.parent / "shared"
+SHARED_TRACES = SHARED / "traces"

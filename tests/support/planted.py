@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
-from support.planted_machine import Contexts, Machine, Mood, MoodSizes, StepFormula
+from support.planted_machine import Machine, Mood, MoodSizes, StepFormula
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, Emitted, EngineFacts, EngineInfo, Prompt, Step
-from tuner.engine.shape import EngineShape
+from tuner.engine.protocol import (
+    Batch,
+    Emitted,
+    EngineFacts,
+    EngineInfo,
+    Prompt,
+    Step,
+    spread_tokens,
+)
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import EngineError
 
 VLLM_VERSION: Final = "0.20.2"
@@ -129,14 +137,14 @@ class _Stretch:
     """Steps in which the same sequences decode and none ends, of which some were taken.
 
     `blocks_at` tells how many sequences begin a block in each step, which repeats; `total`
-    and `squares` are of the next step's contexts.
+    and `longest` are of the next step's contexts, `spread` of all steps' alike.
     """
 
     emitted: list[Emitted]
     left: int
     blocks_at: list[int]
     total: int
-    squares: int
+    spread: float
     longest: int
     taken: int = 0
 
@@ -170,6 +178,7 @@ class PlantedEngine:
             can_change_limits=True,
             asynchronous=False,
         )
+        self._shape = self._made_shape()
 
     @property
     def info(self) -> EngineInfo:
@@ -178,8 +187,15 @@ class PlantedEngine:
 
     def shape(self) -> EngineShape:
         """Return what a shadow has to know."""
-        info = self._info
-        return EngineShape(
+        return self._shape
+
+    @property
+    def _graphs(self) -> Graphs:
+        return self._shape.graphs
+
+    def _made_shape(self) -> EngineShape:
+        info, graphs = self._info, self._source.formula.graphs
+        shape = EngineShape(
             model=info.model,
             device=info.device,
             dtype=info.dtype,
@@ -191,9 +207,11 @@ class PlantedEngine:
             kv_kind="full_attention",
             prefix_caching=False,
             asynchronous=False,
-            captured_sizes=self._source.formula.captured_sizes,
+            captured_sizes=(),
             scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
         )
+        graphs = graphs or Graphs(shape.chosen_sizes(info.ceiling))
+        return replace(shape, captured_sizes=graphs.sizes, captures_mixed=graphs.has_mixed)
 
     @property
     def limits(self) -> EngineLimits:
@@ -262,8 +280,8 @@ class PlantedEngine:
             self._admit(plan)
         if not plan.chunks:
             raise EngineError("a request is larger than the KV cache")
-        batch, contexts = _batch_of(plan)
-        took_s = self._timed(batch, contexts)
+        batch, longest = _batch_of(plan)
+        took_s = self._timed(batch, longest)
         running, waiting = len(self._running), len(self._waiting)
         usage = 1 - self._free / self._blocks
         return Step(took_s, self._compute(plan), batch, running, waiting, usage)
@@ -274,10 +292,10 @@ class PlantedEngine:
         self._source.clock.pass_s(took_s)
         return Step(took_s, (), None, 0, 0, 1 - self._free / self._blocks)
 
-    def _timed(self, batch: Batch, contexts: Contexts) -> float:
+    def _timed(self, batch: Batch, longest: int) -> float:
         """Return how long a batch takes now, and let that time pass."""
         source, mood = self._source, self._source.mood
-        fixed_s, grows_s = source.formula.parts_s(batch, contexts)
+        fixed_s, grows_s = source.formula.parts_s(batch, longest, self._graphs)
         if mood is None:
             took_s = source.times[0] * fixed_s + source.times[1] * grows_s
         else:
@@ -365,7 +383,7 @@ class PlantedEngine:
             left=left,
             blocks_at=blocks_at,
             total=sum(contexts),
-            squares=sum(tokens * tokens for tokens in contexts),
+            spread=_spread(contexts),
             longest=max(contexts),
         )
 
@@ -385,10 +403,9 @@ class PlantedEngine:
             return None
         self._free -= more
         seqs, total = len(stretch.emitted), stretch.total
-        batch = Batch(seqs, 0, 0, total, 0, 0, 0)
-        took_s = self._timed(batch, Contexts(stretch.longest, stretch.squares))
+        batch = Batch(seqs, 0, 0, total, 0, 0, 0, stretch.spread)
+        took_s = self._timed(batch, stretch.longest)
         stretch.taken += 1
-        stretch.squares += 2 * total + seqs
         stretch.total += seqs
         stretch.longest += 1
         usage = 1 - self._free / self._blocks
@@ -406,20 +423,27 @@ class PlantedEngine:
             seq.blocks = -(-seq.computed // size)
 
 
-def _batch_of(plan: _Plan) -> tuple[Batch, Contexts]:
-    """Put a plan into the protocol's words, and what its contexts are like.
+def _spread(contexts: Sequence[int]) -> float:
+    """Return how far apart contexts are, as the protocol has it."""
+    return spread_tokens(len(contexts), sum(contexts), sum(c * c for c in contexts))
+
+
+def _batch_of(plan: _Plan) -> tuple[Batch, int]:
+    """Put a plan into the protocol's words, and return the longest context of its decodes.
 
     Source: read_batch in tuner/engine/compat/core.py.
     """
-    seqs = total = squares = longest = prefill = prefill_seqs = pairs = 0
+    prefill = prefill_seqs = pairs = 0
+    contexts = []
     for seq, tokens in plan.chunks:
         if seq.answered and tokens <= 1:
-            context = seq.computed + tokens
-            seqs, total, squares = seqs + 1, total + context, squares + context * context
-            longest = max(longest, context)
+            contexts.append(seq.computed + tokens)
         else:
             prefill += tokens
             prefill_seqs += 1
             pairs += tokens * seq.computed + tokens * (tokens + 1) // 2
-    batch = Batch(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0)
-    return batch, Contexts(longest, squares)
+    seqs, total = len(contexts), sum(contexts)
+    batch = Batch(
+        *(seqs, prefill, prefill_seqs, total, pairs, plan.preempted, 0), _spread(contexts)
+    )
+    return batch, max(contexts, default=0)

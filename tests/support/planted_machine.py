@@ -1,14 +1,12 @@
 """A machine of which every step is known, and the moods that its speed wanders in.
 
 What a step takes is a formula that the tool's own step model does not contain: a roofline in
-all tokens of a step, padding, eager launches, and contexts that weigh more the less even they
-are.
+all tokens of a step, padding, eager launches, and attention that waits for the longest context.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,39 +14,25 @@ from typing import Final, Protocol
 import numpy as np
 
 from tuner.engine.protocol import Batch
-
-GRAPHS: Final = (1, 2, 4, *range(8, 257, 8))
-"""The sizes that vLLM captures by default, up to 256."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contexts:
-    """What the contexts of a batch's decodes are like, beyond their sum.
-
-    Units: tokens, and tokens squared.
-    """
-
-    longest: int = 0
-    squares: int = 0
-
-    def spread(self, seqs: int, total: int) -> float:
-        """Return the number of sequences times the standard deviation of their contexts."""
-        return math.sqrt(max(0.0, seqs * self.squares - float(total) * total))
+from tuner.engine.shape import NO_GRAPHS, Graphs
 
 
 class StepFormula(Protocol):
     """What says how long a batch takes, apart into what is fixed and what grows with it."""
 
     @property
-    def captured_sizes(self) -> tuple[int, ...]:
-        """The batch sizes for which graphs were captured."""
+    def graphs(self) -> Graphs | None:
+        """What was captured, None where it is what vLLM chooses for the limits of a start."""
 
     @property
     def tidy_s(self) -> float:
         """Seconds of a turn that completes no batch."""
 
-    def parts_s(self, batch: Batch, contexts: Contexts) -> tuple[float, float]:
-        """Return the seconds that every batch takes, and those that this one adds."""
+    def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
+        """Return the seconds that every batch takes, and those that this one adds.
+
+        `longest` is the longest context of its decodes, in tokens.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +40,13 @@ class Machine:
     """A machine of which every step is known: a roofline in all the tokens of a step.
 
     `memory_s` is the time to read the weights, below which no step gets; `token_s` a token's
-    arithmetic, and the two pass into each other smoothly. A batch that only decodes is padded
-    to a captured size; one beyond the largest, or with a prompt in it, is launched eagerly,
-    which takes `eager_s` longer. Decodes attend to `context_s` a token, and to `uneven_s` for
-    each token by which their contexts are spread. Prompts take `pair_s` for each pair of
-    tokens, and the host `host_s` a step. None of it is fitted to a device: ours, of the order
-    of an H100 with a model of 8 or 70 billion weights, and of a server's CPU with a small one.
+    arithmetic, and the two pass into each other smoothly. A batch is padded to the size of its
+    graph; without one it is launched eagerly, which takes `eager_s` longer. Decodes attend to
+    `context_s` a token, and wait for the longest of them `uneven_s` for each token by which it
+    is longer than their mean, as was measured of attention on GPUs whatever their number.
+    Prompts take `pair_s` for each pair of tokens, and the host `host_s` a step. None of it is
+    fitted to a device: ours, of the order of an H100 with a model of 8 or 70 billion weights,
+    and of a server's CPU with a small one.
 
     Units: seconds; `blocks_per_token` how many KV blocks a token of the budget costs at start.
     """
@@ -74,28 +59,25 @@ class Machine:
     uneven_s: float
     pair_s: float
     eager_s: float
-    captured_sizes: tuple[int, ...]
+    graphs: Graphs | None
     start_s: float
     blocks_per_token: float = 1 / 64
     sharpness: float = 4.0
     tidy_s: float = 0.0002
 
-    def parts_s(self, batch: Batch, contexts: Contexts) -> tuple[float, float]:
+    def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
         """Return the seconds that every batch takes, and those that this one adds."""
-        tokens, fixed_s = batch.decode_seqs + batch.prefill_tokens, self.host_s + self.memory_s
-        sizes = self.captured_sizes
-        if sizes and (batch.prefill_tokens or tokens > sizes[-1]):
-            fixed_s += self.eager_s
-        elif sizes:
-            tokens = sizes[bisect_left(sizes, tokens)]
+        tokens, fixed_s = batch.tokens, self.host_s + self.memory_s
+        padded = graphs.padded(tokens, has_prompt=batch.prefill_tokens > 0)
+        tokens, fixed_s = padded or tokens, fixed_s + self.eager_s * (padded is None)
         # The p-norm of both bounds, less the one of them that is fixed.
         bound = self.token_s * tokens / self.memory_s
         over = self.memory_s * ((1.0 + bound**self.sharpness) ** (1 / self.sharpness) - 1.0)
         grows_s = over + self.context_s * batch.decode_context_tokens
         grows_s += self.pair_s * batch.prefill_context_tokens
-        if batch.decode_seqs > 1:
-            spread = contexts.spread(batch.decode_seqs, batch.decode_context_tokens)
-            grows_s += self.uneven_s * spread
+        if batch.decode_seqs:
+            mean = batch.decode_context_tokens / batch.decode_seqs
+            grows_s += self.uneven_s * (longest - mean)
         return fixed_s, grows_s
 
 
@@ -108,10 +90,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.0065,
             token_s=0.0065 / 150,
             context_s=4e-8,
-            uneven_s=5e-8,
+            uneven_s=8e-7,
             pair_s=6e-10,
             eager_s=0.0035,
-            captured_sizes=GRAPHS,
+            graphs=None,
             start_s=45.0,
         ),
         Machine(
@@ -120,10 +102,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.022,
             token_s=0.022 / 170,
             context_s=1e-7,
-            uneven_s=1.5e-7,
+            uneven_s=2e-6,
             pair_s=2e-9,
             eager_s=0.006,
-            captured_sizes=tuple(size for size in GRAPHS if size <= 64),
+            graphs=Graphs((1, 2, 4, *range(8, 65, 8)), has_mixed=False),
             start_s=80.0,
         ),
         Machine(
@@ -132,10 +114,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.012,
             token_s=0.012 / 20,
             context_s=4e-7,
-            uneven_s=8e-7,
+            uneven_s=5e-6,
             pair_s=1e-8,
             eager_s=0.0,
-            captured_sizes=(),
+            graphs=NO_GRAPHS,
             start_s=20.0,
         ),
     )
@@ -256,9 +238,9 @@ class Modelled:
 
     step_s: Callable[[Batch], float]
     tidy_s: float = 0.0
-    captured_sizes: tuple[int, ...] = ()
+    graphs: Graphs = NO_GRAPHS
 
-    def parts_s(self, batch: Batch, contexts: Contexts) -> tuple[float, float]:
+    def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
         """Return the model's seconds as fixed."""
-        _ = contexts
+        _ = longest, graphs
         return self.step_s(batch), 0.0

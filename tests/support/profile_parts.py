@@ -11,10 +11,10 @@ import yaml
 from hypothesis import strategies as st
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import UsageError
 from tuner.shadow.profiles import KvStart, Profile, read_profile, write_profile
-from tuner.shadow.step_model import FitError, StepModel
+from tuner.shadow.step_model import SCALARS, FitError, StepModel
 
 SHAPE = EngineShape(
     model="org/model-7b",
@@ -32,16 +32,18 @@ SHAPE = EngineShape(
     scheduler={"policy": "fcfs", "enable_chunked_prefill": True, "a_ratio": 1.0, "none": None},
 )
 MODEL = StepModel(
-    decode_knots=(0, 32),
-    decode_slopes_s=(1.5e-05, 2e-05),
-    prefill_knots=(0, 64, 512),
-    prefill_slopes_s=(0.0, 1e-05, 1.1e-05),
+    token_knots=(0, 64, 512),
+    token_slopes_s=(0.0, 1e-05, 1.1e-05),
     base_s=0.0061,
+    seq_s=1.5e-05,
+    eager_s=0.0003,
     prefill_base_s=0.0005,
     decode_context_s=1.25e-08,
+    mixed_context_s=5e-09,
+    spread_s=2e-08,
     prefill_context_s=3e-11,
     tidy_s=1e-05,
-    captured_sizes=(1, 2, 4, 8),
+    graphs=SHAPE.graphs,
 )
 FIT = FitError(
     steps=12_000,
@@ -81,29 +83,12 @@ nested = st.recursive(
 
 
 @st.composite
-def curves(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def step_models(draw: st.DrawFn, graphs: Graphs) -> StepModel:
     knots = (0, *draw(sizes))
-    slopes = draw(st.lists(st.floats(0, 1e3), min_size=len(knots), max_size=len(knots)))
-    return knots, tuple(slopes)
-
-
-@st.composite
-def step_models(draw: st.DrawFn) -> StepModel:
-    (decode_knots, decode_slopes_s), (prefill_knots, prefill_slopes_s) = (
-        draw(curves()),
-        draw(curves()),
-    )
+    slopes_s = draw(st.lists(st.floats(0, 1e3), min_size=len(knots), max_size=len(knots)))
+    scalars: dict[str, Any] = {name: draw(amounts) for name in (*SCALARS, "tidy_s")}
     return StepModel(
-        decode_knots=decode_knots,
-        decode_slopes_s=decode_slopes_s,
-        prefill_knots=prefill_knots,
-        prefill_slopes_s=prefill_slopes_s,
-        base_s=draw(amounts),
-        prefill_base_s=draw(amounts),
-        decode_context_s=draw(amounts),
-        prefill_context_s=draw(amounts),
-        tidy_s=draw(amounts),
-        captured_sizes=draw(sizes),
+        token_knots=knots, token_slopes_s=tuple(slopes_s), graphs=graphs, **scalars
     )
 
 
@@ -122,25 +107,30 @@ shapes = st.builds(
     asynchronous=st.booleans(),
     captured_sizes=sizes,
     scheduler=st.dictionaries(texts, plain | st.none(), max_size=4),
+    captures_mixed=st.booleans(),
 )
-profiles = st.builds(
-    Profile,
-    shape=shapes,
-    kv_starts=st.lists(st.builds(KvStart, limits, counts), min_size=1, max_size=4).map(tuple),
-    step_model=step_models(),
-    fit=st.builds(
-        FitError,
-        steps=counts,
-        step_mape_ratio=amounts,
-        heldout_steps_ratio=amounts,
-        heldout_config_ratio=st.none() | amounts,
-        distorted_ratio=st.floats(0, 1),
-    ),
-    metric_error_ratio=st.none() | amounts,
-    made_at=st.datetimes().map(lambda at: at.isoformat(timespec="seconds") + "Z"),
-    calibrated_on=st.lists(limits.map(str), max_size=3).map(tuple),
-    current_limits=limits,
-    serve_values=st.dictionaries(harmless, nested, max_size=4),
+profiles = shapes.flatmap(
+    lambda shape: st.builds(
+        Profile,
+        shape=st.just(shape),
+        kv_starts=st.lists(st.builds(KvStart, limits, counts), min_size=1, max_size=4).map(
+            tuple
+        ),
+        step_model=step_models(shape.graphs),
+        fit=st.builds(
+            FitError,
+            steps=counts,
+            step_mape_ratio=amounts,
+            heldout_steps_ratio=amounts,
+            heldout_config_ratio=st.none() | amounts,
+            distorted_ratio=st.floats(0, 1),
+        ),
+        metric_error_ratio=st.none() | amounts,
+        made_at=st.datetimes().map(lambda at: at.isoformat(timespec="seconds") + "Z"),
+        calibrated_on=st.lists(limits.map(str), max_size=3).map(tuple),
+        current_limits=limits,
+        serve_values=st.dictionaries(harmless, nested, max_size=4),
+    )
 )
 
 

@@ -22,6 +22,7 @@ _COUNTS = (
     "prefill_tokens",
     "decode_context_tokens",
     "prefill_context_tokens",
+    "decode_spread_tokens",
     "running",
     "waiting",
     "preempted",

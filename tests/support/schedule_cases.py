@@ -9,7 +9,7 @@ import numpy as np
 from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.simulator import SimulatedEngine
@@ -164,18 +164,20 @@ def _limits(
 def _model(rng: np.random.Generator) -> StepModel:
     scale = float(rng.choice([0.0005, 0.01]))
     sizes = (1, 2, 4, 8, 16) if rng.random() < 0.5 else ()
-    factors = np.exp(rng.normal(0.0, 0.3, rng.integers(1, 9, 2)))
+    factors = np.exp(rng.normal(0.0, 0.3, rng.integers((1, 2), 9)))
     return StepModel(
-        decode_knots=(0, 4, 20),
-        decode_slopes_s=tuple(scale * rng.random(3) * 0.1),
-        prefill_knots=(0, 64),
-        prefill_slopes_s=tuple(scale * rng.random(2) * 0.01),
+        token_knots=(0, 4, 20, 64),
+        token_slopes_s=tuple(scale * rng.random(4) * 0.02),
         base_s=scale * (0.5 + rng.random()),
+        seq_s=scale * rng.random() * 0.1,
+        eager_s=scale * rng.random(),
         prefill_base_s=scale * rng.random(),
         decode_context_s=scale * rng.random() * 1e-4,
+        mixed_context_s=scale * rng.random() * 1e-4,
+        spread_s=scale * rng.random() * 1e-3,
         prefill_context_s=scale * rng.random() * 1e-5,
         tidy_s=scale * 0.1 * rng.random(),
-        captured_sizes=sizes,
+        graphs=Graphs(sizes, has_mixed=bool(rng.random() < 0.5)),
         factors=Factors(tuple(map(tuple, factors.tolist()))),
     )
 

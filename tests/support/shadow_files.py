@@ -6,15 +6,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.shadow_parts import a_shape
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
 from tuner.shadow.profiles import KvStart, Profile, write_profile
-from tuner.shadow.step_model import FitError, StepModel
+from tuner.shadow.step_model import Factors, FitError, StepModel
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
+
+
+def crowded(model: StepModel, knee: int = 24, times: float = 6.0) -> StepModel:
+    """Return the model of which each sequence beyond a knee costs so many times as much."""
+    seqs = np.array([0, *(2**i for i in range(10))], dtype=np.float64)
+    decode_s = model.seq_s + model.token_slopes_s[0]
+    beyond_s = (times - 1) * decode_s * np.maximum(seqs - knee, 0.0)
+    rows = 1 + beyond_s / (model.base_s + decode_s * seqs)
+    return replace(model, factors=Factors(tuple((f, f) for f in rows.tolist())))
 
 
 def a_profile() -> Profile:
@@ -22,11 +32,7 @@ def a_profile() -> Profile:
     return Profile(
         shape=a_shape(prefix_caching=False),
         kv_starts=(KvStart(EngineLimits(128, 4096), 20_000),),
-        step_model=replace(
-            StepModel.linear(0.004, 0.0, 0.00003, decode_context_s=1e-9),
-            decode_knots=(0, 24),
-            decode_slopes_s=(0.0001, 0.0006),
-        ),
+        step_model=crowded(StepModel.linear(0.004, 0.0001, 0.00003, decode_context_s=1e-9)),
         fit=FitError(1000, 0.01, 0.01, 0.01, 0.0),
         metric_error_ratio=0.01,
         made_at="2026-01-31T12:00:00Z",

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
+from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
-from tuner.shadow.step_model import Knots, StepModel
+from tuner.shadow.step_model import SCALARS, StepModel
 
 LINEAR = StepModel.linear(
     4e-3,
@@ -23,13 +24,14 @@ LINEAR = StepModel.linear(
     prefill_context_s=2e-10,
     tidy_s=1e-4,
 )
-KNEE = replace(LINEAR, prefill_knots=(0, 64), prefill_slopes_s=(0.0, 3e-5))
+KNEE = replace(LINEAR, token_knots=(0, 64), token_slopes_s=(0.0, 3e-5))
 CAPTURED = replace(
-    LINEAR, decode_slopes_s=(6e-5,), captured_sizes=(1, 2, 4, 8, 16, 32, 64, 128)
+    LINEAR,
+    token_slopes_s=(6e-5,),
+    eager_s=3e-3,
+    graphs=Graphs((1, 2, 4, 8, 16, 32, 64, 128, 256)),
 )
 LIMITS = ((8, 512), (32, 2048), (64, 512), (128, 4096))
-
-SCALARS = ("base_s", "prefill_base_s", "decode_context_s", "prefill_context_s", "tidy_s")
 
 Noise = Callable[[np.random.Generator, int], Floats]
 
@@ -62,6 +64,7 @@ def batches(rng: np.random.Generator, n: int, seqs: int, budget: int) -> StepCol
         decode_seqs=decode,
         prefill_tokens=prefill,
         decode_context_tokens=np.round(decode * rng.lognormal(6, 0.3, n)),
+        decode_spread_tokens=np.sqrt(decode) * rng.lognormal(5, 0.5, n),
         prefill_context_tokens=np.round(prefill**2 / 2 + prefill * rng.integers(0, 500, n)),
     )
 
@@ -90,11 +93,16 @@ def batch_of(steps: StepColumns, row: int) -> Batch:
     """Return the row as the scalar interface wants it."""
     names = ("decode_seqs", "prefill_tokens", "decode_context_tokens", "prefill_context_tokens")
     counts = {name: int(getattr(steps, name)[row]) for name in names}
-    return Batch(**counts, prefill_seqs=0, preempted=0, cached_tokens=0)
+    spread = float(steps.decode_spread_tokens[row])
+    return Batch(
+        **counts, prefill_seqs=0, preempted=0, cached_tokens=0, decode_spread_tokens=spread
+    )
 
 
-def batch(decode: int, prefill: int, decode_context: int, prefill_context: int) -> Batch:
-    return Batch(decode, prefill, 0, decode_context, prefill_context, 0, 0)
+def batch(
+    decode: int, prefill: int, decode_context: int, prefill_context: int, spread: float = 0.0
+) -> Batch:
+    return Batch(decode, prefill, 0, decode_context, prefill_context, 0, 0, spread)
 
 
 coefficients = st.floats(0.0, 1.0)
@@ -102,26 +110,21 @@ coefficients = st.floats(0.0, 1.0)
 
 @st.composite
 def models(draw: st.DrawFn) -> StepModel:
-    def curve() -> tuple[Knots, tuple[float, ...]]:
-        more = draw(st.lists(st.integers(1, 300), unique=True, max_size=4))
-        size = len(more) + 1
-        slopes_s = draw(st.lists(coefficients, min_size=size, max_size=size))
-        return (0, *sorted(more)), tuple(slopes_s)
-
+    more = draw(st.lists(st.integers(1, 300), unique=True, max_size=4))
+    size = len(more) + 1
+    slopes_s = draw(st.lists(coefficients, min_size=size, max_size=size))
     sizes = draw(st.lists(st.integers(1, 200), unique=True, max_size=5))
-    decode, prefill = curve(), curve()
-    scalars: dict[str, Any] = {name: draw(coefficients) for name in SCALARS}
+    scalars: dict[str, Any] = {name: draw(coefficients) for name in (*SCALARS, "tidy_s")}
     return replace(
         LINEAR,
-        decode_knots=decode[0],
-        decode_slopes_s=decode[1],
-        prefill_knots=prefill[0],
-        prefill_slopes_s=prefill[1],
-        captured_sizes=tuple(sorted(sizes)),
+        token_knots=(0, *sorted(more)),
+        token_slopes_s=tuple(slopes_s),
+        graphs=Graphs(tuple(sorted(sizes)), has_mixed=draw(st.booleans())),
         **scalars,
     )
 
 
 counts = st.tuples(
-    st.integers(0, 400), st.integers(0, 400), st.integers(0, 10**5), st.integers(0, 10**5)
+    *(st.integers(0, 400), st.integers(0, 400), st.integers(0, 10**5), st.integers(0, 10**5)),
+    st.integers(0, 10**4),
 )

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, Emitted, EngineFacts, EngineInfo, Prompt, Step
+from tuner.engine.protocol import (
+    Batch,
+    Emitted,
+    EngineFacts,
+    EngineInfo,
+    Prompt,
+    Step,
+    spread_tokens,
+)
 from tuner.engine.shape import EngineShape
 from tuner.errors import Caveat, EngineError, ShadowError, UsageError
 
@@ -346,4 +354,9 @@ def _batch_of(plan: _Plan) -> Batch:
         prefill_context_tokens=sum(n * s.computed + n * (n + 1) // 2 for s, n in prefills),
         preempted=plan.preempted,
         cached_tokens=plan.cached_tokens,
+        decode_spread_tokens=spread_tokens(
+            len(decodes),
+            sum(seq.computed + 1 for seq in decodes),
+            sum((seq.computed + 1) ** 2 for seq in decodes),
+        ),
     )

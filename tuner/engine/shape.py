@@ -6,9 +6,15 @@ scheduler and KV-cache manager on a machine that has neither the model nor the d
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
 
 # The kinds of KV-cache group whose blocks the shadow can keep account of. Others (sliding
 # windows, state-space layers, several groups at once) keep blocks in ways that depend on the
@@ -17,13 +23,48 @@ SUPPORTED_KV = ("full_attention",)
 
 
 @dataclass(frozen=True, slots=True)
+class Graphs:
+    """Which batches an engine runs as a captured graph, padded to its size.
+
+    `sizes` are in tokens, ascending, empty where nothing is captured; `has_mixed` says whether
+    batches with a prompt have graphs too, or those alone that only decode. What is larger than
+    the largest, or has none, is launched eagerly as it is.
+
+    Source: vllm/v1/cudagraph_dispatcher.py, CudagraphDispatcher.dispatch.
+    Raises: UsageError if sizes do not ascend from 1.
+    """
+
+    sizes: tuple[int, ...] = ()
+    has_mixed: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        if not all(a < b for a, b in pairwise((0, *self.sizes))):
+            raise UsageError(f"captured_sizes must ascend from 1, got {self.sizes}")
+
+    def padded(self, tokens: int, *, has_prompt: bool) -> int | None:
+        """Return the size of the graph that so many tokens run in, None where none does.
+
+        >>> Graphs((1, 2, 4, 8)).padded(5, has_prompt=True)
+        8
+        """
+        at = bisect_left(self.sizes, tokens)
+        has_graph = at < len(self.sizes) and (self.has_mixed or not has_prompt)
+        return self.sizes[at] if has_graph else None
+
+
+NO_GRAPHS = Graphs()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineShape:
     """An engine without its model: identity, KV-cache geometry and scheduler options.
 
     `scheduler` holds the plain options of vLLM's SchedulerConfig under vLLM's names, the two
     tuned limits excepted. `captured_sizes` are the batch sizes in tokens for which graphs were
-    captured, ascending, empty where there are none. `kv_kind` is "full_attention", or what
-    else the model's KV cache is made of.
+    captured, ascending, empty where there are none, of batches with prompts too if
+    `captures_mixed`. `kv_kind` is "full_attention", or what else the model's KV cache is made
+    of.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -41,22 +82,73 @@ class EngineShape:
     asynchronous: bool
     captured_sizes: tuple[int, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
+    captures_mixed: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the captured sizes."""
+        _ = self.graphs
 
     @property
     def has_priorities(self) -> bool:
         """Whether requests of a smaller priority are served first."""
         return self.scheduler.get("policy") == "priority"
 
+    @property
+    def graphs(self) -> Graphs:
+        """What was captured on this engine, at the limits that it was started with."""
+        return Graphs(self.captured_sizes, self.captures_mixed)
 
-def padded_tokens(tokens: int, captured_sizes: tuple[int, ...]) -> int:
-    """Return the tokens that a batch computes once padded to a captured graph.
+    def is_since(self, minor: int) -> bool:
+        """Whether the engine's vLLM is 0.`minor` or later; of an unknown one, yes."""
+        found = re.match(r"0\.(\d+)", self.vllm_version)
+        return found is None or int(found[1]) >= minor
 
-    A batch above the largest graph runs unpadded.
+    def graphs_at(self, limits: EngineLimits, starts: Sequence[EngineLimits]) -> Graphs:
+        """Return what such an engine captures when it is started with the limits.
 
-    Source: VllmConfig.pad_for_cudagraph in vLLM's vllm/config/vllm.py.
+        Where the sizes are those that vLLM chooses by itself for one of the `starts`, it
+        chooses for the limits too; sizes that somebody has set stay, as far as the token budget
+        lets them.
+        """
+        for top in (self._largest, LARGE_GRAPH):
+            for is_fine in (False, True):
+                chosen = [self.chosen_sizes(at, top=top, is_fine=is_fine) for at in starts]
+                if self.captured_sizes in chosen:
+                    sizes = self.chosen_sizes(limits, top=top, is_fine=is_fine)
+                    return Graphs(sizes, self.captures_mixed)
+        fitting = (n for n in self.captured_sizes if n <= limits.max_num_batched_tokens)
+        return Graphs(tuple(fitting), self.captures_mixed)
 
-    >>> padded_tokens(5, (1, 2, 4, 8)), padded_tokens(9, (1, 2, 4, 8)), padded_tokens(3, ())
-    (8, 9, 3)
-    """
-    at = bisect_left(captured_sizes, tokens)
-    return captured_sizes[at] if at < len(captured_sizes) else tokens
+    @property
+    def _largest(self) -> int:
+        """The largest size that vLLM captures by itself on this device."""
+        # Compute capability 10.x, by the device's name.
+        is_large = self.is_since(28) and re.search(r"\bG?B[23]00\b", self.device)
+        return 2 * LARGE_GRAPH if is_large else LARGE_GRAPH
+
+    def chosen_sizes(
+        self, limits: EngineLimits, *, top: int | None = None, is_fine: bool = False
+    ) -> tuple[int, ...]:
+        """Return the sizes that vLLM captures by itself for an engine of some limits.
+
+        None above `top`; `is_fine` is `--performance-mode interactivity`. Since 0.31 the cap
+        itself is one of them.
+
+        Source: vllm/config/vllm.py, VllmConfig._set_cudagraph_sizes, 0.20 to 0.32, without
+            drafts.
+        """
+        top = top or self._largest
+        seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+        largest = min(2 * seqs, top, tokens)
+        few = range(1, min(largest, 32) + 1) if is_fine else (1, 2, 4)
+        sizes = {*few, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)}
+        if tokens <= largest:
+            sizes.add(tokens)
+        if self.is_since(31) and seqs <= top:
+            sizes.add(seqs)
+        return tuple(sorted(size for size in sizes if size <= largest))
+
+
+LARGE_GRAPH: Final = 512
+"""The largest size that vLLM captures by itself, twice that since 0.28 on devices of compute
+capability 10.x. Source: as of `chosen_sizes`."""

@@ -47,6 +47,7 @@ class StepColumns:
     prefill_tokens: Floats
     decode_context_tokens: Floats
     prefill_context_tokens: Floats
+    decode_spread_tokens: Floats
     running: Floats
     waiting: Floats
     kv_usage_ratio: Floats
@@ -217,6 +218,7 @@ class StepLog:
                 batch.prefill_tokens,
                 batch.decode_context_tokens,
                 batch.prefill_context_tokens,
+                batch.decode_spread_tokens,
                 step.running,
                 step.waiting,
                 step.kv_usage_ratio,

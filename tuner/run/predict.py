@@ -454,11 +454,14 @@ class _Drawing:
         return [
             _score(self._workload, outcome)
             if isinstance(outcome := self._outcomes[limits], Failure)
-            else replays.score(
-                replace(self._predictor.simulated(limits), step_model=model), limits
-            ).times(t)
+            else replays.score(self._engine(limits, model), limits).times(t)
             for limits, model, t in zip(self._settings, models, times.tolist(), strict=True)
         ]
+
+    def _engine(self, limits: EngineLimits, model: StepModel) -> simulator.SimulatedEngine:
+        """Return a setting's engine at a drawn speed, with the graphs of its own start."""
+        engine = self._predictor.simulated(limits)
+        return replace(engine, step_model=replace(model, graphs=engine.step_model.graphs))
 
     def slower(self, point: Sequence[Score], rng: np.random.Generator) -> _Drawn:
         """Return scores as they are where every setting is so much slower or faster."""

@@ -31,6 +31,7 @@ _COMPARED: Final = {
     "prefill_tokens": "prompt tokens",
     "decode_context_tokens": "tokens of context decoded from",
     "prefill_context_tokens": "tokens of context prefilled from",
+    "decode_spread_tokens": "tokens by which contexts decoded from are apart",
     "running": "running requests",
     "waiting": "waiting requests",
     "preempted": "preempted requests",

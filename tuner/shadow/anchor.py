@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from tuner.engine.protocol import Batch
 from tuner.errors import ShadowError, UsageError
 from tuner.shadow.profiles import Profile
-from tuner.shadow.speed import TERMS
+from tuner.shadow.step_model import TERMS
 from tuner.traffic.windows import parse_duration
 
 LARGEST_RATIO: Final = 2.0
@@ -140,13 +140,11 @@ def anchored(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
 def _itl_s(profile: Profile, anchor: Anchor) -> float:
     """Return the time of a step of the running requests, between whole numbers linearly."""
     low = math.floor(anchor.running)
-    share = anchor.running - low
+    share, model = anchor.running - low, profile.step_model_at(profile.current_limits)
 
     def step_s(seqs: int) -> float:
         seqs = max(seqs, 1)
-        return profile.step_model.step_s(
-            Batch(seqs, 0, 0, seqs * anchor.context_tokens, 0, 0, 0)
-        )
+        return model.step_s(Batch(seqs, 0, 0, seqs * anchor.context_tokens, 0, 0, 0))
 
     return (1 - share) * step_s(low) + share * step_s(low + 1)
 

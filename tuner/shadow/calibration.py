@@ -51,7 +51,7 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
-        found = fit(self._by_limits(), tuple(self.shape.captured_sizes))
+        found = fit(self._by_limits(), self.shape.graphs)
         return found, learn(found.model, [columns for _, columns in self.steps])
 
     def profile(self) -> Profile:

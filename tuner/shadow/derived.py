@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +25,13 @@ import numpy as np
 
 from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import SUPPORTED_KV, EngineShape, padded_tokens
+from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import TERMS, Uncertainty
+from tuner.shadow.speed import Uncertainty
+from tuner.shadow.step_model import TERMS
 
 LIBRARY: Final = "aiconfigurator-core"
 ORIGIN: Final = "derived from published tables of NVIDIA AIConfigurator"
@@ -93,9 +94,6 @@ SCHEDULER: Final[Mapping[str, bool | int | float | str | None]] = {
 }
 """vLLM's own options where a configuration says nothing. Source: config/scheduler.py."""
 
-CAPTURED: Final = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Source: vLLM config/vllm.py, VllmConfig._set_cudagraph_sizes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -145,13 +143,13 @@ def derive(wanted: Wanted) -> Derived:
     config = _config_of(wanted.model)
     warnings = tuple(_warnings(wanted, config))
     limits = wanted.limits or EngineLimits(wanted.gpu.seqs, wanted.gpu.tokens)
-    shape = _shape(wanted, config)
+    shape = _shape(wanted, config, limits)
     starts = tuple(
         KvStart(at, _blocks(wanted, at))
         for at in (limits, EngineLimits(limits.max_num_seqs, 4 * limits.max_num_batched_tokens))
     )
     steps = _asked(wanted, shape, starts[0].num_blocks * BLOCK_SIZE)
-    found = fit([steps], shape.captured_sizes)
+    found = fit([steps], shape.graphs)
     version = importlib.metadata.version(LIBRARY)
     profile = Profile(
         shape=shape,
@@ -169,10 +167,10 @@ def derive(wanted: Wanted) -> Derived:
     return Derived(profile, warnings)
 
 
-def _shape(wanted: Wanted, config: Mapping[str, Any]) -> EngineShape:
-    """Return the engine that would serve, with vLLM's own options."""
+def _shape(wanted: Wanted, config: Mapping[str, Any], limits: EngineLimits) -> EngineShape:
+    """Return the engine that would be started with the limits, with vLLM's own options."""
     longest = int(config.get("max_position_embeddings", 8192))
-    return EngineShape(
+    shape = EngineShape(
         model=wanted.model,
         device=wanted.gpu.device,
         dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
@@ -188,9 +186,10 @@ def _shape(wanted: Wanted, config: Mapping[str, Any]) -> EngineShape:
         kv_kind=SUPPORTED_KV[0],
         prefix_caching=True,
         asynchronous=True,
-        captured_sizes=CAPTURED,
+        captured_sizes=(),
         scheduler=dict(SCHEDULER),
     )
+    return replace(shape, captured_sizes=shape.chosen_sizes(limits))
 
 
 def _directions() -> Floats:
@@ -312,6 +311,7 @@ def _asked(wanted: Wanted, shape: EngineShape, held_tokens: int) -> StepColumns:
         prefill_tokens=prefill,
         decode_context_tokens=contexts,
         prefill_context_tokens=prompts * (each * cached + each * (each + 1) / 2),
+        decode_spread_tokens=nothing,
         running=seqs + prompts,
         waiting=nothing,
         kv_usage_ratio=nothing,
@@ -386,14 +386,18 @@ def _model(wanted: Wanted) -> Any:  # noqa: ANN401 - the library's
 
 
 def _time_ms(model: Any, shape: EngineShape, row: _Batch) -> float:  # noqa: ANN401
-    """Return how long a batch takes, in a captured graph padded to its size."""
+    """Return how long a batch takes, in a captured graph padded to its size.
+
+    What pads it are decodes, or tokens of the prompts, that attend to nothing.
+    """
     seqs, contexts, prefill, prompts, cached = row
-    run = padded_tokens(seqs, shape.captured_sizes) if seqs and not prefill else seqs
+    run = shape.graphs.padded(seqs + prefill, has_prompt=prefill > 0)
+    more = 0 if run is None else run - seqs - prefill
     scheduled = {
         "num_prefill_requests": prompts,
-        "sum_prefill_tokens": prefill,
+        "sum_prefill_tokens": prefill + more * (prefill > 0),
         "sum_prefill_kv_tokens": prompts * cached,
-        "num_decode_requests": run,
+        "num_decode_requests": seqs + more * (prefill == 0),
         "sum_decode_kv_tokens": contexts,
     }
     asked = {"version": 1, "scheduled_requests": scheduled}

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats
+from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.shadow.step_model import FitError, Knots, StepModel, padded_column
+from tuner.shadow.step_model import SCALARS, FitError, Knots, StepModel, loads_of
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.
 MIN_STEPS = 200
@@ -42,7 +43,6 @@ _PASSES, _SEED = 4, 0
 # Rows of a block of a QR: ours; 20,000 rows took 5.9 ms at once and 2.2 ms in such blocks.
 _BLOCK = 1024
 
-_Pair = tuple[Knots, Knots]
 _Mask = NDArray[np.bool_]
 
 
@@ -66,7 +66,7 @@ class _Rows:
         return _Rows(StepColumns(*columns), self.config[which])
 
 
-def fit(configs: Sequence[StepColumns], captured_sizes: tuple[int, ...] = ()) -> Fit:
+def fit(configs: Sequence[StepColumns], graphs: Graphs = NO_GRAPHS) -> Fit:
     """Return the step-time model of calibration replays, measured step by step.
 
     Least squares of relative errors with weights 1/predicted, since 1/measured would believe
@@ -77,13 +77,13 @@ def fit(configs: Sequence[StepColumns], captured_sizes: tuple[int, ...] = ()) ->
         if a duration is not positive and finite.
     """
     rows, tidy_s = _gather(configs)
-    model = replace(_learn(rows, captured_sizes), tidy_s=tidy_s)
+    model = replace(_learn(rows, graphs), tidy_s=tidy_s)
     is_out = np.random.default_rng(_SEED).permutation(len(rows.steps)) % 5 == 0
-    off, off_sum = _unseen(rows, is_out, captured_sizes)
+    off, off_sum = _unseen(rows, is_out, graphs)
     counts = np.bincount(rows.config)
     outs = (rows.config == c for c in np.flatnonzero(counts >= SEGMENT_STEPS))
     left_out = [o for o in outs if o.size - o.sum() >= MIN_STEPS]
-    by_config = [_unseen(rows, out, captured_sizes)[1] for out in left_out]
+    by_config = [_unseen(rows, out, graphs)[1] for out in left_out]
     kept = _undistorted(rows, model.predict_s(rows.steps))
     error = FitError(
         steps=len(rows.steps),
@@ -118,9 +118,9 @@ def _gather(configs: Sequence[StepColumns]) -> tuple[_Rows, float]:
     return _Rows(steps, config).take(has_batch), tidy_s
 
 
-def _unseen(rows: _Rows, is_out: _Mask, sizes: tuple[int, ...]) -> tuple[float, float]:
+def _unseen(rows: _Rows, is_out: _Mask, graphs: Graphs) -> tuple[float, float]:
     """Return a step's median and the sum's relative error on the rows that are left out."""
-    model, out = _learn(rows.take(~is_out), sizes), rows.take(is_out)
+    model, out = _learn(rows.take(~is_out), graphs), rows.take(is_out)
     out = out.take(_undistorted(out, model.predict_s(out.steps)))
     predicted_s, took_s = model.predict_s(out.steps), out.steps.duration_s
     off = float(np.median(np.abs(predicted_s / took_s - 1.0)))
@@ -157,34 +157,22 @@ def undistorted(
     return kept
 
 
-def _learn(rows: _Rows, sizes: tuple[int, ...]) -> StepModel:
+def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     """Return the model with the knots that pay, scaled to the rows' undistorted sum."""
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))
     part = rows.take(np.sort(every[:MAX_STEPS]))
-    steps = part.steps
-    alone = steps.prefill_tokens == 0
-    decode = np.where(alone, padded_column(steps.decode_seqs, sizes), steps.decode_seqs)
-    grid = _supported(decode), _supported(steps.prefill_tokens)
-    fixed = (np.ones(len(steps)), 1.0 - alone)
-    context = (steps.decode_context_tokens, steps.prefill_context_tokens)
-    segments = (*_segments(decode, grid[0]), *_segments(steps.prefill_tokens, grid[1]))
-    weighted = _settled(part, np.column_stack([*fixed, *context, *segments]))
-    chosen = _chosen(grid, weighted)
-    base_s, prefill_base_s, decode_context_s, prefill_context_s, *slopes_s = _solved(
-        _factor(weighted), _merging(grid, chosen)
-    ).tolist()
-    n = len(chosen[0])
+    tokens, loads = loads_of(part.steps, graphs)
+    grid = _supported(tokens)
+    weighted = _settled(part, np.column_stack([loads, *_segments(tokens, grid)]))
+    knots = _chosen(grid, weighted)
+    found_s = _solved(_factor(weighted), _merging(grid, knots)).tolist()
+    scalars = dict(zip(SCALARS, found_s, strict=False))
     model = StepModel(
-        decode_knots=chosen[0],
-        decode_slopes_s=tuple(slopes_s[:n]),
-        prefill_knots=chosen[1],
-        prefill_slopes_s=tuple(slopes_s[n:]),
-        base_s=base_s,
-        prefill_base_s=prefill_base_s,
-        decode_context_s=decode_context_s,
-        prefill_context_s=prefill_context_s,
+        token_knots=knots,
+        token_slopes_s=tuple(found_s[len(SCALARS) :]),
         tidy_s=0.0,
-        captured_sizes=sizes,
+        graphs=graphs,
+        **scalars,
     )
     predicted_s = model.predict_s(rows.steps)
     kept = _undistorted(rows, predicted_s)
@@ -232,7 +220,7 @@ def _solved(factor: Floats, merging: Floats) -> Floats:
     return found
 
 
-def _chosen(grid: _Pair, weighted: Floats) -> _Pair:
+def _chosen(grid: Knots, weighted: Floats) -> Knots:
     """Return the knots that clearly pay on left-out steps, added one at a time.
 
     Left out are blocks of time: steps next to each other share the machine's mood.
@@ -242,19 +230,19 @@ def _chosen(grid: _Pair, weighted: Floats) -> _Pair:
     trains = [_factor(np.vstack(tests[:f] + tests[f + 1 :])) for f in range(FOLDS)]
     whole = _factor(weighted)
 
-    def missed(pair: _Pair, train: Floats, test: Floats) -> float:
-        merging = _merging(grid, pair)
+    def missed(knots: Knots, train: Floats, test: Floats) -> float:
+        merging = _merging(grid, knots)
         off = test[:, :-1] @ merging @ _solved(train, merging) - test[:, -1]
         return float(off @ off)
 
-    def scores(pair: _Pair) -> Floats:
+    def scores(knots: Knots) -> Floats:
         folds = zip(trains, tests, strict=True)
-        return np.array([missed(pair, train, test) for train, test in folds])
+        return np.array([missed(knots, train, test) for train, test in folds])
 
-    best: _Pair = ((0,), (0,))
+    best: Knots = (0,)
     score = scores(best)
-    while tried := [*_extended(grid, best)]:
-        richer = min(tried, key=lambda pair: missed(pair, whole, whole))
+    while tried := [tuple(sorted((*best, k))) for k in grid if k not in best]:
+        richer = min(tried, key=lambda knots: missed(knots, whole, whole))
         richer_score = scores(richer)
         gain = score - richer_score
         clearly = GAIN_ERRORS * gain.std(ddof=1) / math.sqrt(FOLDS)
@@ -264,24 +252,13 @@ def _chosen(grid: _Pair, weighted: Floats) -> _Pair:
     return best
 
 
-def _extended(grid: _Pair, pair: _Pair) -> list[_Pair]:
-    """Return the pairs with one knot of the grid more."""
-    decode, prefill = pair
-    more = [(tuple(sorted((*decode, k))), prefill) for k in grid[0] if k not in decode]
-    return more + [(decode, tuple(sorted((*prefill, k)))) for k in grid[1] if k not in prefill]
-
-
-def _merging(grid: _Pair, pair: _Pair) -> Floats:
-    """Return which columns of the grid's design add up to each column of the pair's."""
-    blocks = [np.eye(4)]
-    for fine, coarse in zip(grid, pair, strict=True):
-        home = np.searchsorted(coarse, fine, "right") - 1
-        blocks.append((home[:, None] == np.arange(len(coarse))).astype(np.float64))
-    whole = np.zeros((sum(b.shape[0] for b in blocks), sum(b.shape[1] for b in blocks)))
-    row = column = 0
-    for block in blocks:
-        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row, column = row + block.shape[0], column + block.shape[1]
+def _merging(grid: Knots, knots: Knots) -> Floats:
+    """Return which columns of the grid's design add up to each column of the knots'."""
+    n = len(SCALARS)
+    whole = np.zeros((n + len(grid), n + len(knots)))
+    whole[:n, :n] = np.eye(n)
+    home = np.searchsorted(knots, grid, "right") - 1
+    whole[n:, n:] = home[:, None] == np.arange(len(knots))
     return whole
 
 

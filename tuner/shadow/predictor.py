@@ -31,9 +31,9 @@ from tuner.traffic.traces import Trace
 class Predictor:
     """What a profile says of any setting.
 
-    `ceiling` is what the engine starts at, on which its number of KV-cache blocks depends; None
-    where it starts at the limits themselves. `seed` draws the prompts that vLLM's scheduler is
-    asked with, where the simulator must not be relied on.
+    `ceiling` is what the engine starts at, on which its KV-cache blocks and captured graphs
+    depend; None where it starts at the limits themselves. `seed` draws the prompts that vLLM's
+    scheduler is asked with, where the simulator must not be relied on.
     """
 
     profile: Profile
@@ -75,8 +75,8 @@ class Predictor:
     def simulated(self, limits: EngineLimits) -> SimulatedEngine:
         """Return the engine that the limits are simulated on. Raises: ShadowError."""
         ceiling = self._ceiling(limits)
-        blocks = self.profile.num_blocks_at(ceiling)
-        return SimulatedEngine(self.profile.shape, blocks, self.profile.step_model, ceiling)
+        blocks, model = self.profile.num_blocks_at(ceiling), self.profile.step_model_at(ceiling)
+        return SimulatedEngine(self.profile.shape, blocks, model, ceiling)
 
     def replay(self, trace: Trace, limits: EngineLimits, plan: ReplayPlan) -> ReplayLog:
         """Predict a replay of the trace, at the plan's multiple of its load.
@@ -153,8 +153,11 @@ class Predictor:
         ceiling = self._ceiling(limits)
         if ceiling not in self._engines:
             serve.prepare_environment()
-            blocks, profile = self.profile.num_blocks_at(ceiling), self.profile
-            made = ReferenceEngine(profile.shape, ceiling, blocks, profile.step_model)
+            blocks, model = (
+                self.profile.num_blocks_at(ceiling),
+                self.profile.step_model_at(ceiling),
+            )
+            made = ReferenceEngine(self.profile.shape, ceiling, blocks, model)
             self._engines[ceiling] = made
         return self._engines[ceiling]
 

@@ -13,7 +13,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -23,14 +23,14 @@ import yaml
 
 from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
-from tuner.engine.shape import EngineShape
+from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import UsageError
 from tuner.files import parse_yaml, write_atomic
 from tuner.redact import redacted
-from tuner.shadow.speed import TERMS, Uncertainty
-from tuner.shadow.step_model import Factors, FitError, StepModel
+from tuner.shadow.speed import Uncertainty
+from tuner.shadow.step_model import TERMS, Factors, FitError, StepModel
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """The form of the file; a file of another form is refused, for it may mean other units."""
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
@@ -107,6 +107,11 @@ class Profile:
         width = len(TERMS) + self.step_model.factors.table.size
         if self.uncertainty is not None and self.uncertainty.width != width:
             raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
+
+    def step_model_at(self, limits: EngineLimits) -> StepModel:
+        """Return the step model of an engine started with the limits: with its own graphs."""
+        starts = [start.limits for start in self.kv_starts]
+        return replace(self.step_model, graphs=self.shape.graphs_at(limits, starts))
 
     def num_blocks_at(self, limits: EngineLimits) -> int:
         """Return the KV-cache blocks of an engine started with the limits.
@@ -242,30 +247,30 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     asynchronous: bool
     captured_sizes: tuple[_Natural, ...]
     scheduler: Mapping[str, bool | int | float | str | None]
+    captures_mixed: bool
 
 
 class _StepModel(
     _Record,
     rename={
-        "decode_knots": "decode_knots_seqs",
-        "decode_slopes_s": "decode_slopes_s_per_seq",
-        "prefill_knots": "prefill_knots_tokens",
-        "prefill_slopes_s": "prefill_slopes_s_per_token",
+        "token_slopes_s": "token_slopes_s_per_token",
         "decode_context_s": "decode_context_s_per_token",
+        "mixed_context_s": "mixed_context_s_per_token",
+        "spread_s": "spread_s_per_token",
         "prefill_context_s": "prefill_context_s_per_token_pair",
-        "captured_sizes": "captured_sizes_tokens",
     },
 ):
-    decode_knots: tuple[_Natural, ...]
-    decode_slopes_s: tuple[_Amount, ...]
-    prefill_knots: tuple[_Natural, ...]
-    prefill_slopes_s: tuple[_Amount, ...]
+    token_knots: tuple[_Natural, ...]
+    token_slopes_s: tuple[_Amount, ...]
     base_s: _Amount
+    seq_s: _Amount
+    eager_s: _Amount
     prefill_base_s: _Amount
     decode_context_s: _Amount
+    mixed_context_s: _Amount
+    spread_s: _Amount
     prefill_context_s: _Amount
     tidy_s: _Amount
-    captured_sizes: tuple[_Natural, ...]
     factors: tuple[tuple[_Amount, ...], ...] = Factors().rows
 
 
@@ -307,9 +312,7 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     record = _File(
         engine=_Shape(**_parts(profile.shape)),
         kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
-        step_model=_StepModel(
-            **_parts(profile.step_model) | {"factors": profile.step_model.factors.rows}
-        ),
+        step_model=_step_record(profile.step_model),
         fit=_Fit(**_parts(profile.fit)),
         metric_error_ratio=profile.metric_error_ratio,
         made_at=profile.made_at,
@@ -326,8 +329,14 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     return plain
 
 
+def _step_record(model: StepModel) -> _StepModel:
+    """Return a step model for the file; its graphs are the engine's."""
+    names = {*_StepModel.__struct_fields__} - {"factors"}
+    return _StepModel(**{n: getattr(model, n) for n in names}, factors=model.factors.rows)
+
+
 def _parts(
-    value: EngineLimits | EngineShape | StepModel | FitError | Uncertainty,
+    value: EngineLimits | EngineShape | FitError | Uncertainty,
 ) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
@@ -342,11 +351,12 @@ def _from_file(found: _File) -> Profile:
         KvStart(_made(EngineLimits, start.limits, f"kv_starts[{i}].limits"), start.num_blocks)
         for i, start in enumerate(found.kv_starts)
     ]
+    shape = _made(EngineShape, found.engine, "engine")
     try:
         return Profile(
-            shape=_made(EngineShape, found.engine, "engine"),
+            shape=shape,
             kv_starts=tuple(starts),
-            step_model=_step_model(found.step_model),
+            step_model=_step_model(found.step_model, shape.graphs),
             fit=_made(FitError, found.fit, "fit"),
             metric_error_ratio=found.metric_error_ratio,
             made_at=found.made_at,
@@ -371,11 +381,11 @@ def _made(kind: type[_Made], record: _Record, key: str) -> _Made:
         raise UsageError(f"{key}: {error}") from error
 
 
-def _step_model(record: _StepModel) -> StepModel:
+def _step_model(record: _StepModel, graphs: Graphs) -> StepModel:
     """Return the step model of a file. Raises: UsageError, with the key, if it cannot be."""
     found = msgspec.structs.asdict(record)
     try:
-        return StepModel(**found | {"factors": Factors(found["factors"])})
+        return StepModel(**found | {"factors": Factors(found["factors"]), "graphs": graphs})
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"step_model: {error}") from error
 

@@ -289,7 +289,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
             f"none of {len(requests)} requests ends with one of {len(steps)} recorded steps",
             "name the recording that the steps lie beside",
         )
-    decode_context, is_decode_known = spans.decode_contexts(steps.generating)
+    decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
     prefill, prefill_context = spans.prefills(steps)
     duration_s = _durations(steps)
     is_timed = np.isfinite(duration_s) & (duration_s > 0) & (duration_s < MANY_S)
@@ -311,6 +311,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         prefill_tokens=prefill,
         decode_context_tokens=decode_context,
         prefill_context_tokens=prefill_context,
+        decode_spread_tokens=spread,
         running=(steps.generating + np.maximum(steps.context_requests, 0)).astype(np.float64),
         waiting=nothing,
         kv_usage_ratio=nothing,
@@ -387,10 +388,11 @@ class _Spans:
             requests.cached_tokens,
         )
 
-    def decode_contexts(self, generating: Ints) -> tuple[Floats, Bools]:
+    def decode_contexts(self, generating: Ints) -> tuple[Floats, Floats, Bools]:
         """Return the contexts that each step's decodes attend to, and where they are known.
 
-        Where a request or two are missing the others stand for them.
+        Their sum, and how far they are apart. Where a request or two are missing the others
+        stand for them.
 
         Shapes: [steps] each.
         """
@@ -404,13 +406,16 @@ class _Spans:
             np.add.at(total, until, -values)
             return np.cumsum(total)[:-1]
 
-        count = over(np.ones(after.size))
-        context = over(level) + over(rate) * np.arange(self.steps)
+        count, step = over(np.ones(after.size)), np.arange(self.steps)
+        context = over(level) + over(rate) * step
+        squares = over(level**2) + (2 * over(level * rate) + over(rate**2) * step) * step
         is_known = np.abs(count - generating) <= np.maximum(1, 0.1 * generating)
         is_known &= (count > 0) | (generating == 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = np.where(count > 0.5, context / count, 0.0)
-        return np.where(generating > 0, mean * generating, 0.0), is_known
+            apart = np.where(count > 0.5, squares / count - mean**2, 0.0)
+        seqs = np.maximum(generating, 0)
+        return mean * seqs, np.sqrt(np.maximum(apart, 0.0) * seqs), is_known
 
     def prefills(self, steps: RecordedSteps) -> tuple[Floats, Floats]:
         """Return the tokens that each step prefilled, and their contexts; nan where unknown.

@@ -32,12 +32,12 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 
 # The integers of a replay's state. STEP counts the batches that were scheduled, DONE is the
 # last that was completed; CONTEXT is the sum of what decoding requests attend to, less STEP
-# for each of them.
+# for each of them, SQUARES that of its squares less ORIGIN, a step of not long ago.
 (
     STEP, DONE, RUNNING, RUN_LENGTH, DECODING, PREFILLING, LAST_PREFILL, CONTEXT, FREE,
     HEAP, QUEUE_HEAD, QUEUE_TAIL, FRONT, WAITING, ORDERS, HELD, TIDY, IN_PIPE, SENT, ENDED,
     IN_FLIGHT, MISSING, OLDEST, NEXT_LATE, LATE, STUCK, READY, NEXT, GOING, LOGGED,
-    FREE_SLOTS, STATUS, MEASURES,
+    FREE_SLOTS, STATUS, MEASURES, SQUARES, ORIGIN,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
@@ -45,21 +45,22 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     KNOTS, LONE, KEYLESS_FIRST,
     # Where the parts of the work array begin.
     AT_RUN, AT_HEAP, AT_HEAP_SLOTS, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
-    AT_SINGLES, AT_ENDS, AT_BATCHES, AT_KNOTS, AT_FACTORS, FACTOR_ROWS, FACTOR_COLUMNS,
-    INTEGERS,
-) = range(76)  # fmt: skip
+    AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
+    FACTOR_COLUMNS, INTEGERS,
+) = range(79)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
-    NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, PREFILL_BASE_S,
-    DECODE_CONTEXT_S, PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
+    NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
+    PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, PREFILL_CONTEXT_S, TIDY_S,
+    BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
     PREFILL_N, CACHED_N, PREEMPTED_N, DECODED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
     PEAK_USAGE,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(34)  # fmt: skip
+) = range(38)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -73,12 +74,13 @@ OPEN, CAUSAL, CLOSED, BATCHES = range(4)
 # The columns of a batch on its way; EVEN counts the requests that were in the batch before too.
 (
     B_DECODES, B_PREFILL, B_SEQS, B_DECODE_CONTEXT, B_PREFILL_CONTEXT, B_PREEMPTED,
-    B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, BATCH_FIELDS,
-) = range(14)  # fmt: skip
+    B_CACHED, B_RUNNING, B_WAITING, B_USED, B_EVEN, B_SINGLES, B_ENDS, B_SQUARES,
+    BATCH_FIELDS,
+) = range(15)  # fmt: skip
 PIPE = 4  # batches that the arrays hold at once: more than are ever on their way
 
 # The columns of the log: those of engine.steps.StepColumns.
-LOG_FIELDS = 13
+LOG_FIELDS = 14
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, usage.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USAGE, HISTOGRAMS = range(6)
 # A bin for each key of stats.LogHistogram from e^-22.5 to e^17.5; the first one holds zeros.
@@ -434,11 +436,21 @@ def _attended(sl, slot):
     return sl[slot, PROMPT] + sl[slot, OUTPUT] - 1 - sl[slot, END]
 
 
+@_inner
+def _squares_at(g, step):
+    """Return the sum of squares of what decoding requests attend to in a step."""
+    later = step - g[ORIGIN]
+    return g[SQUARES] + later * (2 * g[CONTEXT] + g[DECODING] * (2 * g[ORIGIN] + later))
+
+
 @_inlined
 def _decodes_on(g, w, sl, slot):
     """Count a request among those that decode, from the next step on."""
+    # Squares of sums of steps would grow beyond an integer.
+    g[SQUARES], g[ORIGIN] = _squares_at(g, g[STEP]), g[STEP]
     g[DECODING] += 1
     g[CONTEXT] += _attended(sl, slot)
+    g[SQUARES] += (_attended(sl, slot) + g[ORIGIN]) ** 2
     _join_bucket(g, w, sl, slot)
     if g[HEAP] >= 4 * g[SLOTS]:
         _rebuild_heap(g, w, sl)
@@ -450,6 +462,7 @@ def _decodes_no_more(g, w, sl, slot):
     """Leave a request out of those that decode; its heap entry is left to be skipped."""
     g[DECODING] -= 1
     g[CONTEXT] -= _attended(sl, slot)
+    g[SQUARES] -= (_attended(sl, slot) + g[ORIGIN]) ** 2
     _leave_bucket(g, w, sl, slot)
     if sl[slot, MISSED]:
         g[MISSING] -= 1
@@ -699,6 +712,7 @@ def _count_in(w, batch, is_decode, before, tokens):
     if is_decode:
         w[batch + B_DECODES] += 1
         w[batch + B_DECODE_CONTEXT] += before + tokens
+        w[batch + B_SQUARES] += (before + tokens) ** 2
     else:
         w[batch + B_PREFILL] += tokens
         w[batch + B_SEQS] += 1
@@ -973,6 +987,7 @@ def _schedule_calmly(g, w, sl, r, kv, threshold):
     batch = _batch(g, g[STEP])
     w[batch + B_DECODES] = w[batch + B_EVEN] = g[DECODING]
     w[batch + B_DECODE_CONTEXT] = g[CONTEXT] + g[DECODING] * (g[STEP])
+    w[batch + B_SQUARES] = _squares_at(g, g[STEP])
     if g[DECODING] > 0:
         _let_decode(g, w, sl, r, kv)
     if wanted > 0:
@@ -1022,8 +1037,16 @@ def _schedule(g, x, w, sl, f, r, q, tr, kv):
 
 
 @_inner
-def _prefill_s(g, t, tokens):
-    """Return the seconds of so many prefilled tokens, as StepModel's curve has them."""
+def _spread(seqs, total, squares):
+    """Return how far apart contexts are, as engine.protocol.spread_tokens has it."""
+    if seqs == 0:
+        return 0.0
+    return math.sqrt((seqs * squares - total * total) / seqs)
+
+
+@_inner
+def _tokens_s(g, t, tokens):
+    """Return the seconds of so many tokens that no graph serves, as StepModel's curve."""
     knots, n = g[AT_KNOTS], g[KNOTS]
     low, high = 0, n
     while low < high:
@@ -1056,19 +1079,24 @@ def _factor(g, t, decodes, prefill):
 
 
 @_inlined
-def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context):
+def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread):
     """Return the seconds of a batch, as StepModel.step_s does."""
     if decodes == 0 and prefill == 0:
         return x[TIDY_S]
-    width = g[CAP] + 1
-    factor = _factor(g, t, decodes, prefill) if prefill else t[2 * width + decodes]
-    work_s = t[decodes] if decodes else 0.0
+    decode_s, prefill_s = x[DECODE_CONTEXT_S], 0.0
     if prefill:
-        work_s = max(
-            work_s, t[width + decodes] + (x[PREFILL_BASE_S] + _prefill_s(g, t, prefill))
-        )
-    context_s = x[DECODE_CONTEXT_S] * decode_context
-    context_s += x[PREFILL_CONTEXT_S] * prefill_context
+        tokens = decodes + prefill
+        if g[AT_MIXED] + tokens < g[AT_KNOTS]:
+            work_s = t[g[AT_MIXED] + tokens] + x[SEQ_S] * decodes
+        else:
+            work_s = _tokens_s(g, t, tokens) + x[SEQ_S] * decodes + x[EAGER_S]
+        factor = _factor(g, t, decodes, prefill)
+        decode_s += x[MIXED_CONTEXT_S]
+        prefill_s = x[PREFILL_BASE_S] + x[PREFILL_CONTEXT_S] * prefill_context
+    else:
+        work_s, factor = t[decodes], t[g[CAP] + 1 + decodes]
+    context_s = decode_s * decode_context
+    context_s += x[SPREAD_S] * spread + prefill_s
     return (x[BASE_S] + work_s + context_s) * factor
 
 
@@ -1084,6 +1112,7 @@ def _note_steps(
     prefill,
     decode_context,
     prefill_context,
+    spread,
     running,
     waiting,
     usage,
@@ -1121,9 +1150,9 @@ def _note_steps(
         at = g[LOGGED]
         log[at, 0], log[at, 1], log[at, 2] = x[NOW], took_s, repeats
         log[at, 3], log[at, 4] = decodes, prefill
-        log[at, 5], log[at, 6] = decode_context, prefill_context
-        log[at, 7], log[at, 8], log[at, 9], log[at, 10] = running, waiting, usage, peak
-        log[at, 11], log[at, 12] = preempted, cached
+        log[at, 5], log[at, 6], log[at, 7] = decode_context, prefill_context, spread
+        log[at, 8], log[at, 9], log[at, 10], log[at, 11] = running, waiting, usage, peak
+        log[at, 12], log[at, 13] = preempted, cached
         g[LOGGED] = at + 1
 
 
@@ -1421,9 +1450,9 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
     step = g[DONE] + 1
     batch = _batch(g, step)
     decodes, prefill = w[batch + B_DECODES], w[batch + B_PREFILL]
-    took_s = _step_s(
-        g, x, t, decodes, prefill, w[batch + B_DECODE_CONTEXT], w[batch + B_PREFILL_CONTEXT]
-    )
+    context, pairs = w[batch + B_DECODE_CONTEXT], w[batch + B_PREFILL_CONTEXT]
+    spread = _spread(decodes, context, w[batch + B_SQUARES])
+    took_s = _step_s(g, x, t, decodes, prefill, context, pairs, spread)
     x[NOW] += took_s
     g[DONE] = step
     g[IN_PIPE] -= 1
@@ -1437,8 +1466,9 @@ def _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr):
         1,
         decodes,
         prefill,
-        w[batch + B_DECODE_CONTEXT],
-        w[batch + B_PREFILL_CONTEXT],
+        context,
+        pairs,
+        spread,
         w[batch + B_RUNNING],
         w[batch + B_WAITING],
         usage,
@@ -1486,7 +1516,7 @@ def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
             return
         has_requests = g[RUNNING] > 0 or g[WAITING] > 0
         if g[AHEAD] and g[IN_PIPE] < 2 and (has_requests or not is_empty):
-            _note_steps(g, x, h, log, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0)
+            _note_steps(g, x, h, log, 0.0, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0)
             g[STUCK] += 1
             return
     _complete(g, x, w, t, sl, f, r, q, h, log, kv, tr)
@@ -1560,9 +1590,11 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
     phases, now, total = g[AT_PHASES], x[NOW], float(g[ALL_BLOCKS])
     slope_s = x[DECODE_CONTEXT_S]
     alone_s = x[BASE_S]
-    work_s, factor = t[n], t[2 * (g[CAP] + 1) + n]
+    work_s, factor = t[n], t[g[CAP] + 1 + n]
     batch = _batch(g, g[STEP] - 1)
     context = g[CONTEXT] + n * (g[STEP] - ahead)
+    spread = _spread(n, context, _squares_at(g, g[STEP] - ahead))
+    apart_s = x[SPREAD_S] * spread + 0.0
     used_ahead = w[batch + B_USED] if ahead else 0
     steps, used_sum, peak = 0, 0.0, 0
     first_s = took_s = 0.0
@@ -1573,7 +1605,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
         used = g[ALL_BLOCKS] - g[FREE]
         g[STEP] += 1
         # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = (alone_s + work_s + (slope_s * (context + n * steps) + 0.0)) * factor
+        took_s = (alone_s + work_s + (slope_s * (context + n * steps) + apart_s)) * factor
         if steps == 0:
             first_s = took_s
         now += took_s
@@ -1587,15 +1619,15 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
     if steps == 0:
         return 0
     g[DONE] += steps
-    _note_leap(
-        g, x, h, log, now, steps, n, context, first_s, took_s, used_sum / total, peak / total
-    )
+    usage = (used_sum / total, peak / total)
+    _note_leap(g, x, h, log, now, steps, n, context, spread, first_s, took_s, usage)
     if ahead:
         batch = _batch(g, g[STEP] - 1)
         for field in range(BATCH_FIELDS):
             w[batch + field] = 0
         w[batch + B_DECODES] = w[batch + B_EVEN] = n
         w[batch + B_DECODE_CONTEXT] = context + n * steps
+        w[batch + B_SQUARES] = _squares_at(g, g[STEP] - 1)
         w[batch + B_RUNNING], w[batch + B_WAITING] = g[RUNNING], g[WAITING]
         w[batch + B_USED] = used_ahead
     g[STUCK] = g[TIDY] = 0
@@ -1603,8 +1635,9 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, due_s):
 
 
 @_inlined
-def _note_leap(g, x, h, log, now, steps, n, context, first_s, last_s, usage_sum, peak):
+def _note_leap(g, x, h, log, now, steps, n, context, spread, first_s, last_s, usage):
     """Count like steps of n decoding requests that ended by now."""
+    usage_sum, peak = usage
     began_s, before_s = x[NOW], x[BEFORE]
     x[NOW] = now
     took_s = now - began_s
@@ -1620,6 +1653,7 @@ def _note_leap(g, x, h, log, now, steps, n, context, first_s, last_s, usage_sum,
         0,
         context,
         0,
+        spread,
         g[RUNNING],
         g[WAITING],
         usage_sum / took_s if took_s > 0.0 else peak,

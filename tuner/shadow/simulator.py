@@ -8,7 +8,6 @@ StepModel.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -347,12 +346,6 @@ def _option(shape: EngineShape, name: str, default: float = 0) -> float:
     return default if value is None else float(value)
 
 
-def _is_since(shape: EngineShape, minor: int) -> bool:
-    """Whether the engine's vLLM is 0.`minor` or later; of an unknown one, yes."""
-    found = re.match(r"0\.(\d+)", shape.vllm_version)
-    return found is None or int(found[1]) >= minor
-
-
 class _Simulation:
     """One replay: its arrays, and what is read from them."""
 
@@ -554,7 +547,7 @@ def _integers(
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
     # wait in one queue, where later those that no prompt can find are handed out first.
-    g[s.LONE], g[s.KEYLESS_FIRST] = _is_since(shape, 31), _is_since(shape, 24)
+    g[s.LONE], g[s.KEYLESS_FIRST] = shape.is_since(31), shape.is_since(24)
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
     g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
@@ -573,26 +566,31 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
     x[s.LATE_S] = math.inf if plan.cut.late_s is None else plan.cut.late_s
     x[s.MAX_CLOCK] = math.inf if plan.cut.max_clock_s is None else plan.cut.max_clock_s
     x[s.END_S] = prepared.end_s
-    x[s.BASE_S], x[s.PREFILL_BASE_S] = model.base_s, model.prefill_base_s
-    x[s.DECODE_CONTEXT_S] = model.decode_context_s
-    x[s.PREFILL_CONTEXT_S], x[s.TIDY_S] = model.prefill_context_s, model.tidy_s
+    x[s.BASE_S], x[s.SEQ_S], x[s.TIDY_S] = model.base_s, model.seq_s, model.tidy_s
+    x[s.EAGER_S] = model.eager_s if model.graphs.sizes else 0.0
+    x[s.PREFILL_BASE_S], x[s.SPREAD_S] = model.prefill_base_s, model.spread_s
+    x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
+    x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
     x[s.LEAD_S] = plan.lead_in_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
 
 
 def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
-    """Return the seconds of decoding sequences, alone and beside a prompt, and of prompts.
+    """Return the seconds and factors of decodes alone, and how to find those of others.
 
-    And the factors: those of batches that only decode, and of all.
+    Which are the seconds of tokens in a graph, the curve beyond it, and all factors.
     """
-    alone_s, mixed_s = model.decode_tables(int(g[s.CAP]))
-    curve, factors = model.prefill_curve(), model.factors.table
+    alone_s, mixed_s = model.tables(int(g[s.CAP]))
+    if mixed_s.size == 1:
+        mixed_s = mixed_s[:0]
+    curve, factors = model.token_curve(), model.factors.table
     alone = model.factors.along(np.arange(alone_s.size, dtype=np.float64), np.zeros(1))
-    g[s.AT_KNOTS], g[s.KNOTS] = 3 * alone_s.size, curve.shape[1]
-    g[s.AT_FACTORS] = 3 * alone_s.size + curve.size
+    g[s.AT_MIXED] = 2 * alone_s.size
+    g[s.AT_KNOTS], g[s.KNOTS] = g[s.AT_MIXED] + mixed_s.size, curve.shape[1]
+    g[s.AT_FACTORS] = g[s.AT_KNOTS] + curve.size
     g[s.FACTOR_ROWS], g[s.FACTOR_COLUMNS] = factors.shape
-    return np.concatenate([alone_s, mixed_s, alone, curve.ravel(), factors.ravel()])
+    return np.concatenate([alone_s, alone, mixed_s, curve.ravel(), factors.ravel()])
 
 
 def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,7 @@ from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
-from tuner.shadow.step_model import Factors, StepModel, places
-
-TERMS = (
-    "base_s",
-    "decode_slopes_s",
-    "prefill_base_s",
-    "prefill_slopes_s",
-    "decode_context_s",
-    "prefill_context_s",
-)
-"""The coefficients of a step model that are uncertain each by itself."""
+from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
@@ -113,17 +103,15 @@ class Uncertainty:
 
 def _changed(model: StepModel, terms: Floats, factors: Floats) -> StepModel:
     """Return the model with the logarithms of its terms and factors moved."""
-    times = dict(zip(TERMS, np.exp(terms).tolist(), strict=True))
-    table = model.factors.table * np.exp(factors)
+    *times, of_tokens = np.exp(terms).tolist()
+    named = zip(SCALARS, times, strict=True)
+    scalars: dict[str, Any] = {name: getattr(model, name) * t for name, t in named}
+    table = (model.factors.table * np.exp(factors)).round(DIGITS)
     return replace(
         model,
-        base_s=model.base_s * times["base_s"],
-        decode_slopes_s=tuple(s * times["decode_slopes_s"] for s in model.decode_slopes_s),
-        prefill_base_s=model.prefill_base_s * times["prefill_base_s"],
-        prefill_slopes_s=tuple(s * times["prefill_slopes_s"] for s in model.prefill_slopes_s),
-        decode_context_s=model.decode_context_s * times["decode_context_s"],
-        prefill_context_s=model.prefill_context_s * times["prefill_context_s"],
-        factors=Factors(tuple(map(tuple, table.round(DIGITS).tolist()))),
+        token_slopes_s=tuple(s * of_tokens for s in model.token_slopes_s),
+        factors=Factors(tuple(map(tuple, table.tolist()))),
+        **scalars,
     )
 
 

@@ -1,7 +1,7 @@
 """How long a batch takes, as a model with few coefficients that people can read.
 
 The shadow engine asks it instead of the model runner. What is in a batch is the scheduler's
-business; how the coefficients are found is in `step_fit`.
+business; how the coefficients are found is in `fit`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,28 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
-from tuner.engine.shape import padded_tokens
+from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 
-SCALARS = ("base_s", "prefill_base_s", "decode_context_s", "prefill_context_s")
+SCALARS = (
+    "base_s",
+    "seq_s",
+    "eager_s",
+    "prefill_base_s",
+    "decode_context_s",
+    "mixed_context_s",
+    "spread_s",
+    "prefill_context_s",
+)
+"""The coefficients that are one number each."""
 
 Knots = tuple[int, ...]
 
@@ -34,11 +45,11 @@ class _Curve:
     heights_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, axis: str, knots: Knots, slopes_s: tuple[float, ...]) -> _Curve:
+    def of(cls, knots: Knots, slopes_s: tuple[float, ...]) -> _Curve:
         if len(knots) != len(slopes_s) or knots[:1] != (0,) or not _ascends(knots):
             want = "must ascend from 0 with one slope each"
-            raise UsageError(f"{axis}_knots {want}, got {knots} and {len(slopes_s)} slopes")
-        _check_seconds(f"{axis}_slopes_s", *slopes_s)
+            raise UsageError(f"token_knots {want}, got {knots} and {len(slopes_s)} slopes")
+        _check_seconds("token_slopes_s", *slopes_s)
         rises = (s * (b - a) for s, (a, b) in zip(slopes_s, pairwise(knots), strict=False))
         return cls(knots, slopes_s, (0.0, *np.cumsum([*rises]).tolist()))
 
@@ -58,18 +69,18 @@ class Factors:
     """How many times as long a batch takes as the coefficients say, by what is in it.
 
     `rows` are by decoding sequences, their columns by prefilled tokens, both at 0, 1, 2, 4,
-    8 and so on; linear between these knots, and as the last one beyond it. One factor of 1
-    where the coefficients say it all.
+    8 and so on; linear between these knots, and as the last one beyond it. Two factors of 1,
+    without and with a prompt, where the coefficients say it all.
 
     Raises: UsageError if rows are not of one length, or a factor is not positive and finite.
     """
 
-    rows: tuple[tuple[float, ...], ...] = ((1.0,),)
+    rows: tuple[tuple[float, ...], ...] = ((1.0, 1.0),)
 
     def __post_init__(self) -> None:
         """Check the factors."""
-        if len({len(row) for row in self.rows}) != 1 or not self.rows[0]:
-            raise UsageError("factors must be rows of one length, at least one factor each")
+        if len({len(row) for row in self.rows}) != 1 or len(self.rows[0]) < 2:
+            raise UsageError("factors must be rows of one length, at least two factors each")
         wrong = [f for row in self.rows for f in row if not (math.isfinite(f) and f > 0)]
         if wrong:
             raise UsageError(f"factors must be finite and positive, got {wrong[0]}")
@@ -125,74 +136,65 @@ def places(x: Floats) -> tuple[NDArray[np.int64], Floats]:
 
 
 class _Curves:
-    """Room for the two curves; a plain base, so that they are no fields of the model."""
+    """Room for the curve; a plain base, so that it is no field of the model."""
 
-    __slots__ = ("_decode", "_prefill")
-    _decode: _Curve
-    _prefill: _Curve
+    __slots__ = ("_tokens",)
+    _tokens: _Curve
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel(_Curves):
-    """The seconds that a batch takes; no coefficient is negative, so more adds no less.
+    """The seconds that a batch takes; no coefficient is negative.
 
-    Time grows piecewise linearly with the decoding sequences and with the prefilled tokens; the
-    last segment extends. A batch that only decodes is padded to a captured size first; one that
-    prefills is not, but never takes less than its decoding part alone. `factors` is what
-    is left of the measured times, by what is in a batch. `tidy_s` is a turn that completes no
-    batch.
+    Time grows piecewise linearly with all the tokens that are computed, decodes and prefills
+    alike; the last segment extends. Where one of `graphs` was captured they are padded to its
+    size; without one a batch takes `eager_s` longer, unless nothing is captured at all.
+    Besides, `seq_s` counts for each decoding sequence, `prefill_base_s` for a prompt in the
+    batch, `decode_context_s` for each token that decodes attend to and `mixed_context_s` for
+    each beside a prompt, since one kernel then serves both; `spread_s` for each token by which
+    their contexts are apart, since the longest is ready last; `prefill_context_s` for each
+    token that prefilled ones attend to. `factors` is what is left of the measured times, by
+    what is in a batch. `tidy_s` is a turn that completes no batch.
 
-    Units: knots in sequences and in tokens; slopes in seconds per sequence and per token;
-        `decode_context_s` and `prefill_context_s` per token of context as Batch counts it.
-    Raises: UsageError if knots do not ascend from 0 with a slope each, sizes do not ascend, or
-        a coefficient is negative or not finite.
+    Units: knots in tokens, slopes in seconds per token; contexts and spread as Batch has them.
+    Raises: UsageError if knots do not ascend from 0 with a slope each, or a coefficient is
+        negative or not finite.
     """
 
-    decode_knots: Knots
-    decode_slopes_s: tuple[float, ...]
-    prefill_knots: Knots
-    prefill_slopes_s: tuple[float, ...]
+    token_knots: Knots
+    token_slopes_s: tuple[float, ...]
     base_s: float
+    seq_s: float
+    eager_s: float
     prefill_base_s: float
     decode_context_s: float
+    mixed_context_s: float
+    spread_s: float
     prefill_context_s: float
     tidy_s: float
-    captured_sizes: tuple[int, ...]
+    graphs: Graphs = NO_GRAPHS
     factors: Factors = Factors()
 
     @classmethod
     def linear(
-        cls,
-        base_s: float,
-        decode_s: float,
-        prefill_s: float,
-        *,
-        prefill_base_s: float = 0.0,
-        decode_context_s: float = 0.0,
-        prefill_context_s: float = 0.0,
-        tidy_s: float = 0.0,
-        captured_sizes: tuple[int, ...] = (),
+        cls, base_s: float, decode_s: float, prefill_s: float, **others: float
     ) -> StepModel:
         """Return a model without knots: so many seconds for each sequence and each token.
+
+        A decoding sequence takes no less than a prefilled token; `others` are further seconds.
 
         >>> StepModel.linear(1.0, 0.5, 0.0).step_s(Batch(3, 0, 0, 0, 0, 0, 0))
         2.5
         """
-        return cls(
-            *((0,), (decode_s,), (0,), (prefill_s,)),
-            *(base_s, prefill_base_s, decode_context_s, prefill_context_s),
-            *(tidy_s, captured_sizes),
-        )
+        none_s: dict[str, Any] = dict.fromkeys((*SCALARS, "tidy_s"), 0.0)
+        given_s = {"base_s": base_s, "seq_s": decode_s - prefill_s, **others}
+        return cls((0,), (prefill_s,), **none_s | given_s)
 
     def __post_init__(self) -> None:
-        """Check the coefficients and keep both curves."""
-        for axis in ("decode", "prefill"):
-            knots, slopes_s = getattr(self, f"{axis}_knots"), getattr(self, f"{axis}_slopes_s")
-            object.__setattr__(self, f"_{axis}", _Curve.of(axis, knots, slopes_s))
+        """Check the coefficients and keep the curve."""
+        object.__setattr__(self, "_tokens", _Curve.of(self.token_knots, self.token_slopes_s))
         for name in (*SCALARS, "tidy_s"):
             _check_seconds(name, getattr(self, name))
-        if not _ascends((0, *self.captured_sizes)):
-            raise UsageError(f"captured_sizes must ascend from 1, got {self.captured_sizes}")
 
     def __reduce__(self) -> tuple[type[StepModel], tuple[object, ...]]:
         """Travel as fields only, and be checked again on arrival."""
@@ -203,12 +205,17 @@ class StepModel(_Curves):
         seqs, prefill = batch.decode_seqs, batch.prefill_tokens
         if not (seqs or prefill):
             return self.tidy_s
-        work_s = self._decode.at(padded_tokens(seqs, self.captured_sizes)) if seqs else 0.0
+        padded = self.graphs.padded(seqs + prefill, has_prompt=prefill > 0)
+        work_s = self._tokens.at(padded or seqs + prefill) + self.seq_s * seqs
+        if self.graphs.sizes and padded is None:
+            work_s += self.eager_s
+        decode_s = self.decode_context_s
+        prefill_s = self.prefill_context_s * batch.prefill_context_tokens
         if prefill:
-            prefill_s = self.prefill_base_s + self._prefill.at(prefill)
-            work_s = max(work_s, self._decode.at(seqs) + prefill_s)
-        context_s = self.decode_context_s * batch.decode_context_tokens
-        context_s += self.prefill_context_s * batch.prefill_context_tokens
+            decode_s += self.mixed_context_s
+            prefill_s += self.prefill_base_s
+        context_s = decode_s * batch.decode_context_tokens
+        context_s += self.spread_s * batch.decode_spread_tokens + prefill_s
         return (self.base_s + work_s + context_s) * self.factors.at(seqs, prefill)
 
     def predict_s(self, steps: StepColumns) -> Floats:
@@ -217,80 +224,60 @@ class StepModel(_Curves):
         Shapes: [rows].
         """
         seqs, prefill = steps.decode_seqs, steps.prefill_tokens
-        alone_s = np.where(
-            seqs > 0, self._decode.along(padded_column(seqs, self.captured_sizes)), 0
-        )
-        prefill_s = self.prefill_base_s + self._prefill.along(prefill)
-        mixed_s = np.maximum(alone_s, self._decode.along(seqs) + prefill_s)
-        context_s = self.decode_context_s * steps.decode_context_tokens
-        context_s = context_s + self.prefill_context_s * steps.prefill_context_tokens
-        took_s = self.base_s + np.where(prefill > 0, mixed_s, alone_s) + context_s
-        took_s = took_s * self.factors.along(seqs, prefill)
+        took_s = self.parts_s(steps).sum(axis=1) * self.factors.along(seqs, prefill)
         return np.where((seqs > 0) | (prefill > 0), took_s, self.tidy_s)
 
     def parts_s(self, steps: StepColumns) -> Floats:
-        """Return what each coefficient adds to the batch of every row, without factors.
+        """Return what each of TERMS adds to the batch of every row, without factors.
 
-        The columns are the base, decoding sequences, the prefills' base and tokens, and the
-        contexts of decodes and of prefills.
-
-        Shapes: [rows, 6].
+        Shapes: [rows, TERMS].
         """
-        seqs, prefill = steps.decode_seqs, steps.prefill_tokens
-        has_prefill = prefill > 0
-        padded_s = self._decode.along(padded_column(seqs, self.captured_sizes))
-        alone_s = np.where(seqs > 0, padded_s, 0.0)
-        beside_s, prefill_s = self._decode.along(seqs), self._prefill.along(prefill)
-        is_mixed = has_prefill & (beside_s + self.prefill_base_s + prefill_s >= alone_s)
-        return np.column_stack(
-            [
-                np.full(len(steps), self.base_s),
-                np.where(is_mixed, beside_s, alone_s),
-                np.where(is_mixed, self.prefill_base_s, 0.0),
-                np.where(is_mixed, prefill_s, 0.0),
-                self.decode_context_s * steps.decode_context_tokens,
-                self.prefill_context_s * steps.prefill_context_tokens,
-            ]
-        )
+        padded, loads = loads_of(steps, self.graphs)
+        scalars = np.array([getattr(self, name) for name in SCALARS])
+        return np.column_stack([loads * scalars, self._tokens.along(padded)])
 
-    def decode_tables(self, most_seqs: int) -> tuple[Floats, Floats]:
-        """Return the seconds of 0 to most_seqs decoding sequences, alone and beside a prompt.
+    def tables(self, most_seqs: int) -> tuple[Floats, Floats]:
+        """Return the seconds of decodes alone, and of tokens that a graph with a prompt serves.
 
-        Alone they are padded to a captured size; both without base and contexts.
+        Of 0 to most_seqs decoding sequences with all but base and contexts; of 0 tokens to the
+        largest captured size by the tokens' curve alone, which is of 0 tokens where no graph
+        serves prompts.
 
-        Shapes: both [most_seqs + 1].
+        Shapes: [most_seqs + 1] and [largest + 1].
         """
         seqs = np.arange(most_seqs + 1, dtype=np.float64)
-        alone_s = self._decode.along(padded_column(seqs, self.captured_sizes))
-        return np.where(seqs > 0, alone_s, 0.0), self._decode.along(seqs)
+        padded, is_eager = _run_as(seqs, seqs < 0, self.graphs)
+        alone_s = self._tokens.along(padded) + self.seq_s * seqs + self.eager_s * is_eager
+        largest = max(self.graphs.sizes, default=0) if self.graphs.has_mixed else 0
+        tokens = np.arange(largest + 1, dtype=np.float64)
+        return alone_s, self._tokens.along(_run_as(tokens, tokens > 0, self.graphs)[0])
 
-    def prefill_curve(self) -> Floats:
-        """Return the curve of prefilled tokens: its knots, the seconds there, the slopes.
+    def token_curve(self) -> Floats:
+        """Return the curve of tokens: its knots, the seconds there, the slopes.
 
         Shapes: [3, knots].
         """
-        curve = self._prefill
+        curve = self._tokens
         return np.array([curve.knots, curve.heights_s, curve.slopes_s], dtype=np.float64)
 
     def scaled(self, ratio: float) -> StepModel:
         """Return the model of which every batch takes ratio times as long."""
-        slopes_s = (self.decode_slopes_s, self.prefill_slopes_s)
-        decode_s, prefill_s = (tuple(s * ratio for s in axis) for axis in slopes_s)
-        scalars = {name: getattr(self, name) * ratio for name in SCALARS}
-        return replace(self, decode_slopes_s=decode_s, prefill_slopes_s=prefill_s, **scalars)
+        scalars: dict[str, Any] = {name: getattr(self, name) * ratio for name in SCALARS}
+        slopes_s = tuple(s * ratio for s in self.token_slopes_s)
+        return replace(self, token_slopes_s=slopes_s, **scalars)
 
     def served(self, added_s: float, prefill_ratio: float) -> StepModel:
-        """Return the model whose every batch takes added_s longer, and prefill ratio times.
+        """Return the model whose every batch takes added_s longer, with a prompt ratio times.
 
         A step cannot take less than nothing: what is taken away is at most the whole base.
         """
-        return replace(
-            self,
-            base_s=max(0.0, self.base_s + added_s),
-            prefill_slopes_s=tuple(s * prefill_ratio for s in self.prefill_slopes_s),
-            prefill_base_s=self.prefill_base_s * prefill_ratio,
-            prefill_context_s=self.prefill_context_s * prefill_ratio,
-        )
+        rows = ((row[0], *(f * prefill_ratio for f in row[1:])) for row in self.factors.rows)
+        base_s = max(0.0, self.base_s + added_s)
+        return replace(self, base_s=base_s, factors=Factors(tuple(rows)))
+
+
+TERMS = (*SCALARS, "token_slopes_s")
+"""The coefficients that are uncertain each by itself, in the order of `parts_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +298,40 @@ class FitError:
     distorted_ratio: float
 
 
-def padded_column(tokens: Floats, sizes: tuple[int, ...]) -> Floats:
-    """Return padded_tokens of each."""
-    if not sizes:
-        return tokens
-    at = np.searchsorted(sizes, tokens, "left")
-    captured = np.asarray(sizes, dtype=np.float64)[np.minimum(at, len(sizes) - 1)]
-    return np.where(at < len(sizes), captured, tokens)
+def _run_as(
+    tokens: Floats, has_prompt: NDArray[np.bool_], graphs: Graphs
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the tokens that batches compute once padded, and which are launched eagerly.
+
+    As `Graphs.padded` has it. Shapes: those of tokens.
+    """
+    if not graphs.sizes:
+        return tokens, np.zeros(tokens.shape, dtype=np.bool_)
+    at = np.searchsorted(graphs.sizes, tokens, "left")
+    sizes = np.asarray(graphs.sizes, dtype=np.float64)[np.minimum(at, len(graphs.sizes) - 1)]
+    is_eager = (at == len(graphs.sizes)) | (has_prompt & (not graphs.has_mixed))
+    return np.where(is_eager | (tokens == 0), tokens, sizes), is_eager
+
+
+def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
+    """Return the tokens that each row computes once padded, and what SCALARS are times.
+
+    Shapes: [rows] and [rows, SCALARS].
+    """
+    seqs, prefill = steps.decode_seqs, steps.prefill_tokens
+    has_prompt, context = prefill > 0, steps.decode_context_tokens
+    padded, is_eager = _run_as(seqs + prefill, has_prompt, graphs)
+    loads = (
+        np.ones(len(steps)),
+        seqs,
+        is_eager,
+        has_prompt,
+        context,
+        context * has_prompt,
+        steps.decode_spread_tokens,
+        steps.prefill_context_tokens,
+    )
+    return padded, np.column_stack(loads).astype(np.float64)
 
 
 def _ascends(numbers: tuple[int, ...]) -> bool:

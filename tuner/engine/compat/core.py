@@ -23,7 +23,7 @@ from tuner.engine.compat.serve import (
 )
 from tuner.engine.compat.shape import captured_sizes, read_shape
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step
+from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
 from tuner.engine.shape import EngineShape
 from tuner.errors import EngineError
 
@@ -281,6 +281,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
     if not scheduled:
         return None
     decodes = prefill = prefill_seqs = decode_context = prefill_context = cached = 0
+    squares = 0
     for new in scheduler_output.scheduled_new_reqs:
         tokens, before = scheduled[new.req_id], new.num_computed_tokens
         prefill += tokens
@@ -295,6 +296,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
         if answered > 0 and tokens <= 1 + len(drafts.get(req_id, ())):
             decodes += 1
             decode_context += before + tokens
+            squares += (before + tokens) ** 2
         else:
             prefill += tokens
             prefill_seqs += 1
@@ -307,6 +309,7 @@ def read_batch(scheduler_output: Any) -> Batch | None:
         prefill_context_tokens=prefill_context,
         preempted=len(scheduler_output.preempted_req_ids or ()),
         cached_tokens=cached,
+        decode_spread_tokens=spread_tokens(decodes, decode_context, squares),
     )
 
 

@@ -61,6 +61,7 @@ def _shape(vllm_config: Any, block_size: int, device: str, version: str) -> Engi
         asynchronous=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         captured_sizes=captured_sizes(vllm_config),
         scheduler=_plain_options(vllm_config.scheduler_config),
+        captures_mixed=_captures_mixed(vllm_config),
     )
 
 
@@ -123,6 +124,16 @@ def captured_sizes(vllm_config: Any) -> tuple[int, ...]:
     sizes = getattr(compilation, "cudagraph_capture_sizes", None) or ()
     mode = str(getattr(compilation, "cudagraph_mode", "NONE"))
     return () if mode.endswith("NONE") else tuple(sorted(int(size) for size in sizes))
+
+
+def _captures_mixed(vllm_config: Any) -> bool:
+    """Whether batches with a prompt run as graphs too.
+
+    Source: vllm/config/compilation.py, CUDAGraphMode.mixed_mode.
+    """
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    mixed = getattr(mode, "mixed_mode", None)
+    return mixed is None or str(mixed().name) != "NONE"
 
 
 def _plain_options(scheduler_config: Any) -> dict[str, bool | int | float | str | None]:
