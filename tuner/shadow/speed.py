@@ -69,7 +69,7 @@ class Uncertainty:
     """
 
     directions: bytes = b""
-    width: int = len(TERMS) + 1
+    width: int = len(TERMS) + Factors().table.size
     start: float = START
 
     def __post_init__(self) -> None:
