@@ -28,9 +28,9 @@ MIN_STEPS = 200
 # Steps that a fit looks at, drawn at random: ours; ten percent of noise on 20,000 steps is
 # 0.07 % of their mean. The scale and the errors are taken from all steps.
 MAX_STEPS = 20_000
-# Steps under a segment between two knots, and under the last one, which extrapolates: this
-# many or this share of the steps on its axis, whichever is more (ours).
-SEGMENT_STEPS, LAST_STEPS, LAST_RATIO = 50, 100, 0.05
+# Steps under a segment between two knots, and under the last one, which extrapolates: ours. No
+# share of all, since nearly all steps of a replay only decode, and prompts take the time.
+SEGMENT_STEPS, LAST_STEPS = 50, 100
 # A knot is kept if it lowers the squared relative error of left-out steps by this share and by
 # this many standard errors over the folds. At ten percent of noise the share is a misfit of
 # 0.45 % (ours). One standard error, since folds are of different kinds of batches: a bend that
@@ -290,7 +290,7 @@ def _supported(x: Floats) -> Knots:
     The last segment, which extends, is also at least half of what was seen.
     """
     x = np.sort(x[x > 0])
-    least, knots, above = max(LAST_STEPS, LAST_RATIO * x.size), list[int](), x.size
+    least, knots, above = LAST_STEPS, list[int](), x.size
     for exponent in reversed(range(int(x[-1] if x.size else 0).bit_length())):
         below = int(np.searchsorted(x, 2**exponent, "right"))
         spans = len(knots) > 0 or 2 ** (exponent + 1) <= x[-1]
