@@ -32,7 +32,7 @@ from tuner.run.predict import DRAWS
 from tuner.run.race import is_settled
 from tuner.search.objective import Objective, make_scoring
 from tuner.search.posterior import Draws
-from tuner.search.race import MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
+from tuner.search.race import CONFIDENCE, MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 
@@ -54,7 +54,7 @@ def race(host: EngineProcess, requests: int) -> dict[str, Any]:
             runs.append(RaceRun(name, number, goal.score(measured)))
         draws = Draws.of_replays([TWIN, LIMITS], runs, DRAWS)
         is_enough = number >= MIN_ROUNDS_LIVE
-        if is_enough and is_settled(draws.regret(LIMITS), number, round_s):
+        if is_enough and is_settled(draws, [TWIN, LIMITS], LIMITS, CONFIDENCE, round_s):
             break
     return {
         "separated": draws.decide(LIMITS).verdict is RaceVerdict.CHANGE,

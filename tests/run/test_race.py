@@ -25,10 +25,11 @@ from tuner.replay.plan import CutRule
 from tuner.run.context import Workload
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import Deployed, at_own_speed, predict
-from tuner.run.race import Cold, PredictedEvidence, confirm_cold, is_futile, race
+from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
+from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Score, Scoring, Tier
-from tuner.search.posterior import Draws, drawn_of
+from tuner.search.posterior import Draws, Learnable, drawn_of
 from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
@@ -305,16 +306,6 @@ def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> N
     assert found.rounds < MAX_ROUNDS
 
 
-def test_a_race_that_makes_nothing_more_certain_ends_and_one_that_does_goes_on() -> None:
-    assert not is_futile([])
-    assert not is_futile([0.05, 0.06])
-    assert is_futile([0.05, 0.06, 0.05])
-    assert not is_futile([0.05, 0.06, 0.04])
-    # A surprise begins anew: what was certain before it was not.
-    assert not is_futile([0.05, 0.04, 0.09, 0.03])
-    assert is_futile([0.05, 0.04, 0.03, 0.09, 0.08])
-
-
 def test_one_that_fails_in_its_replay_is_never_recommended(tmp_path: Path) -> None:
     source = FragileSource(CROWDED, fails_above=16)
     with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
@@ -351,28 +342,39 @@ class LongPlan(RacePlan):
         return 10.0
 
 
+@dataclass(slots=True)
 class OpenEvidence(LiveEvidence):
-    """Two that are surely better than the current one, and of which no round tells which."""
+    """Two that are surely better than the current one, and of which a round may tell which.
+
+    Or none does, where replays tell nothing of what is open.
+    """
+
+    tells: bool = False
 
     def draws(self, count: int) -> Draws:
         """Return draws that stay as they are."""
         rng, point = np.random.default_rng(0), (1.0, 1.0, 3.0)
         scores = [Score(Tier.GOOD, value, "e2e_p95") for value in point]
-        times = np.exp(rng.normal(0.0, 0.1, (count, len(point), 1)))
-        return Draws.of(self.settings(), scores, drawn_of(scores) * times)
+        off = rng.normal(0.0, 0.1, (count, len(point)))
+        effects = Effects(np.zeros(3), 0.1 * np.eye(3), 0.02, math.inf)
+        told = Learnable(effects, off) if self.tells else None
+        here = drawn_of(scores) * np.exp(off)[:, :, None]
+        return Draws.of(self.settings(), scores, here, learnable=told)
 
 
-@pytest.mark.parametrize(("total_s", "rounds"), [(50.0, 1), (1e4, 3)])
-def test_a_race_that_has_an_answer_ends_while_the_cold_engines_still_fit(
-    tmp_path: Path, total_s: float, rounds: int
+@pytest.mark.parametrize(
+    ("total_s", "tells", "rounds"), [(50.0, True, 1), (1e4, True, MAX_ROUNDS), (1e4, False, 1)]
+)
+def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_fit(
+    tmp_path: Path, total_s: float, tells: bool, rounds: int
 ) -> None:
-    """A round takes 30 s, the cold engines 21; else two rounds more show that it is vain."""
+    """A round takes 30 s, the cold engines 21."""
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.ensure_started()
         run.context.stopwatch.total_s = total_s
         near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
         plan = LongPlan(run.context, (BETTER, near, CURRENT), run.workload)
-        found = race(run.runner, plan, OpenEvidence(plan, min_rounds=1))
+        found = race(run.runner, plan, OpenEvidence(plan, min_rounds=1, tells=tells))
     assert (found.verdict, found.rounds) == (RaceVerdict.CHANGE, rounds)
     assert run.context.caveats == set()
 

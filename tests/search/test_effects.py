@@ -72,3 +72,19 @@ def test_no_replay_outweighs_what_all_others_say() -> None:
     steady = planted([0.0, 0.1], 6, 0.0, 0.01, seed=3)
     found = Effects.of(2, [*steady, (6, 0, 0.0), (6, 1, 0.1)], WIDE)
     assert found.mean[1] - found.mean[0] == pytest.approx(0.1, abs=0.02)
+
+
+def test_what_a_round_would_tell_is_what_it_tells() -> None:
+    """The covariance that is left is that of the same replays with one round more."""
+    spreads, rng = Spreads(effect=0.1, mood=0.15, noise=0.05), np.random.default_rng(0)
+    replays = [(n, at, float(rng.normal(0, 0.1))) for n in (1, 2) for at in (0, 1, 2)]
+    before = Effects.of(3, replays, spreads)
+    moves, shares = before.by_a_round([0, 2])
+    # The mean of what is already thought changes no size of the noise by much.
+    more = [(3, at, float(before.mean[at])) for at in (0, 2)]
+    after = Effects.of(3, [*replays, *more], spreads)
+    left = before.root @ before.root.T - moves @ moves.T
+    assert left == pytest.approx(after.root @ after.root.T, rel=0.2, abs=1e-5)
+    assert shares == pytest.approx(
+        np.sqrt(np.diag(left) / np.diag(before.root @ before.root.T))
+    )

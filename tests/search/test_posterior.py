@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
+from tuner.search.effects import Effects
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import COST, TIE_LOSS, Draws, drawn_of
+from tuner.search.posterior import COST, TIE_LOSS, Draws, Learnable, drawn_of
 from tuner.search.race import RaceVerdict
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
@@ -204,3 +205,20 @@ def test_over_many_errors_a_change_is_wrong_as_rarely_as_it_says() -> None:
         decided = draws(score(float(seen[0])), score(float(seen[1])), seed=seed)
         wrong += decided.decide(CURRENT, sure).verdict is RaceVerdict.CHANGE
     assert 0.04 < wrong / 300 < 0.16
+
+
+@pytest.mark.parametrize(
+    ("open_sd", "noise", "share"), [(0.1, 1e-6, 1.0), (0.1, 0.1, 0.7), (0.001, 1e-6, 0.0)]
+)
+def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
+    open_sd: float, noise: float, share: float
+) -> None:
+    """All of it where they tell everything, none where what is open is open for ever."""
+    rng, point = np.random.default_rng(1), [score(9.0), score(1.0), score(1.0)]
+    off = rng.normal(0.0, open_sd, (DRAWS, 3))
+    rest = rng.normal(0.0, math.sqrt(max(0.01 - open_sd**2, 0.0)), (DRAWS, 3))
+    here = drawn_of(point) * np.exp(off + rest)[:, :, None]
+    told = Learnable(Effects(np.zeros(3), open_sd * np.eye(3), noise, math.inf), off)
+    found = Draws.of((CURRENT, OTHER, THIRD), point, here, learnable=told)
+    saved = found.saved_by_a_round((OTHER, THIRD), CURRENT)
+    assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)

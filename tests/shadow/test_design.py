@@ -41,10 +41,10 @@ def visited(seqs: int, prefill: int, steps: int = 20) -> Visited:
     return Visited.of(LINEAR, batches(seqs, prefill, steps))
 
 
-def open_in_terms(*sds: float) -> Uncertainty:
-    """Return an uncertainty in which each term is off by itself, and factors by nothing."""
-    table = np.zeros((len(TERMS), len(TERMS) + 1))
-    np.fill_diagonal(table, sds)
+def open_in_terms(*names: str) -> Uncertainty:
+    """Return an uncertainty in which terms are off, each by itself, and factors by nothing."""
+    table = np.zeros((len(TERMS), len(TERMS) + LINEAR.factors.table.size))
+    np.fill_diagonal(table, [0.1 * (name in names) for name in TERMS])
     return Uncertainty.of(table)
 
 
@@ -111,22 +111,22 @@ def test_the_block_that_shows_what_is_open_is_chosen_first() -> None:
     """Decodes are known and prompts are not: two settings that differ by prompts differ."""
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 0), visited(1, 0), visited(0, 400)]
-    prompts_open = open_in_terms(0, 0, 0, 0.1, 0, 0)
+    prompts_open = open_in_terms("prefill_base_s")
     assert choose(prompts_open, CALM, aims, blocks, 0.1) == [2]
-    decodes_open = open_in_terms(0, 0.1, 0, 0, 0, 0)
+    decodes_open = open_in_terms("seq_s")
     assert choose(decodes_open, CALM, aims, blocks, 0.1) == [0]
 
 
 def test_of_two_that_tell_the_same_the_shorter_is_chosen() -> None:
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 400, steps=200), visited(8, 400, steps=30)]
-    assert choose(open_in_terms(0, 0, 0, 0.1, 0, 0), CALM, aims, blocks, 0.1) == [1]
+    assert choose(open_in_terms("prefill_base_s"), CALM, aims, blocks, 0.1) == [1]
 
 
 def test_more_time_chooses_more_each_once_and_never_nothing() -> None:
     aims = wanted([visited(8, 0), visited(8, 400)])
     blocks = [visited(8, 400, steps) for steps in (20, 30, 40, 50)]
-    table = open_in_terms(0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    table = open_in_terms(*TERMS)
     found = [choose(table, CALM, aims, blocks, time_s) for time_s in (0.0, 0.3, 60.0)]
     assert len(found[0]) == 1
     assert len(found[0]) <= len(found[1]) <= len(found[2])
@@ -135,7 +135,7 @@ def test_more_time_chooses_more_each_once_and_never_nothing() -> None:
 
 def test_how_two_settings_differ_is_known_better_than_each() -> None:
     """What all have in common cancels."""
-    every = open_in_terms(0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+    every = open_in_terms(*TERMS)
     found = spreads(every, np.array([visited(8, 400).mean - visited(8, 400).mean]))
     assert found.tolist() == [0.0]
     assert float(spreads(every, np.array([visited(8, 400).mean]))[0]) > 0.02

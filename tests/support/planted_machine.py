@@ -43,11 +43,15 @@ class Machine:
     arithmetic, and the two pass into each other smoothly. A batch is padded to the size of its
     graph; without one it is launched eagerly, which takes `eager_s` longer. Decodes attend to
     `context_s` a token, and wait for the longest of them `uneven_s` for each token by which it
-    is longer than their mean, as was measured of attention on GPUs whatever their number.
-    Prompts take `pair_s` for each pair of tokens, and the host `host_s` a step. None of it is
-    fitted to a device: ours, of the order of an H100 with a model of 8 or 70 billion weights,
-    and of a server's CPU with a small one.
+    is longer than their mean; beside a prompt that takes `beside_times` as long. Prompts take
+    `pair_s` for each pair of tokens, and the host `host_s` a step. None of it is fitted to a
+    device: ours, of the order of an H100 with a model of 8 or 70 billion weights, and of a
+    server's CPU with a small one. On an RTX PRO 6000 the wait was 5 to 7 times `context_s`
+    whatever the number of decodes, beside a prompt all took 1.6 times as long, and eager
+    launches cost 0.3 to 0.7 ms.
 
+    Source: LLMServingSim, profiler/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1, skew.csv,
+        attention.csv and step.csv.
     Units: seconds; `blocks_per_token` how many KV blocks a token of the budget costs at start.
     """
 
@@ -59,6 +63,7 @@ class Machine:
     uneven_s: float
     pair_s: float
     eager_s: float
+    beside_times: float
     graphs: Graphs | None
     start_s: float
     blocks_per_token: float = 1 / 64
@@ -73,11 +78,12 @@ class Machine:
         # The p-norm of both bounds, less the one of them that is fixed.
         bound = self.token_s * tokens / self.memory_s
         over = self.memory_s * ((1.0 + bound**self.sharpness) ** (1 / self.sharpness) - 1.0)
-        grows_s = over + self.context_s * batch.decode_context_tokens
-        grows_s += self.pair_s * batch.prefill_context_tokens
+        grows_s = over + self.pair_s * batch.prefill_context_tokens
         if batch.decode_seqs:
             mean = batch.decode_context_tokens / batch.decode_seqs
-            grows_s += self.uneven_s * (longest - mean)
+            decodes_s = self.context_s * batch.decode_context_tokens
+            decodes_s += self.uneven_s * (longest - mean)
+            grows_s += decodes_s * (self.beside_times if batch.prefill_tokens else 1.0)
         return fixed_s, grows_s
 
 
@@ -90,9 +96,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.0065,
             token_s=0.0065 / 150,
             context_s=4e-8,
-            uneven_s=8e-7,
+            uneven_s=2.8e-7,
             pair_s=6e-10,
-            eager_s=0.0035,
+            eager_s=0.001,
+            beside_times=1.8,
             graphs=None,
             start_s=45.0,
         ),
@@ -102,9 +109,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.022,
             token_s=0.022 / 170,
             context_s=1e-7,
-            uneven_s=2e-6,
+            uneven_s=7e-7,
             pair_s=2e-9,
-            eager_s=0.006,
+            eager_s=0.002,
+            beside_times=1.8,
             graphs=Graphs((1, 2, 4, *range(8, 65, 8)), has_mixed=False),
             start_s=80.0,
         ),
@@ -114,9 +122,10 @@ MACHINES: Final[Mapping[str, Machine]] = {
             memory_s=0.012,
             token_s=0.012 / 20,
             context_s=4e-7,
-            uneven_s=5e-6,
+            uneven_s=2e-6,
             pair_s=1e-8,
             eager_s=0.0,
+            beside_times=1.0,
             graphs=NO_GRAPHS,
             start_s=20.0,
         ),

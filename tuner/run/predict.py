@@ -29,7 +29,7 @@ from tuner.run.trial_runner import judged
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import CONTENDS, Draws, drawn_of
+from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
 from tuner.search.race import CONFIDENCE, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
@@ -460,7 +460,8 @@ class _Drawing:
         if unexplained is None:
             unexplained = Effects.of(len(settings), (), UNEXPLAINED)
         count, means = self.count(draws), np.exp(unexplained.mean)
-        times = np.exp([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
+        off = np.array([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
+        times, learnable = np.exp(off), Learnable(unexplained, off)
         point = [
             _score(self._workload, self.predictions.outcomes[limits]).times(t)
             for limits, t in zip(settings, means.tolist(), strict=True)
@@ -468,11 +469,12 @@ class _Drawing:
         if self._predictor.doubt:
             own = [self._own_errors(limits, count) for limits in settings]
             slower = np.transpose(own) * times / means
-            return Draws.of(settings, point, drawn_of(point) * slower[:, :, None])
+            drawn = drawn_of(point) * slower[:, :, None]
+            return Draws.of(settings, point, drawn, learnable=learnable)
         here = self._replayed_here(settings, count) * times[:, :, None]
         stretches = sum(r.stretches for r in self._resamplers if r is not None)
         if is_here or not stretches:
-            return Draws.of(settings, point, here)
+            return Draws.of(settings, point, here, learnable=learnable)
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             places = [settings.index(limits) for limits in some]
@@ -480,7 +482,7 @@ class _Drawing:
             drawn *= times[:, places, None]
             return drawn
 
-        return Draws.of(settings, point, here, elsewhere, stretches)
+        return Draws.of(settings, point, here, elsewhere, stretches, learnable)
 
     def _replayed_here(self, settings: Sequence[EngineLimits], count: int) -> Floats:
         """Return what replays of the recorded traffic bring, each model's in several draws.

@@ -61,8 +61,6 @@ MIN_ROUNDS_PREDICTED = 1
 WORTH_PER_S = 4e-5
 # How many times what the cold engines should take is kept for them: ours, a start differs.
 COLD_MARGIN = 1.1
-# Rounds without which nothing would be less certain end a race: ours.
-VAIN_ROUNDS = 2
 # By how much the gain on engines started cold usually differs from that on one engine, in
 # logarithms: ours, for KV-cache blocks and captured graphs follow the start-up values.
 COLD_EFFECT = 0.02
@@ -210,7 +208,6 @@ def race(
     """
     context, current = runner.context, runner.context.space.current
     reserved_s, rounds = reserve_s(runner, plan), 0
-    regrets: list[float] = []
     usual_s = 0.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
@@ -221,9 +218,7 @@ def race(
                 next_s = max(round_s, usual_s)
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
-                regrets.append(draws.regret(current, confidence))
-                settled = _is_settled(evidence, current, confidence, rounds, round_s)
-                if settled or is_futile(regrets):
+                if _is_settled(evidence, inside, current, confidence, round_s):
                     break
             before_s = context.left_s
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
@@ -241,11 +236,15 @@ def race(
 
 
 def _is_settled(
-    evidence: Evidence, current: EngineLimits, confidence: float, rounds: int, round_s: float
+    evidence: Evidence,
+    inside: Sequence[EngineLimits],
+    current: EngineLimits,
+    confidence: float,
+    round_s: float,
 ) -> bool:
     """Whether it is settled by a few draws, and by many, about which a few may be wrong."""
     return all(
-        is_settled(evidence.draws(count).regret(current, confidence), rounds, round_s)
+        is_settled(evidence.draws(count), inside, current, confidence, round_s)
         for count in (FEW_DRAWS, DRAWS)
     )
 
@@ -265,25 +264,21 @@ def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s:
     return cold_s <= context.left_s < cold_s + round_s
 
 
-def is_settled(regret: float, rounds: int, round_s: float) -> bool:
+def is_settled(
+    draws: Draws,
+    inside: Sequence[EngineLimits],
+    current: EngineLimits,
+    confidence: float,
+    round_s: float,
+) -> bool:
     """Whether so little is lost, or another round would save so little for its time.
-
-    What is uncertain shrinks as the root of the rounds grows, and what it costs with it.
 
     Source: the knowledge-gradient rule, Frazier, Powell & Dayanik, A knowledge-gradient policy
         for sequential information collection, SIAM J. Control Optim. 47 (2008).
     """
-    saved = regret * (1 - math.sqrt(rounds / (rounds + 1)))
-    return regret <= TIE_LOSS or saved < WORTH_PER_S * round_s
-
-
-def is_futile(regrets: Sequence[float]) -> bool:
-    """Whether the last rounds have made nothing more certain than it was before them.
-
-    `regrets` are what would be lost after each round: replays no longer tell what is open.
-    """
-    before, last = regrets[:-VAIN_ROUNDS], regrets[-VAIN_ROUNDS:]
-    return bool(before) and min(last) >= min(before)
+    if draws.regret(current, confidence) <= TIE_LOSS:
+        return True
+    return draws.saved_by_a_round(inside, current, confidence) < WORTH_PER_S * round_s
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:

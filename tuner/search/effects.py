@@ -42,6 +42,8 @@ class Spreads:
 class Effects:
     """The effects of settings, as a normal distribution with a scale of Student's t.
 
+    `noise` is how far replays of one setting differ, `mood` how far rounds do.
+
     Shapes: mean is [settings], root [settings, settings], a square root of the covariance.
     """
 
@@ -49,6 +51,7 @@ class Effects:
     root: Floats
     noise: float
     freedom: float
+    mood: float = 0.0
 
     @classmethod
     def of(
@@ -88,6 +91,7 @@ class Effects:
             np.asarray(np.linalg.cholesky(mine + 1e-15 * np.eye(settings)), np.float64),
             float(np.sqrt(noise2)),
             freedom,
+            spreads.mood,
         )
 
     def draw(self, rng: np.random.Generator) -> Floats:
@@ -95,3 +99,21 @@ class Effects:
         wider = np.sqrt(self.freedom / rng.chisquare(self.freedom))
         found: Floats = self.mean + wider * (self.root @ rng.standard_normal(self.mean.size))
         return found
+
+    def by_a_round(self, replayed: Sequence[int]) -> tuple[Floats, Floats]:
+        """Return what one more round of some settings would tell.
+
+        A root of the covariance of how far it would move the means, and to which share it would
+        bring each setting's standard deviation.
+
+        Shapes: [settings, replayed], [settings].
+        """
+        covariance = self.root @ self.root.T
+        seen = covariance[:, list(replayed)]
+        errors = self.noise**2 * np.eye(len(replayed)) + self.mood**2
+        told = np.linalg.cholesky(seen[list(replayed)] + errors)
+        moves: Floats = np.linalg.solve(told, seen.T).T
+        before = np.diag(covariance)
+        left = np.maximum(before - (moves**2).sum(axis=1), 0.0)
+        shares: Floats = np.sqrt(left / np.maximum(before, 1e-30))
+        return moves, shares

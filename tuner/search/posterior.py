@@ -57,6 +57,8 @@ _LEAST_USED = 1e-9
 COST, SLO, LOAD = range(3)
 Others = Callable[[Sequence[EngineLimits]], Floats]
 """Takes settings and returns what is drawn of them on other traffic, [draws, settings, 3]."""
+# How often it is drawn what a round might show: ours.
+LOOKS = 24
 # What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
 MAX_LOSS = 10.0
 
@@ -69,6 +71,17 @@ def drawn_of(scores: Sequence[Score]) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
+class Learnable:
+    """What of draws replays would tell: the effects of settings, and those that were drawn.
+
+    Shapes: off is [draws, settings], in logarithms.
+    """
+
+    effects: Effects
+    off: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """What was drawn of each setting: the objective's value, and what its bounds leave.
 
@@ -77,7 +90,8 @@ class Draws:
 
     `here` is on the traffic that was recorded. What other traffic of the kind makes of a
     setting `elsewhere` returns, and finds out when it is asked: most are never recommended.
-    `basis` says what the draws are of.
+    `basis` says what the draws are of, and `learnable` what of them replays would tell, None
+    where none are thought of.
 
     Shapes: here is [draws, settings, 3]; point, what was predicted of the traffic as recorded,
         [settings].
@@ -90,6 +104,7 @@ class Draws:
     elsewhere: Others
     basis: str
     has_slos: bool
+    learnable: Learnable | None = None
 
     @classmethod
     def of(
@@ -99,6 +114,7 @@ class Draws:
         here: Floats,
         others: Others | None = None,
         stretches: int | None = None,
+        learnable: Learnable | None = None,
     ) -> Self:
         """Return draws around what was predicted of the traffic as it was recorded.
 
@@ -128,6 +144,7 @@ class Draws:
             elsewhere,
             MODEL_ALONE if others is None else OTHER_TRAFFIC,
             any(score.slo_used is not None for score in point),
+            learnable,
         )
 
     @classmethod
@@ -144,11 +161,11 @@ class Draws:
         is_own = all(math.isfinite(run.score.value_in(Tier.GOOD)) for run in good)
         metric = good[0].score.own_metric if good and is_own else RATE
         drawn = partial(_drawn_live, settings, good, draws)
-        values = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
+        values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
         values[:, [limits in failed for limits in settings]] = math.inf
         bounds = (
-            drawn(LEVEL_SPREADS, lambda score: score.slo_used),
-            drawn(LEVEL_SPREADS, lambda score: score.load_used),
+            drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
+            drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
         )
         has_slos = any(run.score.slo_used is not None for run in good)
         here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
@@ -156,7 +173,8 @@ class Draws:
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             return here[:, [settings.index(limits) for limits in some]]
 
-        return cls(tuple(settings), metric, point, here, elsewhere, LIVE_ALONE, has_slos)
+        basis = (LIVE_ALONE, has_slos, learnable)
+        return cls(tuple(settings), metric, point, here, elsewhere, *basis)
 
     @classmethod
     def pooled(cls, parts: Sequence[Self]) -> Self:
@@ -167,14 +185,13 @@ class Draws:
             return np.concatenate([p.elsewhere(some) for p in parts])
 
         here = np.concatenate([p.here for p in parts])
-        return replace(parts[0], point=point, here=here, elsewhere=elsewhere)
+        return replace(parts[0], point=point, here=here, elsewhere=elsewhere, learnable=None)
 
     def among(self, settings: Sequence[EngineLimits]) -> Self:
         """Return the draws of these settings alone."""
         at = [self.settings.index(limits) for limits in settings]
-        return replace(
-            self, settings=tuple(settings), point=self.point[at], here=self.here[:, at]
-        )
+        here, point = self.here[:, at], self.point[at]
+        return replace(self, settings=tuple(settings), point=point, here=here, learnable=None)
 
     @property
     def values(self) -> Floats:
@@ -295,6 +312,42 @@ class Draws:
         loss = _losses(self.here[:, :, column], field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
+    def saved_by_a_round(
+        self,
+        replayed: Sequence[EngineLimits],
+        current: EngineLimits,
+        confidence: float = CONFIDENCE,
+    ) -> float:
+        """Return what another round of live replays is expected to save, as a share.
+
+        By what would be recommended after each of the outcomes that it may have. What replays
+        do not tell, as how a model of speed is off, stays as open as it is.
+
+        Source: expected value of sample information, Raiffa & Schlaifer, Applied Statistical
+            Decision Theory, chapter 5.
+        """
+        if self.learnable is None:
+            return 0.0
+        off, effects = self.learnable.off, self.learnable.effects
+        root, shares = effects.by_a_round([self.settings.index(s) for s in replayed])
+        # Around each outcome less is open than now.
+        nearer = (shares - 1.0) * (off - effects.mean)
+        rng = np.random.default_rng(0)
+        half = rng.standard_normal((LOOKS // 2, root.shape[1]))
+        moves = np.concatenate([half, -half]) @ root.T
+        after = [self._moved(nearer + move).regret(current, confidence) for move in moves]
+        return max(0.0, self.regret(current, confidence) - float(np.mean(after)))
+
+    def _moved(self, logs: Floats) -> Self:
+        """Return the draws with all latencies moved. Shapes: logs is [draws, settings]."""
+        times = np.ones((*logs.shape, 3))
+        times[:, :, [COST, SLO]] = np.exp(logs)[:, :, None]
+
+        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
+            return self.elsewhere(some) * times[:, [self.settings.index(x) for x in some]]
+
+        return replace(self, here=self.here * times, elsewhere=elsewhere)
+
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
     ) -> tuple[Bools, int, str]:
@@ -381,8 +434,10 @@ def _drawn_live(
     draws: int,
     spreads: Spreads,
     of: Callable[[Score], float | None],
-) -> Floats:
-    """Return draws of a value of each setting by its replays, zeros where none has one.
+) -> tuple[Floats, Learnable | None]:
+    """Return draws of a value of each setting by its replays, and what more of them would tell.
+
+    Zeros and nothing where none has one.
 
     Shapes: [draws, settings].
     """
@@ -392,12 +447,12 @@ def _drawn_live(
         if (value := of(run.score)) is not None and value < math.inf
     ]
     if not replays:
-        return np.zeros((draws, len(settings)))
+        return np.zeros((draws, len(settings))), None
     middle = float(np.median([value for _, _, value in replays]))
     around = [(number, setting, value - middle) for number, setting, value in replays]
     found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
-    drawn: Floats = np.exp(middle + np.array([found.draw(rng) for _ in range(draws)]))
-    return drawn
+    off = np.array([found.draw(rng) for _ in range(draws)])
+    return np.exp(middle + off), Learnable(found, off)
 
 
 def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:

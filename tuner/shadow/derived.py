@@ -31,7 +31,7 @@ from tuner.errors import UsageError
 from tuner.shadow.fit import fit
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Uncertainty
-from tuner.shadow.step_model import TERMS
+from tuner.shadow.step_model import TERMS, Factors
 
 LIBRARY: Final = "aiconfigurator-core"
 ORIGIN: Final = "derived from published tables of NVIDIA AIConfigurator"
@@ -193,11 +193,17 @@ def _shape(wanted: Wanted, config: Mapping[str, Any], limits: EngineLimits) -> E
 
 
 def _directions() -> Floats:
-    """Return in which directions the tables may be off. Shapes: [3, len(TERMS) + 1]."""
-    rows = np.zeros((3, len(TERMS) + 1))
+    """Return in which directions the tables may be off: all, prompts, and long contexts.
+
+    Tokens of prompts and of decodes are of one curve, so that batches with a prompt are off by
+    the factor that they have.
+
+    Shapes: [3, TERMS + factors without and with a prompt].
+    """
+    rows = np.zeros((3, len(TERMS) + Factors().table.size))
     rows[0, : len(TERMS)] = LEVEL
+    rows[1, -1] = PREFILL
     for at, term in enumerate(TERMS):
-        rows[1, at] = PREFILL * term.startswith("prefill")
         rows[2, at] = CONTEXT * term.endswith("context_s")
     return rows
 

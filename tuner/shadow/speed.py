@@ -34,8 +34,8 @@ SEGMENT_S, MAX_SEGMENTS = 2.0, 128
 # Replays within so many seconds of each other share a slower mood: ours.
 SPAN_S = 30.0
 # How far a fitted coefficient may be off, in logarithms: ours. What is off by more shows in the
-# factors.
-PRIOR_TERM = 0.1
+# factors. Base and tokens are in every batch; what the others add few batches tell apart.
+PRIOR_TERM, PRIOR_OTHER = 0.1, 0.5
 # How much a start of the engine moves its speed: ours, in logarithms.
 START = 0.01
 # Directions of uncertainty beyond so many, and digits of a factor: ours, so that a profile's
@@ -70,7 +70,7 @@ class Uncertainty:
     """
 
     directions: bytes = b""
-    width: int = len(TERMS) + 1
+    width: int = len(TERMS) + Factors().table.size
     start: float = START
 
     def __post_init__(self) -> None:
@@ -447,7 +447,9 @@ def _prior(shape: tuple[int, int], sd: float, length: float) -> Floats:
     alike *= (columns[:, None] == 0) == (columns == 0)
     size = len(TERMS) + len(rows)
     prior = np.zeros((size, size))
-    prior[: len(TERMS), : len(TERMS)] = PRIOR_TERM**2 * np.eye(len(TERMS))
+    is_everywhere = np.isin(TERMS, ("base_s", "token_slopes_s"))
+    terms = np.where(is_everywhere, PRIOR_TERM, PRIOR_OTHER)
+    prior[: len(TERMS), : len(TERMS)] = np.diag(terms**2)
     prior[len(TERMS) :, len(TERMS) :] = sd**2 * (alike + 1e-4 * np.eye(len(rows)))
     return prior
 
