@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,9 @@ def test_others_on_the_gpu_are_named_before_the_start_and_beside_its_failure(
     assert any(f"shared with {name}" in line for line in started.notes)
     with (
         EngineProcess(CudaSource(memory_blocks=1), tmp_path / "log") as host,
-        pytest.raises(EngineError, match=f"cache blocks; the GPU is shared with {name}"),
+        pytest.raises(
+            EngineError, match=f"cache blocks; the GPU is shared with {re.escape(name)}"
+        ),
     ):
         host.start({}, LIMITS)
 

@@ -61,7 +61,7 @@ def test_keys_come_out_hyphenated_and_in_the_users_order(tmp_path: Path) -> None
         ("middleware: [a, null]\n", "middleware must have a value, got null"),
         ("1: 2\n", "a key must be text, got 1"),
         ("x: {since: 2026-01-01}\n", "x cannot be written as JSON"),
-        ("x: &x [*x]\n", "x cannot be written as JSON"),
+        ("x: &x [*x]\n", "stands within what it refers to in line 1"),
         ("x: 2026-13-45\n", "is not YAML"),
         ("x: " + "[" * 5000, "is not YAML"),
     ],

@@ -300,7 +300,6 @@ def measure(
     offered, span_s = sum(map(len, lines)), sum(map(_busy_span_s, logs))
     ended = {outcome: sum(line.count(outcome) for line in lines) for outcome in Outcome}
     good = sum(_good_requests(line, slos) for line in lines) if slos else 0
-    cut_reason = next((log.cut_reason for log in logs if log.cut_reason), None)
     measurement = Measurement(
         offered=offered,
         completed=ended[Outcome.COMPLETED],
@@ -317,7 +316,7 @@ def measure(
         kv_usage=levels(logs, "kv_usage_ratio"),
         preemptions=sum(s.preempted for s in steps),
         prefix_cache_hit_ratio=_hit_ratio(steps),
-        is_sustained=cut_reason is None and all(_kept_up(log) for log in logs),
+        is_sustained=all(not log.cut_reason and _kept_up(log) for log in logs),
         distorted_steps_ratio=_pooled_ratio(steps),
         send_lag_p99_s=_send_lag_p99_s(lines) if statistics is _ALL else None,
         max_step_tokens=max((s.max_step_tokens for s in steps), default=0),
@@ -325,7 +324,7 @@ def measure(
         busy_s=sum(s.duration_s for s in steps),
         clock_s=sum(log.clock_s for log in logs),
         wall_s=sum(log.wall_s for log in logs),
-        cut_reason=cut_reason,
+        cut_reason=next((log.cut_reason for log in logs if log.cut_reason), None),
         caveats=(),
         utilisation=utilisation(lines),
         offered_per_s=_offered_per_s(lines),
