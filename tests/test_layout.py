@@ -133,7 +133,7 @@ def test_the_recorder_stays_where_commands_in_production_name_it() -> None:
 
 
 # Compiled code, in which handing arrays from part to part is most of what a part costs.
-LONG = {"_schedule_running", "_admit_waiting", "_complete", "_leap", "_note_steps"}
+LONG = {"_schedule_running", "_admit_waiting", "_complete", "_decode_on", "_note_steps"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=named)
