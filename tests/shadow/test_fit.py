@@ -156,6 +156,21 @@ def test_steps_at_captured_sizes_are_found_and_are_missed_without_them() -> None
     assert blind.step_s(asked) < 0.9 * CAPTURED.step_s(asked)
 
 
+def test_few_prompts_of_other_moments_bend_the_curve_of_tokens() -> None:
+    """Three of a hundred steps hold long prompts, all of them in a tenth of the time."""
+    decode = np.random.default_rng(0).integers(1, 33, 6000).astype(np.float64)
+    prefill = np.where(np.arange(6000) >= 5400, 100.0 * (np.arange(6000) % 3 == 0), 0.0)
+    prefill *= np.arange(6000) % 20 + 1
+    steps = columns(duration_s=np.ones(6000), decode_seqs=decode, prefill_tokens=prefill)
+    truth = StepModel.linear(9e-3, 0.0, 0.0)
+    truth = replace(truth, token_knots=(0, 512), token_slopes_s=(0.0, 4e-5))
+    noise = lognormal(0.03)(np.random.default_rng(1), 6000)
+    found = fit([replace(steps, duration_s=truth.predict_s(steps) * noise)]).model
+    for long in (400, 900, 1900):
+        asked = batch(16, long, 0, 0)
+        assert found.step_s(asked) == pytest.approx(truth.step_s(asked), rel=0.02)
+
+
 def test_a_knot_wants_steps_on_both_sides_and_the_last_segment_many() -> None:
     """Above 64 tokens each costs tenfold, but only a few steps say so."""
     bent = replace(LINEAR, token_knots=(0, 64), token_slopes_s=(3e-5, 3e-4))
