@@ -11,7 +11,7 @@
 #   output_tokens_per_s 1,388/s -> 2,577/s   (+85.4%, interval +59.5% … +115.5%)
 # P(better) 1.00 (other hours 1.00), P(SLOs met) 1.00, P(load sustained) 0.00, keeping loses 128.7%
 # offered 58/s, finished 31/s: overloaded 1.7 x
-# gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.05, no preemption
+# gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.05, no preemption, started as it is deployed
 # limited by: the load, 1.7 x what it can sustain; 80 raises tpot_p95 by 22% (predicted)
 # capacity at the SLOs: holds up to 0.6 x today's load (the current one 0.3 x), predicted, but live it did not hold at that load
 # caveat: the engine did not keep up with the load
