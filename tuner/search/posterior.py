@@ -247,7 +247,10 @@ class Draws:
         )
 
     def _standings(self, field: Bools, cost: Floats, loss: Floats) -> tuple[Standing, ...]:
-        """Return what is known of each, of the least expected loss first."""
+        """Return what is known of each, of the least expected loss first.
+
+        Nothing is of one that fails, or where nobody was replayed, whose costs are zeros.
+        """
         least = np.where(field, cost, math.inf).argmin(axis=1)
         shares = np.bincount(least, minlength=len(self.settings)) / len(least)
         order = np.lexsort((loss, ~field)).tolist()
@@ -262,7 +265,7 @@ class Draws:
                 float(loss[i]) if field[i] else None,
             )
             for i in order
-            if np.isfinite(quantiles[:, i]).all()
+            if (np.isfinite(quantiles[:, i]) & (quantiles[:, i] > 0)).all()
         )
 
     def contenders(
