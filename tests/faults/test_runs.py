@@ -55,6 +55,9 @@ Fault = Callable[[random.Random, Run], bool]
 def _signalled(number: signal.Signals) -> Fault:
     def fault(rng: random.Random, run: Run) -> bool:
         process = _running(run)
+        # While Python still imports an interrupt is shown by Python, not by the command.
+        while number is signal.SIGINT and not run.said() and process.poll() is None:
+            time.sleep(0.01)
         run.note()
         with suppress(ProcessLookupError):
             process.send_signal(number)

@@ -17,6 +17,7 @@ from support.toy_tune import command, lines_of, write_trace
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.result import read_result
 from tuner.run.stored import read_record
+from tuner.search.posterior import TIE_LOSS
 from tuner.shadow.profiles import read_profile
 
 TOY: dict[str, Any] = {"costs": {"knee": 10, "crowd_s": 0.0003}, "has_shadow": False}
@@ -106,11 +107,9 @@ class Run:
         for trial in trials:
             known = undisturbed.values.get(_setting(trial))
             assert known is None or trial["value"] in (None, known), (trial, known)
-        emitted = yaml.safe_load((self.folder / "best.yaml").read_text())
-        assert (
-            emitted["max-num-seqs"],
-            emitted["max-num-batched-tokens"],
-        ) == undisturbed.answer
+        answer, best = _answer(self), undisturbed.best
+        found = min(t["value"] for t in trials if t["value"] and _limits(t) == answer)
+        assert found <= (1 + TIE_LOSS) * best, f"{answer} takes {found}, {best} was to be had"
         left = [one.name for one in self.path.iterdir() if one.name.startswith(".")]
         assert set(left) <= {".lock", ".filler"}, left
 
@@ -125,15 +124,28 @@ def _key(trial: dict[str, Any]) -> tuple[object, ...]:
     return tuple(trial[name] for name in names)
 
 
+def _limits(trial: dict[str, Any]) -> tuple[int, int]:
+    return trial["max_num_seqs"], trial["max_num_batched_tokens"]
+
+
 def _setting(trial: dict[str, Any]) -> tuple[object, ...]:
-    return tuple(trial[name] for name in ("phase", "max_num_seqs", "max_num_batched_tokens"))
+    return trial["phase"], *_limits(trial)
+
+
+def _answer(run: Run) -> tuple[int, int]:
+    emitted = yaml.safe_load((run.folder / "best.yaml").read_text())
+    return emitted["max-num-seqs"], emitted["max-num-batched-tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A run that nothing disturbed: its answer, what it measured, how long it took."""
+    """A run that nothing disturbed: its best value, what it measured, how long it took.
 
-    answer: tuple[int, int]
+    What costs no more than a tie is as good an answer: a fault takes time, so rounds, and an
+    engine that was killed is what came of its setting.
+    """
+
+    best: float
     values: dict[tuple[object, ...], float]
     took_s: float
 
@@ -146,8 +158,7 @@ def left_alone(folder: Path) -> Ended:
         began_s = time.monotonic()
         assert ended(run.begin()) == 0, run.said()
         took_s = time.monotonic() - began_s
-    emitted = yaml.safe_load((folder / "best.yaml").read_text())
-    answer = (emitted["max-num-seqs"], emitted["max-num-batched-tokens"])
     values = {_setting(t): t["value"] for t in run.trials() if t["value"] is not None}
     assert len(values) > 3
-    return Ended(answer, values, took_s)
+    best = min(value for key, value in values.items() if key[1:] == _answer(run))
+    return Ended(best, values, took_s)
