@@ -1,4 +1,4 @@
-"""What derived profiles foretell beside what others have published: level, trend, best setting.
+"""What derived profiles predict beside what others have published: level, trend, best setting.
 
     python tests/benchmarks/published.py --tables tables.json [-o results.json]
     python tests/benchmarks/published.py --orders [-o results.json]
@@ -53,7 +53,7 @@ def closed_trace(isl: int, osl: int, count: int) -> Trace:
 
 
 def point(profile: Profile, row: dict[str, Any]) -> dict[str, float]:
-    """Return the mean latencies that a profile foretells of a published point."""
+    """Return the mean latencies that a profile predicts for a published point."""
     seqs = int(row["concurrency"])
     limits = EngineLimits(seqs, BUDGET)
     trace = closed_trace(row["isl"], row["osl"], 10 * seqs)
@@ -66,7 +66,7 @@ def point(profile: Profile, row: dict[str, Any]) -> dict[str, float]:
 
 
 def points(tables: Path) -> list[dict[str, Any]]:
-    """Return the published points with what is foretold, derived and with one point known."""
+    """Return the published points with what is predicted, derived and with one point known."""
     table = next(t for t in json.loads(tables.read_text())["tables"] if len(t["rows"]) == 60)
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     found: list[dict[str, Any]] = []
@@ -75,16 +75,16 @@ def points(tables: Path) -> list[dict[str, Any]]:
         mine = [row for row in rows if int(row["tp"]) == parallel]
         wanted = Wanted(gpu_of(GPU), MODEL, parallel, EngineLimits(64, BUDGET))
         profile = derive(wanted).profile
-        told = [point(profile, row) for row in mine]
+        predicted = [point(profile, row) for row in mine]
         middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
-        ratio = mine[middle]["tpot_ms"] / told[middle]["tpot_ms"]
+        ratio = mine[middle]["tpot_ms"] / predicted[middle]["tpot_ms"]
         level = replace(profile, step_model=profile.step_model.scaled(ratio))
         for i, row in enumerate(mine):
             kept = {name: row[name] for name in names}
             found.append(
                 {
                     **kept,
-                    "foretold": told[i],
+                    "predicted": predicted[i],
                     "anchored": None if i == middle else point(level, row),
                 }
             )
@@ -95,7 +95,7 @@ def points(tables: Path) -> list[dict[str, Any]]:
 def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Print and return how far off they are, and whether the order within a sweep holds."""
     figures: dict[str, Any] = {}
-    for source in ("foretold", "anchored"):
+    for source in ("predicted", "anchored"):
         for metric in ("tpot_ms", "ttft_ms"):
             off = [row[source][metric] / row[metric] - 1 for row in found if row[source]]
             size = np.abs(off)
@@ -113,13 +113,13 @@ def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         sweeps[row["isl"], row["osl"], row["tp"]].append(row)
     kept = [rows for rows in sweeps.values() if len(rows) >= 3]
     ranks = [
-        float(spearmanr([r["tpot_ms"] for r in rows], [_told(r) for r in rows]).statistic)
+        float(spearmanr([r["tpot_ms"] for r in rows], [_predicted(r) for r in rows]).statistic)
         for rows in kept
     ]
     # Tokens per second of a closed loop: what is in flight over the time per token.
     hits = sum(
         max(rows, key=lambda r: r["concurrency"] / r["tpot_ms"])
-        is max(rows, key=lambda r: r["concurrency"] / _told(r))
+        is max(rows, key=lambda r: r["concurrency"] / _predicted(r))
         for rows in kept
     )
     mean = float(np.mean(ranks))
@@ -129,12 +129,12 @@ def tell_points(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _told(row: dict[str, Any]) -> float:
-    return float(row["foretold"]["tpot_ms"])
+def _predicted(row: dict[str, Any]) -> float:
+    return float(row["predicted"]["tpot_ms"])
 
 
 def orders() -> dict[str, Any]:
-    """Print and return the orders that the field reports, as foretold for a 7B on an A100."""
+    """Print and return the orders that the field reports, as predicted for a 7B on an A100."""
     limits = EngineLimits(256, 2048)
     profile = derive(Wanted(gpu_of("a100_sxm"), str(SEVEN_B), limits=limits)).profile
     predictor = Predictor(profile)
