@@ -47,9 +47,9 @@ _PASSES, _SEED = 4, 0
 # alone could have more of them come and go.
 _JOINS = 20
 # By how much more than a token of context a decode takes at most for one beside a prompt, and
-# for one by which contexts are apart: ours. Fits of recorded runs of two GPUs have 0.96 and 1.08
-# of the first, 0 and 0.55 of the second. Whatever few batches seem to say, and is the fault of
-# other terms, goes no further.
+# for one by which contexts are apart: ours. Fits of recorded runs of two GPUs have 0.96 and
+# 1.08 of the first, 0 and 0.55 of the second. Whatever few batches seem to say, and is the
+# fault of other terms, goes no further.
 MIXED_TIMES, SPREAD_TIMES = 1.5, 5.0
 # Rows of a block of a QR: ours; 20,000 rows took 5.9 ms at once and 2.2 ms in such blocks.
 _BLOCK = 1024
