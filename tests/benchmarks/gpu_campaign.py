@@ -53,11 +53,12 @@ from tuner.traffic.windows import parse_duration
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = (
-    *("torch", "vllm", "transformers", "numba", "scipy", "optuna", "polars", "plotly"),
-    *("msgspec", "ruamel.yaml", "zstandard", "prometheus_client", "prometheus_api_client"),
+    *("torch", "vllm", "transformers", "numba", "scipy", "optuna", "polars"),
+    *("msgspec", "ruamel.yaml", "prometheus_client", "prometheus_api_client", "sqlalchemy"),
+    "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
     *("rich", "click", "cloup", "filelock", "jinja2", "plotext", "aiohttp", "pynvml"),
 )
-"""What the tool imports on such a machine; pynvml is of nvidia-ml-py, and may be missing."""
+"""What the tool imports on such a machine, and SciPy for the figures; pynvml is of nvidia-ml-py, and may be missing."""
 LEFT_S = 20.0
 """What a slice keeps for the table and the end: ours."""
 

@@ -11,11 +11,16 @@ import gzip
 import io
 import json
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import yaml
-import zstandard
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 HOSTILE: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30),
@@ -57,7 +62,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     kind = rng.random()
     if kind >= 0.02:
         return data
-    packed = gzip.compress(data, mtime=0) if kind < 0.01 else zstandard.compress(data)
+    packed = gzip.compress(data, mtime=0) if kind < 0.01 else zstd.compress(data)
     return _damaged(rng, packed) if rng.random() < 0.5 else packed
 
 
