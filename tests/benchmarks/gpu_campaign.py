@@ -58,7 +58,8 @@ NEEDED = (
     "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
     *("rich", "click", "cloup", "filelock", "jinja2", "plotext", "aiohttp", "pynvml"),
 )
-"""What the tool imports on such a machine, and SciPy for the figures; pynvml is of nvidia-ml-py, and may be missing."""
+"""What the tool imports on such a machine, and SciPy for the figures; pynvml, which is of
+nvidia-ml-py, may be missing."""
 LEFT_S = 20.0
 """What a slice keeps for the table and the end: ours."""
 
