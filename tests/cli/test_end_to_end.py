@@ -277,7 +277,7 @@ def test_interrupted_before_anything_was_measured_it_leaves_nothing(tmp_path: Pa
     )
     deadline_s = time.monotonic() + PATIENCE_S
     # From then on the engine is starting, which takes seconds.
-    while not list(tmp_path.glob("runs/*/run.json")):
+    while not list(tmp_path.glob("runs/*/engine.log")):
         assert process.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
