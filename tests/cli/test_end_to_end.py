@@ -276,11 +276,12 @@ def test_interrupted_before_anything_was_measured_it_leaves_nothing(tmp_path: Pa
         [*TUNE, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
     deadline_s = time.monotonic() + PATIENCE_S
-    # From then on the engine is starting, which takes seconds.
-    while not list(tmp_path.glob("runs/*/engine.log")):
+    while not list(tmp_path.glob("runs/*/run.json")):
         assert process.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
+    # A moment later the engine is starting, which takes seconds.
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, said
