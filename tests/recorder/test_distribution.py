@@ -20,11 +20,12 @@ MAX_KIB = 256
 
 IMPORTED = """
 import importlib, pkgutil, sys
+before = set(sys.modules)  # some systems have a sitecustomize
 import tuner.recorder
 for one in pkgutil.iter_modules(tuner.recorder.__path__):
     if one.name != "plugin":  # it imports vLLM
         importlib.import_module("tuner.recorder." + one.name)
-names = {name.partition(".")[0] for name in sys.modules}
+names = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(*names - {*sys.stdlib_module_names, "__main__", "__mp_main__"})
 """
 
