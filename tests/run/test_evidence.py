@@ -14,6 +14,7 @@ from tuner.run.evidence import (
     gpu_text,
     kv_text,
     limited_by,
+    load_text,
     metric_changes,
 )
 from tuner.search.objective import Score, Tier
@@ -153,6 +154,24 @@ def test_a_neighbour_that_failed_or_was_cut_short_is_called_that() -> None:
     cut = a_record(EngineLimits(4, 2048), 3.0, cut_reason="took too long")
     said = limited_by([failed, a_record(WINNER, 2.0), cut], WINNER, (), "p99")
     assert said == "4 was cut short: took too long; 32 failed"
+
+
+def test_where_a_window_raced_the_load_is_told_of_the_whole_trace_first() -> None:
+    """The busiest second is more than the engine can take, the trace is not."""
+    busy: dict[str, Any] = {"offered_per_s": 64.0, "utilisation": 2.2}
+    calm: dict[str, Any] = {"offered_per_s": 30.0, "utilisation": 0.8}
+    records = [
+        a_record(WINNER, 2.0, Phase.RACE, 1, **busy),
+        a_record(WINNER, 2.0, Phase.SHADOW, **calm),
+    ]
+    told = load_text(records, WINNER, is_part=True)
+    whole, window = told.split("; in the window that raced ")
+    assert whole == "offered 30/s, finished 0.5/s: utilisation 80%, predicted"
+    assert (
+        window == load_text(records, WINNER) == "offered 64/s, finished 0.5/s: overloaded 2.2 x"
+    )
+    assert "the load" not in limited_by(records, WINNER, (), "p99", is_part=True)
+    assert "the load, 2.2 x" in limited_by(records, WINNER, (), "p99")
 
 
 def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:

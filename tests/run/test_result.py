@@ -16,7 +16,7 @@ from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat, UsageError
 from tuner.run.result import RunProvenance, RunResult, comments, make_outcome, read_result
 from tuner.search.objective import Objective, Score, Scoring, Tier
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial
 from tuner.stats import Estimate
 
@@ -118,6 +118,24 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
     ):
         assert words in text
     assert lines[-1] == "evidence: runs/x"
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (
+            "e2e_p95",
+            "decided by e2e_p95: -20.0% (90% interval -25.0% … -15.0% over this)",
+        ),
+        ("e2e_p99", ""),
+        ("capacity", ""),
+    ],
+)
+def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
+    """Of a window too small for the tail; and of no rate, which stands as its inverse."""
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
+    lines = comments(made(replace(CHANGE, metric=metric, odds=odds)), "best.yaml", "runs/x")
+    assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)
 
 
 def test_keeping_what_one_has_is_said_first_of_all() -> None:

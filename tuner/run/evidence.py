@@ -231,8 +231,12 @@ def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
     ]
 
 
-def load_text(records: Sequence[Trial], limits: EngineLimits) -> str:
-    """Say what was offered and whether it is more than the configuration can take."""
+def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool = False) -> str:
+    """Say what was offered and whether it is more than the configuration can take.
+
+    Where a part of the trace was replayed, mostly its busiest, what is predicted of all of it
+    stands first: that is what was decided on.
+    """
     mine = _of(records, limits)
     known = [m for m in mine if m.get("utilisation") is not None]
     if not known:
@@ -240,6 +244,10 @@ def load_text(records: Sequence[Trial], limits: EngineLimits) -> str:
     used = statistics.median(m["utilisation"] for m in known)
     rate = statistics.median(m["requests_per_s"] for m in known)
     text = metrics.load_text(known[-1]["offered_per_s"], rate, used)
+    whole = _predicted(records, limits) if is_part else None
+    if whole is not None:
+        told = (whole["offered_per_s"], whole["requests_per_s"], whole["utilisation"])
+        text = f"{metrics.load_text(*told)}, predicted; in the window that raced {text}"
     lost = max(m.get("lost_ratio", 0.0) for m in mine)
     return f"{text}; {lost:.1%} of the requests timed out" if lost else text
 
@@ -249,10 +257,12 @@ def limited_by(
     limits: EngineLimits,
     slos: Sequence[Slo],
     tail: str,
+    *,
+    is_part: bool = False,
 ) -> str:
     """Say what keeps the configuration from doing better, from what was measured.
 
-    What was predicted says so.
+    What was predicted says so, as the load is where a part of the trace was replayed.
     """
     mine = _of(records, limits)
     if not mine:
@@ -262,9 +272,12 @@ def limited_by(
         value = read_metric(mine[-1], slo.name)
         if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
             said.append(f"SLO {slo}")
-    used = [m["utilisation"] for m in mine if m.get("utilisation") is not None]
+    whole = _predicted(records, limits) if is_part else None
+    loads = mine if whole is None else [whole]
+    used = [m["utilisation"] for m in loads if m.get("utilisation") is not None]
     if used and statistics.median(used) > 1:
-        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain")
+        how = "" if whole is None else " (predicted)"
+        said.append(f"the load, {statistics.median(used):.2g} x what it can sustain{how}")
     as_deployed = _cold(records, limits) or mine
     if max(m["gpu_cache_usage_perc"]["max"] for m in as_deployed) > KV_FULL_RATIO:
         said.append("the KV cache, which was full")

@@ -20,6 +20,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE
+from tuner.replay.slo import LATENCIES
 from tuner.run.directory import RESULT_FILE, RUN_FILE
 from tuner.run.evidence import (
     Bounds,
@@ -94,6 +95,24 @@ class Advice(LimitsRecord):
     def shown(self) -> EngineLimits:
         """Whose gain is shown: the one to change to, or the best there was to keep from."""
         return self.limits if self.is_change else self.best_measured
+
+    @property
+    def rounds_text(self) -> str:
+        """On how many rounds of live replays it rests."""
+        return f"{self.rounds} round{'' if self.rounds == 1 else 's'} in turns"
+
+    @property
+    def decided_text(self) -> str:
+        """By how much the latency that decided changes; empty where something else decided."""
+        is_latency = f"{self.gain_metric.rpartition('_')[0]}_s" in LATENCIES
+        if self.gain_ratio is None or self.odds is None or not is_latency:
+            return ""
+        low, high = self.gain_interval or (None, None)
+        known = low is not None and high is not None
+        within = f"90% interval {low:+.1%} … {high:+.1%} over " if known else "over "
+        return (
+            f"decided by {self.gain_metric}: {self.gain_ratio:+.1%} ({within}{self.odds.basis})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +352,7 @@ def make_outcome(
 ) -> RunResult:
     """Return everything there is to say about a run."""
     trials = predictions(records) if decision.is_predicted else records
+    is_part = around.replayed_requests < len(around.trace) and not decision.is_predicted
     changes = _with_gain(metric_changes(trials, decision.shown, current, goal.tail), decision)
     return RunResult(
         state=state,
@@ -343,8 +363,8 @@ def make_outcome(
         recommendation=_advice(decision) if _is_feasible(decision, trials) else None,
         baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
         evidence=tuple(changes),
-        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail),
-        load=load_text(trials, decision.shown),
+        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
+        load=load_text(trials, decision.shown, is_part=is_part),
         confirmed_cold=msgspec.convert(around.cold, ColdConfirmation | None),
         capacity=msgspec.convert(around.capacity, CapacityRecord | None),
         provenance=_provenance(around),
@@ -485,9 +505,11 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         if advice.best_measured != current and rows:
             best = advice.best_measured
             lines += [f"best that was found, {best}, against the current values:", *rows]
+    if advice.gain_metric not in {row.metric for row in result.evidence}:
+        lines.append(advice.decided_text)
     if advice.odds is not None:
         lines.append(advice.odds.text)
-    lines.extend(filter(None, [result.load, result.kv]))
+    lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
@@ -507,7 +529,7 @@ def _how(result: RunResult, advice: Advice) -> str:
     cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
     if advice.is_predicted:
         return f"{first}PREDICTED, not raced{cold}"
-    return f"{first}measured live, {advice.rounds} rounds in turns{cold}"
+    return f"{first}measured live, {advice.rounds_text}{cold}"
 
 
 @dataclass(frozen=True, slots=True)
