@@ -31,7 +31,7 @@ def test_sizes_that_do_not_ascend_are_refused(sizes: tuple[int, ...]) -> None:
         replace(SHAPE, captured_sizes=sizes)
 
 
-@pytest.mark.skipif(not installed_vllm()[1], reason="needs vLLM")
+@pytest.mark.engine
 @pytest.mark.parametrize("mode", ["balanced", "interactivity"])
 def test_sizes_are_those_that_the_vllm_at_hand_chooses(mode: str) -> None:
     from vllm.config.vllm import CUDAGraphMode, VllmConfig

@@ -13,9 +13,12 @@ CARDS = cards(SHARED / "gpu-data" / "llmservingsim")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CARDS, reason="the tables are not part of this project")
+@pytest.mark.skipif(
+    not CARDS,
+    reason="no ../shared/gpu-data/llmservingsim: put LLMServingSim's there",
+)
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.name)
-def test_a_recorded_run_is_foretold_from_the_layers_of_its_card(path: Path) -> None:
+def test_a_recorded_run_is_predicted_from_the_layers_of_its_card(path: Path) -> None:
     found = card(path)
     off = {name: of["off"] for name, of in found["latencies"].items()}
     for metric in ("tpot_p50", "tpot_p99", "e2e_p99"):

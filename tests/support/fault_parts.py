@@ -159,7 +159,7 @@ def small_disk(folder: Path, kib: int) -> Iterator[Path]:
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(folder)]
     done = subprocess.run(mounting, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"no disk of its own without a mount, run as root: {done.stderr.strip()}")
     try:
         yield folder
     finally:

@@ -158,8 +158,8 @@ class Profile:
         wanted = np.r_[blocks - blocks.mean(), 0.0, 0.0]
         each = np.linalg.lstsq(rows, wanted, rcond=None)[0]
         if each.min() < 0:
-            # The least is where one of them costs nothing; `fit.non_negative` would leave out the
-            # second of two that say the same, which the little is there to share between.
+            # The least is where one of them costs nothing. Not by `fit.non_negative`, which
+            # leaves out the second of two that say the same.
             alone = np.diag(np.maximum(rows.T @ wanted / (rows**2).sum(axis=0), 0.0))
             missed = np.linalg.norm(rows @ alone - wanted[:, None], axis=0)
             each = alone[:, np.argmin(missed)]
