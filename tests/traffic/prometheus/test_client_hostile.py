@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -142,6 +143,23 @@ def test_times_and_values_from_nowhere_are_no_traceback(values: list[list[object
     with answering(answer) as url, Prometheus(url) as server, suppress(UsageError):
         (found,) = server.over("up", SPAN)
         assert found.values.shape == (SPAN.points,)
+
+
+def test_connections_that_the_server_ends_are_not_kept_open() -> None:
+    """A watch asks for months."""
+    kept = series(({"instance": "a"}, [(0.0, "1")]))
+
+    def once(line: socket.socket) -> None:
+        kept(line)
+        line.shutdown(socket.SHUT_RDWR)
+
+    opened = []
+    with answering(once) as url, Prometheus(url) as server:
+        for _ in range(20):
+            assert len(server.over("up", SPAN)) == 1
+            opened.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - a count
+    # The server's own threads have some too, for as long as they live.
+    assert max(opened[10:]) <= max(opened[:10]) + 2
 
 
 def test_a_login_does_not_follow_a_redirect() -> None:

@@ -43,8 +43,9 @@ class BoundedSession(requests.Session):
         self.verify = verify
         self._adapter = _Adapter(self)
         self._timeout_s, self._max_bytes = 0.0, 0
-        # What is open, as doubles: whoever wraps a socket in TLS takes it away.
-        self._open: list[socket.socket] = []
+        # What is open, as a double: whoever wraps a socket in TLS takes it away. It is one, for
+        # requests come one by one and a connection is made where the one before is of no use.
+        self._open: socket.socket | None = None
         self.is_over = False
 
     def begin(self, timeout_s: float, max_bytes: int) -> None:
@@ -60,7 +61,8 @@ class BoundedSession(requests.Session):
         if self.is_over:
             connection.close()
             raise TimeoutError
-        self._open.append(connection.dup())
+        self._forget()
+        self._open = connection.dup()
 
     def request(self, *args: Any, **kwargs: Any) -> requests.Response:  # noqa: ANN401 - as is
         """Return the whole answer."""
@@ -95,16 +97,19 @@ class BoundedSession(requests.Session):
     def _end(self) -> None:
         """End what is under way: whoever reads has come to the end."""
         self.is_over = True
-        for connection in self._open:
+        if self._open is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                self._open.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self) -> None:
+        if self._open is not None:
+            self._open.close()
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close the connection."""
         super().close()
         self._adapter.close()
-        for connection in self._open:
-            connection.close()
+        self._forget()
 
 
 class _Adapter(HTTPAdapter):
