@@ -160,11 +160,9 @@ class Gpus:
 
     def _sample(self, handle: Any) -> _Sample:  # noqa: ANN401 - NVML's own, untyped
         nvml = self._nvml
-        reasons = getattr(
-            nvml,
-            "nvmlDeviceGetCurrentClocksEventReasons",
-            nvml.nvmlDeviceGetCurrentClocksThrottleReasons,
-        )
+        # Its older name may go.
+        name = "nvmlDeviceGetCurrentClocks{}Reasons".format
+        reasons = getattr(nvml, name("Event"), None) or getattr(nvml, name("Throttle"))
         return _Sample(
             sm_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
             power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,

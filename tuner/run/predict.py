@@ -408,22 +408,6 @@ def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
 _COMMON, _OWN, _TRAFFIC, _UNEXPLAINED = range(4)
 
 
-class _Given(np.random.Generator):
-    """A generator whose standard normal numbers are given, for who draws with one."""
-
-    def __init__(self, numbers: Floats) -> None:
-        super().__init__(np.random.PCG64(0))
-        self._numbers = iter(numbers.tolist())
-
-    def standard_normal(  # type: ignore[override]  # of all its forms these two
-        self, size: int | None = None
-    ) -> float | Floats:
-        """Return the next number, or so many."""
-        if size is None:
-            return float(next(self._numbers))
-        return np.fromiter(self._numbers, np.float64, size)
-
-
 class _Drawing:
     """Draws of what is open, the same for whoever is in them; what was replayed is kept.
 
@@ -567,9 +551,9 @@ class _Drawing:
         uncertainty = profile.uncertainty
         if uncertainty is None or len(self._shared) >= models:
             return self._shared[:models]
-        directions = range(1 + len(uncertainty.table))
-        numbers = np.column_stack([self._normals(models, _COMMON, i) for i in directions])
-        self._shared = [uncertainty.draw(profile.step_model, _Given(row)) for row in numbers]
+        ways = range(1 + len(uncertainty.table))
+        numbers = np.column_stack([self._normals(models, _COMMON, i) for i in ways])
+        self._shared = [uncertainty.moved(profile.step_model, row) for row in numbers]
         return self._shared
 
     def _own_errors(self, limits: EngineLimits, count: int) -> Floats:

@@ -91,13 +91,17 @@ class Uncertainty:
         numbers = np.frombuffer(self.directions, dtype="<f2")
         return numbers.reshape(-1, self.width).astype(np.float64)
 
-    def draw(self, model: StepModel, rng: np.random.Generator) -> StepModel:
-        """Return a step model that is as possible as the stated one."""
-        times = math.exp(self.start * float(rng.standard_normal()))
-        table = self.table
+    def moved(self, model: StepModel, numbers: Floats) -> StepModel:
+        """Return the model that is off by so many deviations: of its start, then in each way.
+
+        As possible as the stated one, where the numbers are drawn from the normal distribution.
+
+        Shapes: numbers is [1 + directions].
+        """
+        times, table = math.exp(self.start * float(numbers[0])), self.table
         if not len(table):
             return model.scaled(times)
-        off = rng.standard_normal(len(table)) @ table
+        off = numbers[1:] @ table
         terms, factors = np.split(off, [len(TERMS)])
         return _changed(model, terms, factors.reshape(model.factors.table.shape)).scaled(times)
 
