@@ -326,6 +326,25 @@ def test_a_damaged_study_is_said_to_be_one(url: str, change: str) -> None:
     assert "--resume restores" in caught.value.hint
 
 
+def test_a_page_that_sqlite_would_read_as_empty_is_damage(tmp_path: Path) -> None:
+    """The trials would be there without what was measured, and the file be called wrong."""
+    file = tmp_path / "study.db"
+    journal = Journal(f"sqlite:///{file}")
+    kept(journal, GOOD)
+    with journal._storage.engine.begin() as connection:
+        size = connection.exec_driver_sql("PRAGMA page_size").scalar_one()
+        root = connection.exec_driver_sql(
+            "SELECT rootpage FROM sqlite_master WHERE name='trial_user_attributes'"
+        ).scalar_one()
+    journal.close()
+    content = bytearray(file.read_bytes())
+    page = slice((root - 1) * size, root * size)
+    content[page] = b"\x0d\0\0\0\0\x10\0\0".ljust(size, b"\0")  # a leaf of no cell
+    file.write_bytes(content)
+    with pytest.raises(StorageError, match=r"damaged: .*index"):
+        Journal(f"sqlite:///{file}", must_exist=True)
+
+
 def test_a_study_made_anew_from_its_records_is_the_same_study(tmp_path: Path) -> None:
     first, second = (Journal(f"sqlite:///{tmp_path / name}.db") for name in ("a", "b"))
     kept(first, GOOD, Phase.CURRENT)

@@ -44,7 +44,7 @@ class Tally:
         try:
             yield
         except AssertionError as failed:
-            self.lost.append(f"{kind} ({where}): {str(failed).strip()[:600]}")
+            self.lost.append(f"{kind} ({where}): {str(failed).strip()[:4000]}")
         else:
             self.survived[kind] += count
 

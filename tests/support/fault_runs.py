@@ -78,8 +78,8 @@ class Run:
     def check_after(self, code: int) -> None:
         """Check right after a fault that files are whole, and words are for people."""
         self.ours.none_left()
-        assert code in CLEAN | {-signal.SIGKILL, -signal.SIGTERM}, self.said()
-        assert "Traceback" not in self.said(), self.said()
+        assert code in CLEAN | {-signal.SIGKILL, -signal.SIGTERM}, f"{code}: {self.said()}"
+        assert "Traceback" not in self.said(), self.said().partition("Traceback")[2]
         if not (self.path / "run.json").exists():
             return
         read_record(self.path)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from support.toy import EXIT_CODE, LAST_WORDS, ToyCosts, ToyEngine, ToySource
+from tuner.cli import hear_no_more
 from tuner.cli.commands import tune
 from tuner.cli.console import say, say_error
 from tuner.cli.tune import read_job, run_job
@@ -166,9 +167,12 @@ def main(fields: str, arguments: Sequence[str]) -> int:
         say_error(error)
         return error.exit_code
     except KeyboardInterrupt:
+        hear_no_more()
         say("interrupted")
         return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    code = main(sys.argv[1], sys.argv[2:])
+    hear_no_more()
+    sys.exit(code)

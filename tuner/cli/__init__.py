@@ -21,6 +21,17 @@ _COMPLETE = "_TUNE_COMPLETE"
 
 _THREADS = "OPENBLAS_NUM_THREADS"
 _HELPS = {"-h", "--help", "--version"}
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def hear_no_more() -> None:
+    """Ignore interrupts from here on: all is said, and only the interpreter has yet to end.
+
+    That takes it some tenths of a second, in which an interrupt would show a traceback or
+    exchange the exit code for that of a process that was killed.
+    """
+    for kind in _ENDING:
+        signal.signal(kind, signal.SIG_IGN)
 
 
 def _import_numpy() -> None:
@@ -37,7 +48,7 @@ def _import_numpy() -> None:
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
     """Run the command and return its exit code; every error ends here."""
-    for kind in (signal.SIGINT, signal.SIGTERM):
+    for kind in _ENDING:
         signal.signal(kind, signal.default_int_handler)
     try:
         if not _HELPS.intersection(arguments):
@@ -52,6 +63,7 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     except TunerError as error:
         return _reported(error)
     except (KeyboardInterrupt, click.Abort):
+        hear_no_more()
         click.echo("interrupted", err=True)
         return 130
     except BrokenPipeError:
@@ -79,4 +91,6 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(tune_command, {}, "tune", _COMPLETE, instruction))
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    hear_no_more()
+    sys.exit(code)

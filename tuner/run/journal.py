@@ -35,13 +35,14 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import StorageError, UsageError
+from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.replay.slo import Slo
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.storage import (
     Heart,
     Outages,
+    is_damaged,
     opened,
     outlasting_methods,
     undisturbed_methods,
@@ -149,7 +150,8 @@ class Journal:
         self._grace_s = grace_s
         self._held: dict[int, tuple[Trial, Heart | None]] = {}
         self._heartbeat_s = heartbeat_s
-        optuna.logging.set_verbosity(logging.WARNING)
+        # What it warns of, it raises as well, and that is told below in our words.
+        optuna.logging.set_verbosity(logging.ERROR)
         try:
             self._storage = opened(storage, heartbeat_s, grace_s, join=join or must_exist)
             if not (join or must_exist):
@@ -349,7 +351,7 @@ class Journal:
         try:
             return self._study.get_trials(deepcopy=False, states=states or None)
         except (ValueError, TypeError, LookupError) as damaged:
-            raise _is_damaged(damaged) from damaged
+            raise is_damaged(str(damaged) or type(damaged).__name__) from damaged
 
     def add(self, trials: Sequence[Recorded], part_of: int | None = None) -> None:
         """Keep trials that have ended; those that are part of a round count once it is done."""
@@ -428,7 +430,7 @@ class Journal:
                 for one in ended
             ]
         except (msgspec.MsgspecError, UsageError) as damaged:
-            raise _is_damaged(damaged) from damaged
+            raise is_damaged(str(damaged) or type(damaged).__name__) from damaged
 
     def observations(self) -> list[Observation]:
         """Return what the search needs to know of every trial that ended."""
@@ -445,14 +447,6 @@ class Journal:
             for r in self.records()
             if r.phase is Phase.RACE
         ]
-
-
-def _is_damaged(cause: Exception) -> StorageError:
-    return StorageError(
-        f"the study of this run is damaged: {str(cause) or type(cause).__name__}",
-        "move study.db away, or name another --storage: --resume restores the trials from "
-        f"{TRIALS_FILE}",
-    )
 
 
 # Beginning and going on.

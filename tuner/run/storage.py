@@ -25,6 +25,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
 from tuner.errors import StorageError
+from tuner.run.directory import STUDY_FILE, TRIALS_FILE
 
 R = TypeVar("R")
 
@@ -36,6 +37,8 @@ BUSY_S = 60
 # How long a server that went away is waited for: ours; a restart takes seconds, a failover to
 # another machine a minute.
 AWAY_S = 120.0
+_MAX_REASON = 200
+"""Characters of a database's words, which may quote a whole trial."""
 _LOOK_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -52,25 +55,41 @@ def engine_options(url: str) -> dict[str, Any]:
 def holds_studies(url: str) -> bool:
     """Tell whether the database has Optuna's tables, and create nothing.
 
-    SQLite would create an empty file where a path is mistyped.
+    SQLite would create an empty file where a path is mistyped, and read one that is damaged as
+    one that holds less.
 
-    Raises: SQLAlchemyError if the database cannot be reached.
+    Raises: SQLAlchemyError if the database cannot be reached; StorageError if it is damaged.
     """
     file = make_url(url).database or ""
     if is_sqlite(url) and not file.startswith("file:") and not Path(file).is_file():
         return False
     engine = create_engine(url, **engine_options(url))
     try:
+        if is_sqlite(url):
+            with engine.connect() as connection:
+                found = connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one()
+            if found != "ok":
+                raise is_damaged(found)
         return inspect(engine).has_table("studies")
     finally:
         engine.dispose()
 
 
+def is_damaged(reason: str) -> StorageError:
+    """Return the error of a study that holds what cannot be."""
+    return StorageError(
+        f"the study of this run is damaged: {_shortened(reason)}",
+        f"move {STUDY_FILE} away, or name another --storage: --resume restores the trials from "
+        f"{TRIALS_FILE}",
+    )
+
+
 def opened(url: str, heartbeat_s: int, grace_s: int, *, join: bool) -> RDBStorage:
     """Return the storage; who joins creates neither its tables nor an empty file.
 
-    Raises: KeyError if there is nothing to join; SQLAlchemyError, StorageInternalError,
-        ImportError or ValueError if the database cannot be opened.
+    Raises: KeyError if there is nothing to join; StorageError if it is damaged;
+        SQLAlchemyError, StorageInternalError, ImportError or ValueError if the database cannot
+        be opened.
     """
     if join and not holds_studies(url):
         raise KeyError(url)
@@ -186,12 +205,17 @@ def _failed(error: Exception) -> StorageError:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of what the database said."""
+    """Return the first line of what the database said, without what it quotes at length."""
     at: BaseException = error
     while not isinstance(at, DBAPIError) and (cause := at.__cause__ or at.__context__):
         at = cause
     text = str(at.orig if isinstance(at, DBAPIError) else at).strip()
-    return text.splitlines()[0] if text else type(at).__name__
+    return _shortened(text or type(at).__name__)
+
+
+def _shortened(text: str) -> str:
+    line = text.strip().splitlines()[0]
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}…"
 
 
 class Heart:

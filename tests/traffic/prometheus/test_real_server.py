@@ -99,19 +99,19 @@ def send_open(port: int, rng: np.random.Generator) -> list[Sent]:
 
 
 def send_closed(port: int) -> list[Sent]:
-    """Keep six requests in flight for a while."""
+    """Keep six requests in flight for a while, of as many lengths, or all would end at once."""
     end_s = time.monotonic() + HOLD_S
     sent: list[Sent] = []
     lock = threading.Lock()
 
-    def keep_asking() -> None:
+    def keep_asking(output: int) -> None:
         while time.monotonic() < end_s:
-            one = ask(port, 50, 100)
+            one = ask(port, 50, output)
             with lock:
                 sent.append(one)
 
     with ThreadPoolExecutor(HELD) as pool:
-        for worker in [pool.submit(keep_asking) for _ in range(HELD)]:
+        for worker in [pool.submit(keep_asking, 70 + 12 * one) for one in range(HELD)]:
             worker.result()
     return sent
 
