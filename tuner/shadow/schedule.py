@@ -1187,7 +1187,7 @@ def _note_steps(
 
 
 @_inlined
-def _wait_for(g, ready, due_s, row):
+def wait_for(g, ready, due_s, row):
     """Let a request of a session be due at an instant: a heap by instant, then by row."""
     at = g[READY]
     g[READY] += 1
@@ -1248,7 +1248,7 @@ def _closed_rise(x, targets, n, in_flight):
 
 
 @_inlined
-def _next_due(g, x, f, tr):
+def next_due(g, x, f, tr):
     """Return when the next request is due that is known of, inf without one."""
     kind = g[ARRIVALS]
     if kind == OPEN:
@@ -1306,14 +1306,14 @@ def _end(g, x, q, tr, row, outcome):
     g[ENDED] += 1
     if g[ARRIVALS] == CAUSAL:
         for i in range(tr.follows[row], tr.follows[row + 1]):
-            _wait_for(g, tr.ready, x[NOW] + tr.pauses_s[tr.followers[i]], tr.followers[i])
+            wait_for(g, tr.ready, x[NOW] + tr.pauses_s[tr.followers[i]], tr.followers[i])
 
 
 @_inlined
-def _admit(g, x, f, r, q, tr):
+def admit(g, x, f, r, q, tr):
     """Hand over every request that is due by now."""
     while True:
-        due_s = _next_due(g, x, f, tr)
+        due_s = next_due(g, x, f, tr)
         if due_s > x[NOW] or due_s == math.inf:
             return
         row = _take_next(g, x, f, tr)
@@ -1733,6 +1733,26 @@ def _leave_unfinished(g, x, f, q):
         g[ENDED] += 1
 
 
+@_inlined
+def has_work(g):
+    """Whether the engine takes a step before anything arrives."""
+    return g[RUNNING] > 0 or g[WAITING] > 0 or g[TIDY] or g[IN_PIPE] > 0
+
+
+@_inlined
+def work_on(g, x, w, t, sl, f, r, q, h, log, tr, kv, due_s):
+    """Take a step, or as many as are alike before an instant."""
+    steps = 0
+    if _only_decode(g, w):
+        steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s)
+    if steps == 0:
+        _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv)
+    if x[PATIENCE] < math.inf:
+        _time_out(g, x, w, sl, f, r, q, kv, tr)
+    if g[STUCK] > STUCK_TURNS:
+        g[STATUS] = IS_STUCK
+
+
 @compiled
 def stop_all(g, x, w, sl, f, q):
     """Note how far every answer in flight came."""
@@ -1757,18 +1777,10 @@ def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
             _leave_unfinished(g, x, f, q)
             g[STATUS] = ENDED_WELL
             return False
-        _admit(g, x, f, r, q, tr)
-        due_s = _next_due(g, x, f, tr)
-        if g[RUNNING] > 0 or g[WAITING] > 0 or g[TIDY] or g[IN_PIPE] > 0:
-            steps = 0
-            if _only_decode(g, w):
-                steps = _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s)
-            if steps == 0:
-                _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv)
-            if x[PATIENCE] < math.inf:
-                _time_out(g, x, w, sl, f, r, q, kv, tr)
-            if g[STUCK] > STUCK_TURNS:
-                g[STATUS] = IS_STUCK
+        admit(g, x, f, r, q, tr)
+        due_s = next_due(g, x, f, tr)
+        if has_work(g):
+            work_on(g, x, w, t, sl, f, r, q, h, log, tr, kv, due_s)
         elif due_s == math.inf:
             g[STATUS] = LOST_WORK if g[IN_FLIGHT] > 0 else ENDED_WELL
         else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -322,16 +322,13 @@ def simulate(
         scheduled; ReplayError when the replay itself is void; UsageError for priorities on an
         engine that serves by arrival.
     """
-    _check_sizes(engine, prepared)
+    check_sizes(engine, prepared)
     check_priorities(prepared.trace, has_priorities=engine.shape.has_priorities)
     began_s = time.perf_counter()
     caches = engine.shape.prefix_caching and prepared.may_share
-    slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
-    if engine.shape.has_priorities:
-        # Whoever was preempted may wait behind those who came later.
-        slots = min(4 * slots, len(prepared.trace) + 1)
+    slots = first_slots(engine, prepared, limits)
     while True:
-        replay = _Simulation(engine, prepared, limits, plan, slots, began_s, caches=caches)
+        replay = Simulation(engine, prepared, limits, plan, slots, began_s, caches=caches)
         status = replay.run(on_progress)
         if status == s.NEEDS_CACHE:
             caches = True
@@ -366,7 +363,16 @@ def room_for(trace: Trace, shape: EngineShape) -> int:
     return int(min(free // max(needed, 1), 1 << 16))
 
 
-def _check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
+def first_slots(engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits) -> int:
+    """Return for how many requests that run or were preempted there is room at first."""
+    slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
+    if engine.shape.has_priorities:
+        # Whoever was preempted may wait behind those who came later.
+        slots = min(4 * slots, len(prepared.trace) + 1)
+    return slots
+
+
+def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
     """Refuse what would be preempted for ever. Raises: EngineError."""
     shape, blocks = engine.shape, engine.num_blocks - 1
     # The last token of an answer is never computed.
@@ -390,7 +396,7 @@ def _option(shape: EngineShape, name: str, default: float = 0) -> float:
     return default if value is None else float(value)
 
 
-class _Simulation:
+class Simulation:
     """One replay: its arrays, and what is read from them."""
 
     def __init__(
@@ -411,11 +417,8 @@ class _Simulation:
         self._measures = plan.lead_in_s == 0
         trace = prepared.trace
         n = len(trace)
-        self._g = _integers(engine, prepared, limits, plan, slots, caches=caches)
-        self._x = _seconds(engine.step_model, prepared, plan)
-        self._t = _table(engine.step_model, self._g)
-        self._w = _work(self._g)
-        self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
+        layout = lay_out(engine, prepared, limits, plan, slots, caches=caches)
+        self._g, self._x, self._t, self._w, self._slots, self._cache = layout
         self._instants = np.full((n, 4), np.nan, order="F")
         self._instants[:, s.DUE] = trace.due_s
         self._answers = np.zeros((n, 2), np.int64, order="F")
@@ -425,7 +428,6 @@ class _Simulation:
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
-        self._cache = _cache(prepared, self._g, caches=caches)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
         """Go on to the end, or until the caller stops it; return the status.
@@ -573,6 +575,33 @@ class _Simulation:
             decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
         )
+
+
+class Layout(NamedTuple):
+    """What a replay works on beside its traffic, as `schedule` wants it before it begins."""
+
+    integers: NDArray[np.int64]
+    seconds: Floats
+    table: Floats
+    work: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    cache: s.Cache
+
+
+def lay_out(
+    engine: SimulatedEngine,
+    prepared: PreparedTrace,
+    limits: EngineLimits,
+    plan: ReplayPlan,
+    slots: int,
+    *,
+    caches: bool,
+) -> Layout:
+    """Return an engine's arrays before a replay begins on it."""
+    g = _integers(engine, prepared, limits, plan, slots, caches=caches)
+    x, t = _seconds(engine.step_model, prepared, plan), _table(engine.step_model, g)
+    sl = np.zeros((slots, s.SLOT_FIELDS), np.int64)
+    return Layout(g, x, t, _work(g), sl, _cache(prepared, g, caches=caches))
 
 
 def _histograms() -> Floats:
@@ -746,9 +775,8 @@ OUTCOMES: Final = {
 assert all(outcome == code for outcome, code in OUTCOMES.items())  # noqa: S101 - both are fixed
 
 
-@warms_up
-def _warm_up() -> None:
-    """Have everything compiled: two requests on one engine."""
+def tiny_replay() -> tuple[SimulatedEngine, PreparedTrace, EngineLimits, ReplayPlan]:
+    """Return two requests and an engine: what is replayed to have everything compiled."""
     trace = Trace(
         due_s=np.zeros(2),
         prompt_tokens=np.full(2, 4),
@@ -772,4 +800,9 @@ def _warm_up() -> None:
     )
     limits, plan = EngineLimits(2, 8), ReplayPlan()
     engine = SimulatedEngine(shape, 16, StepModel.linear(0.01, 0.0, 0.0), limits)
-    simulate(engine, PreparedTrace(trace, plan), limits, plan)
+    return engine, PreparedTrace(trace, plan), limits, plan
+
+
+@warms_up
+def _warm_up() -> None:
+    simulate(*tiny_replay())
