@@ -35,6 +35,7 @@ from tuner.cli.options import (
     predicted_options,
     prometheus_options,
     retune_options,
+    router_option,
     time_option,
     traffic_options,
 )
@@ -430,6 +431,7 @@ def replay(**params: Any) -> int:
     "plan",
     "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5:2:0.25",
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
+    "tune plan --profile runs/…/profile.yaml --trace day.jsonl --fleet --slo ttft_p99=2s",
     exits=SHADOW_FAILED,
 )
 @cloup.option_group(
@@ -454,6 +456,36 @@ def replay(**params: Any) -> int:
         show_default=True,
         metavar="OFFSET",
         help="Whose hours, with --by: UTC or an offset as +02:00.",
+    ),
+)
+@cloup.option_group(
+    "Fleet",
+    click.option(
+        "--fleet",
+        is_flag=True,
+        help="How many replicas keep the SLOs, fixed, by plan or autoscaled, and their cost.",
+    ),
+    router_option(),
+    click.option(
+        "--gpu-hour-price",
+        type=click.FloatRange(0, min_open=True),
+        metavar="PRICE",
+        help="What a GPU costs for an hour.",
+    ),
+    time_option(
+        "--start-time",
+        default="2m",
+        help="How long a replica takes to start.",
+    ),
+    time_option(
+        "--stretch",
+        default="1h",
+        help="How long a number of replicas is planned for.",
+    ),
+    count_option(
+        "--most-replicas",
+        default=64,
+        help="How many are tried.",
     ),
 )
 @traffic_options

@@ -246,6 +246,16 @@ def count_option(
     return _option(*names, type=click.IntRange(least, most), metavar=metavar, **more)
 
 
+def router_option() -> Added[Any]:
+    """Return what adds the option of how a fleet's traffic is dealt out."""
+    return choice_option(
+        "--router",
+        among=["round-robin", "least-loaded", "prefix"],
+        default="least-loaded",
+        help="How the fleet routes requests.",
+    )
+
+
 def format_option(*without: Format, **more: Any) -> Added[Any]:
     """Return what adds the option of what is written, in any form but those."""
     among = [str(form) for form in Format if form not in without]

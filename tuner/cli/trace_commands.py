@@ -14,13 +14,13 @@ from tuner.cli.options import (
     LOAD,
     LOAD_MEANS,
     WINDOW,
-    choice_option,
     command,
     count_option,
     ending,
     file_option,
     prometheus_options,
     reading_options,
+    router_option,
 )
 
 if TYPE_CHECKING:
@@ -160,12 +160,7 @@ def scale(load: float, **params: Any) -> int:
         required=True,
         help="Size of the fleet.",
     ),
-    choice_option(
-        "--router",
-        among=["round-robin", "least-loaded", "prefix"],
-        default="least-loaded",
-        help="How the fleet routes requests.",
-    ),
+    router_option(),
     count_option(
         "--replica",
         least=0,

@@ -6,6 +6,7 @@ scheduler and KV-cache manager on a machine that has neither the model nor the d
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,11 @@ class EngineShape:
     def has_priorities(self) -> bool:
         """Whether requests of a smaller priority are served first."""
         return self.scheduler.get("policy") == "priority"
+
+    @property
+    def devices(self) -> int:
+        """How many devices one replica takes."""
+        return math.prod(self.parallelism.values())
 
     @property
     def graphs(self) -> Graphs:

@@ -56,16 +56,26 @@ class Timelines:
 
     def since(self, start_s: float) -> Timelines:
         """Return the requests that were due from an instant on, which is the new zero."""
-        rows = np.flatnonzero(self.due_s >= start_s)
+        found = self.rows(np.flatnonzero(self.due_s >= start_s))
+        return replace(
+            found,
+            due_s=found.due_s - start_s,
+            sent_s=found.sent_s - start_s,
+            first_s=found.first_s - start_s,
+            last_s=found.last_s - start_s,
+        )
+
+    def rows(self, some: Ints) -> Timelines:
+        """Return some of the requests, on the same clock."""
         return replace(
             self,
-            due_s=self.due_s[rows] - start_s,
-            sent_s=self.sent_s[rows] - start_s,
-            first_s=self.first_s[rows] - start_s,
-            last_s=self.last_s[rows] - start_s,
-            output_tokens=self.output_tokens[rows],
-            outcome=self.outcome[rows],
-            work_s=self.work_s[rows],
+            due_s=self.due_s[some],
+            sent_s=self.sent_s[some],
+            first_s=self.first_s[some],
+            last_s=self.last_s[some],
+            output_tokens=self.output_tokens[some],
+            outcome=self.outcome[some],
+            work_s=self.work_s[some],
         )
 
     def count(self, outcome: Outcome) -> int:

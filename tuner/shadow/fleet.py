@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -57,10 +57,13 @@ class Autoscaler:
     """How a fleet follows its load, as Kubernetes' autoscaler does it.
 
     Every `every_s` as many replicas are wanted as hold what is in flight, `target` each; it
-    shrinks to what was wanted at most in the last `hold_s`. Units: seconds.
+    shrinks to what was wanted at most in the last `hold_s`. The trace begins with `at_first`.
+
+    Units: seconds.
     """
 
     target: float
+    at_first: int = 1
     fewest: int = 1
     every_s: float = 15.0
     hold_s: float = 300.0
@@ -101,7 +104,7 @@ class Fleet:
     def at_first(self) -> int:
         """How many replicas serve when the trace begins."""
         if self.autoscaler is not None:
-            return self.autoscaler.fewest
+            return self.autoscaler.at_first
         return self.plan[0][1] if self.plan else self.replicas
 
 
@@ -109,7 +112,8 @@ class Fleet:
 class FleetLog:
     """What became of a fleet's traffic: one replay's log of all requests.
 
-    `log` counts the steps of all replicas together. `on_s` is for how long each was on, from
+    `log` counts the steps of all replicas together, and the work of a request as a share of
+    what all of them can do. `on_s` is for how long each was on, from
     when it began to start, `busy_s` for how long it computed; `places` says who got each
     request.
 
@@ -192,13 +196,10 @@ class _FleetSimulation(Simulation):
         self._g[s.ARRIVALS], self._g[s.READY] = s.CAUSAL, 0
         refs = np.zeros((count, 3, n), np.int32)
         refs[:, s.SLOT_OF] = -1
-        cache = self._cache
-        self._many = r.Many(
-            *(_each(array, count) for array in (self._g, self._x, self._w, self._slots)),
-            refs,
-            np.empty((count, n, 2)),
-            *(_each(a, count) for a in (cache.pool, cache.keys, cache.tables, cache.heads)),
-        )
+        own = [self._g, self._x, self._w, self._slots]
+        own += [self._cache.pool, self._cache.keys, self._cache.tables, self._cache.heads]
+        g, x, w, sl, *cache = [np.repeat(array[None], count, axis=0) for array in own]
+        self._many = r.Many(g, x, w, sl, refs, np.empty((count, n, 2)), *cache)
         self._common = r.Common(
             *(self._t, self._instants, self._answers, self._histograms, self._log),
             self._traffic(),
@@ -256,12 +257,10 @@ class _FleetSimulation(Simulation):
         if self._prepared.is_causal and after is not None:
             for row in np.flatnonzero(after.after >= 0).tolist():
                 places[row] = places[after.after[row]]
-        return FleetLog(self.log(), places.astype(np.int64), on_s, x[:, s.STEPS_S].copy())
-
-
-def _each(array: Any, count: int) -> Any:  # noqa: ANN401 - an array of any type
-    """Return an array for each replica, in one."""
-    return np.repeat(array[None], count, axis=0)
+        log, count = self.log(), len(self._many.x)
+        lines = replace(log.timelines, work_s=log.timelines.work_s / count)
+        busy_s = x[:, s.STEPS_S].copy()
+        return FleetLog(replace(log, timelines=lines), places.astype(np.int64), on_s, busy_s)
 
 
 def _router(prepared: PreparedTrace, fleet: Fleet, *, has_seen: bool) -> r.Fleet:

@@ -96,3 +96,42 @@ def test_what_cannot_be_planned_is_reported(
     trace = str(a_trace_file(tmp_path / "prod.jsonl", 40))
     assert run(["plan", "--trace", trace, *more]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_fleet_is_planned_by_stretches_with_its_cost(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
+    asked = [*command, "--slo", "e2e_p90=2s", "--stretch", "10s", "--gpu-hour-price", "2"]
+    asked += ["--start-time", "1s", "--load", "4"]
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    fixed, by_stretch, scaled = told["ways"]
+    assert [way["name"] for way in told["ways"]] == ["fixed", "by stretch", "autoscaled"]
+    assert fixed["replicas"] > 1
+    assert by_stretch["gpu_hours"] <= fixed["gpu_hours"]
+    assert fixed["cost"] == pytest.approx(2 * fixed["gpu_hours"])
+    assert scaled["autoscaler"]["target"] >= 1
+    assert run(asked) == 0
+    out = capfd.readouterr().out
+    assert f"{fixed['replicas']} replicas at" in out
+    assert "least-loaded router keep e2e_p90=2s" in out
+    assert len(out.splitlines()) == 10 + len(fixed["stretches"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "--fleet needs an SLO"),
+        (["--slo", "e2e_p90=2s", "--by", "hour"], "two plans"),
+        (["--slo", "e2e_p90=2s", "--router", "prefix"], "no hash ids"),
+    ],
+)
+def test_a_fleet_that_cannot_be_planned_is_refused(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
+    assert run([*command, *more]) == 2
+    assert said in capfd.readouterr().err

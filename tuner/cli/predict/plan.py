@@ -1,4 +1,4 @@
-"""`tune plan`: the best configuration by load or by hour of day, predicted from a profile."""
+"""`tune plan`: the best configuration by load, by hour of day or for a fleet, predicted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Self
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_named
 from tuner.cli.options import Params
+from tuner.cli.predict.fleet import fleet_lines
 from tuner.cli.predict.options import LoadsOptions
 from tuner.drift.by_hour import (
     MIN_REQUESTS,
@@ -17,25 +18,28 @@ from tuner.drift.by_hour import (
     hours_of,
     parse_offset,
 )
-from tuner.errors import UsageError
+from tuner.errors import ShadowError, UsageError
+from tuner.run.fleet import FleetAim, FleetPlan, plan_fleet
 from tuner.run.surface import AtLoad, Reached, Surface
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
+from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """For which loads, or hours of the day, the best configuration is predicted, and how.
+    """For which loads, hours or fleet the best configuration is predicted, and how.
 
     With `utc_offset_s`, by how much the clock of the hours is ahead of UTC, the plan is by hour
-    of day and not by load.
+    of day and not by load; with `fleet` it is of replicas. A fleet's devices are counted then.
 
     Units: seconds.
     """
 
     inputs: LoadsOptions
     utc_offset_s: float | None
+    fleet: FleetAim | None
     as_json: bool
 
     @classmethod
@@ -45,13 +49,42 @@ class PlanOptions:
         return cls(
             inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
+            fleet=_fleet_aim(params),
             as_json=params["as_json"],
         )
+
+
+def _fleet_aim(params: Params) -> FleetAim | None:
+    """Return what a fleet is asked for, None where none is. Raises: UsageError."""
+    if not params["fleet"]:
+        return None
+    if params["by"]:
+        raise UsageError(
+            "--fleet and --by hour are two plans", "give one of them; a fleet is by hour anyway"
+        )
+    if not params["slo"]:
+        raise UsageError(
+            "--fleet needs an SLO that replicas are to keep",
+            "add --slo, for example --slo ttft_p99=2s",
+        )
+    return FleetAim(
+        slos=tuple(params["slo"]),
+        router=Router(params["router"]),
+        devices=1,
+        gpu_hour_price=params["gpu_hour_price"],
+        most=params["most_replicas"],
+        start_s=params["start_time"],
+        stretch_s=params["stretch"],
+    )
 
 
 def run_plan(options: PlanOptions) -> int:
     """Predict every load, or hour of day, and print the table. Raises: TunerError."""
     _, source = options.inputs.shadow.load()
+    if options.fleet is not None:
+        found = _fleet(options.inputs, source, options.fleet)
+        show_result(found.as_json(), fleet_lines(found), as_json=options.as_json)
+        return 0
     if options.utc_offset_s is not None:
         calendar = _calendar(options.inputs, source, options.utc_offset_s)
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
@@ -105,6 +138,22 @@ def _advice(at: AtLoad, best: Reached, current: Reached) -> str:
         faults = {"both": best.fault}
     shown = "; ".join(f"{whose}: {fault}" for whose, fault in faults.items() if fault)
     return f"{advice} [{shown}]" if shown else advice
+
+
+def _fleet(inputs: LoadsOptions, source: ProfiledEngine, aim: FleetAim) -> FleetPlan:
+    """Return how many replicas serve the traffic, and how. Raises: TunerError."""
+    check_named(inputs.traffic.files)
+    recorded = inputs.traffic.part_of(inputs.traffic.reading.read(inputs.traffic.files))
+    trace, retune = inputs.retune(source, recorded, 1.0)
+    predictor = retune.predictor
+    if predictor.doubt:
+        raise ShadowError(
+            f"a fleet cannot be simulated: {predictor.doubt}",
+            "plan one replica: tune trace thin",
+        )
+    aim = replace(aim, devices=predictor.profile.shape.devices)
+    plan = replace(inputs.aim(trace).plan, load=inputs.traffic.load)
+    return plan_fleet(predictor, retune.space, trace, plan, aim, say)
 
 
 def _calendar(inputs: LoadsOptions, source: ProfiledEngine, utc_offset_s: float) -> Calendar:

@@ -1,0 +1,100 @@
+"""The fewest replicas, on engines whose capacity is known: eight requests a second each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.profile_parts import PROFILE, SHAPE
+from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import Graphs
+from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import Slo
+from tuner.run.fleet import FleetAim, FleetPlan, plan_fleet
+from tuner.search.space import SearchSpace
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.reshape import Router
+from tuner.traffic.traces import Trace
+
+# Twenty steps of 50 ms, whoever else is in the batch.
+STEPS = replace(StepModel.linear(0.05, 0.0, 0.0), graphs=Graphs((), has_mixed=False))
+SYNCHRONOUS = replace(
+    SHAPE,
+    asynchronous=False,
+    captured_sizes=(),
+    prefix_caching=False,
+    scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
+)
+ENGINE = replace(PROFILE, shape=SYNCHRONOUS, step_model=STEPS, uncertainty=None)
+EIGHT = EngineLimits(8, 2048)
+AIM = FleetAim(
+    (Slo.parse("e2e_p99=1.4s"),),
+    Router.LEAST_LOADED,
+    devices=2,
+    gpu_hour_price=3.0,
+    most=8,
+    start_s=10.0,
+    stretch_s=100.0,
+)
+
+
+def traffic(*rates: int) -> Trace:
+    """Return requests at even distances, so many a second in each stretch of 100 s."""
+    due_s = np.concatenate(
+        [100.0 * i + np.arange(100 * rate) / rate for i, rate in enumerate(rates)]
+    )
+    return Trace(due_s, np.full(due_s.size, 4), np.full(due_s.size, 20))
+
+
+def planned(
+    trace: Trace, aim: FleetAim = AIM, *, caps: tuple[int, ...] = (8,), wrong_ratio: float = 0.0
+) -> FleetPlan:
+    ceiling = EngineLimits(max(caps), 2048)
+    space = SearchSpace(EIGHT, caps, (2048,), ceiling)
+    profile = replace(ENGINE, metric_error_ratio=wrong_ratio)
+    return plan_fleet(Predictor(profile, ceiling), space, trace, ReplayPlan(), aim)
+
+
+def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
+    found = planned(traffic(6, 22, 6, 14))
+    assert found.needed == {EIGHT: 3}
+    fixed, by_stretch, scaled = found.ways
+    assert (fixed.replicas, by_stretch.replicas) == (3, 3)
+    assert [one.wanted for one in by_stretch.stretches] == [1, 3, 1, 2]
+    assert fixed.gpu_hours == pytest.approx(2 * 3 * 401 / 3600, rel=0.01)
+    assert fixed.cost == pytest.approx(3.0 * fixed.gpu_hours)
+    assert [one.offered_per_s for one in fixed.stretches] == pytest.approx([6, 22, 6, 14], 0.01)
+    assert not fixed.breaks
+    assert not by_stretch.breaks
+    # Two more are on for the second and its start, one for the last.
+    assert by_stretch.gpu_hours == pytest.approx(2 * (401 + 2 * 110 + 111) / 3600, rel=0.02)
+    assert by_stretch.within_ratio == pytest.approx(1.0, abs=0.01)
+    assert scaled.autoscaler is not None
+    assert scaled.gpu_hours < fixed.gpu_hours or scaled.breaks
+
+
+def test_limits_that_need_fewer_replicas_are_found() -> None:
+    found = planned(traffic(22), caps=(8, 16, 32))
+    assert found.limits.max_num_seqs >= 16
+    assert found.needed[EIGHT] == 3
+    assert found.needed[found.limits] == 1
+    assert [way.name for way in found.ways] == ["fixed"]
+
+
+def test_slower_steps_than_stated_may_take_another_replica() -> None:
+    found = planned(traffic(15), wrong_ratio=0.2)
+    assert (found.needed[EIGHT], found.if_slower) == (2, 3)
+
+
+def test_what_no_number_of_replicas_keeps_is_said() -> None:
+    hasty = replace(AIM, slos=(Slo.parse("e2e_p99=900ms"),))
+    with pytest.raises(
+        NoFeasibleConfigError, match=r"up to 8 replicas do not keep e2e_p99=0\.9s"
+    ):
+        planned(traffic(6), hasty)
+    with pytest.raises(TooFewSamplesError):
+        planned(Trace(np.arange(20.0), np.full(20, 4), np.full(20, 20)))
