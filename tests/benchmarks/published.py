@@ -147,7 +147,7 @@ def orders() -> dict[str, Any]:
     grid = [EngineLimits(s, t) for s in (32, 64, 128, 256, 512) for t in (2048, 4096, 8192)]
     tuned = max(grid, key=lambda s: at(ReplayPlan(), s, saturated).requests_per_s)
     found: dict[str, Any] = {"strategies": {}, "caps": {}}
-    for strategy in strategies(limits, tuned, StaticBatches(16, 0.05)):
+    for strategy in strategies(limits, tuned, [StaticBatches(16, 0.05)]):
         m = at(strategy.plan(ReplayPlan()), strategy.limits, saturated)
         found["strategies"][strategy.name] = m.requests_per_s
         print(f"{strategy.name:<45} {strategy.limits!s:>10} {m.requests_per_s:8.1f} requests/s")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.emit_parts import a_run_dir
+from support.shadow_files import a_profile, a_trace_file
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import write_trace
 from tuner.cli.commands import compare
@@ -15,13 +16,14 @@ from tuner.cli.compare import CompareOptions, run_compare
 from tuner.errors import UsageError
 from tuner.report.page import sections_of
 from tuner.report.run_files import read_run
+from tuner.shadow.profiles import write_profile
 
 # A step costs nearly the same for one sequence as for eight, as on an engine.
 SOURCE = ToySource(ToyCosts(base_s=0.01, knee=64, crowd_s=0.0))
 
 
 def compared(trace: Path, *more: str) -> int:
-    arguments = ["--trace", str(trace), "--max-num-seqs", "16", "--batch-size", "4", *more]
+    arguments = ["--trace", str(trace), "--max-num-seqs", "16", "--batch-size", "2,4", *more]
     params = compare.make_context("compare", arguments).params
     return run_compare(CompareOptions.parse(params), SOURCE)
 
@@ -32,13 +34,20 @@ def test_strategies_stand_in_the_order_of_the_field(
     trace = write_trace(tmp_path / "t.jsonl", n=120)
     assert compared(trace, "--uniform", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["recorded", "uniform"]
-    for rows in found.values():
+    assert list(found) == ["recorded", "saturation", "uniform"]
+    for name, rows in found.items():
+        assert [row["max_num_seqs"] for row in rows] == [1, 1, 2, 4, 16, 16]
+        assert [row["processes"] for row in rows] == [1, 2, 1, 1, 1, 1]
+        several = rows.pop(1)
         rates = [row["measurement"]["requests_per_s"] for row in rows]
-        assert rates[0] < rates[1] < rates[2] * 1.001
-        assert [row["max_num_seqs"] for row in rows][0::3] == [1, 16]
+        assert rates[0] < rates[1] < rates[2] < rates[3] * 1.001
         waits = [row["measurement"]["e2e_s"]["p50"] for row in rows]
         assert waits[1] < waits[0]
+        if name == "saturation":
+            # A toy has no device to share: two of them do twice as much.
+            assert several["measurement"]["requests_per_s"] == pytest.approx(2 * rates[0], 0.05)
+        else:
+            assert "at saturation" in several["failure"]
 
 
 def test_what_is_kept_stands_in_the_report(
@@ -52,9 +61,10 @@ def test_what_is_kept_stands_in_the_report(
     page = (folder / "report.html").read_text()
     assert "The strategies of the field" in page
     sections = {section.anchor: section for section in sections_of(read_run(folder))}
-    recorded, uniform = sections["strategies"].tables
-    assert [row[0].text for row in recorded.rows] == [row[0].text for row in uniform.rows]
-    assert len(recorded.rows) == 4
+    recorded, saturated, uniform = sections["strategies"].tables
+    names = [[row[0].text for row in one.rows] for one in (recorded, saturated, uniform)]
+    assert names[0] == names[1] == names[2]
+    assert len(names[0]) == 6
     assert "with uniform lengths: one request at a time" in sections["strategies"].plots[0].says
 
 
@@ -64,3 +74,24 @@ def test_a_folder_that_holds_no_run_is_refused_before_anything_is_measured(
     trace = write_trace(tmp_path / "t.jsonl", n=10)
     with pytest.raises(UsageError, match="holds no result"):
         compared(trace, "--run", str(tmp_path))
+
+
+def test_a_profile_predicts_the_order_of_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two engines that share a card do no more than one, and waste what each leaves idle."""
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    trace = a_trace_file(tmp_path / "t.jsonl", 300)
+    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
+    assert compared(trace, *profile, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["recorded", "saturation"]
+    names = [row["strategy"] for row in found["saturation"]]
+    alone, two, _, static, configured, tuned = (
+        row["measurement"]["requests_per_s"] for row in found["saturation"]
+    )
+    assert alone < static < configured < tuned
+    assert two <= alone * 1.001
+    assert "2 engines" in names[1]
+    assert compared(trace, *profile) == 0
+    assert "with all requests there at once" in capsys.readouterr().out

@@ -97,4 +97,4 @@ def test_what_no_number_of_replicas_keeps_is_said() -> None:
     ):
         planned(traffic(6), hasty)
     with pytest.raises(TooFewSamplesError):
-        planned(Trace(np.arange(20.0), np.full(20, 4), np.full(20, 20)))
+        planned(Trace(np.arange(20, dtype=np.float64), np.full(20, 4), np.full(20, 20)))

@@ -60,7 +60,7 @@ def test_a_closed_loop_has_no_arrivals_to_gather() -> None:
 
 def test_continuous_batching_beats_its_rivals_on_uneven_lengths() -> None:
     trace = steady(300, 6.0, output=60)
-    asked = strategies(ROOM, EngineLimits(48, 4096), StaticBatches(8, 0.5))
+    asked = strategies(ROOM, EngineLimits(48, 4096), [StaticBatches(8, 0.5)])
     median = []
     for strategy in asked:
         log = replay_toy(trace, strategy.limits, EVEN, strategy.plan(ReplayPlan()))

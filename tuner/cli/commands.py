@@ -17,6 +17,7 @@ from tuner.cli.options import (
     FILE,
     GREEDY,
     JSON,
+    LADDER,
     SHADOW,
     SHADOW_FAILED,
     SLOS,
@@ -122,6 +123,7 @@ def verify(**params: Any) -> int:
         "--tuned",
         help="YAML with the tuned limits; default: --config.",
     ),
+    *SHADOW,
     file_option("--run", metavar="DIR", help="Keep the result in this run's directory."),
     JSON,
 )
@@ -129,13 +131,21 @@ def verify(**params: Any) -> int:
     "Strategies",
     *one_setting("tuned", "that of --tuned"),
     count_option(
+        "--processes",
+        default=2,
+        help="Engines with a share of the device each, 1 for none.",
+    ),
+    click.option(
         "--batch-size",
-        default=8,
-        help="Size of the static batches.",
+        type=LADDER,
+        default="4,8,16",
+        show_default=True,
+        metavar="LIST",
+        help="Sizes of static batches.",
     ),
     time_option(
         "--batch-wait",
-        default="100ms",
+        default="50ms",
         help="How long the first request of a static batch waits for others.",
     ),
     click.option(
@@ -147,8 +157,10 @@ def verify(**params: Any) -> int:
 def compare(**params: Any) -> int:
     """Measure the strategies of the field side by side on your own trace.
 
-    One request at a time; static batches that wait for their slowest answer; continuous
-    batching with vLLM's defaults; and with the tuned limits. All on one live engine.
+    One request at a time, on one engine and on several that share the device; static batches
+    that wait for their slowest answer; continuous batching with vLLM's defaults, and with the
+    tuned limits. At the recorded load, and with all requests there at once, where the order
+    shows. On a live engine, or predicted from a profile.
     """
     from tuner.cli.compare import CompareOptions, run_compare
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Self
+
+import numpy as np
 
 from tuner.cli.console import json_text, say, show_result
 from tuner.cli.displays import ReplayDisplay
-from tuner.cli.inputs import EngineOptions, LimitOptions, TrafficOptions, announce
+from tuner.cli.inputs import (
+    EngineOptions,
+    LimitOptions,
+    ShadowOptions,
+    TrafficOptions,
+    announce,
+)
 from tuner.cli.options import Params, path_of
 from tuner.cli.report import write_report
 from tuner.engine.limits import EngineLimits
@@ -17,20 +28,40 @@ from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineSource
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, read_config
 from tuner.engine.serve_config import limits as limits_of
-from tuner.errors import UsageError
+from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.files import log_folder, write_atomic
 from tuner.replay.arrivals import StaticBatches
+from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner, Failure
+from tuner.replay.runner import EngineRunner
 from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
-from tuner.run.inputs import EngineChoice
-from tuner.run.strategies import Strategy, StrategyRow, strategies, table, uniform
+from tuner.run.inputs import EngineChoice, engine_of_profile
+from tuner.run.strategies import (
+    Strategy,
+    StrategyRow,
+    pooled,
+    predicted,
+    row_of,
+    saturated,
+    strategies,
+    table,
+    uniform,
+)
+from tuner.shadow.predictor import Predictor
 from tuner.traffic.traces import LoadModel, Trace
 
-RECORDED, UNIFORM = "recorded", "uniform"
+# What is replayed, by the name under which it is kept, and what the table is called.
+RECORDED, SATURATED, UNIFORM = "recorded", "saturation", "uniform"
+_TITLES = {
+    RECORDED: "at the recorded load",
+    SATURATED: "with all requests there at once",
+    UNIFORM: "with every length replaced by the mean",
+}
+# How much of a card's memory an engine takes, and what vLLM takes where nothing is said.
+_GPU_MEMORY, _USUAL_SHARE = "gpu-memory-utilization", 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +69,17 @@ class CompareOptions:
     """Which strategies are measured on which traffic, and where the result is kept.
 
     The tuned limits are those of `limits`, else of the file `tuned`, else of the configuration.
-    With `is_uniform` every length is replaced by the mean in a second comparison. `run_dir` is
-    the run that keeps the result, if any.
+    With `is_uniform` every length is replaced by the mean in a third comparison. With a shadow
+    everything is predicted. `run_dir` is the run that keeps the result, if any.
     """
 
     traffic: TrafficOptions
     engine: EngineOptions
+    shadow: ShadowOptions | None
     tuned: Path | None
     limits: LimitOptions
-    batches: StaticBatches
+    batches: tuple[StaticBatches, ...]
+    processes: int
     is_uniform: bool
     run_dir: Path | None
     as_json: bool
@@ -57,9 +90,13 @@ class CompareOptions:
         return cls(
             traffic=TrafficOptions.parse(params),
             engine=EngineOptions.parse(params),
+            shadow=ShadowOptions.parse(params, UsageError("")) if params["profile"] else None,
             tuned=path_of(params["tuned"]),
             limits=LimitOptions.parse(params),
-            batches=StaticBatches(params["batch_size"], params["batch_wait"]),
+            batches=tuple(
+                StaticBatches(size, params["batch_wait"]) for size in params["batch_size"]
+            ),
+            processes=params["processes"],
             is_uniform=params["uniform"],
             run_dir=path_of(params["run"]),
             as_json=params["as_json"],
@@ -76,62 +113,163 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     plan = options.traffic.plan(traffic.trace)
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
+    if options.shadow is not None:
+        announce(traffic)
+        _show(options, _predicted(options, options.shadow, traffic.trace, plan))
+        return 0
     announce(traffic, is_demo=engine.is_demo)
-    patience_s = options.traffic.start_timeout_s
-    with (
-        log_folder("tune-compare-") as folder,
-        EngineProcess(source or LiveSource(), folder / "engine.log", patience_s) as host,
-    ):
-        rows = _compared(host, options, engine, traffic.trace, plan)
+    with log_folder("tune-compare-") as folder:
+        rows = _measured(options, source or LiveSource(), folder, engine, traffic.trace, plan)
     _show(options, rows)
     return 0
 
 
-def _compared(
-    host: EngineProcess,
+def _predicted(
+    options: CompareOptions, shadow: ShadowOptions, recorded: Trace, plan: ReplayPlan
+) -> dict[str, list[StrategyRow]]:
+    """Predict every strategy on every kind of traffic."""
+    profile, source = shadow.load()
+    values = engine_of_profile(profile, options.engine.config, None, {}).values
+    facts = source.facts(values)
+    default, predictor = profile.current_limits, Predictor(profile)
+    tuned = _tuned(options, default)
+    if predictor.doubt:
+        raise ShadowError(
+            f"strategies cannot be predicted: {predictor.doubt}", "measure them: no --profile"
+        )
+    traces = _traces(options, recorded, facts.max_model_len)
+    whose = "limits as profiled"
+    compared = strategies(default, tuned, options.batches, options.processes, whose)
+    return {
+        name: [predicted(predictor, trace, strategy, plan) for strategy in compared]
+        for name, trace in traces.items()
+    }
+
+
+def _traces(options: CompareOptions, recorded: Trace, max_model_len: int) -> dict[str, Trace]:
+    """Return what is replayed: as recorded, all at once, and if asked with even lengths."""
+    trace = options.traffic.fitted(recorded, max_model_len)
+    trace = options.traffic.part_of(trace)
+    traces = {RECORDED: trace, SATURATED: saturated(trace)}
+    if options.is_uniform:
+        traces[UNIFORM] = uniform(trace)
+    return traces
+
+
+def _measured(
     options: CompareOptions,
+    source: EngineSource,
+    folder: Path,
     engine: EngineChoice,
     recorded: Trace,
     plan: ReplayPlan,
 ) -> dict[str, list[StrategyRow]]:
-    """Measure every strategy on one engine, on the lengths as recorded and if asked uniform."""
-    # What vLLM does by itself: the configuration without its limits.
-    facts = host.facts(_without_limits(engine))
-    tuned = _tuned(options, facts.current_limits)
-    compared = strategies(facts.current_limits, tuned, options.batches)
-    trace = options.traffic.fitted(recorded, facts.max_model_len)
-    trace = options.traffic.part_of(trace)
-    ceiling = compared[0].limits
+    """Measure every strategy: those of one engine on one, then those of several on several."""
+    patience_s = options.traffic.start_timeout_s
+    with EngineProcess(source, folder / "engine.log", patience_s) as host:
+        # What vLLM does by itself: the configuration without its limits.
+        facts = host.facts(_without_limits(engine))
+        tuned = _tuned(options, facts.current_limits)
+        compared = strategies(facts.current_limits, tuned, options.batches, options.processes)
+        traces = _traces(options, recorded, facts.max_model_len)
+        ceiling = compared[0].limits
+        for strategy in compared:
+            ceiling = ceiling.covering(strategy.limits)
+        runner = EngineRunner(host, engine.values, ceiling, options.traffic.seed)
+        for name, trace in traces.items():
+            runner.use(name, trace)
+        found = {
+            (name, strategy.name): _alone(runner, name, strategy, plan)
+            for name in traces
+            for strategy in compared
+            if strategy.processes == 1
+        }
+        blocks = 0 if runner.info is None else runner.info.num_blocks
     for strategy in compared:
-        ceiling = ceiling.covering(strategy.limits)
-    runner = EngineRunner(host, engine.values, ceiling, options.traffic.seed)
-    traces = {RECORDED: trace}
-    if options.is_uniform:
-        traces[UNIFORM] = uniform(trace)
-    return {name: _rows(runner, name, one, compared, plan) for name, one in traces.items()}
+        if strategy.processes > 1:
+            is_cpu = facts.device.startswith("CPU")
+            shared = _share(engine.values, strategy.processes, blocks, is_cpu=is_cpu)
+            hosts = [
+                EngineProcess(source, folder / f"engine-{i}.log", patience_s)
+                for i in range(strategy.processes)
+            ]
+            rows = _side_by_side(hosts, shared, strategy, traces, plan, options.traffic.seed)
+            found |= {(name, strategy.name): row for name, row in rows.items()}
+    return {name: [found[name, s.name] for s in compared] for name in traces}
 
 
-def _rows(
-    runner: EngineRunner,
-    name: str,
-    trace: Trace,
-    compared: Sequence[Strategy],
+def _alone(
+    runner: EngineRunner, name: str, strategy: Strategy, plan: ReplayPlan
+) -> StrategyRow:
+    """Measure a strategy of one engine."""
+    say(f"{_TITLES[name]}: {strategy.name}, {strategy.limits}")
+    with ReplayDisplay() as display:
+        outcome = runner.measure(
+            [name], strategy.limits, strategy.plan(plan), (), display.progress
+        )
+    return row_of(strategy, outcome)
+
+
+def _share(
+    values: Mapping[str, object], processes: int, blocks: int, *, is_cpu: bool
+) -> dict[str, object]:
+    """Return the configuration of an engine that has its share of the device."""
+    shared = {**values, "num-gpu-blocks-override": max(2, blocks // processes)}
+    share = values.get(_GPU_MEMORY, _USUAL_SHARE)
+    if not is_cpu and isinstance(share, int | float):
+        shared[_GPU_MEMORY] = float(share) / processes
+    return shared
+
+
+def _side_by_side(
+    hosts: Sequence[EngineProcess],
+    values: Mapping[str, object],
+    strategy: Strategy,
+    traces: Mapping[str, Trace],
     plan: ReplayPlan,
-) -> list[StrategyRow]:
-    """Measure every strategy on one trace."""
-    runner.use(name, trace)
-    rows = []
-    for strategy in compared:
-        say(f"{name} lengths: {strategy.name}, {strategy.limits}")
-        with ReplayDisplay() as display:
-            outcome = runner.measure(
-                [name], strategy.limits, strategy.plan(plan), (), display.progress
-            )
-        if isinstance(outcome, Failure):
-            rows.append(StrategyRow(strategy, None, outcome.cause))
-        else:
-            rows.append(StrategyRow(strategy, outcome))
+    seed: int,
+) -> dict[str, StrategyRow]:
+    """Measure engines that serve at the same time, each its share of the requests.
+
+    Each keeps a clock of its own, which leaves out when it is idle; so they are in each other's
+    way as they would be only while none is.
+    """
+    own = replace(strategy.plan(plan), keep_steps=False)
+    rows = {
+        name: StrategyRow(strategy, None, "engines side by side are measured at saturation")
+        for name in traces
+    }
+    say(f"{_TITLES[SATURATED]}: {strategy.name}, {strategy.limits}")
+    trace = traces[SATURATED]
+
+    def serve(i: int) -> ReplayLog:
+        part = trace.slice_rows(np.arange(i, len(trace), len(hosts)))
+        hosts[i].start(values, strategy.limits)
+        hosts[i].load(SATURATED, part, seed)
+        begin.wait()
+        return hosts[i].replay(SATURATED, strategy.limits, own)
+
+    begin = Barrier(len(hosts))
+    with ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+        for host in hosts:
+            stack.enter_context(host)
+        asked = [pool.submit(_or_let_go, begin, serve, i) for i in range(len(hosts))]
+        try:
+            rows[SATURATED] = StrategyRow(strategy, pooled([one.result() for one in asked]))
+        except EngineError as error:
+            rows[SATURATED] = StrategyRow(strategy, None, error.message)
     return rows
+
+
+def _or_let_go(begin: Barrier, serve: Callable[[int], ReplayLog], i: int) -> ReplayLog:
+    """Serve, and let nobody wait for one that failed. Raises: EngineError."""
+    try:
+        return serve(i)
+    except BrokenBarrierError as broken:
+        raise EngineError("another engine did not start beside it") from broken
+    except BaseException:
+        begin.abort()
+        raise
 
 
 def _without_limits(engine: EngineChoice) -> dict[str, object]:
@@ -173,5 +311,5 @@ def _show(options: CompareOptions, rows_of: Mapping[str, Sequence[StrategyRow]])
         say(f"kept in {target}, and shown in {page}")
     lines = []
     for name, rows in rows_of.items():
-        lines += [f"{name} lengths, latencies in ms", *table(rows), ""]
+        lines += [f"{_TITLES[name]}, latencies in ms", *table(rows), ""]
     show_result(content, lines, as_json=options.as_json)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuner.report.parts import (
+    CHOSEN,
     LIVE,
     SHADOW,
     Cell,
@@ -24,7 +25,12 @@ from tuner.search.trials import read_metric
 TITLE = "The strategies of the field"
 _RATE = "requests_per_s"
 _LATENCIES = ("e2e_p50", "e2e_p99", "ttft_p50", "ttft_p99")
-_COLOURS = {"recorded": LIVE, "uniform": SHADOW}
+_COLOURS = {"recorded": LIVE, "uniform": SHADOW, "saturation": CHOSEN}
+_NAMES = {
+    "recorded": "the recorded load",
+    "uniform": "uniform lengths",
+    "saturation": "all requests at once",
+}
 
 Compared = Mapping[str, Sequence[SavedStrategy]]
 
@@ -35,8 +41,9 @@ def strategies(run: RunFiles) -> Section | None:
     if not compared:
         return None
     sentences = [
-        "Each strategy served the same requests on one live engine: one at a time; batches "
-        "that wait for their slowest answer; continuous batching as vLLM comes, and as tuned."
+        "Each strategy served the same requests: one at a time, on one engine and on several "
+        "that share its device; batches that wait for their slowest answer; continuous "
+        "batching as vLLM comes, and as tuned."
     ]
     if "uniform" in compared:
         sentences.append(
@@ -62,7 +69,7 @@ def _plot(anchor: str, compared: Compared, metric: str) -> Plot:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": f"{which} lengths",
+                "name": _NAMES.get(which, which),
                 "y": names,
                 "x": measured,
                 "marker": {"color": _COLOURS.get(which, LIVE)},
@@ -87,7 +94,7 @@ def _text(compared: Compared, metric: str) -> str:
             f"{row.strategy} {_shown(metric, read_metric(row.measurement or {}, metric))}"
             for row in rows
         )
-        sentences.append(f"{metric_name(metric)} with {which} lengths: {each}.")
+        sentences.append(f"{metric_name(metric)} with {_NAMES.get(which, which)}: {each}.")
     return " ".join(sentences)
 
 
@@ -104,7 +111,7 @@ def _table(which: str, rows: Sequence[SavedStrategy]) -> Table:
     )
     return Table(
         f"strategies-{which}",
-        f"{which.capitalize()} lengths",
+        f"With {_NAMES.get(which, which)}",
         heads,
         tuple(_row(row) for row in rows),
     )

@@ -1,7 +1,8 @@
 """The serving strategies of the field, as limits and arrivals of one engine.
 
-Answers what each strategy would have made of the same traffic: one request at a time, static
-batches that wait for their slowest answer, continuous batching as vLLM comes, and as tuned.
+Answers what each strategy would have made of the same traffic: several engines with a share of
+the device each, one request at a time, static batches that wait for their slowest answer,
+continuous batching as vLLM comes, and as tuned.
 """
 
 from __future__ import annotations
@@ -13,19 +14,30 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError, ShadowError
 from tuner.replay.arrivals import StaticBatches
-from tuner.replay.metrics import Measurement
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import Failure
+from tuner.shadow.fleet import Fleet, simulate_fleet
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.simulator import PreparedTrace
+from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to serve: a name, the engine's limits, and static batches where it makes them."""
+    """One way to serve: a name, the engine's limits, and static batches where it makes them.
+
+    Of several processes each has its share of the device and of the requests, in turns.
+    """
 
     name: str
     limits: EngineLimits
     batches: StaticBatches | None = None
+    processes: int = 1
 
     def plan(self, plan: ReplayPlan) -> ReplayPlan:
         """Return how the trace is replayed with this strategy."""
@@ -47,6 +59,7 @@ class StrategyRow:
             "strategy": self.strategy.name,
             "max_num_seqs": self.strategy.limits.max_num_seqs,
             "max_num_batched_tokens": self.strategy.limits.max_num_batched_tokens,
+            "processes": self.strategy.processes,
             "static_batches": batches and {"size": batches.size, "wait_s": batches.wait_s},
             "measurement": None if self.measured is None else self.measured.as_json(),
             "failure": self.failure or None,
@@ -54,20 +67,89 @@ class StrategyRow:
 
 
 def strategies(
-    default: EngineLimits, tuned: EngineLimits, batches: StaticBatches
+    default: EngineLimits,
+    tuned: EngineLimits,
+    batches: Sequence[StaticBatches],
+    processes: int = 1,
+    whose: str = "vLLM's defaults",
 ) -> list[Strategy]:
-    """Return the four strategies, the simplest first."""
+    """Return the strategies, the simplest first, with several processes if there are.
+
+    `whose` says what the default limits are.
+    """
     budget = max(default.max_num_batched_tokens, tuned.max_num_batched_tokens)
+    alone = EngineLimits(1, budget)
+    several = Strategy(
+        f"one at a time on each of {processes} engines", alone, processes=processes
+    )
     return [
-        Strategy("one request at a time", EngineLimits(1, budget)),
-        Strategy(
-            f"static batches of {batches.size}, wait {batches.wait_s * 1000:g} ms",
-            EngineLimits(batches.size, max(budget, batches.size)),
-            batches,
+        Strategy("one request at a time", alone),
+        *([several] if processes > 1 else []),
+        *(
+            Strategy(
+                f"static batches of {batch.size}, wait {batch.wait_s * 1000:g} ms",
+                EngineLimits(batch.size, max(budget, batch.size)),
+                batch,
+            )
+            for batch in batches
         ),
-        Strategy("continuous batching, vLLM's defaults", default),
+        Strategy(f"continuous batching, {whose}", default),
         Strategy("continuous batching, tuned", tuned),
     ]
+
+
+def predicted(
+    predictor: Predictor, trace: Trace, strategy: Strategy, plan: ReplayPlan
+) -> StrategyRow:
+    """Predict one strategy. Of several engines on one device each takes as many times as long.
+
+    That is what a step costs that is bound by the device; what little of it is not, and a
+    device's turns between processes, are left out.
+
+    Raises: ShadowError, UsageError.
+    """
+    own = strategy.plan(plan)
+    if strategy.processes == 1:
+        outcome = predictor.measure([trace], strategy.limits, own, ())
+        return row_of(strategy, outcome)
+    engine, count = predictor.simulated(strategy.limits), strategy.processes
+    slower = engine.step_model.scaled(float(count))
+    try:
+        shared = replace(engine, num_blocks=engine.num_blocks // count, step_model=slower)
+        prepared, fleet = PreparedTrace(trace, own), Fleet(count, Router.ROUND_ROBIN)
+        found = simulate_fleet(shared, prepared, strategy.limits, own, fleet)
+    except (EngineError, ShadowError) as error:
+        return StrategyRow(strategy, None, error.message)
+    return StrategyRow(strategy, measure([found.log]))
+
+
+def row_of(strategy: Strategy, outcome: Measurement | Failure) -> StrategyRow:
+    """Return what a strategy brought, or why it brought nothing."""
+    if isinstance(outcome, Failure):
+        return StrategyRow(strategy, None, outcome.cause)
+    return StrategyRow(strategy, outcome)
+
+
+def pooled(logs: Sequence[ReplayLog]) -> Measurement:
+    """Return the measurement of several engines that served side by side."""
+    found, count = measure(logs), len(logs)
+    return replace(
+        found,
+        requests_per_s=count * found.requests_per_s,
+        output_tokens_per_s=count * found.output_tokens_per_s,
+    )
+
+
+def saturated(trace: Trace) -> Trace:
+    """Return the trace with all requests there at once, so that engines are never idle."""
+    return replace(
+        trace,
+        due_s=np.zeros(len(trace)),
+        turns=None,
+        e2e_s=None,
+        ttft_s=None,
+        notes=trace.notes.with_remark("all requests were there at once"),
+    )
 
 
 def uniform(trace: Trace) -> Trace:
@@ -91,26 +173,32 @@ def uniform(trace: Trace) -> Trace:
     )
 
 
-_HEAD = ("requests/s", "e2e p50", "e2e p99", "ttft p50", "ttft p99", "running")
+_HEAD = ("requests/s", "times", "e2e p50", "e2e p99", "ttft p50", "ttft p99", "running")
 
 
 def table(rows: Sequence[StrategyRow]) -> list[str]:
-    """Return the comparison for people; latencies in milliseconds."""
+    """Return the comparison for people; latencies in milliseconds.
+
+    `times` is the rate beside that of the first strategy.
+    """
+    first = rows[0].measured
+    base = None if first is None else first.requests_per_s
     width = max(len(row.strategy.name) for row in rows) + 2
     lines = [" " * width + f"{'seqs/tokens':>12}" + "".join(f"{name:>12}" for name in _HEAD)]
     for row in rows:
         start = f"{row.strategy.name:<{width}}{row.strategy.limits!s:>12}"
         m = row.measured
-        lines.append(start + (f"  {row.failure}" if m is None else _cells(m)))
+        lines.append(start + (f"  {row.failure}" if m is None else _cells(m, base)))
     return lines
 
 
-def _cells(m: Measurement) -> str:
+def _cells(m: Measurement, base: float | None) -> str:
     latencies: Mapping[str, float | None] = {
-        name: m.latency(f"{name.split()[0]}_s", name.split()[1]) for name in _HEAD[1:5]
+        name: m.latency(f"{name.split()[0]}_s", name.split()[1]) for name in _HEAD[2:6]
     }
     cells = [
         f"{m.requests_per_s:.2f}",
+        f"{m.requests_per_s / base:.2f}" if base else "-",
         *("-" if value is None else f"{value * 1000:.1f}" for value in latencies.values()),
         f"{m.running.mean:.1f}",
     ]
