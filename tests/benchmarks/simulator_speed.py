@@ -1,14 +1,15 @@
 """How fast the simulator replays: tokens per second on one core, the reference beside it.
 
     python tests/benchmarks/simulator_speed.py TRACE [--shared TRACE] [--runs 9] [--week]
-        [--before CHECKOUT] [-o results.json]
+        [--fleet] [--before CHECKOUT] [-o results.json]
 
 TRACE is repeated until it lasts an hour, prompts are cut at 6,000 tokens, limits are 32/2048.
 Steps take a fixed time. --shared names a trace with hash ids, which is replayed as it is, in
 blocks of 16 tokens. "preempted" has blocks for a third of what is in use at most. --week adds
-27 million requests in one replay. "reference" is vLLM's own scheduler asked at every step, for
-ten seconds, where vLLM is installed. All variants run in turns in one process; the time is that
-of the processor, of the replay alone and with its metrics.
+27 million requests in one replay, --fleet a day of sixteen times the hour's traffic on sixteen
+replicas behind each router that needs no hash ids. "reference" is vLLM's own scheduler asked at
+every step, for ten seconds, where vLLM is installed. All variants run in turns in one process;
+the time is that of the processor, of the replay alone and with its metrics.
 
 --before names a checkout of the shadow that leapt with vLLM's Python scheduler (git worktree
 add CHECKOUT a6405e2), which replays the same hour in turns with this one, of which the middle
@@ -42,16 +43,19 @@ from tuner.engine.shape import EngineShape
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.prompts import PromptSource
+from tuner.traffic.reshape import Router
 from tuner.traffic.traces import TooLong, Trace
 
 LIMITS = EngineLimits(32, 2048)
 CLIP = 6000
 BLOCKS = 100_000
 WEEK = 27_000_000
+REPLICAS = 16
 PLAN = ReplayPlan()
 
 
@@ -219,6 +223,32 @@ def week(variant: Variant) -> dict[str, Any]:
     return {**found, "peak_gib": peak_gib}
 
 
+def fleet(variant: Variant) -> dict[str, Any]:
+    """Replay a day on sixteen replicas and report what that takes."""
+    hour, found = variant.workload.trace, {}
+    starts_s = [3600.0 * h + 7.0 * k for h in range(24) for k in range(REPLICAS)]
+    due_s = np.concatenate([hour.due_s + s for s in starts_s])
+    order = np.argsort(due_s, kind="stable")
+    trace = Trace(
+        due_s=due_s[order],
+        prompt_tokens=np.tile(hour.prompt_tokens, len(starts_s))[order],
+        output_tokens=np.tile(hour.output_tokens, len(starts_s))[order],
+    )
+    day = PreparedTrace(trace, PLAN)
+    for router in (Router.ROUND_ROBIN, Router.LEAST_LOADED):
+        began_s = time.process_time()
+        log = simulate_fleet(variant.engine, day, LIMITS, PLAN, Fleet(REPLICAS, router))
+        took_s = time.process_time() - began_s
+        steps = log.log.steps.steps
+        print(
+            f"a day of {len(trace):,} requests on {REPLICAS} replicas, {router}: "
+            f"{took_s:.1f} s, {steps:,} steps",
+            flush=True,
+        )
+        found[str(router)] = {"requests": len(trace), "seconds": took_s, "steps": steps}
+    return found
+
+
 def beside_before(
     variants: dict[str, Variant], checkout: Path, trace: Path, runs: int
 ) -> dict[str, Any]:
@@ -262,6 +292,7 @@ def main() -> None:
     parser.add_argument("--shared")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--week", action="store_true")
+    parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--before", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
@@ -273,6 +304,8 @@ def main() -> None:
         stages["reference"] = lambda: reference_rate(first)
     if args.week:
         stages["week"] = lambda: week(first)
+    if args.fleet:
+        stages["fleet"] = lambda: fleet(first)
     if args.before:
         before, trace = args.before.resolve(), Path(args.trace).resolve()
         stages["before"] = lambda: beside_before(variants, before, trace, 3)
