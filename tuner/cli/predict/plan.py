@@ -8,7 +8,6 @@ from typing import Self
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_named
 from tuner.cli.options import Params
-from tuner.cli.predict.fleet import fleet_lines
 from tuner.cli.predict.options import LoadsOptions
 from tuner.drift.by_hour import (
     MIN_REQUESTS,
@@ -19,7 +18,7 @@ from tuner.drift.by_hour import (
     parse_offset,
 )
 from tuner.errors import ShadowError, UsageError
-from tuner.run.fleet import FleetAim, FleetPlan, plan_fleet
+from tuner.run.loads.fleet import FleetAim, FleetPlan, Stretch, Way, plan_fleet
 from tuner.run.surface import AtLoad, Reached, Surface
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
@@ -83,7 +82,7 @@ def run_plan(options: PlanOptions) -> int:
     _, source = options.inputs.shadow.load()
     if options.fleet is not None:
         found = _fleet(options.inputs, source, options.fleet)
-        show_result(found.as_json(), fleet_lines(found), as_json=options.as_json)
+        show_result(found.as_json(), _fleet_lines(found), as_json=options.as_json)
         return 0
     if options.utc_offset_s is not None:
         calendar = _calendar(options.inputs, source, options.utc_offset_s)
@@ -175,3 +174,54 @@ def _hours(trace: Trace, utc_offset_s: float) -> tuple[Hour, ...]:
             f"no hour of {trace.source} holds {MIN_REQUESTS} requests", "record more traffic"
         )
     return hours
+
+
+def _fleet_lines(found: FleetPlan) -> list[str]:
+    """Return for people how many replicas there are, how they run, and what comes of it."""
+    aim, fixed = found.aim, found.ways[0]
+    slos = ", ".join(map(str, aim.slos))
+    gpus = f", {aim.devices} GPUs each" if aim.devices > 1 else ""
+    lines = [
+        f"{fixed.replicas} replicas{gpus} at {found.limits} "
+        f"(max_num_seqs/max_num_batched_tokens) behind a {aim.router} router keep {slos}; "
+        f"predicted, wrong by {found.wrong_ratio:.0%} on what was measured",
+        f"the current {found.current} needs {_count(found.needed[found.current], aim.most)}",
+        f"if steps take {found.wrong_ratio:.0%} longer, the busiest stretch needs "
+        f"{_count(found.if_slower, aim.most)}",
+        "",
+        f"{'':12}{'most':>6}{'GPU hours':>12}{'cost':>12}{'within SLOs':>14}  what breaks",
+    ]
+    lines += [_way_line(way) for way in found.ways]
+    lines += ["", f"{'from':>8}{'requests/s':>12}" + "".join(map(_head, found.ways))]
+    for each in zip(*(way.stretches for way in found.ways), strict=True):
+        cells = "".join(f"{one.wanted:>8g}{one.within_ratio:>8.1%}" for one in each)
+        lines.append(f"{_instant(each[0].start_s):>8}{each[0].offered_per_s:>12.3g}{cells}")
+    return lines
+
+
+def _count(replicas: int | None, most: int) -> str:
+    return f"more than {most}" if replicas is None else f"{replicas}"
+
+
+def _head(way: Way) -> str:
+    return f"{way.name:>16}"
+
+
+def _way_line(way: Way) -> str:
+    cost = "-" if way.cost is None else f"{way.cost:,.2f}"
+    target = "" if way.autoscaler is None else f"{way.autoscaler.target:.3g} in flight each; "
+    return (
+        f"{way.name:<12}{way.replicas:>6}{way.gpu_hours:>12.4g}{cost:>12}"
+        f"{way.within_ratio:>14.2%}  {target}{_broken(way.breaks, len(way.stretches))}"
+    )
+
+
+def _broken(breaks: list[Stretch], of: int) -> str:
+    if not breaks:
+        return "nothing"
+    names = sorted({slo.name for one in breaks for slo in one.broken or ()})
+    return f"{', '.join(names)} in {len(breaks)} of {of} stretches"
+
+
+def _instant(start_s: float) -> str:
+    return f"{start_s / 3600:g} h" if start_s % 3600 == 0 else f"{start_s / 60:g} min"

@@ -13,7 +13,7 @@ from tuner.engine.shape import Graphs
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
-from tuner.run.fleet import FleetAim, FleetPlan, plan_fleet
+from tuner.run.loads.fleet import FleetAim, FleetPlan, plan_fleet
 from tuner.search.space import SearchSpace
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
