@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import Engine, event
 
 from tuner.engine.limits import EngineLimits
+from tuner.replay.signals import undisturbed
 from tuner.run.journal import Journal
-from tuner.run.storage import undisturbed, undisturbed_methods
+from tuner.run.storage import undisturbed_methods
 
 LIMITS = EngineLimits(8, 1024)
 

@@ -33,6 +33,7 @@ from tuner.errors import EngineError, ShadowError, TunerError
 from tuner.redact import redacted_text
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
+from tuner.replay.signals import undisturbed
 from tuner.replay.warm_up import warm_up
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
@@ -390,7 +391,8 @@ class EngineProcess:
                 name="tune-engine",
             )
             self._process_began_s = time.monotonic()
-            with _without_main(self._source):
+            # A child that is started and never told what to do would show a traceback.
+            with undisturbed(), _without_main(self._source):
                 self._process.start()
             theirs.close()
             self._connection = ours

@@ -8,15 +8,13 @@ is stored is left to `journal`.
 from __future__ import annotations
 
 import math
-import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
@@ -25,6 +23,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 
 from tuner.errors import StorageError
+from tuner.replay.signals import undisturbed
 from tuner.run.directory import STUDY_FILE, TRIALS_FILE
 
 R = TypeVar("R")
@@ -241,40 +240,8 @@ class Heart:
         self._thread.join(self._interval_s)
 
 
-_KINDS = (signal.SIGINT, signal.SIGTERM)
-
 Class = TypeVar("Class", bound=type)
 P = ParamSpec("P")
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Let a first Ctrl-C or SIGTERM wait until the block is left; a second one does not wait.
-
-    Nests. Signals interrupt the main thread alone, so there is nothing to do in others.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    before = {kind: signal.getsignal(kind) for kind in _KINDS}
-
-    def on_signal(kind: int, frame: FrameType | None) -> None:
-        handler = before[signal.Signals(kind)]
-        if received and callable(handler):
-            handler(kind, frame)
-        received.append(kind)
-
-    try:
-        for kind in _KINDS:
-            signal.signal(kind, on_signal)
-        yield
-    finally:
-        for kind, handler in before.items():
-            # None is a handler that is not Python's and cannot be put back.
-            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
-        if received:
-            signal.raise_signal(received[0])
 
 
 def undisturbed_methods(cls: Class) -> Class:

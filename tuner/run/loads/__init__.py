@@ -1,1 +1,1 @@
-"""What a profile predicts of traffic at several loads: every setting, gates, clients, fleets."""
+"""What a profile predicts of traffic at several loads: settings, gates, clients, fleets."""
