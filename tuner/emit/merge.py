@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 
 from tuner.errors import UsageError
 from tuner.files import check_references
 from tuner.redact import REDACTED, is_secret, redacted
+
+# YAML lets an anchor be given anew, which some generators do.
+warnings.filterwarnings("ignore", category=ReusedAnchorWarning)
 
 _FLAG: Final = re.compile(r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value>[^\s'\",\]]+)")
 _PAIR: Final = re.compile(r"[\s'\"-]*(?P<key>[\w.-]+)['\"]?\s*[:=]\s*(?P<value>[^\s#].*)")
