@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, twin
+from tuner.engine.serve_config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    changed,
+    hyphenated,
+    twin,
+)
 from tuner.redact import REDACTED, has_secrets
+from tuner.run.knobs.records import settings_text
 from tuner.run.result import Advice, RunResult
 
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
@@ -74,17 +81,24 @@ class Recommendation:
     started_at: EngineLimits | None = None
     lost: tuple[str, ...] = ()
     """Keys whose secret was not kept and has to be given again."""
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    """What is set beside the limits, by key."""
     allow_unauthenticated: bool = False
     """Whether the user wants a server without the api-key that the configuration has."""
 
     @property
-    def settings(self) -> dict[str, object]:
-        """The whole configuration: the user's keys in their order, the tuned limits set."""
-        spelled = {hyphenated(key): value for key, value in self.values.items()}
-        spelled |= {
+    def tuned(self) -> dict[str, object]:
+        """What was tuned, by vLLM's keys: both limits, and the knobs that pay."""
+        return {
             MAX_NUM_SEQS: self.limits.max_num_seqs,
             MAX_NUM_BATCHED_TOKENS: self.limits.max_num_batched_tokens,
+            **self.knobs,
         }
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The whole configuration: the user's keys in their order, what was tuned set."""
+        spelled = changed(self.values, self.tuned)
         return {key: value for key, value in spelled.items() if key not in LIVE_LIMIT_KEYS}
 
     @property
@@ -243,7 +257,8 @@ def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, s
         "trace-sha256": made.trace.sha256,
         "vllm-version": engine and engine.vllm_version,
         "device": engine and engine.device,
-        "limits": spelled(advice.limits),
+        "limits": spelled(result.deployed),
+        "knobs": settings_text(result.knobs.deployed) if result.knobs else "",
         "against": spelled(result.current),
         "gain": _gain(result, advice),
         "tuner-version": made.tuner_version,

@@ -12,6 +12,7 @@ from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
+from tuner.run.knobs.known import knob_named
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.race import CONFIDENCE
@@ -70,8 +71,9 @@ class TuningOptions(ReplaySettings):
     measured. `window` is the part to replay, as `peak:300s`, `5m:10m` or `all`; None for what
     fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
     probable it must be that a change is better and that SLOs are met, `ladder` the caps of
-    max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
-    of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
+    max_num_seqs to climb, `knobs` what else may be turned, by the names of `tune explain`.
+    `profile` is that of an earlier run: with it nothing has to be learnt of the engine, and
+    with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
     None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
     with the run for whoever resumes it, such as where a command writes its file.
 
@@ -90,6 +92,7 @@ class TuningOptions(ReplaySettings):
     load: float = 1.0
     confidence: float = CONFIDENCE
     ladder: Sequence[int] = DEFAULT_LADDER
+    knobs: Sequence[str] = ()
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
     is_forced: bool = False
@@ -110,6 +113,7 @@ class TuningOptions(ReplaySettings):
             "method": _member(Method, self.method, "method"),
             "slos": tuple(self.slos),
             "ladder": tuple(self.ladder),
+            "knobs": tuple(dict.fromkeys(knob_named(name).name for name in self.knobs)),
             "window": _window_choice(self.window),
         }
         if self.load_model is not None:
@@ -144,6 +148,11 @@ class TuningOptions(ReplaySettings):
         if self.objective is Objective.CAPACITY and self.method is Method.LIVE:
             raise UsageError(
                 "--objective capacity asks many loads of each setting and needs the shadow",
+                "leave --method live out",
+            )
+        if self.knobs and self.method is Method.LIVE:
+            raise UsageError(
+                "--knobs are found by predictions and need the shadow",
                 "leave --method live out",
             )
         if self.method is Method.SHADOW and not self.profile:

@@ -31,6 +31,7 @@ from tuner.run.evidence import (
     load_text,
     metric_changes,
 )
+from tuner.run.knobs.records import KnobAdvice
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
@@ -264,6 +265,7 @@ class RunResult:
     ladder: tuple[int, ...]
     caveats: tuple[CaveatRecord, ...]
     trials: tuple[Trial, ...]
+    knobs: KnobAdvice | None = None
 
     @property
     def feasible(self) -> bool:
@@ -280,6 +282,13 @@ class RunResult:
         """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
         return self.current if advice is None else advice.shown
+
+    @property
+    def deployed(self) -> EngineLimits:
+        """The limits that are deployed: others than were found alone where knobs want them."""
+        if self.knobs is not None and self.knobs.is_deployed:
+            return self.knobs.limits
+        return self.current if self.recommendation is None else self.recommendation.limits
 
     @property
     def gain(self) -> Estimate | None:
@@ -339,6 +348,7 @@ class RunProvenance:
     predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     ladder: Sequence[int] = ()
+    knobs: KnobAdvice | None = None
 
 
 def make_outcome(
@@ -377,6 +387,7 @@ def make_outcome(
         ladder=tuple(around.ladder),
         caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
         trials=tuple(records),
+        knobs=around.knobs,
     )
 
 
@@ -511,11 +522,22 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         lines.append(advice.odds.text)
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
+    if result.knobs is not None:
+        lines += [*result.knobs.lines, *filter(None, [set_beside(result.knobs.deployed)])]
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
     lines.extend(f"caveat: {caveat.text}" for caveat in result.caveats)
     lines.append(f"evidence: {run_dir}")
     return lines
+
+
+SET_BESIDE: Final = "set beside the limits: "
+"""How the comment begins that names the keys of knobs, by which the next reader finds them."""
+
+
+def set_beside(settings: Mapping[str, Any]) -> str:
+    """Return the comment that names the keys that are set beside the limits."""
+    return f"{SET_BESIDE}{', '.join(settings)}" if settings else ""
 
 
 def _how(result: RunResult, advice: Advice) -> str:

@@ -17,6 +17,8 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
+from tuner.run.knobs.advice import advise
+from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import (
     Differences,
     Predictions,
@@ -38,7 +40,8 @@ class RunFindings:
     `windows` are those that were replayed live, or predicted where none were; `scoring` is how
     they are judged, None before they are chosen. `compared` holds what was measured live and
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
-    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had.
+    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
+    `knobs` what may be turned beside the limits.
     """
 
     windows: tuple[Window, ...] = ()
@@ -51,6 +54,7 @@ class RunFindings:
     info: EngineInfo | None = None
     engine_starts: int = 0
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
+    knobs: KnobAdvice | None = None
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
@@ -123,6 +127,27 @@ def decide_predicted(
         return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
 
 
+def advise_on_knobs(
+    context: RunContext, predictor: Predictor, predicted: Predictions, decision: RaceDecision
+) -> KnobAdvice | None:
+    """Predict what the run's knobs bring beside its limits, None where it has none.
+
+    Raises: ShadowError, UsageError.
+    """
+    with context.stopwatch.stage("knobs"):
+        advice = advise(
+            predictor.as_deployed(),
+            predicted,
+            decision.winner,
+            context.space,
+            context.record.options.knobs,
+            context.aim.confidence,
+        )
+    for line in advice.lines if advice is not None else ():
+        context.listener.note(line)
+    return advice
+
+
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
     latest = context.journal.last_prediction() + 1
@@ -143,6 +168,7 @@ class ShadowSession:
     predictor: Predictor
     is_forced: bool = False
     capacity: CapacityResult | None = None
+    knobs: KnobAdvice | None = None
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -158,6 +184,7 @@ class ShadowSession:
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
+        self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
@@ -205,6 +232,7 @@ class ShadowSession:
             profile=profile_facts(self.predictor),
             capacity=None if self.capacity is None else self.capacity.as_json(),
             info=self.predictor.info(self.context.space.ceiling),
+            knobs=self.knobs,
         )
 
 

@@ -63,6 +63,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_greedy: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     ladder: tuple[int, ...]
+    knobs: tuple[str, ...] = ()
     method: Method
     profile: str | None
     is_forced: bool

@@ -49,6 +49,7 @@ from tuner.run.inputs import (
     traffic_of,
 )
 from tuner.run.journal import open_journal
+from tuner.run.knobs.known import check_has
 from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
@@ -250,6 +251,7 @@ class _Run:
             profile=found.profile,
             compared=found.compared,
             predicted=found.predicted,
+            knobs=found.knobs,
         )
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
@@ -393,6 +395,7 @@ class _Start:
     def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
         """Return what the run's stages are given. Raises: TunerError."""
         prepared, options, listener = self.prepared, self.prepared.options, self.listener
+        check_has(options.knobs, facts.vllm_version)
         trace, message = fit_lengths(
             prepared.traffic.trace, facts.max_model_len, options.too_long
         )
