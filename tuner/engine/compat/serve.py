@@ -157,7 +157,14 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
 
 
 def flag_help(key: str) -> str:
-    """Return what vLLM's own help says of a flag, "" where it has none of the name."""
+    """Return what vLLM's own help says of a flag, "" where it has none of the name.
+
+    Source: vllm/engine/arg_utils.py, NEEDS_HELP: without it no help is made, to save time.
+    """
+    _import_vllm()
+    arg_utils = importlib.import_module("vllm.engine.arg_utils")
+    arg_utils.NEEDS_HELP = True  # type: ignore[attr-defined]
+    getattr(getattr(arg_utils, "_compute_kwargs", None), "cache_clear", lambda: None)()
     actions = _parser()._actions  # noqa: SLF001 - argparse has no other list of its flags
     found = next((a for a in actions if f"--{key}" in a.option_strings), None)
     return "" if found is None else " ".join(str(found.help or "").split())
