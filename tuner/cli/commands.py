@@ -331,6 +331,12 @@ def doctor() -> int:
     ),
     CAPS,
     KNOBS,
+    choice_option(
+        "--start",
+        among=["high-throughput", "low-latency"],
+        help="Take the limits of a preset for the current ones: 512/65536 and 0.92 of the "
+        "GPU's memory, or 64/8192 and 0.85; default: those of --config.",
+    ),
     *SHADOW,
     GREEDY,
 )
@@ -706,7 +712,7 @@ def explain(knob: str | None) -> int:
 
     Without a name all of them are listed; of one vLLM's own help is shown too, if installed.
     """
-    from tuner.cli.explain import run_explain
+    from tuner.cli.predict.explain import run_explain
 
     return run_explain(knob)
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
@@ -25,6 +27,30 @@ from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
 DEFAULT_BUDGET_S = 1800.0
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Limits that are passed around as good for a purpose, and a share of the GPU's memory."""
+
+    limits: EngineLimits
+    memory_share: float
+
+    def values(self, *, with_memory: bool) -> dict[str, object]:
+        """Return it by vLLM's keys."""
+        memory = {"gpu-memory-utilization": self.memory_share} if with_memory else {}
+        return {
+            MAX_NUM_SEQS: self.limits.max_num_seqs,
+            MAX_NUM_BATCHED_TOKENS: self.limits.max_num_batched_tokens,
+            **memory,
+        }
+
+
+PRESETS: Final[Mapping[str, Preset]] = {
+    "high-throughput": Preset(EngineLimits(512, 65536), 0.92),
+    "low-latency": Preset(EngineLimits(64, 8192), 0.85),
+}
+"""What people start from who have measured nothing."""
 
 
 class Method(StrEnum):
@@ -72,7 +98,8 @@ class TuningOptions(ReplaySettings):
     fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
     probable it must be that a change is better and that SLOs are met, `ladder` the caps of
     max_num_seqs to climb, `knobs` what else may be turned, by the names of `tune explain`.
-    `profile` is that of an earlier run: with it nothing has to be learnt of the engine, and
+    `start` is a preset that takes the place of the configuration's own limits. `profile` is
+    that of an earlier run: with it nothing has to be learnt of the engine, and
     with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
     None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
     with the run for whoever resumes it, such as where a command writes its file.
@@ -93,6 +120,7 @@ class TuningOptions(ReplaySettings):
     confidence: float = CONFIDENCE
     ladder: Sequence[int] = DEFAULT_LADDER
     knobs: Sequence[str] = ()
+    start: str | None = None
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
     is_forced: bool = False
@@ -139,6 +167,11 @@ class TuningOptions(ReplaySettings):
             raise UsageError(
                 f"--confidence must be at least 0.5 and below 1, got {self.confidence:g}",
                 "for example 0.9",
+            )
+        if self.start is not None and self.start not in PRESETS:
+            raise UsageError(
+                f"--start must be one of {', '.join(PRESETS)}, got {self.start!r}",
+                "leave it out to start from your own configuration",
             )
         if self.is_resumed and self.run_dir is None:
             raise UsageError("a run that is resumed needs its run_dir", "name its directory")

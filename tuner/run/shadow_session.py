@@ -5,9 +5,10 @@ A run with a live engine predicts with the same functions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
@@ -19,15 +20,19 @@ from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
+from tuner.run.options import PRESETS
 from tuner.run.predict import (
     Differences,
     Predictions,
     decide,
     predict,
+    predict_more,
+    scored,
 )
+from tuner.run.result import PresetFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
-from tuner.search.objective import Scoring
+from tuner.search.objective import Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import Window, busiest, whole
@@ -41,7 +46,7 @@ class RunFindings:
     they are judged, None before they are chosen. `compared` holds what was measured live and
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
     engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
-    `knobs` what may be turned beside the limits.
+    `knobs` what may be turned beside the limits, `presets` how far those are from the answer.
     """
 
     windows: tuple[Window, ...] = ()
@@ -55,6 +60,7 @@ class RunFindings:
     engine_starts: int = 0
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     knobs: KnobAdvice | None = None
+    presets: tuple[PresetFinding, ...] = ()
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
@@ -79,6 +85,9 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
         if predictor.doubt and context.aim.window is None:
             workload = _that_can_be_asked(context, predictor, workload)
         predicted = predict(predictor.as_deployed(), context.space, workload)
+        if not predictor.doubt:
+            inside = [at for at in _preset_limits() if at.within(context.space.ceiling)]
+            predicted = predict_more(predictor.as_deployed(), predicted, inside)
         keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
@@ -127,6 +136,42 @@ def decide_predicted(
         return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
 
 
+def _preset_limits() -> list[EngineLimits]:
+    return [preset.limits for preset in PRESETS.values()]
+
+
+def compare_presets(
+    predictor: Predictor, predicted: Predictions, decision: RaceDecision
+) -> tuple[PresetFinding, ...]:
+    """Predict how far each preset is from the answer, with the memory that this engine has.
+
+    Nothing where vLLM's own scheduler is asked, which takes too long.
+
+    Raises: ShadowError, UsageError.
+    """
+    if predictor.doubt:
+        return ()
+    asked = [*_preset_limits(), decision.winner]
+    own = predict_more(predictor.as_deployed(), predicted, asked)
+    scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
+    best = scores[decision.winner]
+    found = []
+    for name, preset in PRESETS.items():
+        score = scores[preset.limits]
+        a, b = score.value_in(Tier.GOOD), best.value_in(Tier.GOOD)
+        is_known = 0 < a < math.inf and 0 < b < math.inf
+        found.append(
+            PresetFinding(
+                **asdict(preset.limits),
+                name=name,
+                metric=best.own_metric,
+                ratio=a / b if is_known else None,
+                state=str(score.tier)[2:] if score.tier > best.tier else "",
+            )
+        )
+    return tuple(found)
+
+
 def advise_on_knobs(
     context: RunContext, predictor: Predictor, predicted: Predictions, decision: RaceDecision
 ) -> KnobAdvice | None:
@@ -169,6 +214,7 @@ class ShadowSession:
     is_forced: bool = False
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
+    presets: tuple[PresetFinding, ...] = ()
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -184,6 +230,7 @@ class ShadowSession:
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
+        self.presets = compare_presets(predictor, self._predicted, decision)
         self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
@@ -233,6 +280,7 @@ class ShadowSession:
             capacity=None if self.capacity is None else self.capacity.as_json(),
             info=self.predictor.info(self.context.space.ceiling),
             knobs=self.knobs,
+            presets=self.presets,
         )
 
 

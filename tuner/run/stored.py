@@ -64,6 +64,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = START_TIMEOUT_S
     ladder: tuple[int, ...]
     knobs: tuple[str, ...] = ()
+    start: str | None = None
     method: Method
     profile: str | None
     is_forced: bool
