@@ -334,8 +334,8 @@ def doctor() -> int:
     choice_option(
         "--start",
         among=["high-throughput", "low-latency"],
-        help="Take the limits of a preset for the current ones: 512/65536 and 0.92 of the "
-        "GPU's memory, or 64/8192 and 0.85; default: those of --config.",
+        help="Begin at 512/65536 and 0.92 of the GPU's memory, or at 64/8192 and 0.85, in place "
+        "of the current configuration's own; default: at those.",
     ),
     *SHADOW,
     GREEDY,

@@ -239,8 +239,8 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
         say(outcome.load)
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
-    for preset in outcome.presets:
-        say(preset.text)
+    for point in outcome.starting_points:
+        say(point.text)
     for line in outcome.knobs.lines if outcome.knobs is not None else ():
         say(line)
     if outcome.capacity is not None:

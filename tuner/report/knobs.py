@@ -28,13 +28,17 @@ def knobs(run: RunFiles) -> Section:
     if not observations:
         says = ("Nothing was replayed that ranks the space.",)
         return Section("knobs", title, says, tables=others)
-    said = [*_sentences(run, observations), *_presets(run), *_together(run.result.knobs)]
+    said = [
+        *_sentences(run, observations),
+        *_starting_points(run),
+        *_together(run.result.knobs),
+    ]
     return Section("knobs", title, tuple(said), tables=(_map(run, observations), *others))
 
 
-def _presets(run: RunFiles) -> list[str]:
-    """Say how far presets are from the answer."""
-    return [sentence(preset.text) for preset in run.result.presets]
+def _starting_points(run: RunFiles) -> list[str]:
+    """Say how far starting points are from the answer."""
+    return [sentence(point.text) for point in run.result.starting_points]
 
 
 def _together(advice: KnobAdvice | None) -> list[str]:

@@ -30,7 +30,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class StartingPoint:
     """Limits that are passed around as good for a purpose, and a share of the GPU's memory."""
 
     limits: EngineLimits
@@ -46,9 +46,9 @@ class Preset:
         }
 
 
-PRESETS: Final[Mapping[str, Preset]] = {
-    "high-throughput": Preset(EngineLimits(512, 65536), 0.92),
-    "low-latency": Preset(EngineLimits(64, 8192), 0.85),
+STARTING_POINTS: Final[Mapping[str, StartingPoint]] = {
+    "high-throughput": StartingPoint(EngineLimits(512, 65536), 0.92),
+    "low-latency": StartingPoint(EngineLimits(64, 8192), 0.85),
 }
 """What people start from who have measured nothing."""
 
@@ -98,9 +98,9 @@ class TuningOptions(ReplaySettings):
     fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
     probable it must be that a change is better and that SLOs are met, `ladder` the caps of
     max_num_seqs to climb, `knobs` what else may be turned, by the names of `tune explain`.
-    `start` is a preset that takes the place of the configuration's own limits. `profile` is
-    that of an earlier run: with it nothing has to be learnt of the engine, and
-    with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
+    `start` names limits that take the place of the configuration's own. `profile` is that of
+    an earlier run: with it nothing has to be learnt of the engine, and with Method.SHADOW no
+    engine is started. `run_dir` keeps the evidence,
     None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
     with the run for whoever resumes it, such as where a command writes its file.
 
@@ -168,9 +168,9 @@ class TuningOptions(ReplaySettings):
                 f"--confidence must be at least 0.5 and below 1, got {self.confidence:g}",
                 "for example 0.9",
             )
-        if self.start is not None and self.start not in PRESETS:
+        if self.start is not None and self.start not in STARTING_POINTS:
             raise UsageError(
-                f"--start must be one of {', '.join(PRESETS)}, got {self.start!r}",
+                f"--start must be one of {', '.join(STARTING_POINTS)}, got {self.start!r}",
                 "leave it out to start from your own configuration",
             )
         if self.is_resumed and self.run_dir is None:

@@ -229,8 +229,8 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PresetFinding(LimitsRecord):
-    """How far a preset is from what is recommended, by the prediction of both.
+class StartFinding(LimitsRecord):
+    """How far a starting point is from what is recommended, by the prediction of both.
 
     `ratio` is what it costs over the recommendation by the metric, None where it fails;
     `state` is its tier where that is worse, empty where it is not.
@@ -246,7 +246,9 @@ class PresetFinding(LimitsRecord):
         """Return it as a line."""
         by = "it fails" if self.ratio is None else f"{self.metric} {self.ratio - 1:+.1%}"
         state = f", {self.state}" if self.state else ""
-        return f"preset {self.name} ({self.limits}) against this, predicted: {by}{state}"
+        return (
+            f"starting point {self.name} ({self.limits}) against this, predicted: {by}{state}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +289,7 @@ class RunResult:
     caveats: tuple[CaveatRecord, ...]
     trials: tuple[Trial, ...]
     knobs: KnobAdvice | None = None
-    presets: tuple[PresetFinding, ...] = ()
+    starting_points: tuple[StartFinding, ...] = ()
 
     @property
     def feasible(self) -> bool:
@@ -371,7 +373,7 @@ class RunProvenance:
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     ladder: Sequence[int] = ()
     knobs: KnobAdvice | None = None
-    presets: Sequence[PresetFinding] = ()
+    starting_points: Sequence[StartFinding] = ()
 
 
 def make_outcome(
@@ -411,7 +413,7 @@ def make_outcome(
         caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
         trials=tuple(records),
         knobs=around.knobs,
-        presets=tuple(around.presets),
+        starting_points=tuple(around.starting_points),
     )
 
 
@@ -546,7 +548,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         lines.append(advice.odds.text)
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
-    lines.extend(preset.text for preset in result.presets)
+    lines.extend(point.text for point in result.starting_points)
     if result.knobs is not None:
         lines += [*result.knobs.lines, *filter(None, [set_beside(result.knobs.deployed)])]
     if result.capacity is not None:

@@ -32,12 +32,12 @@ from tuner.run.predict import (
     predict_more,
 )
 from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race, start_all
-from tuner.run.result import PresetFinding
+from tuner.run.result import StartFinding
 from tuner.run.shadow_session import (
     RunFindings,
     ShadowSession,
     advise_on_knobs,
-    compare_presets,
+    compare_starting_points,
     decide_predicted,
     predict_space,
     predicted_text,
@@ -109,7 +109,7 @@ class Session:
     cold: Cold | None = None
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
-    presets: tuple[PresetFinding, ...] = ()
+    starting_points: tuple[StartFinding, ...] = ()
     compared: Differences = field(default_factory=dict)
     _calibrator: Calibrator | None = None
     _predictor: Predictor | None = None
@@ -573,7 +573,7 @@ class Session:
         self._keep_profile(replace(read_profile(path), kv_starts=starts))
 
     def _turn_knobs(self, decision: RaceDecision) -> None:
-        """Find which knobs pay beside the answer, try them cold, and compare presets."""
+        """Find which knobs pay beside the answer and try them cold; compare starting points."""
         predictor, predicted = self._predictor, self._predicted
         names = self.context.record.options.knobs
         if predictor is None or predicted is None:
@@ -582,7 +582,7 @@ class Session:
             return
         if decision.winner not in predicted.outcomes:
             predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
-        self.presets = compare_presets(predictor, predicted, decision)
+        self.starting_points = compare_starting_points(predictor, predicted, decision)
         advice = advise_on_knobs(self.context, predictor, predicted, decision)
         if advice is not None and self._plan is not None:
             advice = confirm_knobs(self.runner, self._plan, advice)
@@ -624,7 +624,7 @@ class Session:
             engine_starts=self.runner.engine.starts,
             cold_blocks=self.runner.engine.cold_blocks,
             knobs=self.knobs,
-            presets=self.presets,
+            starting_points=self.starting_points,
         )
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:

@@ -20,7 +20,7 @@ from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.options import PRESETS
+from tuner.run.options import STARTING_POINTS
 from tuner.run.predict import (
     Differences,
     Predictions,
@@ -29,7 +29,7 @@ from tuner.run.predict import (
     predict_more,
     scored,
 )
-from tuner.run.result import PresetFinding
+from tuner.run.result import StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
 from tuner.search.objective import Scoring, Tier
@@ -46,7 +46,7 @@ class RunFindings:
     they are judged, None before they are chosen. `compared` holds what was measured live and
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
     engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
-    `knobs` what may be turned beside the limits, `presets` how far those are from the answer.
+    `knobs` what may be turned beside the limits, `starting_points` how far those are from it.
     """
 
     windows: tuple[Window, ...] = ()
@@ -60,7 +60,7 @@ class RunFindings:
     engine_starts: int = 0
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     knobs: KnobAdvice | None = None
-    presets: tuple[PresetFinding, ...] = ()
+    starting_points: tuple[StartFinding, ...] = ()
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
             workload = _that_can_be_asked(context, predictor, workload)
         predicted = predict(predictor.as_deployed(), context.space, workload)
         if not predictor.doubt:
-            inside = [at for at in _preset_limits() if at.within(context.space.ceiling)]
+            inside = [at for at in _starting_limits() if at.within(context.space.ceiling)]
             predicted = predict_more(predictor.as_deployed(), predicted, inside)
         keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
@@ -136,14 +136,14 @@ def decide_predicted(
         return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
 
 
-def _preset_limits() -> list[EngineLimits]:
-    return [preset.limits for preset in PRESETS.values()]
+def _starting_limits() -> list[EngineLimits]:
+    return [point.limits for point in STARTING_POINTS.values()]
 
 
-def compare_presets(
+def compare_starting_points(
     predictor: Predictor, predicted: Predictions, decision: RaceDecision
-) -> tuple[PresetFinding, ...]:
-    """Predict how far each preset is from the answer, with the memory that this engine has.
+) -> tuple[StartFinding, ...]:
+    """Predict how far each starting point is from the answer, with this engine's memory.
 
     Nothing where vLLM's own scheduler is asked, which takes too long.
 
@@ -151,18 +151,18 @@ def compare_presets(
     """
     if predictor.doubt:
         return ()
-    asked = [*_preset_limits(), decision.winner]
+    asked = [*_starting_limits(), decision.winner]
     own = predict_more(predictor.as_deployed(), predicted, asked)
     scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
     best = scores[decision.winner]
     found = []
-    for name, preset in PRESETS.items():
-        score = scores[preset.limits]
+    for name, point in STARTING_POINTS.items():
+        score = scores[point.limits]
         a, b = score.value_in(Tier.GOOD), best.value_in(Tier.GOOD)
         is_known = 0 < a < math.inf and 0 < b < math.inf
         found.append(
-            PresetFinding(
-                **asdict(preset.limits),
+            StartFinding(
+                **asdict(point.limits),
                 name=name,
                 metric=best.own_metric,
                 ratio=a / b if is_known else None,
@@ -214,7 +214,7 @@ class ShadowSession:
     is_forced: bool = False
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
-    presets: tuple[PresetFinding, ...] = ()
+    starting_points: tuple[StartFinding, ...] = ()
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -230,7 +230,7 @@ class ShadowSession:
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
-        self.presets = compare_presets(predictor, self._predicted, decision)
+        self.starting_points = compare_starting_points(predictor, self._predicted, decision)
         self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
@@ -280,7 +280,7 @@ class ShadowSession:
             capacity=None if self.capacity is None else self.capacity.as_json(),
             info=self.predictor.info(self.context.space.ceiling),
             knobs=self.knobs,
-            presets=self.presets,
+            starting_points=self.starting_points,
         )
 
 

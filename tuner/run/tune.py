@@ -51,7 +51,7 @@ from tuner.run.inputs import (
 from tuner.run.journal import open_journal
 from tuner.run.knobs.known import check_has
 from tuner.run.listener import Listener, clock_text
-from tuner.run.options import PRESETS, Method, TuningOptions
+from tuner.run.options import STARTING_POINTS, Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Session
 from tuner.run.shadow_session import ShadowSession
@@ -110,14 +110,14 @@ def prepare(options: TuningOptions) -> PreparedRun:
 def _started_from(
     options: TuningOptions, engine: EngineChoice, profile: Profile | None
 ) -> EngineChoice:
-    """Return the configuration with the limits of the preset that is named, if any.
+    """Return the configuration with the limits of the starting point, if one is named.
 
     A profile speaks for the memory that it was made with, which then stays.
     """
     if options.start is None:
         return engine
-    preset = PRESETS[options.start].values(with_memory=profile is None)
-    return replace(engine, values=changed(engine.values, preset), names_limits=True)
+    point = STARTING_POINTS[options.start].values(with_memory=profile is None)
+    return replace(engine, values=changed(engine.values, point), names_limits=True)
 
 
 def read_traffic(options: TuningOptions) -> Trace:
@@ -263,7 +263,7 @@ class _Run:
             compared=found.compared,
             predicted=found.predicted,
             knobs=found.knobs,
-            presets=found.presets,
+            starting_points=found.starting_points,
         )
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
@@ -492,7 +492,7 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
 def _origin(prepared: PreparedRun) -> str:
     """Return who had set the current limits."""
     if prepared.options.start is not None:
-        return f"preset {prepared.options.start}"
+        return f"starting point {prepared.options.start}"
     return "configuration" if prepared.engine.names_limits else "vLLM's default"
 
 

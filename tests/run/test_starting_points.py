@@ -1,4 +1,4 @@
-"""Presets: candidates of the search, a place to start from, and how far they are from it."""
+"""Starting points: candidates, a place to begin at, and how far they are from the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tuner.cli import run
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.run.options import PRESETS, TuningOptions
+from tuner.run.options import STARTING_POINTS, Method, TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import prepare
 from tuner.shadow.predictor import Predictor
@@ -23,7 +23,7 @@ from tuner.traffic.formats import ReadOptions, read_traces
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a profile and traffic that fits a cap of two dozen."""
-    folder = tmp_path_factory.mktemp("presets")
+    folder = tmp_path_factory.mktemp("starting_points")
     write_profile(folder / "profile.yaml", a_profile())
     a_trace_file(folder / "prod.jsonl", 500, per_s=16.0)
     return folder
@@ -38,7 +38,7 @@ def tuned(files: Path, *more: str) -> RunResult:
     return read_result(folder)
 
 
-def test_the_answer_says_how_far_presets_are_from_it(
+def test_the_answer_says_how_far_starting_points_are_from_it(
     files: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = tuned(files)
@@ -46,31 +46,31 @@ def test_the_answer_says_how_far_presets_are_from_it(
     trace = read_traces([str(files / "prod.jsonl")], None, ReadOptions())
     answer = Predictor(a_profile()).measure([trace], result.deployed, ReplayPlan())
     assert isinstance(answer, Measurement)
-    assert [preset.name for preset in result.presets] == list(PRESETS)
-    for preset in result.presets:
-        measured = Predictor(a_profile()).measure([trace], preset.limits, ReplayPlan())
+    assert [point.name for point in result.starting_points] == list(STARTING_POINTS)
+    for point in result.starting_points:
+        measured = Predictor(a_profile()).measure([trace], point.limits, ReplayPlan())
         assert isinstance(measured, Measurement)
         mine, best = (m.latency("e2e_s", result.tail) or 0.0 for m in (measured, answer))
-        assert preset.metric == f"e2e_{result.tail}"
-        assert preset.ratio == pytest.approx(mine / best, rel=1e-9)
-        assert preset.text in told
-        assert f"# {preset.text}\n" in (files / "best.yaml").read_text()
+        assert point.metric == f"e2e_{result.tail}"
+        assert point.ratio == pytest.approx(mine / best, rel=1e-9)
+        assert point.text in told
+        assert f"# {point.text}\n" in (files / "best.yaml").read_text()
 
 
 def test_those_that_the_space_holds_are_candidates(files: Path) -> None:
     tried = {trial.limits for trial in tuned(files, "--max-num-seqs", "20").trials}
-    assert PRESETS["low-latency"].limits in tried
-    assert PRESETS["high-throughput"].limits not in tried
+    assert STARTING_POINTS["low-latency"].limits in tried
+    assert STARTING_POINTS["high-throughput"].limits not in tried
     tried = {trial.limits for trial in tuned(files, "--max-num-seqs", "12").trials}
-    assert PRESETS["low-latency"].limits not in tried
+    assert STARTING_POINTS["low-latency"].limits not in tried
 
 
-def test_a_run_starts_from_a_preset_in_place_of_the_configurations_limits(
+def test_a_run_starts_from_one_of_them_in_place_of_the_configurations_limits(
     files: Path,
 ) -> None:
     result = tuned(files, "--start", "low-latency")
-    assert result.current == PRESETS["low-latency"].limits
-    assert result.baseline.source == "preset low-latency"
+    assert result.current == STARTING_POINTS["low-latency"].limits
+    assert result.baseline.source == "starting point low-latency"
     assert result.trials[0].limits == result.current
 
 
@@ -86,10 +86,10 @@ def test_without_a_profile_its_share_of_memory_is_taken_too(files: Path) -> None
         "max-num-batched-tokens": 65536,
         "gpu-memory-utilization": 0.92,
     }
-    shadow = replace(options, profile=a_profile(), method="shadow")
+    shadow = replace(options, profile=a_profile(), method=Method.SHADOW)
     assert prepare(shadow).engine.values["gpu-memory-utilization"] == 0.3
 
 
-def test_a_preset_that_there_is_not_is_refused_by_name() -> None:
+def test_one_that_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="--start must be one of high-throughput, low-latency"):
         TuningOptions(trace="t.jsonl", start="fast")
