@@ -2,15 +2,15 @@
 
     python tests/benchmarks/knobs.py space TRACE [--profile NAME] [--runs 3] [-o results.json]
     python tests/benchmarks/knobs.py live TRACE --profile FILE [--config FILE]
-        [--window peak:3s] [--limits 8/2048] [--rounds 3] [-o results.json]
+        [--window peak:1s] [--limits 8/2048] [--kv 0.02,0.03] [--rounds 3] [-o results.json]
 
 `space` repeats TRACE until it lasts an hour, predicts the grid of limits and then all knobs
 beside the best, and tells of how many combinations, by how many predictions, in how much of
-the processor's time. Every other combination is then predicted too on a tenth of the hour, to
+the processor's time. Every other combination is then predicted too on a minute of the hour, to
 see by how much the best of all is better than what was found.
 
 `live` starts vLLM once a round with each of: nothing changed, prefix caching the other way, KV
-caches of three sizes, a threshold for long prompts; each in a process of its own, in turns, the
+caches of two other sizes, a threshold for long prompts; each in its own process, in turns, the
 order reversed every other round. Told is what each costs over nothing changed, live and by the
 profile on the same requests, with the 90 % interval of the prediction.
 """
@@ -44,6 +44,7 @@ from tuner.replay.runner import EngineRunner
 from tuner.run.context import Workload
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
+from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import Predictions, draw, predict, predict_more, scored
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Tier
@@ -56,9 +57,10 @@ from tuner.traffic.formats import read_trace
 from tuner.traffic.traces import TooLong, Trace
 from tuner.traffic.windows import Window, parse_window, whole
 
+CAPS = (4, 8, 12, *range(16, 128, 8), *range(128, 257, 16))
 AIM = Aim(Objective.BALANCED, (), ReplayPlan(), None)
-# So many times as many KV blocks as there are, and the tokens of the threshold.
-KV_SIZES, THRESHOLD = (0.1, 0.2, 0.5), 256
+# The tokens of the threshold that is tried.
+THRESHOLD = 256
 
 
 def an_hour(trace: Trace, seconds: float = 3600.0) -> Trace:
@@ -82,10 +84,13 @@ def workload_of(trace: Trace) -> Workload:
     return Workload.of("traffic", trace, (whole(trace),), AIM)
 
 
-def space_once(profile: Profile, trace: Trace) -> dict[str, Any]:
+Searched = tuple[Predictor, SearchSpace, EngineLimits, KnobAdvice]
+
+
+def space_once(profile: Profile, trace: Trace) -> tuple[dict[str, Any], Searched]:
     """Return what a search of limits and knobs found, and what it cost."""
     facts = ProfiledEngine(profile, is_forced=True).facts({})
-    space = search_space(facts, trace, (8, 16, 32, 64, 128, 256), facts.current_limits)
+    space = search_space(facts, trace, CAPS, facts.current_limits)
     predictor, workload = Predictor(profile), workload_of(trace)
     began_s, wall_s = time.process_time(), time.perf_counter()
     found = predict(predictor, space, workload)
@@ -104,23 +109,17 @@ def space_once(profile: Profile, trace: Trace) -> dict[str, Any]:
         "cpu_s": time.process_time() - began_s,
         "wall_s": time.perf_counter() - wall_s,
         "lines": advice.lines,
-        "missed_ratio": missed(predictor, trace, space, limits, advice.settings, advice.limits),
-    }
+    }, (predictor, space, limits, advice)
 
 
-def missed(
-    predictor: Predictor,
-    trace: Trace,
-    space: SearchSpace,
-    limits: EngineLimits,
-    settings: Mapping[str, Any],
-    chosen: EngineLimits,
-) -> float:
+def missed(trace: Trace, searched: Searched) -> float:
     """Return by how much the best of all combinations is better than what was found.
 
-    On a tenth of the hour; only what is set of the knobs, at every setting of the grid.
+    On a minute of the hour; only what is set of the knobs, at every setting of the grid.
     """
-    part = Window(0.0, trace.duration_s / 10).of(trace)
+    predictor, space, limits, advice = searched
+    settings, chosen = advice.settings, advice.limits
+    part = Window(0.0, 60.0).of(trace)
     place = Place(predictor, limits, [part])
     values: list[Sequence[Change | None]] = []
     for knob in KNOBS.values():
@@ -152,7 +151,9 @@ def run_space(args: argparse.Namespace) -> dict[str, Any]:
     trace = an_hour(read_trace(Path(args.trace))).limit_lengths(
         profile.shape.max_model_len, TooLong.CLIP
     )
-    runs = [space_once(profile, trace) for _ in range(args.runs)]
+    made = [space_once(profile, trace) for _ in range(args.runs)]
+    runs = [found for found, _ in made]
+    off = missed(trace, made[0][1])
     cpu_s = [one["cpu_s"] for one in runs]
     first = runs[0]
     print("\n".join(first["lines"]))
@@ -161,12 +162,14 @@ def run_space(args: argparse.Namespace) -> dict[str, Any]:
         f"{first['predicted'] + first['settings']:,} predictions: {median(cpu_s):.1f} s of one "
         f"core ({min(cpu_s):.1f} to {max(cpu_s):.1f}, n {len(cpu_s)}), of which the grid "
         f"{median(one['grid_cpu_s'] for one in runs):.1f} s; the best of all combinations is "
-        f"{first['missed_ratio']:.2%} better on a tenth of it"
+        f"{off:.2%} better on a minute of it"
     )
-    return {"runs": runs}
+    return {"runs": runs, "missed_ratio": off}
 
 
-def kinds(predictor: Predictor, limits: EngineLimits, piece: Trace) -> dict[str, Change]:
+def kinds(
+    predictor: Predictor, limits: EngineLimits, piece: Trace, kv_sizes: Sequence[float]
+) -> dict[str, Change]:
     """Return what is tried live, by name."""
     place = Place(predictor, limits, [piece])
     caching = KNOBS["prefix-caching"].changes(place)
@@ -180,7 +183,7 @@ def kinds(predictor: Predictor, limits: EngineLimits, piece: Trace) -> dict[str,
     if isinstance(caching, str):
         raise SystemExit(caching)
     tried = {f"prefix caching {caching[0].text}": caching[0]}
-    tried |= {f"KV cache {ratio:g} x": kv_times(place, ratio) for ratio in KV_SIZES}
+    tried |= {f"KV cache {ratio:g} x": kv_times(place, ratio) for ratio in kv_sizes}
     return {**tried, f"threshold {THRESHOLD}": at}
 
 
@@ -196,7 +199,7 @@ def foretold(
         score = scored(workload, found.outcomes[limits])
         drawn.append((score.value_in(Tier.GOOD), draw(one, found, [limits])))
     for value, draws in drawn[1:]:
-        _, _, here = draws.against(drawn[0][1])
+        _, _, _, here = draws.against(drawn[0][1])
         low, high = (None, None) if here is None else (here.low, here.high)
         made.append((value / drawn[0][0], low or math.nan, high or math.nan))
     return made
@@ -213,10 +216,12 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
     whole_trace = read_trace(Path(args.trace))
     piece = parse_window(args.window).resolve(whole_trace).of(whole_trace)
     workload, predictor = workload_of(piece), Predictor(profile)
-    tried = kinds(predictor, limits, piece)
+    tried = kinds(predictor, limits, piece, [float(x) for x in args.kv.split(",")])
     settings: dict[str, Mapping[str, object]] = {"nothing": {}}
     settings |= {name: change.values for name, change in tried.items()}
     costs: dict[str, list[float]] = {name: [] for name in settings}
+    told = foretold(predictor, workload, limits, [*tried.values()])
+    rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
         for name in list(settings) if number % 2 == 0 else list(settings)[::-1]:
             began_s = time.perf_counter()
@@ -226,9 +231,18 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
                 f" {time.perf_counter() - began_s:.0f} s in all",
                 flush=True,
             )
-    told = foretold(predictor, workload, limits, [*tried.values()])
-    rows = []
+        rows = told_beside(costs, tried, told)
     print(f"{len(piece)} requests, {workload.scoring.tail}, n {args.rounds}")
+    return {"rows": rows, "costs": costs, "shape": shown(profile.shape)}
+
+
+def told_beside(
+    costs: Mapping[str, Sequence[float]],
+    tried: Mapping[str, Change],
+    told: Sequence[tuple[float, float, float]],
+) -> list[dict[str, Any]]:
+    """Print what is known of each so far, live and predicted, and return it."""
+    rows = []
     for name, (ratio, low, high) in zip(tried, told, strict=True):
         live = [a / b for a, b in zip(costs[name], costs["nothing"], strict=True)]
         mean = math.exp(sum(map(math.log, live)) / len(live))
@@ -239,7 +253,7 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
             f"predicted {ratio - 1:+7.1%} ({low - 1:+.1%} to {high - 1:+.1%})  "
             f"off {mean / ratio - 1:+.1%}{'' if is_within else ', outside'}"
         )
-    return {"rows": rows, "costs": costs, "shape": shown(profile.shape)}
+    return rows
 
 
 def shown(shape: EngineShape) -> dict[str, Any]:
@@ -272,8 +286,11 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--profile", default="meta-llama-3.1-8b.1xh100_sxm")
     parser.add_argument("--config")
-    parser.add_argument("--window", default="peak:3s")
+    parser.add_argument("--window", default="peak:1s")
     parser.add_argument("--limits", default="8/2048")
+    parser.add_argument(
+        "--kv", default="0.02,0.03", help="times as many KV blocks as there are"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("-o", "--output")

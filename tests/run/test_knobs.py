@@ -204,7 +204,8 @@ def test_a_run_writes_the_knobs_that_pay_and_its_page_shows_them(
     knobs = read_result(folder).knobs
     assert knobs is not None
     assert knobs.settings == {"enable-prefix-caching": True}
-    assert knobs.lines[-1] in told
+    assert knobs.together in told
+    assert told.index(knobs.together) < told.index("the limits alone:")
     text = best.read_text()
     assert "\nenable-prefix-caching: true\n" in text
     assert f"max-num-seqs: {knobs.limits.max_num_seqs}\n" in text

@@ -334,8 +334,8 @@ def doctor() -> int:
     choice_option(
         "--start",
         among=["high-throughput", "low-latency"],
-        help="Begin at 512/65536 and 0.92 of the GPU's memory, or at 64/8192 and 0.85, in place "
-        "of the current configuration's own; default: at those.",
+        help="Begin at 512/65536 and 0.92 of the GPU's memory, or at 64/8192 and 0.85; "
+        "default: where --config says.",
     ),
     *SHADOW,
     GREEDY,

@@ -175,11 +175,31 @@ def put_flag(lists: Sequence[list[Any]], key: str, value: object) -> None:
         if True not in [set_flag(words, key, value) for words in lists]:
             add_flag(lists[0], key, value)
         return
+    wanted = flags({key: value})
+    names = {key, twin(key)}
+    standing = [w for words in lists for w in words if _named(w) in names]
+    if len(standing) == 1 and any(_holds(words, wanted) for words in lists):
+        return
     for words in lists:
         for name in (key, twin(key)):
             drop_flag(words, name, takes=len(words) if isinstance(value, list) else 0)
     pattern = next((word for word in reversed(lists[0]) if isinstance(word, str)), "")
-    lists[0].extend(like(pattern, word) for word in flags({key: value}))
+    lists[0].extend(like(pattern, word) for word in wanted)
+
+
+def _named(word: object) -> str:
+    """Return the key of a flag, "" for other words."""
+    flag = str(word).partition("=")[0]
+    return hyphenated(flag[2:]) if flag.startswith("--") else ""
+
+
+def _holds(words: Sequence[object], wanted: Sequence[str]) -> bool:
+    """Whether words are among others, one after the other, and no value follows them."""
+    texts, n = [str(word) for word in words], len(wanted)
+    return any(
+        texts[i : i + n] == [*wanted] and (i + n == len(texts) or texts[i + n][:2] == "--")
+        for i in range(len(texts) - n + 1)
+    )
 
 
 def _after_model(line: str) -> int:

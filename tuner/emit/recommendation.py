@@ -23,7 +23,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import Advice, RunResult
+from tuner.run.result import SET_BESIDE, Advice, RunResult
 
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
 """Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
@@ -277,6 +277,8 @@ def spelled(limits: EngineLimits) -> str:
 
 def _gain(result: RunResult, advice: Advice) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
+    if result.knobs is not None and result.knobs.is_deployed:
+        return result.knobs.together
     if not advice.is_change:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:
@@ -310,7 +312,10 @@ def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:
         facts["method"] = "shadow"
     keeps = [line for line in comments if line.startswith("KEEP WHAT YOU HAVE")]
     gains = [_gain_of(line) for line in comments if line.startswith(" ") and " -> " in line]
-    if keeps:
+    knobs = [line for line in comments if line.startswith("knobs together: ")]
+    if knobs and any(line.startswith(SET_BESIDE) for line in comments):
+        facts["gain"] = knobs[0]
+    elif keeps:
         facts["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
     elif gains:
         facts["gain"] = gains[0]

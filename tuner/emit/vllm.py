@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ruamel.yaml.comments import CommentedSeq
+
 from tuner.emit.edits import no_place
 from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
 from tuner.emit.target import Names
@@ -188,16 +190,26 @@ def _set(root: dict[str, Any], values: Mapping[str, object]) -> None:
         del root[key]
     for key in [key for key in root if values.get(hyphenated(str(key))) is False]:
         del root[key]
-    values = _as_vllm_reads(values)
+    values = {key: _in_a_line(value) for key, value in _as_vllm_reads(values).items()}
     spelled = {hyphenated(str(key)): key for key in root}
     behind: str | None = None
     for key, value in values.items():
         if key in spelled:
-            root[spelled[key]] = value
+            if root[spelled[key]] != value:
+                root[spelled[key]] = value
         else:
             _put_behind(root, behind, key, value)
             spelled[key] = key
         behind = spelled[key]
+
+
+def _in_a_line(value: object) -> object:
+    """Return a list as it stands in one line of YAML, any other value as it is."""
+    if not isinstance(value, list):
+        return value
+    line = CommentedSeq(value)
+    line.fa.set_flow_style()
+    return line
 
 
 def _put_behind(root: dict[str, Any], behind: str | None, key: str, value: object) -> None:

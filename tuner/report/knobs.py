@@ -59,7 +59,9 @@ def _others(advice: KnobAdvice) -> Table:
         )
         mark = "marked" if one.is_recommended else ""
         rows.append((Cell(one.knob, mark=mark), Cell(tried or NOTHING), Cell(one.says)))
-    caption = f"Other knobs, each alone beside {advice.before}; changes are of {advice.metric}."
+    caption = (
+        f"Other knobs, each alone beside {advice.before}; of what a value costs less is better."
+    )
     heads = ("knob", "values that were predicted", "what it does")
     return Table("knobs-others", caption, heads, tuple(rows))
 

@@ -31,7 +31,7 @@ from tuner.run.evidence import (
     load_text,
     metric_changes,
 )
-from tuner.run.knobs.records import KnobAdvice
+from tuner.run.knobs.records import KnobAdvice, moved
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
@@ -232,7 +232,8 @@ class Provenance:
 class StartFinding(LimitsRecord):
     """How far a starting point is from what is recommended, by the prediction of both.
 
-    `ratio` is what it costs over the recommendation by the metric, None where it fails;
+    `ratio` is what it costs over the recommendation, a rate as its inverse, None where it
+    fails;
     `state` is its tier where that is worse, empty where it is not.
     """
 
@@ -244,7 +245,11 @@ class StartFinding(LimitsRecord):
     @property
     def text(self) -> str:
         """Return it as a line."""
-        by = "it fails" if self.ratio is None else f"{self.metric} {self.ratio - 1:+.1%}"
+        by = (
+            "it fails"
+            if self.ratio is None
+            else f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
+        )
         state = f", {self.state}" if self.state else ""
         return (
             f"starting point {self.name} ({self.limits}) against this, predicted: {by}{state}"
@@ -535,6 +540,9 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
     before += str(current.max_num_batched_tokens)
     rows = [f"  {row.text}" for row in result.evidence]
+    knobs = result.knobs
+    if knobs is not None and knobs.is_deployed:
+        lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
     if advice.is_change:
         lines += [f"against the current {before}:", *rows]
     else:
@@ -548,14 +556,16 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         lines.append(advice.odds.text)
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
-    lines.extend(point.text for point in result.starting_points)
-    if result.knobs is not None:
-        lines += [*result.knobs.lines, *filter(None, [set_beside(result.knobs.deployed)])]
+    return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def _beside(result: RunResult) -> list[str]:
+    """Return what is said beside the gain: starting points, knobs, capacity and caveats."""
+    lines = [point.text for point in result.starting_points]
+    lines += [] if result.knobs is None else result.knobs.below
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
-    lines.extend(f"caveat: {caveat.text}" for caveat in result.caveats)
-    lines.append(f"evidence: {run_dir}")
-    return lines
+    return [*lines, *(f"caveat: {caveat.text}" for caveat in result.caveats)]
 
 
 SET_BESIDE: Final = "set beside the limits: "

@@ -25,6 +25,7 @@ from tuner.run.knobs.records import (
     KnobFinding,
     Standing,
     gain_text,
+    moved,
     settings_text,
 )
 from tuner.run.predict import FEW_DRAWS, Predictions, draw, predict, predict_more, scored
@@ -108,11 +109,13 @@ def _advice(
 ) -> KnobAdvice:
     """Return the advice; what together is not surely better is not turned."""
     limits, changes = limits or before, tuple((chosen or {}).values())
-    odds, gain = turning.odds(limits, changes, before) if changes else (None, None)
+    odds, metric, gain = None, turning.metric(before), None
+    if changes:
+        odds, metric, gain = turning.odds(limits, changes, before)
     is_sure = odds is not None and turning.is_sure(odds)
     settings = {k: v for change in changes for k, v in change.values.items()}
     return KnobAdvice(
-        metric=turning.metric(before),
+        metric=metric,
         before=before,
         limits=limits if is_sure else before,
         settings=settings if is_sure else {},
@@ -140,7 +143,8 @@ class _Turning:
 
     def metric(self, limits: EngineLimits) -> str:
         """Return by what settings are judged at the limits."""
-        return self.score(limits).metric
+        score = self.score(limits)
+        return score.metric if score.tier is Tier.BREAKS_SLO else score.own_metric
 
     def score(self, limits: EngineLimits, changes: Sequence[Change] = ()) -> Score:
         """Return the score of limits with knobs turned."""
@@ -170,11 +174,13 @@ class _Turning:
 
     def odds(
         self, limits: EngineLimits, changes: Sequence[Change], before: EngineLimits
-    ) -> tuple[Odds, Estimate | None]:
-        """Return how sure knobs at their limits are better than other limits without."""
+    ) -> tuple[Odds, str, Estimate | None]:
+        """Return how sure knobs at their limits are better than other limits without.
+
+        And by what they are judged, and by how much of it.
+        """
         ours, theirs = self._draws(limits, changes), self._draws(before, ())
-        odds, gain, _ = ours.against(theirs, self._confidence)
-        return odds, gain
+        return ours.against(theirs, self._confidence)[:3]
 
     def is_sure(self, odds: Odds) -> bool:
         """Whether something is as surely better as is asked for."""
@@ -192,10 +198,11 @@ class _Turning:
         if isinstance(changes, str) or not changes:
             return _told(knob, f"does not apply: {changes or 'there is no other value'}")
         scores = {change: self.score(limits, [change]) for change in changes}
-        best = min(changes, key=lambda change: scores[change].order)
-        odds, gain, is_gain = None, None, _gains(scores[best], before)
+        best = min(changes, key=lambda change: _place(scores[change], before))
+        is_gain, metric = _gains(scores[best], before), self.metric(limits)
+        odds, gain = None, None
         if is_gain:
-            odds, gain = self.odds(limits, [best], limits)
+            odds, metric, gain = self.odds(limits, [best], limits)
         is_sure = odds is not None and self.is_sure(odds)
         ratio = _ratio(scores[best], before)
         found = KnobFinding(
@@ -209,7 +216,7 @@ class _Turning:
             says="",
             tried={c.text: _ratio(s, before) for c, s in scores.items()},
         )
-        says = _says(found, before, knob, is_gain=is_gain, is_sure=is_sure)
+        says = _says(found, metric, knob, is_gain=is_gain, is_sure=is_sure)
         if knob.name == "kv-memory":
             says = self._kv_text(place, changes, scores, before)
         return replace(found, says=says)
@@ -236,9 +243,9 @@ class _Turning:
         now, then = self._capacities(place, 1 + more / place.blocks)
         unit = f"one more GB ({more:,} blocks)" if block_bytes else f"{more:,} more blocks"
         return (
-            f"of {_memory(place.blocks, block_bytes)}, {down}; {unit} hold "
-            f"{then - now:+.3g} requests/s more than {now:.3g}/s within the bounds; not set: "
-            "what of the memory is free is yours to say"
+            f"of {_memory(place.blocks, block_bytes)}, {down}; {unit} would bring "
+            f"{then - now:+.3g} requests/s to the {now:.3g}/s that hold within the bounds; "
+            "not set: what of the memory is free is yours to say"
         )
 
     def _capacities(self, place: Place, ratio: float) -> tuple[float, float]:
@@ -264,7 +271,7 @@ class _Turning:
             without = self.score(limits, [*others.values()])
             tried = [] if isinstance(changes, str) else changes
             scores = {c: self.score(limits, [*others.values(), c]) for c in tried}
-            best = min(tried, key=lambda change: scores[change].order, default=None)
+            best = min(tried, key=lambda change: _place(scores[change], without), default=None)
             turned = others
             if best is not None and _gains(scores[best], without):
                 turned[knob.name] = best
@@ -289,15 +296,13 @@ class _Turning:
         return best.limits if best is not None and is_better else limits
 
 
-def _says(
-    found: KnobFinding, before: Score, knob: Knob, *, is_gain: bool, is_sure: bool
-) -> str:
+def _says(found: KnobFinding, metric: str, knob: Knob, *, is_gain: bool, is_sure: bool) -> str:
     """Say what a knob does alone, and why it is left or turned."""
     gain = found.gain_ratio
     if not is_gain:
-        by = "fails" if gain is None else f"moves {before.metric} by {gain:+.1%}"
+        by = "fails" if gain is None else f"moves {metric} by {moved(metric, gain):+.1%}"
         return f"left as it is: {found.value}, the best other value, {by}; under {MIN_GAIN:.0%}"
-    text = gain_text(before.metric, gain, found.gain_interval, found.p_better)
+    text = gain_text(metric, gain, found.gain_interval, found.p_better)
     if not is_sure:
         return f"left as it is: {found.value} is not surely better: {text}"
     if knob.advice_only:
@@ -306,10 +311,19 @@ def _says(
 
 
 def _ratio(ours: Score, theirs: Score) -> float | None:
-    """Return what one costs over the other, None where one fails."""
-    tier = theirs.tier if ours.tier is theirs.tier else Tier.GOOD
+    """Return what one costs over the other, None where one fails.
+
+    By what is optimised; where both break an SLO, by how far.
+    """
+    is_broken = ours.tier is theirs.tier is Tier.BREAKS_SLO
+    tier = Tier.BREAKS_SLO if is_broken else Tier.GOOD
     a, b = ours.value_in(tier), theirs.value_in(tier)
     return a / b if 0 < a < math.inf and 0 < b < math.inf else None
+
+
+def _place(ours: Score, theirs: Score) -> tuple[Tier, float]:
+    """Return what a value is placed by among others: its tier, then what it costs."""
+    return ours.tier, _ratio(ours, theirs) or math.inf
 
 
 def _gains(ours: Score, theirs: Score) -> bool:

@@ -12,6 +12,7 @@ from tuner.run.evidence import Bounds
 
 # A knob that gains less is left alone: ours, since each is one more thing to look after.
 MIN_GAIN: Final = 0.02
+CAPACITY: Final = "capacity"
 
 
 class Standing(StrEnum):
@@ -25,7 +26,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobFinding:
-    """What a knob does at the limits that were found, alone.
+    """What a knob does at the limits that were found, alone; less of the metric is better.
 
     `value` is the best of those tried, and `settings` how a configuration says it; `tried`
     holds what each costs over leaving the knob as it is, None where it fails. The gain is a
@@ -75,6 +76,16 @@ class KnobAdvice:
         return bool(self.settings) and is_shown
 
     @property
+    def together(self) -> str:
+        """What is turned and what that gains, in a line; empty where nothing is."""
+        return self.lines[-1] if self.settings else ""
+
+    @property
+    def below(self) -> list[str]:
+        """What is left to say where what is deployed stands above already."""
+        return self.lines[:-1] if self.is_deployed else self.lines
+
+    @property
     def deployed(self) -> dict[str, Any]:
         """The keys that what is emitted sets beside the limits."""
         return self.settings if self.is_deployed else {}
@@ -99,7 +110,7 @@ class KnobAdvice:
 
     @property
     def _cold_text(self) -> str:
-        shown = ", ".join(f"{ratio - 1:+.1%}" for ratio in self.cold)
+        shown = ", ".join(f"{moved(self.metric, ratio - 1):+.1%}" for ratio in self.cold)
         return f"engines started cold showed {shown} in {self.metric}, n {len(self.cold)}"
 
 
@@ -114,6 +125,18 @@ def gain_text(
     """Return a gain with its interval and its probability, in words."""
     if ratio is None or p_better is None:
         return "no gain that has a number"
-    known = interval is not None and None not in interval
-    within = f", interval {interval[0]:+.1%} … {interval[1]:+.1%}" if known and interval else ""
-    return f"{metric} {ratio:+.1%}{within}, P(better) {p_better:.2f}"
+    low, high = interval or (None, None)
+    within = ""
+    if low is not None and high is not None:
+        ends = sorted((moved(metric, low), moved(metric, high)))
+        within = f", interval {ends[0]:+.1%} … {ends[1]:+.1%}"
+    return f"{metric} {moved(metric, ratio):+.1%}{within}, P(better) {p_better:.2f}"
+
+
+def moved(metric: str, change: float) -> float:
+    """Return the change of a metric for that of a score, in which a rate is its inverse.
+
+    >>> moved("e2e_p99", -0.2), moved("requests_per_s", -0.2)
+    (-0.2, 0.25)
+    """
+    return 1 / (1 + change) - 1 if metric.endswith("_per_s") or metric == CAPACITY else change
