@@ -2,7 +2,8 @@
 
     python tests/benchmarks/knobs.py space TRACE [--profile NAME] [--runs 3] [-o results.json]
     python tests/benchmarks/knobs.py live TRACE --profile FILE [--config FILE]
-        [--window peak:1s] [--limits 8/2048] [--kv 0.02,0.03] [--rounds 3] [-o results.json]
+        [--window peak:1.2s] [--limits 8/2048] [--kv 0.015,0.02] [--rounds 3]
+        [--costs results.json] [-o results.json]
 
 `space` repeats TRACE until it lasts an hour, predicts the grid of limits and then all knobs
 beside the best, and tells of how many combinations, by how many predictions, in how much of
@@ -220,9 +221,11 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Mapping[str, object]] = {"nothing": {}}
     settings |= {name: change.values for name, change in tried.items()}
     costs: dict[str, list[float]] = {name: [] for name in settings}
+    if args.costs:
+        costs = json.loads(Path(args.costs).read_text())["costs"]
     told = foretold(predictor, workload, limits, [*tried.values()])
-    rows: list[dict[str, Any]] = []
-    for number in range(args.rounds):
+    rows = told_beside(costs, tried, told) if args.costs else []
+    for number in range(0 if args.costs else args.rounds):
         for name in list(settings) if number % 2 == 0 else list(settings)[::-1]:
             began_s = time.perf_counter()
             costs[name].append(started(values, limits, workload, settings[name]))
@@ -232,7 +235,7 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
                 flush=True,
             )
         rows = told_beside(costs, tried, told)
-    print(f"{len(piece)} requests, {workload.scoring.tail}, n {args.rounds}")
+    print(f"{len(piece)} requests, {workload.scoring.tail}, n {len(costs['nothing'])}")
     return {"rows": rows, "costs": costs, "shape": shown(profile.shape)}
 
 
@@ -286,11 +289,12 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--profile", default="meta-llama-3.1-8b.1xh100_sxm")
     parser.add_argument("--config")
-    parser.add_argument("--window", default="peak:1s")
+    parser.add_argument("--window", default="peak:1.2s")
     parser.add_argument("--limits", default="8/2048")
     parser.add_argument(
-        "--kv", default="0.02,0.03", help="times as many KV blocks as there are"
+        "--kv", default="0.015,0.02", help="times as many KV blocks as there are"
     )
+    parser.add_argument("--costs", help="results of before, to be told by another profile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("-o", "--output")
