@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,24 @@ def test_a_second_merge_changes_nothing(chosen: Format, tmp_path: Path) -> None:
     again = merge_into(path, chosen, rec, Names())
     assert again.diff == ""
     assert again.before == again.after
+
+
+@pytest.mark.parametrize("chosen", FILES)
+def test_knobs_are_merged_once_and_replaced_by_those_of_the_next_run(
+    chosen: Format, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILES[chosen])
+    for caching, sizes in ((False, [1, 2, 4]), (True, [1, 3])):
+        knobs = {"enable-prefix-caching": caching, "cudagraph-capture-sizes": sizes}
+        rec = replace(PLAIN, knobs=knobs)
+        path.write_text(merge_into(path, chosen, rec, Names()).after)
+        assert merge_into(path, chosen, rec, Names()).diff == ""
+    text = path.read_text()
+    assert len(re.findall(r"no[-_]enable[-_]prefix[-_]caching", text)) == 0
+    assert len(re.findall(r"enable-?[Pp]refix-?[Cc]aching", text)) == 1
+    assert text.count("cudagraph-capture-sizes") == 1
+    assert "4" not in re.sub(r"4096|48", "", text.partition("cudagraph-capture-sizes")[2])[:30]
 
 
 def test_provenance_goes_where_the_target_has_a_place_for_it(tmp_path: Path) -> None:

@@ -68,6 +68,26 @@ def test_vllm_is_started_as_it_was_tuned(
     assert read.max_model_len == 8192
     assert read.gpu_memory_utilization == 0.85
     assert read.enable_prefix_caching is False
+
+
+KNOBS = {
+    "enable-prefix-caching": True,
+    "long-prefill-token-threshold": 512,
+    "watermark": 0.05,
+    "cudagraph-capture-sizes": [1, 2, 4],
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("chosen", WRITTEN)
+def test_the_knobs_that_pay_are_set_in_every_target(
+    chosen: Format, rec: Recommendation, tmp_path: Path
+) -> None:
+    turned = replace(rec, knobs=KNOBS)
+    words = STARTED[chosen](emit(chosen, turned), tmp_path)
+    read = vllm_serve_parser().parse_args(["serve", *words])
+    assert {key: getattr(read, key.replace("-", "_")) for key in KNOBS} == KNOBS
+    assert not any(word.startswith("--no-enable-prefix-caching") for word in words)
     assert read.tensor_parallel_size == 2
     assert read.generation_config == "vllm"
     assert read.kv_transfer_config.kv_connector == "X"

@@ -17,6 +17,7 @@ from tuner.cli.options import (
     FILE,
     GREEDY,
     JSON,
+    KNOBS,
     LADDER,
     SHADOW,
     SHADOW_FAILED,
@@ -342,6 +343,13 @@ def doctor() -> int:
         "predict, without an engine; needs --profile.",
     ),
     CAPS,
+    KNOBS,
+    choice_option(
+        "--start",
+        among=["high-throughput", "low-latency"],
+        help="Begin at 512/65536 and 0.92 of the GPU's memory, or at 64/8192 and 0.85; "
+        "default: where --config says.",
+    ),
     *SHADOW,
     GREEDY,
 )
@@ -452,6 +460,7 @@ def replay(**params: Any) -> int:
     TRACE,
     loads_option("0.5,1,1.5,2"),
     SLOS,
+    KNOBS,
     JSON,
 )
 @predicted_options
@@ -740,8 +749,20 @@ def emit(**params: Any) -> int:
     return run_emit(EmitOptions.parse(params))
 
 
+@command("explain", "tune explain", "tune explain long-prefill", exits=BAD_INPUT)
+@click.argument("knob", required=False)
+def explain(knob: str | None) -> int:
+    """Say what each of --knobs does, which vLLM has it and when it is read.
+
+    Without a name all of them are listed; of one vLLM's own help is shown too, if installed.
+    """
+    from tuner.cli.predict.explain import run_explain
+
+    return run_explain(knob)
+
+
 tune.section("Measure", replay, compare, verify)
-tune.section("Predict", plan, explore, profile, calibrate, worker)
+tune.section("Predict", plan, explore, explain, profile, calibrate, worker)
 tune.section("Use the result", emit, report)
 tune.section("Keep it tuned", check, watch)
 tune.section("Traffic and setup", trace, doctor)

@@ -239,6 +239,10 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
         say(outcome.load)
     say(outcome.kv)
     say(f"limited by: {outcome.limited_by}")
+    for point in outcome.starting_points:
+        say(point.text)
+    for line in outcome.knobs.below if outcome.knobs is not None else ():
+        say(line)
     if outcome.capacity is not None:
         say(f"capacity at the SLOs: {outcome.capacity.text}")
     for caveat in outcome.caveats:
@@ -251,6 +255,9 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
 
 def _show_advice(outcome: RunResult, advice: Advice) -> None:
     """Say what to do, what comes of it and what is as good."""
+    if outcome.knobs is not None and outcome.knobs.is_deployed:
+        say(outcome.knobs.together)
+        say("the limits alone:")
     if advice.is_change:
         say(f"change to {_words(advice.limits)} (current: {_words(outcome.current)})")
     else:

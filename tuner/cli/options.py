@@ -153,6 +153,14 @@ LOAD = Parsed("multiple", _load)
 LOADS = Parsed("multiples", _loads)
 SHARE = Parsed("share", _share)
 SIZE = Parsed("size", _size)
+KNOBS = click.option(
+    "--knobs",
+    type=Parsed("names", lambda text: tuple(filter(None, map(str.strip, text.split(","))))),
+    default="",
+    metavar="LIST",
+    help="What else to turn beside the two limits, for example prefix-caching,long-prefill: "
+    "tune explain lists them. What gains under 2 % is left alone; default: none.",
+)
 LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
 FILE = click.Path(readable=False)

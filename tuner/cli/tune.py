@@ -86,6 +86,8 @@ def tuning_options(params: Params) -> TuningOptions:
         confidence=params["confidence"],
         **traffic.settings,
         ladder=params["max_num_seqs"] or DEFAULT_LADDER,
+        knobs=params["knobs"],
+        start=params["start"],
         method=Method(params["method"]),
         profile=path_of(params["profile"]),
         is_forced=params["force_profile"],

@@ -73,11 +73,10 @@ def _of_run(path: Path, profile_path: Path | None) -> Baseline:
             f"{path} keeps no {PROFILE_FILE}: its engine cannot be replayed",
             "name a profile of that engine with --profile, from a run with a shadow",
         )
-    limits = result.recommendation or result.baseline
     trace = result.provenance.trace
     return Baseline(
         profile=read_profile(profile_file),
-        current=limits.limits,
+        current=result.deployed,
         objective=result.objective,
         slos=tuple(parse_slo(text) for text in result.slos),
         sketch=_sketch_in(path),

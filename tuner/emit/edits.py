@@ -1,4 +1,4 @@
-"""Set both limits where a user's file says how vLLM is started, and touch nothing else.
+"""Set what was tuned where a user's file says how vLLM is started, and touch nothing else.
 
 Works on YAML documents as mappings and lists, whatever library read them.
 """
@@ -11,9 +11,9 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any, Final
 
+from tuner.emit.flags import flags
 from tuner.emit.recommendation import LIVE_LIMIT_KEYS
-from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
+from tuner.engine.serve_config import hyphenated, twin
 from tuner.errors import UsageError
 
 _STARTS_VLLM: Final = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\.[\w.]+")
@@ -28,14 +28,6 @@ def no_place(expected: str, got: str, hint: str = "") -> UsageError:
         f"has no place for the limits: expected {expected}, got {got}",
         hint or "check --format, or write a file of its own with -o",
     )
-
-
-def limit_flags(limits: EngineLimits) -> dict[str, int]:
-    """Return both limits by vLLM's keys."""
-    return {
-        MAX_NUM_SEQS: limits.max_num_seqs,
-        MAX_NUM_BATCHED_TOKENS: limits.max_num_batched_tokens,
-    }
 
 
 def find_object(documents: Sequence[Any], kinds: Sequence[str], name: str) -> dict[str, Any]:
@@ -91,17 +83,17 @@ def find_container(
 
 def edit_container(
     holder: dict[str, Any],
-    limits: EngineLimits,
+    tuned: Mapping[str, object],
     shown: str,
     keys: tuple[str, ...] = ("args", "command"),
 ) -> None:
-    """Set both limits in the arguments of a container, listed or in a shell's line.
+    """Set what was tuned in the arguments of a container, listed or in a shell's line.
 
     Raises: UsageError if it has no arguments, or a shell's script that does not start vLLM.
     """
     lines = list(_lines(holder, keys))
     for parent, place in lines:
-        parent[place] = like(parent[place], edit_line(parent[place], limits))
+        parent[place] = like(parent[place], edit_line(parent[place], tuned))
     if lines:
         return
     lists = [holder[key] for key in keys if isinstance(holder.get(key), list)]
@@ -109,10 +101,8 @@ def edit_container(
         raise no_place(f"{shown}.{keys[0]} or .{keys[1]}", "neither")
     if any(_is_shell(words) for words in lists):
         raise no_place(f"a line with `vllm serve` under {shown}", "a script without one")
-    for key, value in limit_flags(limits).items():
-        # Every occurrence, because vLLM takes the last one.
-        if True not in [set_flag(words, key, value) for words in lists]:
-            add_flag(lists[0], key, value)
+    for key, value in tuned.items():
+        put_flag(lists, key, value)
     for key in LIVE_LIMIT_KEYS:
         for words in lists:
             drop_flag(words, key)
@@ -135,19 +125,22 @@ def _is_shell(words: Sequence[Any]) -> bool:
     return "-c" in texts and texts[0].rpartition("/")[2] in _SHELLS
 
 
-def edit_line(line: str, limits: EngineLimits) -> str:
-    """Return a command line with both limits set, and without what would cap them.
+def edit_line(line: str, tuned: Mapping[str, object]) -> str:
+    """Return a command line with what was tuned set, and without what would cap the limits.
 
-    >>> edit_line("vllm serve m --max_num_seqs 256 && echo", EngineLimits(8, 512))
-    'vllm serve m --max-num-batched-tokens=512 --max_num_seqs 8 && echo'
+    >>> tuned = {"max-num-seqs": 8, "enable-prefix-caching": False}
+    >>> edit_line("vllm serve m --max_num_seqs 256 --enable-prefix-caching && echo", tuned)
+    'vllm serve m --no-enable-prefix-caching --max_num_seqs 8 && echo'
     """
-    for key, value in limit_flags(limits).items():
+    for key, value in tuned.items():
         flag = _flag_pattern(key)
-        if flag.search(line):
+        if _is_one_word(value) and flag.search(line):
             line = flag.sub(rf"\g<flag>{value}", line)
-        else:
-            place = _after_model(line)
-            line = f"{line[:place]} --{key}={value}{line[place:]}"
+            continue
+        if not _is_one_word(value):
+            line = re.sub(r"[ \t]*" + _whole_flag(key, value), "", line)
+        place = _after_model(line)
+        line = f"{line[:place]} {' '.join(flags({key: value}))}{line[place:]}"
     for key in LIVE_LIMIT_KEYS:
         line = re.sub(r"[ \t]*" + _flag_pattern(key).pattern, "", line)
     return line
@@ -161,6 +154,54 @@ def _flag_pattern(key: str) -> re.Pattern[str]:
     )
 
 
+def _is_one_word(value: object) -> bool:
+    """Whether a value is a single word behind its flag: not a switch, and no list."""
+    return not isinstance(value, bool | list)
+
+
+def _whole_flag(key: str, value: object) -> str:
+    """Return a pattern for a switch in both of its spellings, or for a flag with its list."""
+    name = key.replace("-", "[-_]")
+    words = r"(?:(?:=|\s)+\d+)*" if isinstance(value, list) else ""
+    return rf"--(?:no[-_])?{name}(?![-_\w]){words}"
+
+
+def put_flag(lists: Sequence[list[Any]], key: str, value: object) -> None:
+    """Give a flag its value wherever it stands among lists of words, or add it to the first.
+
+    Every occurrence, because vLLM takes the last one.
+    """
+    if _is_one_word(value):
+        if True not in [set_flag(words, key, value) for words in lists]:
+            add_flag(lists[0], key, value)
+        return
+    wanted = flags({key: value})
+    names = {key, twin(key)}
+    standing = [w for words in lists for w in words if _named(w) in names]
+    if len(standing) == 1 and any(_holds(words, wanted) for words in lists):
+        return
+    for words in lists:
+        for name in (key, twin(key)):
+            drop_flag(words, name, takes=len(words) if isinstance(value, list) else 0)
+    pattern = next((word for word in reversed(lists[0]) if isinstance(word, str)), "")
+    lists[0].extend(like(pattern, word) for word in wanted)
+
+
+def _named(word: object) -> str:
+    """Return the key of a flag, "" for other words."""
+    flag = str(word).partition("=")[0]
+    return hyphenated(flag[2:]) if flag.startswith("--") else ""
+
+
+def _holds(words: Sequence[object], wanted: Sequence[str]) -> bool:
+    """Whether words are among others, one after the other, and no value follows them."""
+    texts, n = [str(word) for word in words], len(wanted)
+    return any(
+        texts[i : i + n] == [*wanted] and (i + n == len(texts) or texts[i + n][:2] == "--")
+        for i in range(len(texts) - n + 1)
+    )
+
+
 def _after_model(line: str) -> int:
     """Return where a flag can be put in: after the model, or where the line ends."""
     start = _STARTS_VLLM.search(line)
@@ -170,7 +211,7 @@ def _after_model(line: str) -> int:
     return model.end() if model else start.end()
 
 
-def set_flag(words: list[Any], key: str, value: int) -> bool:
+def set_flag(words: list[Any], key: str, value: object) -> bool:
     """Give a flag that stands among the words its value, in the form it has there."""
     was_there = False
     for place, word in enumerate(words):
@@ -187,7 +228,7 @@ def set_flag(words: list[Any], key: str, value: int) -> bool:
     return was_there
 
 
-def add_flag(words: list[Any], key: str, value: int) -> None:
+def add_flag(words: list[Any], key: str, value: object) -> None:
     """Put a flag behind the words, in one word or two as the others are."""
     texts = ["=" if "=" in str(word) else str(word) for word in words]
     is_split = any(
@@ -201,12 +242,17 @@ def add_flag(words: list[Any], key: str, value: int) -> None:
         words.append(like(pattern, f"--{key}={value}"))
 
 
-def drop_flag(words: list[Any], key: str) -> None:
-    """Take a flag and its value out of the words."""
+def drop_flag(words: list[Any], key: str, takes: int = 1) -> None:
+    """Take a flag out of the words, with at most so many that follow and are no flags."""
     for place in range(len(words) - 1, -1, -1):
         flag, equals, _ = str(words[place]).partition("=")
         if flag.startswith("--") and hyphenated(flag[2:]) == key:
-            del words[place : place + (1 if equals else 2)]
+            end = place + 1
+            while not equals and end <= place + takes and end < len(words):
+                if str(words[end]).startswith("--"):
+                    break
+                end += 1
+            del words[place:end]
 
 
 def like(old: object, text: str) -> object:

@@ -106,7 +106,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
         if not isinstance(holder, dict):
             raise no_place(_ARGS_PATH, "no mapping")
         holder.setdefault("args", [])
-    edit_container(holder, rec.limits, shown)
+    edit_container(holder, rec.tuned, shown)
     annotate(document, rec.annotations())
     return []
 
@@ -167,7 +167,7 @@ def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[st
     where = ("spec", "template")
     holder = find_container(document, where, _LLM_PATH, names.container or _LLM_CONTAINER)
     if "args" in holder or "command" in holder:
-        edit_container(holder, rec.limits, _LLM_PATH)
+        edit_container(holder, rec.tuned, _LLM_PATH)
     else:
         variables = holder.get("env")
         if variables is None:
@@ -178,8 +178,8 @@ def edit_llm(documents: list[Any], rec: Recommendation, names: Names) -> list[st
         if own and not isinstance(own[0].get("value"), str):
             raise no_place(f"a value of {_ENV} in {_LLM_PATH}.env", "a reference")
         if own:
-            own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.limits))
+            own[0]["value"] = like(own[0]["value"], edit_line(own[0]["value"], rec.tuned))
         else:
-            variables.append({"name": _ENV, "value": edit_line("", rec.limits).strip()})
+            variables.append({"name": _ENV, "value": edit_line("", rec.tuned).strip()})
     annotate(document, rec.annotations())
     return []

@@ -49,6 +49,6 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     """Set both limits in the one container that runs vLLM."""
     document = find_object(documents, _KINDS, names.workload)
     holder = find_container(document, ("spec", "template", "spec"), _POD_PATH, names.container)
-    edit_container(holder, rec.limits, _POD_PATH)
+    edit_container(holder, rec.tuned, _POD_PATH)
     annotate(document, rec.annotations())
     return []

@@ -70,7 +70,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     if "args" not in holder and holder.get("modelCommand") in {"vllmServe", "imageDefault"}:
         # The chart writes the command line and appends what stands here.
         holder["args"] = []
-    edit_container(holder, rec.limits, _PATH)
+    edit_container(holder, rec.tuned, _PATH)
     merge_map(root["decode"], "annotations", rec.annotations())
     prefill = root.get("prefill")
     if isinstance(prefill, dict) and prefill.get("create", True) and prefill.get("containers"):

@@ -17,20 +17,20 @@ from typing import Any, Final
 
 from tuner.emit import container
 from tuner.emit.edits import (
-    add_flag,
     annotate,
     descend,
     drop_flag,
     find_object,
     merge_map,
     no_place,
+    put_flag,
     set_flag,
 )
 from tuner.emit.flags import flags, without_expansion
 from tuner.emit.recommendation import API_KEY, LIVE_LIMIT_KEYS, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, human_integer
+from tuner.engine.serve_config import MAX_NUM_SEQS, human_integer, twin
 
 _SWITCHES: Final = {
     "enableChunkedPrefill": "enable-chunked-prefill",
@@ -150,13 +150,19 @@ def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> lis
 
 
 def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
-    """Set the limits among the extra arguments, which come last and so win."""
+    """Set what was tuned among the extra arguments, which come last and so win."""
     words = config.get("extraArgs")
     if not isinstance(words, list):
         words = config["extraArgs"] = []
     set_flag(words, MAX_NUM_SEQS, rec.limits.max_num_seqs)
-    if not set_flag(words, MAX_NUM_BATCHED_TOKENS, rec.limits.max_num_batched_tokens):
-        add_flag(words, MAX_NUM_BATCHED_TOKENS, rec.limits.max_num_batched_tokens)
+    own = {switch: key for key, switch in _SWITCHES.items()}
+    for key, value in rec.tuned.items():
+        if key in own:
+            config[own[key]] = value
+            drop_flag(words, key, takes=0)
+            drop_flag(words, twin(key), takes=0)
+        elif key != MAX_NUM_SEQS:
+            put_flag([words], key, value)
     for key in LIVE_LIMIT_KEYS:
         drop_flag(words, key)
 

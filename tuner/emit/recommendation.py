@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Final
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, twin
+from tuner.engine.serve_config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    changed,
+    hyphenated,
+    twin,
+)
 from tuner.redact import REDACTED, has_secrets
-from tuner.run.result import Advice, RunResult
+from tuner.run.knobs.records import settings_text
+from tuner.run.result import SET_BESIDE, Advice, RunResult
 
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
 """Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
@@ -74,17 +81,24 @@ class Recommendation:
     started_at: EngineLimits | None = None
     lost: tuple[str, ...] = ()
     """Keys whose secret was not kept and has to be given again."""
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    """What is set beside the limits, by key."""
     allow_unauthenticated: bool = False
     """Whether the user wants a server without the api-key that the configuration has."""
 
     @property
-    def settings(self) -> dict[str, object]:
-        """The whole configuration: the user's keys in their order, the tuned limits set."""
-        spelled = {hyphenated(key): value for key, value in self.values.items()}
-        spelled |= {
+    def tuned(self) -> dict[str, object]:
+        """What was tuned, by vLLM's keys: both limits, and the knobs that pay."""
+        return {
             MAX_NUM_SEQS: self.limits.max_num_seqs,
             MAX_NUM_BATCHED_TOKENS: self.limits.max_num_batched_tokens,
+            **self.knobs,
         }
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The whole configuration: the user's keys in their order, what was tuned set."""
+        spelled = changed(self.values, self.tuned)
         return {key: value for key, value in spelled.items() if key not in LIVE_LIMIT_KEYS}
 
     @property
@@ -243,7 +257,8 @@ def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, s
         "trace-sha256": made.trace.sha256,
         "vllm-version": engine and engine.vllm_version,
         "device": engine and engine.device,
-        "limits": spelled(advice.limits),
+        "limits": spelled(result.deployed),
+        "knobs": settings_text(result.knobs.deployed) if result.knobs else "",
         "against": spelled(result.current),
         "gain": _gain(result, advice),
         "tuner-version": made.tuner_version,
@@ -262,6 +277,8 @@ def spelled(limits: EngineLimits) -> str:
 
 def _gain(result: RunResult, advice: Advice) -> str:
     """Return the gain of what is recommended, with its interval, in one line."""
+    if result.knobs is not None and result.knobs.is_deployed:
+        return result.knobs.together
     if not advice.is_change:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:
@@ -295,7 +312,10 @@ def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:
         facts["method"] = "shadow"
     keeps = [line for line in comments if line.startswith("KEEP WHAT YOU HAVE")]
     gains = [_gain_of(line) for line in comments if line.startswith(" ") and " -> " in line]
-    if keeps:
+    knobs = [line for line in comments if line.startswith("knobs together: ")]
+    if knobs and any(line.startswith(SET_BESIDE) for line in comments):
+        facts["gain"] = knobs[0]
+    elif keeps:
         facts["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
     elif gains:
         facts["gain"] = gains[0]

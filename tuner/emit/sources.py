@@ -6,7 +6,7 @@ knows all of it but the secrets; a file knows its values, and its evidence as co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +27,18 @@ from tuner.engine.serve_config import (
     MAX_NUM_SEQS,
     hyphenated,
     read_config,
+    twin,
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
-from tuner.run.result import NOTHING_FEASIBLE, RELAX, RunResult, comments, read_result
+from tuner.run.result import (
+    NOTHING_FEASIBLE,
+    RELAX,
+    SET_BESIDE,
+    RunResult,
+    comments,
+    read_result,
+)
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
 
@@ -62,7 +70,7 @@ def recommendation_of(
     """
     if result.recommendation is None:
         raise UsageError(f"{folder} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
-    limits = result.recommendation.limits
+    limits = result.deployed
     remaining, lost = without_lost(values)
     return Recommendation(
         values=remaining,
@@ -71,6 +79,7 @@ def recommendation_of(
         facts=facts_of_run(result, result.recommendation, folder),
         started_at=_started_at(result, limits),
         lost=lost,
+        knobs={} if result.knobs is None else result.knobs.deployed,
     )
 
 
@@ -109,7 +118,16 @@ def read_emitted(path: Path) -> Recommendation:
         facts=facts_in(said, tuned),
         started_at=start if is_exact else None,
         lost=lost,
+        knobs=_knobs_in(values, said),
     )
+
+
+def _knobs_in(values: Mapping[str, object], comments: Sequence[str]) -> dict[str, object]:
+    """Return what a file sets beside the limits, by the comment that names it."""
+    named = next((line for line in comments if line.startswith(SET_BESIDE)), "")
+    keys = [key for key in named.removeprefix(SET_BESIDE).split(", ") if key]
+    said = {key: values[key] for key in keys if key in values}
+    return said | {key: False for key in keys if values.get(twin(key)) is True}
 
 
 def _limits_in(values: Mapping[str, object]) -> EngineLimits:

@@ -10,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tuner.emit.edits import limit_flags, no_place
+from ruamel.yaml.comments import CommentedSeq
+
+from tuner.emit.edits import no_place
 from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated, negated
+from tuner.engine.serve_config import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    changed,
+    hyphenated,
+    negated,
+    twin,
+)
 from tuner.errors import UsageError
 
 
@@ -54,7 +63,8 @@ def render(
 def render_plain(rec: Recommendation, names: Names) -> str:
     """Return the file with the two classic limits, which every vLLM reads."""
     seqs, tokens = rec.limits.max_num_seqs, rec.limits.max_num_batched_tokens
-    return render(rec.values, seqs, tokens, rec.whole_lines(_command(names.file)))
+    values = changed(rec.values, rec.knobs)
+    return render(values, seqs, tokens, rec.whole_lines(_command(names.file)))
 
 
 def render_exact(rec: Recommendation, names: Names) -> str:
@@ -144,11 +154,11 @@ _OURS: Final = "# tuned "
 
 
 def edit(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
-    """Set the two limits at the top level, and take out what would cap them."""
+    """Set what was tuned at the top level, and take out what would cap the limits."""
     root = _root(documents)
     for key in [key for key in root if hyphenated(str(key)) in LIVE_LIMIT_KEYS]:
         del root[key]
-    _set(root, limit_flags(rec.limits))
+    _set(root, rec.tuned)
     _remark(root, rec)
     return []
 
@@ -156,7 +166,7 @@ def edit(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
 def edit_exact(documents: list[Any], rec: Recommendation, _: Names) -> list[str]:
     """Set the four limits at the top level that repeat the measured point."""
     root = _root(documents)
-    _set(root, exact_limits(rec, exact_start(rec)))
+    _set(root, {**rec.knobs, **exact_limits(rec, exact_start(rec))})
     _remark(root, rec)
     return []
 
@@ -174,20 +184,35 @@ def _root(documents: list[Any]) -> dict[str, Any]:
     return root
 
 
-def _set(root: dict[str, Any], values: dict[str, int]) -> None:
+def _set(root: dict[str, Any], values: Mapping[str, object]) -> None:
     """Set each key in the spelling it has there, or put it behind the one before it."""
+    for key in [key for key in root if twin(hyphenated(str(key))) in values]:
+        del root[key]
+    for key in [key for key in root if values.get(hyphenated(str(key))) is False]:
+        del root[key]
+    values = {key: _in_a_line(value) for key, value in _as_vllm_reads(values).items()}
     spelled = {hyphenated(str(key)): key for key in root}
     behind: str | None = None
     for key, value in values.items():
         if key in spelled:
-            root[spelled[key]] = value
+            if root[spelled[key]] != value:
+                root[spelled[key]] = value
         else:
             _put_behind(root, behind, key, value)
             spelled[key] = key
         behind = spelled[key]
 
 
-def _put_behind(root: dict[str, Any], behind: str | None, key: str, value: int) -> None:
+def _in_a_line(value: object) -> object:
+    """Return a list as it stands in one line of YAML, any other value as it is."""
+    if not isinstance(value, list):
+        return value
+    line = CommentedSeq(value)
+    line.fa.set_flow_style()
+    return line
+
+
+def _put_behind(root: dict[str, Any], behind: str | None, key: str, value: object) -> None:
     """Put a key behind another; blank lines that follow that one then follow the new one."""
     comments_of = getattr(root, "ca", None)
     if behind is None or comments_of is None:

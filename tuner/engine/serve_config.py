@@ -109,6 +109,19 @@ def twin(key: str) -> str:
     return key.removeprefix("no-") if key.startswith("no-") else f"no-{key}"
 
 
+def changed(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Return a configuration with some keys set anew, whatever the spelling they had there.
+
+    >>> changed(
+    ...     {"no-enable-prefix-caching": True, "model": "m"}, {"enable-prefix-caching": True}
+    ... )
+    {'model': 'm', 'enable-prefix-caching': True}
+    """
+    gone = {twin(key) for key in changes}
+    spelled = {hyphenated(key): value for key, value in values.items()}
+    return {key: value for key, value in spelled.items() if key not in gone} | dict(changes)
+
+
 def human_integer(text: str) -> int | None:
     """Return the whole number that vLLM reads from a text, or None if it reads none.
 

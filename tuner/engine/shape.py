@@ -67,7 +67,8 @@ class EngineShape:
     tuned limits excepted. `captured_sizes` are the batch sizes in tokens for which graphs were
     captured, ascending, empty where there are none, of batches with prompts too if
     `captures_mixed`. `kv_kind` is "full_attention", or what else the model's KV cache is made
-    of, whose groups then are in `kv_groups`.
+    of, whose groups then are in `kv_groups`. `block_bytes` is what a block takes of the memory
+    of a device, 0 where nobody knows.
 
     Units: tokens, blocks of block_size tokens.
     """
@@ -87,6 +88,7 @@ class EngineShape:
     scheduler: Mapping[str, bool | int | float | str | None]
     captures_mixed: bool = True
     kv_groups: tuple[KvGroup, ...] = ()
+    block_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check the captured sizes."""

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
+from tuner.engine.serve_config import changed
 from tuner.errors import EngineError
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.metrics import Measurement, measure
@@ -199,8 +200,11 @@ class EngineRunner:
                     f"trying {tried[0]}"
                 )
 
-    def _start(self, ceiling: EngineLimits) -> EngineStart:
-        self.started = self._process.start(self._values, ceiling)
+    def _start(
+        self, ceiling: EngineLimits, changes: Mapping[str, object] | None = None
+    ) -> EngineStart:
+        values = changed(self._values, changes) if changes else self._values
+        self.started = self._process.start(values, ceiling)
         self.starts += 1
         for line in self.started.notes:
             if line not in self._noted:
@@ -275,18 +279,20 @@ class EngineRunner:
         slos: Sequence[Slo],
         on_progress: Callable[[Progress], bool] | None = None,
         on_log: Callable[[ReplayLog], None] | None = None,
+        changes: Mapping[str, object] | None = None,
     ) -> Measurement | Failure:
         """Measure on an engine of its own, started with the limits as it would be deployed.
 
         It starts once more if it does not start. How many KV-cache blocks such a start has is
-        kept in `cold_blocks`.
+        kept in `cold_blocks`, unless the configuration has `changes`.
         """
-        started = self._start_cold(limits)
+        started = self._start_cold(limits, changes)
         if isinstance(started, EngineError):
-            started = self._start_cold(limits)
+            started = self._start_cold(limits, changes)
         if isinstance(started, EngineError):
             return Failure(started.message)
-        self.cold_blocks[limits] = started.info.num_blocks
+        if not changes:
+            self.cold_blocks[limits] = started.info.num_blocks
         self.started, before = started, (self.info, self.start_s)
         outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
         # The next replay needs an engine that can take any limits again.
@@ -294,10 +300,12 @@ class EngineRunner:
         self.info, self.start_s = before
         return outcome
 
-    def _start_cold(self, limits: EngineLimits) -> EngineStart | EngineError:
+    def _start_cold(
+        self, limits: EngineLimits, changes: Mapping[str, object] | None
+    ) -> EngineStart | EngineError:
         """Start; return what went wrong if it does not start."""
         try:
-            return self._start(limits)
+            return self._start(limits, changes)
         except EngineError as error:
             self.started = None
             return error

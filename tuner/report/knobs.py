@@ -12,6 +12,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.report.parts import Cell, Section, Table, heats
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, score, sentence
+from tuner.run.knobs.records import KnobAdvice
 from tuner.search.ladder import same_schedule
 from tuner.search.objective import Tier
 from tuner.search.trials import TIE_RATIO, Observation, leader, ranked
@@ -23,11 +24,46 @@ def knobs(run: RunFiles) -> Section:
     """Return the map."""
     title = "The two knobs as a map"
     observations = [trial.observation for trial in ranked(run.result.trials)]
+    others = () if run.result.knobs is None else (_others(run.result.knobs),)
     if not observations:
-        return Section("knobs", title, ("Nothing was replayed that ranks the space.",))
-    return Section(
-        "knobs", title, _sentences(run, observations), tables=(_map(run, observations),)
+        says = ("Nothing was replayed that ranks the space.",)
+        return Section("knobs", title, says, tables=others)
+    said = [
+        *_sentences(run, observations),
+        *_starting_points(run),
+        *_together(run.result.knobs),
+    ]
+    return Section("knobs", title, tuple(said), tables=(_map(run, observations), *others))
+
+
+def _starting_points(run: RunFiles) -> list[str]:
+    """Say how far starting points are from the answer."""
+    return [sentence(point.text) for point in run.result.starting_points]
+
+
+def _together(advice: KnobAdvice | None) -> list[str]:
+    """Say which of the other knobs pay together, and on how many combinations that rests."""
+    if advice is None:
+        return []
+    counts = f"{advice.predicted:,} of {advice.space:,} combinations of knobs and limits"
+    return [sentence(advice.lines[-1]), sentence(f"{counts} were predicted")]
+
+
+def _others(advice: KnobAdvice) -> Table:
+    """Return what the other knobs do, each alone, and what each of their values costs."""
+    rows = []
+    for one in advice.findings:
+        tried = ", ".join(
+            f"{value} {NOTHING if ratio is None else f'{ratio - 1:+.1%}'}"
+            for value, ratio in one.tried.items()
+        )
+        mark = "marked" if one.is_recommended else ""
+        rows.append((Cell(one.knob, mark=mark), Cell(tried or NOTHING), Cell(one.says)))
+    caption = (
+        f"Other knobs, each alone beside {advice.before}; of what a value costs less is better."
     )
+    heads = ("knob", "values that were predicted", "what it does")
+    return Table("knobs-others", caption, heads, tuple(rows))
 
 
 def _sentences(run: RunFiles, observations: list[Observation]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.evidence import Bounds, gpu_text
+from tuner.run.knobs.records import settings_text
 from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, RunResult
 from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import decisive
@@ -35,6 +36,9 @@ def headline(run: RunFiles) -> str:
     advice = result.recommendation
     if advice is None:
         return "No configuration meets the SLOs"
+    if run.result.knobs is not None and run.result.knobs.is_deployed:
+        knobs = settings_text(run.result.knobs.settings)
+        return f"Set {limits_words(run.result.deployed)}, {knobs}"
     if not advice.is_change:
         return f"Keep what you have: {limits_words(run.current)}"
     return f"Change to {limits_words(advice.limits)}"
@@ -44,6 +48,8 @@ def answer(run: RunFiles) -> Section:
     """Return the sentences below the headline."""
     result = run.result
     sentences = [*_state(result), *_gain(run), *_limits(result), *_behind(result)]
+    if result.knobs is not None and result.knobs.is_deployed:
+        sentences.insert(0, result.knobs.together)
     return Section("answer", "The answer", tuple(sentence(text) for text in sentences))
 
 

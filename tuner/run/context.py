@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
@@ -121,18 +121,20 @@ class Workload:
         on_log: Callable[[ReplayLog], None] | None = None,
         *,
         is_cold: bool = False,
+        changes: Mapping[str, object] | None = None,
     ) -> Measurement | Failure:
         """Replay live; on_log receives each piece's log, with every step in it.
 
-        A cold replay starts an engine of its own with the limits as start-up values.
+        A cold replay starts an engine of its own with the limits as start-up values, and with
+        the changes of its configuration if any are given.
 
         Raises: EngineError when the engine cannot be started.
         """
         for name, piece in zip(self.names, self.pieces, strict=True):
             engine.use(name, piece)
         plan = replace(self.plan, cut=cut, keep_steps=on_log is not None)
-        measure = engine.measure_cold if is_cold else engine.measure
-        return measure(self.names, limits, plan, self.slos, on_progress, on_log)
+        parts = (self.names, limits, plan, self.slos, on_progress, on_log)
+        return engine.measure_cold(*parts, changes) if is_cold else engine.measure(*parts)
 
     @property
     def names(self) -> list[str]:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.errors import UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
+from tuner.run.knobs.known import knob_named
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.race import CONFIDENCE
@@ -24,6 +27,30 @@ from tuner.traffic.windows import Window, WindowChoice, WindowKind, parse_window
 DEFAULT_BUDGET_S = 1800.0
 
 Choice = TypeVar("Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Limits that are passed around as good for a purpose, and a share of the GPU's memory."""
+
+    limits: EngineLimits
+    memory_share: float
+
+    def values(self, *, with_memory: bool) -> dict[str, object]:
+        """Return it by vLLM's keys."""
+        memory = {"gpu-memory-utilization": self.memory_share} if with_memory else {}
+        return {
+            MAX_NUM_SEQS: self.limits.max_num_seqs,
+            MAX_NUM_BATCHED_TOKENS: self.limits.max_num_batched_tokens,
+            **memory,
+        }
+
+
+STARTING_POINTS: Final[Mapping[str, StartingPoint]] = {
+    "high-throughput": StartingPoint(EngineLimits(512, 65536), 0.92),
+    "low-latency": StartingPoint(EngineLimits(64, 8192), 0.85),
+}
+"""What people start from who have measured nothing."""
 
 
 class Method(StrEnum):
@@ -70,8 +97,10 @@ class TuningOptions(ReplaySettings):
     measured. `window` is the part to replay, as `peak:300s`, `5m:10m` or `all`; None for what
     fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
     probable it must be that a change is better and that SLOs are met, `ladder` the caps of
-    max_num_seqs to climb. `profile` is that of an earlier run: with it nothing has to be learnt
-    of the engine, and with Method.SHADOW no engine is started. `run_dir` keeps the evidence,
+    max_num_seqs to climb, `knobs` what else may be turned, by the names of `tune explain`.
+    `start` names limits that take the place of the configuration's own. `profile` is that of
+    an earlier run: with it nothing has to be learnt of the engine, and with Method.SHADOW no
+    engine is started. `run_dir` keeps the evidence,
     None for `runs/<time>`; with `is_resumed` the run that it holds goes on. `notes` are kept
     with the run for whoever resumes it, such as where a command writes its file.
 
@@ -90,6 +119,8 @@ class TuningOptions(ReplaySettings):
     load: float = 1.0
     confidence: float = CONFIDENCE
     ladder: Sequence[int] = DEFAULT_LADDER
+    knobs: Sequence[str] = ()
+    start: str | None = None
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
     is_forced: bool = False
@@ -110,6 +141,7 @@ class TuningOptions(ReplaySettings):
             "method": _member(Method, self.method, "method"),
             "slos": tuple(self.slos),
             "ladder": tuple(self.ladder),
+            "knobs": tuple(dict.fromkeys(knob_named(name).name for name in self.knobs)),
             "window": _window_choice(self.window),
         }
         if self.load_model is not None:
@@ -136,6 +168,11 @@ class TuningOptions(ReplaySettings):
                 f"--confidence must be at least 0.5 and below 1, got {self.confidence:g}",
                 "for example 0.9",
             )
+        if self.start is not None and self.start not in STARTING_POINTS:
+            raise UsageError(
+                f"--start must be one of {', '.join(STARTING_POINTS)}, got {self.start!r}",
+                "leave it out to start from your own configuration",
+            )
         if self.is_resumed and self.run_dir is None:
             raise UsageError("a run that is resumed needs its run_dir", "name its directory")
 
@@ -144,6 +181,11 @@ class TuningOptions(ReplaySettings):
         if self.objective is Objective.CAPACITY and self.method is Method.LIVE:
             raise UsageError(
                 "--objective capacity asks many loads of each setting and needs the shadow",
+                "leave --method live out",
+            )
+        if self.knobs and self.method is Method.LIVE:
+            raise UsageError(
+                "--knobs are found by predictions and need the shadow",
                 "leave --method live out",
             )
         if self.method is Method.SHADOW and not self.profile:

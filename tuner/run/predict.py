@@ -398,7 +398,8 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [None] * len(workload.pieces)
 
 
-def _score(workload: Workload, outcome: Measurement | Failure) -> Score:
+def scored(workload: Workload, outcome: Measurement | Failure) -> Score:
+    """Return the place of an outcome among those of a workload."""
     if isinstance(outcome, Failure):
         return Score(Tier.FAILED, math.inf, outcome.cause)
     return workload.scoring.score(outcome)
@@ -447,7 +448,7 @@ class _Drawing:
         off = np.array([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
         times, learnable = np.exp(off), Learnable(unexplained, off)
         point = [
-            _score(self._workload, self.predictions.outcomes[limits]).times(t)
+            scored(self._workload, self.predictions.outcomes[limits]).times(t)
             for limits, t in zip(settings, means.tolist(), strict=True)
         ]
         if self._predictor.doubt:
@@ -519,7 +520,7 @@ class _Drawing:
         """Return what counts of a replay; what failed, as in its live replay, always fails."""
         outcome = self.predictions.outcomes[limits]
         if isinstance(outcome, Failure):
-            score = _score(self._workload, outcome)
+            score = scored(self._workload, outcome)
         else:
             score = replays.score(engine, limits)
         counted: Floats = drawn_of([score])[0]
@@ -592,8 +593,8 @@ class _Replays:
         workload, load = self._workload, self._workload.plan.load
         at = partial(self._measure, engine, limits)
         if workload.scoring.objective is Objective.CAPACITY:
-            return _score(workload, measure_capacity(at, load, workload.slos))
-        return _score(workload, at(load))
+            return scored(workload, measure_capacity(at, load, workload.slos))
+        return scored(workload, at(load))
 
     def _measure(
         self, engine: simulator.SimulatedEngine, limits: EngineLimits, load: float

@@ -31,6 +31,7 @@ from tuner.run.evidence import (
     load_text,
     metric_changes,
 )
+from tuner.run.knobs.records import KnobAdvice, moved
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
@@ -228,6 +229,34 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartFinding(LimitsRecord):
+    """How far a starting point is from what is recommended, by the prediction of both.
+
+    `ratio` is what it costs over the recommendation, a rate as its inverse, None where it
+    fails;
+    `state` is its tier where that is worse, empty where it is not.
+    """
+
+    name: str
+    metric: str
+    ratio: float | None
+    state: str
+
+    @property
+    def text(self) -> str:
+        """Return it as a line."""
+        by = (
+            "it fails"
+            if self.ratio is None
+            else f"{self.metric} {moved(self.metric, self.ratio - 1):+.1%}"
+        )
+        state = f", {self.state}" if self.state else ""
+        return (
+            f"starting point {self.name} ({self.limits}) against this, predicted: {by}{state}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared(LimitsRecord):
     """One metric of one configuration, live and predicted, on the same requests."""
 
@@ -264,6 +293,8 @@ class RunResult:
     ladder: tuple[int, ...]
     caveats: tuple[CaveatRecord, ...]
     trials: tuple[Trial, ...]
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
 
     @property
     def feasible(self) -> bool:
@@ -280,6 +311,13 @@ class RunResult:
         """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
         return self.current if advice is None else advice.shown
+
+    @property
+    def deployed(self) -> EngineLimits:
+        """The limits that are deployed: others than were found alone where knobs want them."""
+        if self.knobs is not None and self.knobs.is_deployed:
+            return self.knobs.limits
+        return self.current if self.recommendation is None else self.recommendation.limits
 
     @property
     def gain(self) -> Estimate | None:
@@ -339,6 +377,8 @@ class RunProvenance:
     predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     ladder: Sequence[int] = ()
+    knobs: KnobAdvice | None = None
+    starting_points: Sequence[StartFinding] = ()
 
 
 def make_outcome(
@@ -377,6 +417,8 @@ def make_outcome(
         ladder=tuple(around.ladder),
         caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
         trials=tuple(records),
+        knobs=around.knobs,
+        starting_points=tuple(around.starting_points),
     )
 
 
@@ -498,6 +540,9 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
     before += str(current.max_num_batched_tokens)
     rows = [f"  {row.text}" for row in result.evidence]
+    knobs = result.knobs
+    if knobs is not None and knobs.is_deployed:
+        lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
     if advice.is_change:
         lines += [f"against the current {before}:", *rows]
     else:
@@ -511,11 +556,25 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         lines.append(advice.odds.text)
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
+    return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def _beside(result: RunResult) -> list[str]:
+    """Return what is said beside the gain: starting points, knobs, capacity and caveats."""
+    lines = [point.text for point in result.starting_points]
+    lines += [] if result.knobs is None else result.knobs.below
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
-    lines.extend(f"caveat: {caveat.text}" for caveat in result.caveats)
-    lines.append(f"evidence: {run_dir}")
-    return lines
+    return [*lines, *(f"caveat: {caveat.text}" for caveat in result.caveats)]
+
+
+SET_BESIDE: Final = "set beside the limits: "
+"""How the comment begins that names the keys of knobs, by which the next reader finds them."""
+
+
+def set_beside(settings: Mapping[str, Any]) -> str:
+    """Return the comment that names the keys that are set beside the limits."""
+    return f"{SET_BESIDE}{', '.join(settings)}" if settings else ""
 
 
 def _how(result: RunResult, advice: Advice) -> str:

@@ -16,6 +16,8 @@ from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
+from tuner.run.knobs.advice import confirm_knobs
+from tuner.run.knobs.records import KnobAdvice
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
 from tuner.run.options import Method
 from tuner.run.predict import (
@@ -30,9 +32,12 @@ from tuner.run.predict import (
     predict_more,
 )
 from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race, start_all
+from tuner.run.result import StartFinding
 from tuner.run.shadow_session import (
     RunFindings,
     ShadowSession,
+    advise_on_knobs,
+    compare_starting_points,
     decide_predicted,
     predict_space,
     predicted_text,
@@ -103,6 +108,8 @@ class Session:
     chosen: tuple[Window, ...] = ()
     cold: Cold | None = None
     capacity: CapacityResult | None = None
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
     compared: Differences = field(default_factory=dict)
     _calibrator: Calibrator | None = None
     _predictor: Predictor | None = None
@@ -135,6 +142,7 @@ class Session:
                 self.runner, self._plan, decision, self._predicted_cold
             )
             self._keep_starts()
+        self._turn_knobs(decision)
         self._find_capacity(decision)
         context.journal.set_state("done")
         return decision
@@ -564,6 +572,24 @@ class Session:
         starts = self._calibrator.calibration.starts
         self._keep_profile(replace(read_profile(path), kv_starts=starts))
 
+    def _turn_knobs(self, decision: RaceDecision) -> None:
+        """Find which knobs pay beside the answer and try them cold; compare starting points."""
+        predictor, predicted = self._predictor, self._predicted
+        names = self.context.record.options.knobs
+        if predictor is None or predicted is None:
+            if names:
+                self.context.listener.note("no knob is turned: nothing could be predicted")
+            return
+        if decision.winner not in predicted.outcomes:
+            predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
+        self.starting_points = compare_starting_points(predictor, predicted, decision)
+        advice = advise_on_knobs(self.context, predictor, predicted, decision)
+        if advice is not None and self._plan is not None:
+            advice = confirm_knobs(self.runner, self._plan, advice)
+            if advice.settings:
+                self.context.listener.note(advice.lines[-1])
+        self.knobs = advice
+
     def _find_capacity(self, decision: RaceDecision) -> None:
         """Find how much load the answer bears, where there is an SLO and a prediction."""
         context, predictor, predicted = self.context, self._predictor, self._predicted
@@ -597,6 +623,8 @@ class Session:
             info=self.runner.engine.info,
             engine_starts=self.runner.engine.starts,
             cold_blocks=self.runner.engine.cold_blocks,
+            knobs=self.knobs,
+            starting_points=self.starting_points,
         )
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:

@@ -5,9 +5,10 @@ A run with a live engine predicts with the same functions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
@@ -17,15 +18,21 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
+from tuner.run.knobs.advice import advise
+from tuner.run.knobs.records import KnobAdvice
+from tuner.run.options import STARTING_POINTS
 from tuner.run.predict import (
     Differences,
     Predictions,
     decide,
     predict,
+    predict_more,
+    scored,
 )
+from tuner.run.result import StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
-from tuner.search.objective import Scoring
+from tuner.search.objective import Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import Window, busiest, whole
@@ -38,7 +45,8 @@ class RunFindings:
     `windows` are those that were replayed live, or predicted where none were; `scoring` is how
     they are judged, None before they are chosen. `compared` holds what was measured live and
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
-    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had.
+    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
+    `knobs` what may be turned beside the limits, `starting_points` how far those are from it.
     """
 
     windows: tuple[Window, ...] = ()
@@ -51,6 +59,8 @@ class RunFindings:
     info: EngineInfo | None = None
     engine_starts: int = 0
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
@@ -75,6 +85,9 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
         if predictor.doubt and context.aim.window is None:
             workload = _that_can_be_asked(context, predictor, workload)
         predicted = predict(predictor.as_deployed(), context.space, workload)
+        if not predictor.doubt:
+            inside = [at for at in _starting_limits() if at.within(context.space.ceiling)]
+            predicted = predict_more(predictor.as_deployed(), predicted, inside)
         keep_predictions(context, predicted)
     remark = predictor.info(context.space.ceiling).remark
     if remark:
@@ -123,6 +136,63 @@ def decide_predicted(
         return decide(predictor.as_deployed(), predicted, context.space, confidence=confidence)
 
 
+def _starting_limits() -> list[EngineLimits]:
+    return [point.limits for point in STARTING_POINTS.values()]
+
+
+def compare_starting_points(
+    predictor: Predictor, predicted: Predictions, decision: RaceDecision
+) -> tuple[StartFinding, ...]:
+    """Predict how far each starting point is from the answer, with this engine's memory.
+
+    Nothing where vLLM's own scheduler is asked, which takes too long.
+
+    Raises: ShadowError, UsageError.
+    """
+    if predictor.doubt:
+        return ()
+    asked = [*_starting_limits(), decision.winner]
+    own = predict_more(predictor.as_deployed(), predicted, asked)
+    scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
+    best = scores[decision.winner]
+    found = []
+    for name, point in STARTING_POINTS.items():
+        score = scores[point.limits]
+        a, b = score.value_in(Tier.GOOD), best.value_in(Tier.GOOD)
+        is_known = 0 < a < math.inf and 0 < b < math.inf
+        found.append(
+            StartFinding(
+                **asdict(point.limits),
+                name=name,
+                metric=best.own_metric,
+                ratio=a / b if is_known else None,
+                state=str(score.tier)[2:] if score.tier > best.tier else "",
+            )
+        )
+    return tuple(found)
+
+
+def advise_on_knobs(
+    context: RunContext, predictor: Predictor, predicted: Predictions, decision: RaceDecision
+) -> KnobAdvice | None:
+    """Predict what the run's knobs bring beside its limits, None where it has none.
+
+    Raises: ShadowError, UsageError.
+    """
+    with context.stopwatch.stage("knobs"):
+        advice = advise(
+            predictor.as_deployed(),
+            predicted,
+            decision.winner,
+            context.space,
+            context.record.options.knobs,
+            context.aim.confidence,
+        )
+    for line in advice.lines if advice is not None else ():
+        context.listener.note(line)
+    return advice
+
+
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
     latest = context.journal.last_prediction() + 1
@@ -143,6 +213,8 @@ class ShadowSession:
     predictor: Predictor
     is_forced: bool = False
     capacity: CapacityResult | None = None
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -158,6 +230,8 @@ class ShadowSession:
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
         decision = decide_predicted(context, predictor, self._predicted)
+        self.starting_points = compare_starting_points(predictor, self._predicted, decision)
+        self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
         if workload.slos:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
@@ -205,6 +279,8 @@ class ShadowSession:
             profile=profile_facts(self.predictor),
             capacity=None if self.capacity is None else self.capacity.as_json(),
             info=self.predictor.info(self.context.space.ceiling),
+            knobs=self.knobs,
+            starting_points=self.starting_points,
         )
 
 

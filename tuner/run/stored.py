@@ -63,6 +63,8 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_greedy: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     ladder: tuple[int, ...]
+    knobs: tuple[str, ...] = ()
+    start: str | None = None
     method: Method
     profile: str | None
     is_forced: bool

@@ -15,6 +15,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.knobs.advice import advise
+from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import FEW_DRAWS, Outcome, Predictions, decide, predict, predict_more
 from tuner.run.trial_runner import judged
 from tuner.search.objective import Score
@@ -106,6 +108,7 @@ class AtLoad:
     load: float
     decision: RaceDecision
     predictions: Predictions
+    knobs: KnobAdvice | None = None
 
     def reached(self, limits: EngineLimits) -> Reached:
         """Return what a setting reaches. Raises: KeyError if it was not predicted."""
@@ -145,6 +148,7 @@ class AtLoad:
             "odds": None if self.decision.odds is None else asdict(self.decision.odds),
             "at_best": self.best.as_json(tail),
             "at_current": self.reached(current).as_json(tail),
+            "knobs": self.knobs,
         }
 
 
@@ -193,10 +197,12 @@ def predict_surface(
     workload: Workload,
     loads: Sequence[float],
     note: Callable[[str], None] = lambda _: None,
+    knobs: Sequence[str] = (),
 ) -> Surface:
     """Predict the space at each multiple of the workload's load.
 
     `note` receives a sentence when a load is predicted, and when it is decided by draws.
+    `knobs` are turned beside the best of each load.
 
     Shapes: loads is [n], n >= 1, ascending.
     Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
@@ -212,7 +218,8 @@ def predict_surface(
         whole = predict_more(predictor, found, settings)
         compared = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
         decision = decide(predictor, compared, space, FEW_DRAWS)
-        found_at.append(AtLoad(load, decision, compared))
+        turned = advise(predictor, compared, decision.best, space, knobs)
+        found_at.append(AtLoad(load, decision, compared, turned))
         note(f"load {load:g} x: best {decision.best}")
     return Surface(space.current, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
 

@@ -22,7 +22,7 @@ from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.protocol import EngineFacts, EngineInfo, EngineSource
-from tuner.engine.serve_config import hyphenated
+from tuner.engine.serve_config import changed, hyphenated
 from tuner.errors import (
     Caveat,
     EngineError,
@@ -49,8 +49,9 @@ from tuner.run.inputs import (
     traffic_of,
 )
 from tuner.run.journal import open_journal
+from tuner.run.knobs.known import check_has
 from tuner.run.listener import Listener, clock_text
-from tuner.run.options import Method, TuningOptions
+from tuner.run.options import STARTING_POINTS, Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Session
 from tuner.run.shadow_session import ShadowSession
@@ -89,7 +90,7 @@ class PreparedRun:
 def prepare(options: TuningOptions) -> PreparedRun:
     """Check everything that can be checked without an engine. Raises: TunerError."""
     profile = _profile(options)
-    engine = _engine(options, profile)
+    engine = _started_from(options, _engine(options, profile), profile)
     traffic = traffic_of(
         read_traffic(options),
         options.load,
@@ -104,6 +105,19 @@ def prepare(options: TuningOptions) -> PreparedRun:
         Path(options.run_dir) if options.run_dir else new_run_path(RUNS),
         profile,
     )
+
+
+def _started_from(
+    options: TuningOptions, engine: EngineChoice, profile: Profile | None
+) -> EngineChoice:
+    """Return the configuration with the limits of the starting point, if one is named.
+
+    A profile speaks for the memory that it was made with, which then stays.
+    """
+    if options.start is None:
+        return engine
+    point = STARTING_POINTS[options.start].values(with_memory=profile is None)
+    return replace(engine, values=changed(engine.values, point), names_limits=True)
 
 
 def read_traffic(options: TuningOptions) -> Trace:
@@ -234,9 +248,7 @@ class _Run:
             info=found.info,
             cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
-            current_source="configuration"
-            if prepared.engine.names_limits
-            else "vLLM's default",
+            current_source=_origin(prepared),
             model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
@@ -250,6 +262,8 @@ class _Run:
             profile=found.profile,
             compared=found.compared,
             predicted=found.predicted,
+            knobs=found.knobs,
+            starting_points=found.starting_points,
         )
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
@@ -357,6 +371,7 @@ class _Start:
         options = self.prepared.options
         source = ProfiledEngine(profile, is_forced=options.is_forced)
         facts = source.facts(self.prepared.engine.values)
+        check_has(options.knobs, facts.vllm_version)
         context, message = self._context(facts)
         predictor = self._predictor(profile, context.space.ceiling).as_deployed()
         return ShadowSession(context, predictor, is_forced=options.is_forced), message
@@ -365,6 +380,7 @@ class _Start:
         """Return a run on a live engine, and what is said of the trace. Raises: TunerError."""
         prepared, options = self.prepared, self.prepared.options
         facts = host.facts(prepared.engine.values)
+        check_has(options.knobs, facts.vllm_version)
         context, message = self._context(facts)
         engine = EngineRunner(
             host,
@@ -473,15 +489,21 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
     )
 
 
+def _origin(prepared: PreparedRun) -> str:
+    """Return who had set the current limits."""
+    if prepared.options.start is not None:
+        return f"starting point {prepared.options.start}"
+    return "configuration" if prepared.engine.names_limits else "vLLM's default"
+
+
 def _tell_plan(
     prepared: PreparedRun, facts: EngineFacts, space: SearchSpace, listener: Listener
 ) -> None:
     """Say what will be done, and for how long at most."""
     listener.current_known(facts.current_limits)
-    origin = "the configuration" if prepared.engine.names_limits else "vLLM's default here"
     listener.note(
         f"current configuration {facts.current_limits} (max_num_seqs/max_num_batched_tokens), "
-        f"from {origin}; "
+        f"from {_origin(prepared)}; "
         f"vLLM {facts.vllm_version} on {facts.device}"
     )
     caps = ", ".join(map(str, space.ladder))

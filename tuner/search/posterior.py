@@ -225,7 +225,7 @@ class Draws:
         loss = _losses(cost, field)
         best, tied = self._least(loss, field, now)
         elsewhere = self.elsewhere((self.settings[best], current))
-        odds = self._odds([best, now], elsewhere, column, confidence)
+        odds = self.odds([best, now], elsewhere, column, confidence)
         is_better = odds.meets_more or (
             odds.p_better >= confidence and odds.p_elsewhere >= LIKELY
         )
@@ -302,6 +302,24 @@ class Draws:
         pair = [self.settings.index(setting), self.settings.index(other)]
         elsewhere = self.elsewhere((setting, other))
         return _gain(elsewhere[:, :, column]), _gain(self.here[:, pair, column])
+
+    def against(
+        self, other: Self, confidence: float = CONFIDENCE
+    ) -> tuple[Odds, str, Estimate | None, Estimate | None]:
+        """Return how sure one setting is better than one of another engine, and by how much.
+
+        Of draws that both share, each of one setting. Between them stands by what they are
+        judged; the ratios are those of `ratios`.
+        """
+        both = np.concatenate([self.here, other.here], axis=1)
+        parts = [own.elsewhere(own.settings) for own in (self, other)]
+        elsewhere = np.concatenate(parts, axis=1)
+        point = np.concatenate([self.point, other.point])
+        settings = (*self.settings, *other.settings)
+        pair = replace(self, settings=settings, point=point, here=both, learnable=None)
+        _, column, metric = pair.criterion(confidence)
+        odds = pair.odds([0, 1], elsewhere, column, confidence)
+        return odds, metric, _gain(elsewhere[:, :, column]), _gain(both[:, :, column])
 
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.
@@ -381,7 +399,7 @@ class Draws:
         same = [int(i) for i in np.flatnonzero(field) if loss[i] <= least + TIE_LOSS]
         return now if now in same else min(same, key=lambda i: self.settings[i]), same
 
-    def _odds(self, pair: list[int], elsewhere: Floats, column: int, confidence: float) -> Odds:
+    def odds(self, pair: list[int], elsewhere: Floats, column: int, confidence: float) -> Odds:
         """Return how sure it is that the first of a pair is better than the second."""
         here, best = self.here[:, pair], pair[0]
         # What nobody keeps is asked of nobody.

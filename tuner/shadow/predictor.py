@@ -74,6 +74,12 @@ class Predictor:
         """Return what says of each setting what an engine started with it will do."""
         return replace(self, ceiling=None)
 
+    def of(self, profile: Profile) -> Predictor:
+        """Return the same of another profile; traces that are laid out stay so."""
+        made = replace(self, profile=profile)
+        made._prepared.extend(self._prepared)  # noqa: SLF001 - of the same class
+        return made
+
     def info(self, limits: EngineLimits) -> EngineInfo:
         """Return what is known of the engine that the limits are predicted on."""
         ceiling, doubt = self._ceiling(limits), self.doubt

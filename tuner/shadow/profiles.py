@@ -269,6 +269,7 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     scheduler: Mapping[str, bool | int | float | str | None]
     captures_mixed: bool
     kv_groups: tuple[Mapping[str, bool | int | str | None], ...] = ()
+    block_bytes: _Natural = 0
 
 
 class _StepModel(

@@ -13,6 +13,7 @@ from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
+from tuner.run.knobs.known import check_has
 from tuner.run.surface import Surface, predict_surface
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
@@ -29,7 +30,7 @@ class LoadsOptions:
     """Of which engine and traffic, at which loads and settings, for which aim.
 
     `ladder` are the caps of max_num_seqs to try, `loads` ascending multiples of the recorded
-    arrivals.
+    arrivals, `knobs` what else may be turned.
     """
 
     shadow: ShadowOptions
@@ -38,6 +39,7 @@ class LoadsOptions:
     slos: tuple[Slo, ...]
     objective: Objective
     ladder: tuple[int, ...]
+    knobs: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, params: Params) -> Self:
@@ -50,6 +52,7 @@ class LoadsOptions:
             slos=tuple(params["slo"]),
             objective=Objective(params["objective"]),
             ladder=params["max_num_seqs"] or DEFAULT_LADDER,
+            knobs=params.get("knobs", ()),
         )
 
     def aim(self, trace: Trace, window: Window | None = None) -> Aim:
@@ -79,5 +82,9 @@ class LoadsOptions:
         window = whole(trace) if chosen is None else chosen.resolve(trace)
         if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)
+        check_has(self.knobs, source.profile.shape.vllm_version)
         workload = Workload.of("traffic", trace, (window,), self.aim(trace))
-        return trace, predict_surface(retune.predictor, retune.space, workload, self.loads, say)
+        surface = predict_surface(
+            retune.predictor, retune.space, workload, self.loads, say, self.knobs
+        )
+        return trace, surface

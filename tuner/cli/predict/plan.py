@@ -45,6 +45,8 @@ class PlanOptions:
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
         is_by_hour = params["by"] == "hour"
+        if is_by_hour and params["knobs"]:
+            raise UsageError("--knobs is for loads, got --by hour", "leave one of them out")
         return cls(
             inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
@@ -116,6 +118,7 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
             _advice(at, best, current),
         )
         lines.append("  ".join(cells))
+        lines += [f"{'':8}{line}" for line in (at.knobs.lines if at.knobs else ())]
     return lines
 
 

@@ -149,6 +149,29 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
 
     Raises: UsageError naming the key or value that vLLM refuses.
     """
+    parser = _parser()
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = parser.parse_args(to_argv(values))
+    return EngineArgs.from_cli_args(arguments)
+
+
+def flag_help(key: str) -> str:
+    """Return what vLLM's own help says of a flag, "" where it has none of the name.
+
+    Source: vllm/engine/arg_utils.py, NEEDS_HELP: without it no help is made, to save time.
+    """
+    _import_vllm()
+    arg_utils = importlib.import_module("vllm.engine.arg_utils")
+    arg_utils.NEEDS_HELP = True  # type: ignore[attr-defined]
+    getattr(getattr(arg_utils, "_compute_kwargs", None), "cache_clear", lambda: None)()
+    actions = _parser()._actions  # noqa: SLF001 - argparse has no other list of its flags
+    found = next((a for a in actions if f"--{key}" in a.option_strings), None)
+    return "" if found is None else " ".join(str(found.help or "").split())
+
+
+def _parser() -> Any:
+    """Return the parser of `vllm serve`. Raises: UsageError without vLLM."""
     _import_vllm()
     base: Any = _first_module(_ARGPARSE_MODULES, "FlexibleArgumentParser")
     make_parser: Any = _first_module(_SERVE_PARSER_MODULES, "make_arg_parser")
@@ -162,10 +185,7 @@ def parse_serve_values(values: Mapping[str, object]) -> Any:
                 "compare the key with `vllm serve --help=all`",
             )
 
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = make_parser(Parser(prog="vllm serve")).parse_args(to_argv(values))
-    return EngineArgs.from_cli_args(arguments)
+    return make_parser(Parser(prog="vllm serve"))
 
 
 def check_starts_alone(engine_args: Any, values: Mapping[str, object]) -> None:

@@ -48,13 +48,16 @@ def read_shape(
     notes = _unsupported(vllm_config, _own_scheduler(vllm_config.scheduler_config))
     if notes := [*notes, *([] if specs else ["no KV cache"])]:
         raise ShadowError(_cannot_stand_in(notes), "use --method live")
+    held = sum(int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors)
+    bytes_each = held // max(1, int(kv_cache_config.num_blocks))
     if len(specs) == 1 and _is_full_attention(specs[0]):
-        return _shape(vllm_config, int(specs[0].block_size), device, version)
+        shape = _shape(vllm_config, int(specs[0].block_size), device, version)
+        return replace(shape, block_bytes=bytes_each)
     shape = _shape(vllm_config, int(vllm_config.cache_config.block_size), device, version)
     kinds = " and ".join(type(spec).__name__ for spec in specs)
     kept = getattr(kv_cache_config, RETENTION, None)
     groups = tuple(_plain_group(spec, kept) for spec in specs)
-    return replace(shape, kv_kind=kinds, kv_groups=groups)
+    return replace(shape, kv_kind=kinds, kv_groups=groups, block_bytes=bytes_each)
 
 
 def _plain_group(spec: Any, retention: int | None) -> KvGroup:

@@ -1,0 +1,1 @@
+"""What may be set beside the two limits: which knobs there are, and which of them pay."""
