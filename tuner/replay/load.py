@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.replay.timeline import Outcome, Timelines
+from tuner.stats import Floats, Ints
 from tuner.traffic.traces import Trace
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tuner import stats
-from tuner.arrays import Floats
 from tuner.engine.gpu import GpuLog
 from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
@@ -23,7 +22,7 @@ from tuner.replay.load import arrival_span_s, is_sustained, utilisation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.stats import QUANTILES, Estimate, WeightedSamples, pooled
+from tuner.stats import QUANTILES, Estimate, Floats, WeightedSamples, pooled
 
 
 @dataclass(frozen=True, slots=True)

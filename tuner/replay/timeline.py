@@ -13,8 +13,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, Ints
-from tuner.stats import LogHistogram, WeightedSamples
+from tuner.stats import Floats, Ints, LogHistogram, WeightedSamples
 
 
 class Outcome(IntEnum):

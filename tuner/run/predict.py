@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, TooFewSamplesError
 from tuner.replay.metrics import Measurement, measure
@@ -43,7 +42,7 @@ from tuner.search.trials import (
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Estimate, even_normals
+from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, free_bytes
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, ShadowError, UsageError
+from tuner.files import free_bytes
 from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals, check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
@@ -30,7 +30,7 @@ from tuner.replay.timeline import Outcome, Timelines
 from tuner.shadow import schedule as s
 from tuner.shadow.compiled import compiled, warms_up
 from tuner.shadow.step_model import StepModel
-from tuner.stats import WeightedSamples
+from tuner.stats import Floats, WeightedSamples
 from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
