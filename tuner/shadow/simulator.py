@@ -135,7 +135,8 @@ class PreparedTrace:
         self.load_model, self.concurrency = plan.load_model, plan.concurrency
         self.batches: StaticBatches | None = plan.batches
         self.prompts = _fixed(trace.prompt_tokens, np.int64)
-        self.outputs = _fixed(trace.output_tokens, np.int64)
+        self.answer_cap = None if plan.gate is None else plan.gate.max_output_tokens
+        self.outputs = _fixed(plan.answered_tokens(trace.output_tokens), np.int64)
         self.priorities = _fixed(
             np.empty(0) if trace.priorities is None else trace.priorities, np.int64
         )
@@ -165,6 +166,7 @@ class PreparedTrace:
             and plan.load_model is self.load_model
             and plan.concurrency == self.concurrency
             and plan.batches == self.batches
+            and (None if plan.gate is None else plan.gate.max_output_tokens) == self.answer_cap
             and self.is_causal
             == (causal and plan.load_model is LoadModel.OPEN and plan.batches is None)
         )
@@ -420,7 +422,7 @@ class _Simulation:
         self._instants[:, s.DUE] = trace.due_s
         self._answers = np.zeros((n, 2), np.int64, order="F")
         self._answers[:, s.OUTCOME] = s.ABORTED
-        self._refs = np.zeros((n, 3), np.int32, order="F")
+        self._refs = np.zeros((n, 4), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
@@ -615,6 +617,8 @@ def _integers(
     _go_by_version(g, shape)
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
     g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
+    g[s.GATE_CAP] = n if plan.gate is None else plan.gate.max_in_flight
+    g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     longest, answer = prepared.longest(shape.max_model_len)
@@ -651,7 +655,7 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
     x[s.PREFILL_BASE_S], x[s.SPREAD_S] = model.prefill_base_s, model.spread_s
     x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
     x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
-    x[s.LEAD_S] = plan.lead_in_s
+    x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
 
@@ -742,6 +746,8 @@ OUTCOMES: Final = {
     Outcome.TIMED_OUT: s.TIMED_OUT,
     Outcome.ABORTED: s.ABORTED,
     Outcome.UNFINISHED: s.UNFINISHED,
+    Outcome.TURNED_AWAY: s.TURNED_AWAY,
+    Outcome.TRUNCATED: s.TRUNCATED,
 }
 assert all(outcome == code for outcome, code in OUTCOMES.items())  # noqa: S101 - both are fixed
 
