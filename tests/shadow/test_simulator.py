@@ -408,9 +408,10 @@ def test_a_replay_does_not_depend_on_how_it_is_cut_into_slices_or_on_what_is_kep
 
 
 def of_version(case: Case, version: str) -> ReplayLog:
-    """Return the replay as another vLLM decides."""
+    """Return the replay as another vLLM decides, with no gate to keep requests from it."""
     shape = replace(case.engine.shape, vllm_version=version)
-    log = simulated_case(replace(case, engine=replace(case.engine, shape=shape)))
+    engine, plan = replace(case.engine, shape=shape), replace(case.plan, gate=None)
+    log = simulated_case(replace(case, engine=engine, plan=plan))
     assert isinstance(log, ReplayLog)
     return log
 

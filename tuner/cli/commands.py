@@ -40,7 +40,7 @@ from tuner.cli.options import (
 )
 from tuner.cli.trace_commands import trace
 from tuner.cli.watch_command import watch
-from tuner.emit.names import Format, PatchKind
+from tuner.emit.names import Format, GateFormat, PatchKind
 
 
 @command("report", "tune report runs/2026-11-20T14-03-00 -o report.html", exits=BAD_INPUT)
@@ -498,6 +498,41 @@ def explore(**params: Any) -> int:
     return run_explore(ExploreOptions.parse(params))
 
 
+@command(
+    "gate",
+    "tune gate --profile runs/…/profile.yaml --trace prod.jsonl --slo ttft_p95=500ms",
+    "tune gate --profile … --trace prod.jsonl --slo ttft_p95=500ms --format nginx -o gate.conf",
+    exits=f"{BAD_INPUT}; 3 a gate would refuse everything; 4 the shadow failed",
+)
+@cloup.option_group(
+    "Main options",
+    *SHADOW,
+    TRACE,
+    loads_option("1,1.5,2,3"),
+    SLOS,
+    *one_setting("gated", "the current one"),
+    choice_option(
+        "--format",
+        "gate_format",
+        among=[str(form) for form in GateFormat],
+        help="Write the gate for this, or an autoscaler's target; default: a table for people.",
+    ),
+    file_option("-o", "--output", help="Where it is written; default: standard output."),
+    JSON,
+)
+@traffic_options
+def gate(**params: Any) -> int:
+    """Say what to let in under overload: how many, who waits, and for how long.
+
+    Finds the cap on requests in flight, the queue before it with its time-out, and the cap on
+    answers that keep goodput within every --slo highest at all loads, against no gate, and who
+    suffers from them. Predicted from a profile; no engine is started.
+    """
+    from tuner.cli.predict.gate import GateOptions, run_gate
+
+    return run_gate(GateOptions.parse(params))
+
+
 @cloup.group(
     "profile",
     context_settings=CONTEXT,
@@ -697,7 +732,7 @@ def emit(**params: Any) -> int:
 
 
 tune.section("Measure", replay, compare, verify)
-tune.section("Predict", plan, explore, profile, calibrate, worker)
+tune.section("Predict", plan, explore, gate, profile, calibrate, worker)
 tune.section("Use the result", emit, report)
 tune.section("Keep it tuned", check, watch)
 tune.section("Traffic and setup", trace, doctor)
