@@ -3,12 +3,13 @@
     python tests/benchmarks/gate.py [TRACE] [--overload 2] [--seconds 30] [--rounds 3]
                                     [--slo ttft_p95=1s] [-o FILE]
 
-Two API servers on the demo model are started, one of them behind `tuner.gate.Gate`, and are
-replayed to in turns over HTTP, in real time, with streaming, so that one idles while the other
-is measured. What a server sustains is measured first, in a closed loop of twice its
-max_num_seqs. The bundled profile is slowed to that rate, the gate is found by it for the trace
-at that rate and at `--overload` times it, and what it predicts stands beside what was measured.
-Requests within the SLO count per second in which requests came.
+Two API servers on the demo model are started, one of them behind `tuner.gate.Gate`. What one
+sustains is measured first, in a closed loop of twice its max_num_seqs. The bundled profile is
+slowed to that rate, and the gate is found by it for the trace at that rate and at `--overload`
+times it. Then the first `--seconds` of the trace at that overload are replayed in turns over
+HTTP, in real time, with streaming: one server idles while the other is measured. What is
+predicted, of the whole trace, stands beside. Requests within the SLO count per second in which
+requests came.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -38,7 +39,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import Endpoint, HttpRun, replay_http
 from tuner.replay.slo import Slo, parse_slo
 from tuner.run.context import Workload
-from tuner.run.gate import GateAnswer, find_gate, goodput_per_s
+from tuner.run.loads.gate import GateAnswer, find_gate, goodput_per_s
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
@@ -104,12 +105,6 @@ def gate_for(profile: Profile, trace: Trace, overload: float, slo: Slo) -> GateA
     return find_gate(Predictor(profile), LIMITS, workload, (1.0, overload), print)
 
 
-def busiest(trace: Trace, seconds: float, per_s: float) -> Trace:
-    """Return the beginning of a trace, which offers so many requests a second for so long."""
-    scaled = at_load(trace, per_s * trace.duration_s / len(trace))
-    return scaled.between(scaled.due_s[0], scaled.due_s[0] + seconds)
-
-
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Start the servers, find the gate, and measure in turns."""
     slo, trace = parse_slo(options.slo), read_trace(options.trace)
@@ -121,16 +116,17 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         sent(ports[WITHOUT], few, profile, CLOSED, 1)  # compiles and warms up
         run = sent(ports[WITHOUT], few, profile, CLOSED, 2)
         sustained = run.timelines.completed.sum() / run.wall_s
-        print(f"sustains {sustained:.2f} requests/s")
-        base = busiest(trace, options.seconds, sustained)
+        print(f"sustains {sustained:.2f} requests/s", flush=True)
+        base = at_load(trace, sustained * trace.duration_s / len(trace))
         answer = gate_for(slowed(profile, few, sustained), base, options.overload, slo)
-        print(f"gate: {answer.gate}")
+        print(f"gate: {answer.gate}", flush=True)
         door = ("--middleware", "tuner.gate.Gate")
         environment = {SETTINGS: str(answer.gate)}
         made = serving(folders[1], *ARGUMENTS, *door, environment=environment)
         ports[BEHIND] = stack.enter_context(made)
         sent(ports[BEHIND], few.slice_rows(np.arange(len(few)) < 8), profile, CLOSED, 1)
         offered = at_load(base, options.overload)
+        offered = offered.between(offered.due_s[0], offered.due_s[0] + options.seconds)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
         for number in range(options.rounds):
             for name, port in ports.items():

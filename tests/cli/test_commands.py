@@ -252,7 +252,9 @@ def options_of(command: click.Command) -> list[click.Option]:
 def test_every_option_and_every_command_is_explained() -> None:
     names = {command.name for command in tune.commands.values()}
     proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
-    assert names == {"replay", "plan", "explore", "worker", "doctor", "profile"} | proofs
+    assert (
+        names == {"replay", "plan", "explore", "gate", "worker", "doctor", "profile"} | proofs
+    )
     for command in COMMANDS.values():
         assert command.help
         unexplained = [option.opts[-1] for option in options_of(command) if not option.help]

@@ -11,7 +11,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.gate import GateAnswer, find_gate
+from tuner.run.loads.gate import GateAnswer, find_gate
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor

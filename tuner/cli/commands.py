@@ -430,6 +430,7 @@ def replay(**params: Any) -> int:
     "plan",
     "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5:2:0.25",
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
+    "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --slo e2e_p95=9s --clients",
     exits=SHADOW_FAILED,
 )
 @cloup.option_group(
@@ -438,6 +439,12 @@ def replay(**params: Any) -> int:
     TRACE,
     loads_option("0.5,1,1.5,2"),
     SLOS,
+    click.option(
+        "--clients",
+        is_flag=True,
+        help="Instead of configurations: what clients of the current one should hold to, "
+        "connections, time-outs, retries, and what their prompts could share.",
+    ),
     JSON,
 )
 @predicted_options
@@ -501,7 +508,7 @@ def explore(**params: Any) -> int:
 @command(
     "gate",
     "tune gate --profile runs/…/profile.yaml --trace prod.jsonl --slo ttft_p95=500ms",
-    "tune gate --profile … --trace prod.jsonl --slo ttft_p95=500ms --format nginx -o gate.conf",
+    "tune gate --profile runs/…/profile.yaml --trace t.jsonl --slo e2e_p95=9s --format nginx",
     exits=f"{BAD_INPUT}; 3 a gate would refuse everything; 4 the shadow failed",
 )
 @cloup.option_group(

@@ -13,7 +13,7 @@ from tuner.emit.names import GateFormat
 from tuner.emit.yaml_text import commented, yaml_text
 from tuner.errors import UsageError
 from tuner.gate import SETTINGS
-from tuner.run.gate import GateAnswer, goodput_per_s
+from tuner.run.loads.gate import GateAnswer, goodput_per_s
 
 FULLEST: Final = 0.8
 """Ours: an autoscaler's target for the requests in flight, as a share of what a gate lets in.

@@ -98,9 +98,7 @@ def log_of(
         if kept_steps is not None:
             kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
     if plan.gate is not None:
-        cut_off = timelines.completed & (timelines.output_tokens < trace.output_tokens)
-        outcome = np.where(cut_off, int(Outcome.TRUNCATED), timelines.outcome)
-        timelines = replace(timelines, outcome=outcome)
+        timelines = _with_truncated(timelines, trace)
     is_closed = plan.load_model is LoadModel.CLOSED
     if not is_closed:
         most = math.inf if plan.batches is None else plan.batches.size
@@ -115,6 +113,13 @@ def log_of(
         kept_steps,
         is_closed,
     )
+
+
+def _with_truncated(timelines: Timelines, trace: Trace) -> Timelines:
+    """Return the timelines with answers that ended before their recorded length marked so."""
+    cut_off = timelines.completed & (timelines.output_tokens < trace.output_tokens)
+    outcome = np.where(cut_off, int(Outcome.TRUNCATED), timelines.outcome)
+    return replace(timelines, outcome=outcome)
 
 
 class Prompts(Protocol):

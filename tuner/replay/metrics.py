@@ -282,6 +282,8 @@ def load_text(
     return f"{message}: utilisation {utilisation:.0%}"
 
 
+_ENDS = {outcome.name.lower(): outcome for outcome in Outcome}
+
 Statistics = Mapping[str, Collection[str]]
 """The names of latencies, and of each its quantiles by name."""
 _ALL: Statistics = dict.fromkeys(
@@ -303,15 +305,12 @@ def measure(
     """
     lines, steps = _parts(logs)
     offered, span_s = sum(map(len, lines)), sum(map(_busy_span_s, logs))
-    ended = {outcome: sum(line.count(outcome) for line in lines) for outcome in Outcome}
+    ended = {name: sum(line.count(end) for line in lines) for name, end in _ENDS.items()}
     good = sum(int(good_requests(line, slos).sum()) for line in lines) if slos else 0
     measurement = Measurement(
         offered=offered,
-        completed=ended[Outcome.COMPLETED],
-        refused=ended[Outcome.REFUSED],
-        timed_out=ended[Outcome.TIMED_OUT],
-        aborted=ended[Outcome.ABORTED],
-        requests_per_s=ended[Outcome.COMPLETED] / span_s if span_s > 0 else 0.0,
+        **ended,
+        requests_per_s=ended["completed"] / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
@@ -333,9 +332,6 @@ def measure(
         caveats=(),
         utilisation=utilisation(lines),
         offered_per_s=_offered_per_s(lines),
-        unfinished=ended[Outcome.UNFINISHED],
-        turned_away=ended[Outcome.TURNED_AWAY],
-        truncated=ended[Outcome.TRUNCATED],
         gpu=GpuLog.pooled([log.gpu for log in logs]),
     )
     return replace(measurement, caveats=_caveats(measurement))

@@ -613,12 +613,9 @@ def _integers(
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
-    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     _go_by_version(g, shape)
-    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
-    g[s.GATE_CAP] = n if plan.gate is None else plan.gate.max_in_flight
-    g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
+    _go_by_plan(g, plan)
+    g[s.TARGETS] = len(prepared.targets)
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     longest, answer = prepared.longest(shape.max_model_len)
@@ -626,6 +623,15 @@ def _integers(
     # The calendar has days for more steps than any answer takes, a power of two.
     g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
+
+
+def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
+    """Set what a plan asks of any traffic."""
+    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
+    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
+    g[s.MEASURES] = plan.lead_in_s == 0
+    g[s.GATE_CAP] = g[s.REQUESTS] if plan.gate is None else plan.gate.max_in_flight
+    g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
 
 
 def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:

@@ -24,8 +24,8 @@ from tuner.errors import UsageError
 from tuner.files import write_atomic
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
 from tuner.run.inputs import engine_of_profile
+from tuner.run.loads.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor

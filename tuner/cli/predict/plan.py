@@ -18,7 +18,8 @@ from tuner.drift.by_hour import (
     parse_offset,
 )
 from tuner.errors import UsageError
-from tuner.run.surface import AtLoad, Reached, Surface
+from tuner.run.loads.clients import advise
+from tuner.run.loads.surface import AtLoad, Reached, Surface
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import Trace
@@ -29,22 +30,29 @@ class PlanOptions:
     """For which loads, or hours of the day, the best configuration is predicted, and how.
 
     With `utc_offset_s`, by how much the clock of the hours is ahead of UTC, the plan is by hour
-    of day and not by load.
+    of day and not by load. With `for_clients` it is what clients of the current configuration
+    should hold to instead.
 
     Units: seconds.
     """
 
     inputs: LoadsOptions
     utc_offset_s: float | None
+    for_clients: bool
     as_json: bool
 
     @classmethod
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
         is_by_hour = params["by"] == "hour"
+        if is_by_hour and params["clients"]:
+            raise UsageError(
+                "--clients is for the load as recorded, --by hour for hours: one of them"
+            )
         return cls(
             inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
+            for_clients=params["clients"],
             as_json=params["as_json"],
         )
 
@@ -55,6 +63,10 @@ def run_plan(options: PlanOptions) -> int:
     if options.utc_offset_s is not None:
         calendar = _calendar(options.inputs, source, options.utc_offset_s)
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
+        return 0
+    if options.for_clients:
+        advice = advise(*options.inputs.current(source))
+        show_result(advice.as_json(), advice.lines(), as_json=options.as_json)
         return 0
     _, surface = options.inputs.surface(source)
     lines = _table(surface, options.inputs.objective)

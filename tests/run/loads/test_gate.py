@@ -10,7 +10,7 @@ from support.gate_parts import LIMITS, LOADS, PREDICTOR, a_gate, a_workload
 from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
-from tuner.run.gate import find_gate, goodput_per_s
+from tuner.run.loads.gate import find_gate, goodput_per_s
 
 
 def test_under_overload_a_gate_keeps_what_is_lost_without_and_costs_nothing_before() -> None:

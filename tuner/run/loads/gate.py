@@ -177,7 +177,9 @@ def find_gate(
     found = search.at_loads(gate)
     shown = max([load for load in loads if load <= SHOWN_LOAD], default=loads[0])
     most = predictor.measure_capacity(workload.pieces, limits, workload.plan, workload.slos)
-    capacity = most.capacity if isinstance(most, Measurement) else None
+    capacity = None
+    if isinstance(most, Measurement) and most.capacity:
+        capacity = most.capacity / workload.pieces[0].load
     return GateAnswer(
         limits=limits,
         gate=gate,
@@ -186,7 +188,7 @@ def find_gate(
         loads=found,
         shown_load=shown,
         affected=tuple(search.affected(gate, shown)),
-        capacity=capacity or None,
+        capacity=capacity,
         in_flight=most.running.mean + most.queue_depth.mean
         if isinstance(most, Measurement) and capacity
         else None,

@@ -1,0 +1,1 @@
+"""What a profile predicts of traffic at several loads: every setting, gates, clients."""
