@@ -1,5 +1,7 @@
 """Files as every part treats them: replaced whole, locked, and YAML without a key twice.
 
+Of the system's own files it reads how much memory is free.
+
 Owns YAML's reading, so that a key that stands twice is refused wherever it stands.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -329,3 +332,43 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     problem=f"key {name} stands twice", problem_mark=node.start_mark
                 )
         return mapping
+
+
+# What holds the limit of a container and what is used of it; of that a part can be dropped.
+_GROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_bytes(
+    meminfo: Path = Path("/proc/meminfo"), groups: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Return how much memory this process may still take, of the machine or its container.
+
+    Without end where the system does not tell.
+
+    Source: proc(5), MemAvailable; cgroups(7), version 2 and 1: a container sees its own.
+    """
+    free = [math.inf]
+    with contextlib.suppress(OSError, ValueError):  # there is none
+        free.append(1024.0 * _field(meminfo, "MemAvailable:"))
+    for limit, used, parts, droppable in _GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it says "max"
+            left = int((groups / limit).read_text()) - int((groups / used).read_text())
+            free.append(float(left + _field(groups / parts, droppable)))
+    return max(0.0, min(free))
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number behind a name. Raises: OSError, ValueError."""
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1])
+    raise ValueError(f"{path} has no {name}")

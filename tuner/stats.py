@@ -4,6 +4,8 @@ Quantiles, means and paired ratios of samples; the same of weighted samples and 
 held over time; a histogram of small memory that merges; errors of any statistic by drawing
 blocks again. An `Estimate` holds value, interval and sample size together.
 
+`Floats`, `Ints` and `Bools` are the array types that signatures name.
+
 The two distributions that the standard library lacks are a few lines here: SciPy, which the
 tests hold them to, is 140 MB in every installation and half a second of every start.
 """
@@ -20,8 +22,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 # Ten observations beyond a quantile before it is named a tail: ours, so that a p99 is not the

@@ -42,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.drift_parts import busy_traffic, in_bursts, longer_outputs, without_reuse
 from support.shadow_files import crowded
-from tuner.arrays import Ints
 from tuner.drift.check import DriftVerdict, check
 from tuner.drift.compare import drift_between
 from tuner.drift.retune import Retune
@@ -55,6 +54,7 @@ from tuner.search.trials import Observation, leader
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.step_model import FitError, StepModel
+from tuner.stats import Ints
 from tuner.traffic.formats import ReadOptions, read_traces
 from tuner.traffic.resample import at_load
 from tuner.traffic.sketch import sketch_of

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.paths import TESTS
 from support.recorder_server import MIDDLEWARE, serving, wanted
-from tuner.arrays import Floats
 from tuner.recorder.settings import FILE
+from tuner.stats import Floats
 
 EVERY_S = 5.0
 WARM_UP = 0.25

@@ -31,6 +31,7 @@ from support.schedule_cases import Case, random_case
 from tuner.engine.compat import serve
 from tuner.errors import TunerError
 from tuner.replay.loop import ReplayLog
+from tuner.replay.timeline import Outcome
 
 
 def options_of_vllm() -> set[str]:
@@ -64,6 +65,8 @@ def met(case: Case, log: ReplayLog) -> Counter[str]:
         "watermark": bool(options.get("watermark")),
         "sessions": case.trace.turns is not None,
         "cut": log.cut_reason is not None,
+        "turned away at a gate": log.timelines.count(Outcome.TURNED_AWAY) > 0,
+        "answers cut by a gate": log.timelines.count(Outcome.TRUNCATED) > 0,
     }
     return Counter({name: 1 for name, holds in facts.items() if holds})
 

@@ -254,7 +254,8 @@ def test_every_option_and_every_command_is_explained() -> None:
     proofs = {"trace", "emit", "report", "verify", "compare", "calibrate", "check", "watch"}
     assert (
         names
-        == {"replay", "plan", "explore", "explain", "worker", "doctor", "profile"} | proofs
+        == {"replay", "plan", "explore", "explain", "gate", "worker", "doctor", "profile"}
+        | proofs
     )
     for command in COMMANDS.values():
         assert command.help

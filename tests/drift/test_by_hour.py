@@ -18,7 +18,6 @@ from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile
 from support.toy_tune import CROWDED
 from support.traffic import a_trace
-from tuner.arrays import Floats
 from tuner.cli.commands import plan
 from tuner.cli.predict.plan import PlanOptions, run_plan
 from tuner.drift.by_hour import (
@@ -33,6 +32,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.search.posterior import MODEL_ALONE, Draws
 from tuner.shadow.profiles import write_profile
+from tuner.stats import Floats
 from tuner.traffic.traces import ClockOrigin, Trace
 from tuner.traffic.windows import Window
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from support.traffic import ToyPrompts, a_trace, kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Prompt, Step
 from tuner.errors import Caveat, EngineError, ReplayError, TraceError, UsageError
+from tuner.gate import GateLimits
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.loop import replay
 from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.series import timeline_record
+from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prompts import TokenPrompt
@@ -207,6 +210,60 @@ def test_patience_that_suffices_changes_nothing() -> None:
     assert (
         hurried.timelines.last_s.tolist() == replay_toy(trace, LIMITS).timelines.last_s.tolist()
     )
+
+
+def test_a_gate_lets_in_so_many_keeps_a_short_queue_and_turns_away_the_rest() -> None:
+    # Each answer takes 1 s alone, a token every 0.1 s.
+    trace = a_trace([0.0, 0.0, 0.0, 1.5], output=10)
+    gate = GateLimits(max_in_flight=1, max_queued=1)
+    log = replay_toy(trace, LIMITS, SLOW, ReplayPlan(gate=gate))
+    line = log.timelines
+    assert line.outcome.tolist() == [0, 0, Outcome.TURNED_AWAY, 0]
+    assert line.last_s[[0, 1, 3]] == pytest.approx([1.0, 2.0, 3.0])
+    # Who was turned away is later than anybody, and none of the goodput.
+    measured = measure([log], [Slo.parse("e2e_p50=3s")])
+    assert (measured.turned_away, measured.lost_ratio) == (1, 0.25)
+    assert measured.slo_attainment_ratio == 0.75
+    assert measured.latency("e2e_s", "p99") == math.inf
+
+
+def test_who_waits_at_a_gate_for_too_long_is_turned_away_or_has_left() -> None:
+    trace = a_trace([0.0, 0.0], output=10)
+    gate = GateLimits(max_in_flight=1, max_queued=9, queue_timeout_s=0.55)
+    for patience_s, ends in ((None, Outcome.TURNED_AWAY), (0.35, Outcome.TIMED_OUT)):
+        plan = ReplayPlan(gate=gate, timeout_s=patience_s)
+        line = replay_toy(trace, LIMITS, SLOW, plan).timelines
+        assert line.outcome[1] == ends
+        assert line.output_tokens[1] == 0
+
+
+def test_a_gate_cuts_answers_off_and_none_of_them_is_good() -> None:
+    plan = ReplayPlan(gate=GateLimits(max_in_flight=8, max_output_tokens=4))
+    log = replay_toy(a_trace([0.0, 5.0], output=[4, 10]), LIMITS, SLOW, plan)
+    assert log.timelines.outcome.tolist() == [0, Outcome.TRUNCATED]
+    assert log.timelines.output_tokens.tolist() == [4, 4]
+    assert measure([log], [Slo.parse("e2e_p50=9s")]).slo_attainment_ratio == 0.5
+
+
+def test_a_gate_that_nobody_meets_changes_nothing() -> None:
+    trace = steady(100, 4.0)
+    plan = ReplayPlan(gate=GateLimits(max_in_flight=1000))
+    gated, free = (replay_toy(trace, LIMITS, plan=p) for p in (plan, ReplayPlan()))
+    assert gated.timelines.last_s.tolist() == free.timelines.last_s.tolist()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_in_flight": 0}, {"max_queued": -1}, {"queue_timeout_s": 0.0}]
+)
+def test_a_gate_that_would_refuse_everything_is_none(wrong: dict[str, float]) -> None:
+    values: dict[str, Any] = {"max_in_flight": 1, **wrong}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GateLimits(**values)
+
+
+def test_a_gate_is_for_arrivals_that_do_not_wait() -> None:
+    with pytest.raises(UsageError, match="a gate turns away arrivals"):
+        replace(closed(3), gate=GateLimits(1))
 
 
 def test_the_wall_clock_waits_for_real() -> None:

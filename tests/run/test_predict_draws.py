@@ -10,7 +10,6 @@ import pytest
 from support.run_parts import a_profile, a_space
 from support.shadow_parts import a_shape
 from support.traffic import a_trace
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
@@ -25,6 +24,7 @@ from tuner.search.posterior import COST, MODEL_ALONE, OTHER_TRAFFIC, Draws
 from tuner.search.race import RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import whole
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
 from tuner.search.posterior import COST, TIE_LOSS, Draws, Learnable, drawn_of
 from tuner.search.race import RaceVerdict
+from tuner.stats import Floats
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
 FAILED = Score(Tier.FAILED, math.inf, "out of memory")

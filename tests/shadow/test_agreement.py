@@ -10,7 +10,6 @@ import pytest
 
 from support.shadow_parts import RandomTraffic, a_shape
 from support.traffic import a_trace
-from tuner.arrays import Floats
 from tuner.engine.compat import serve
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
@@ -21,6 +20,7 @@ from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay, replay_reference
 from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
 LIMITS = EngineLimits(8, 128)

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from support.paths import ROOT
 from support.run_parts import a_profile
-from tuner.arrays import Floats
 from tuner.cli.commands import tune as command
 from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns
@@ -20,6 +19,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow.correction import LEVEL, Anchor, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
 H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from support.step_parts import LINEAR, columns
 from support.traffic import kept, replay_toy, steady
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.speed import MoodSpreads, Uncertainty, Visited
 from tuner.shadow.step_model import TERMS
+from tuner.stats import Floats
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 

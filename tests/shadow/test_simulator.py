@@ -23,6 +23,7 @@ from support.shadow_parts import a_shape, simulated
 from support.traffic import a_trace, kept
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ReplayError, ShadowError, TraceError, TunerError
+from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
@@ -62,6 +63,8 @@ def test_random_replays_are_those_of_vllms_scheduler() -> None:
     assert sum(log.steps.cached_tokens > 0 for log in done) > 10
     assert sum(log.timelines.count(Outcome.TIMED_OUT) > 0 for log in done) > 5
     assert sum(log.cut_reason is not None for log in done) > 5
+    assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 10
+    assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 10
 
 
 @pytest.mark.engine
@@ -125,6 +128,19 @@ def test_an_answer_that_ends_after_its_clients_patience_is_none() -> None:
     lines = simulated(a_trace([0.0], 4, 2), LIMITS, STEPS, ReplayPlan(timeout_s=3.0)).timelines
     assert lines.outcome.tolist() == [Outcome.TIMED_OUT]
     assert (lines.output_tokens.tolist(), lines.last_s.tolist()) == ([2], [3.5])
+
+
+def test_a_gate_lets_in_so_many_and_keeps_the_rest_waiting_or_out() -> None:
+    trace, gate = a_trace([0.0, 0.0, 0.0], 4, 3), GateLimits(1, max_queued=1)
+    lines = simulated(trace, LIMITS, STEPS, ReplayPlan(gate=gate)).timelines
+    # Each takes 5 s alone; who waits is let in when the first has ended.
+    assert lines.outcome.tolist() == [0, 0, Outcome.TURNED_AWAY]
+    assert lines.last_s.tolist()[:2] == [5.0, 10.0]
+    hasty = replace(gate, queue_timeout_s=3.0, max_output_tokens=2)
+    lines = simulated(trace, LIMITS, STEPS, ReplayPlan(gate=hasty)).timelines
+    # Two tokens take 3.5 s: who waits is turned away then.
+    assert lines.outcome.tolist() == [Outcome.TRUNCATED, *[Outcome.TURNED_AWAY] * 2]
+    assert (lines.output_tokens.tolist(), lines.last_s[0]) == ([2, 0, 0], 3.5)
 
 
 def test_a_closed_loop_sends_as_soon_as_there_is_room() -> None:
@@ -392,9 +408,10 @@ def test_a_replay_does_not_depend_on_how_it_is_cut_into_slices_or_on_what_is_kep
 
 
 def of_version(case: Case, version: str) -> ReplayLog:
-    """Return the replay as another vLLM decides."""
+    """Return the replay as another vLLM decides, with no gate to keep requests from it."""
     shape = replace(case.engine.shape, vllm_version=version)
-    log = simulated_case(replace(case, engine=replace(case.engine, shape=shape)))
+    engine, plan = replace(case.engine, shape=shape), replace(case.plan, gate=None)
+    log = simulated_case(replace(case, engine=engine, plan=plan))
     assert isinstance(log, ReplayLog)
     return log
 

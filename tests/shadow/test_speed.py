@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from support.step_parts import LINEAR, columns
-from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
 from tuner.shadow.speed import Speed, Uncertainty, learn, lowest
 from tuner.shadow.step_model import TERMS, StepModel
+from tuner.stats import Floats
 
 Kind = tuple[int, int]
 """The cap and the token budget that make batches."""

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from support.step_parts import LINEAR, batch, batch_of, columns, counts, models
-from tuner.arrays import Floats
 from tuner.engine.shape import Graphs
 from tuner.errors import UsageError
 from tuner.shadow.step_model import Factors, StepModel
+from tuner.stats import Floats
 
 
 def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
+from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
 from tuner.traffic.traces import Trace
 

@@ -21,7 +21,6 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import spread_tokens
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
@@ -31,6 +30,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
 LAYERS: Final = 32

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
+from tuner.stats import Floats, Ints
 from tuner.traffic.formats.sources import write_trace
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import ReadNotes, Trace

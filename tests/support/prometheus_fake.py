@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from support.prometheus_past import PastEngine
-from tuner.arrays import Floats
+from tuner.stats import Floats
 
 LOOK_BACK_S = 300.0
 """How long a sample stands for what follows. Source: Prometheus, --query.lookback-delta."""

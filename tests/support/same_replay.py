@@ -8,12 +8,11 @@ import pytest
 from support.schedule_cases import Case
 from support.shadow_parts import a_reference
 from support.traffic import kept
-from tuner.arrays import Floats
 from tuner.engine.steps import StepColumns
 from tuner.errors import TunerError
 from tuner.replay.loop import ReplayLog, replay
 from tuner.shadow.simulator import PreparedTrace, simulate
-from tuner.stats import WeightedSamples
+from tuner.stats import Floats, WeightedSamples
 from tuner.traffic.prompts import PromptSource
 
 # What is counted in a step; where a row stands for like steps it is that of each.

@@ -10,6 +10,7 @@ from support.profile_parts import SHAPE
 from tuner.engine.compat.serve import installed_vllm
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
+from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.simulator import SimulatedEngine
@@ -62,7 +63,19 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     if shape.has_priorities and rng.random() < 0.8:
         priorities = rng.integers(-1, int(rng.choice([1, 2, 8])), len(trace))
         trace = replace(trace, priorities=priorities)
+    rng = np.random.default_rng([seed, 4])
+    if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
+        plan = replace(plan, gate=_gate(rng))
     return Case(engine, trace, limits, plan)
+
+
+def _gate(rng: np.random.Generator) -> GateLimits:
+    return GateLimits(
+        max_in_flight=int(rng.choice([1, 2, 4, 16])),
+        max_queued=int(rng.choice([0, 1, 3, 50])),
+        queue_timeout_s=float(rng.choice([0.01, 0.1, 1.0])) if rng.random() < 0.6 else None,
+        max_output_tokens=int(rng.choice([1, 8, 60])) if rng.random() < 0.4 else None,
+    )
 
 
 def _trace(rng: np.random.Generator, block: int) -> Trace:

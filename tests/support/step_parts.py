@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
 from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.shadow.step_model import SCALARS, StepModel
+from tuner.stats import Floats
 
 LINEAR = StepModel.linear(
     4e-3,

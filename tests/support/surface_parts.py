@@ -11,7 +11,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.surface import Surface, predict_surface
+from tuner.run.loads.surface import Surface, predict_surface
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.arrays import Floats
 from tuner.errors import Caveat
+from tuner.stats import Floats
 from tuner.traffic.describe import describe
 from tuner.traffic.formats import read_trace
 from tuner.traffic.prefixes import HashIds

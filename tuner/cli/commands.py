@@ -43,7 +43,7 @@ from tuner.cli.options import (
 )
 from tuner.cli.trace_commands import trace
 from tuner.cli.watch_command import watch
-from tuner.emit.names import Format, PatchKind
+from tuner.emit.names import Format, GateFormat, PatchKind
 
 
 @command("report", "tune report runs/2026-11-20T14-03-00 -o report.html", exits=BAD_INPUT)
@@ -452,6 +452,7 @@ def replay(**params: Any) -> int:
     "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --loads 0.5:2:0.25",
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
     "tune plan --profile runs/…/profile.yaml --trace day.jsonl --fleet --slo ttft_p99=2s",
+    "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --slo e2e_p95=9s --clients",
     exits=SHADOW_FAILED,
 )
 @cloup.option_group(
@@ -461,6 +462,12 @@ def replay(**params: Any) -> int:
     loads_option("0.5,1,1.5,2"),
     SLOS,
     KNOBS,
+    click.option(
+        "--clients",
+        is_flag=True,
+        help="Instead of configurations: what clients of the current one should hold to, "
+        "connections, time-outs, retries, and what their prompts could share.",
+    ),
     JSON,
 )
 @predicted_options
@@ -549,6 +556,41 @@ def explore(**params: Any) -> int:
     from tuner.cli.predict.explore import ExploreOptions, run_explore
 
     return run_explore(ExploreOptions.parse(params))
+
+
+@command(
+    "gate",
+    "tune gate --profile runs/…/profile.yaml --trace prod.jsonl --slo ttft_p95=500ms",
+    "tune gate --profile runs/…/profile.yaml --trace t.jsonl --slo e2e_p95=9s --format nginx",
+    exits=f"{BAD_INPUT}; 3 a gate would refuse everything; 4 the shadow failed",
+)
+@cloup.option_group(
+    "Main options",
+    *SHADOW,
+    TRACE,
+    loads_option("1,1.5,2,3"),
+    SLOS,
+    *one_setting("gated", "the current one"),
+    choice_option(
+        "--format",
+        "gate_format",
+        among=[str(form) for form in GateFormat],
+        help="Write the gate for this, or an autoscaler's target; default: a table for people.",
+    ),
+    file_option("-o", "--output", help="Where it is written; default: standard output."),
+    JSON,
+)
+@traffic_options
+def gate(**params: Any) -> int:
+    """Say what to let in under overload: how many, who waits, and for how long.
+
+    Finds the cap on requests in flight, the queue before it with its time-out, and the cap on
+    answers that keep goodput within every --slo highest at all loads, against no gate, and who
+    suffers from them. Predicted from a profile; no engine is started.
+    """
+    from tuner.cli.predict.gate import GateOptions, run_gate
+
+    return run_gate(GateOptions.parse(params))
 
 
 @cloup.group(
@@ -762,7 +804,7 @@ def explain(knob: str | None) -> int:
 
 
 tune.section("Measure", replay, compare, verify)
-tune.section("Predict", plan, explore, explain, profile, calibrate, worker)
+tune.section("Predict", plan, explore, gate, explain, profile, calibrate, worker)
 tune.section("Use the result", emit, report)
 tune.section("Keep it tuned", check, watch)
 tune.section("Traffic and setup", trace, doctor)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import plotext
 
-from tuner.arrays import Floats
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
 # Rows of a plot: ours, two fit a usual terminal with the description above them.

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
@@ -29,7 +28,7 @@ from tuner.search.objective import Scoring
 from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
-from tuner.stats import Estimate, tail_statistic
+from tuner.stats import Estimate, Floats, tail_statistic
 from tuner.traffic.traces import ClockOrigin, Trace
 from tuner.traffic.windows import Window, whole
 

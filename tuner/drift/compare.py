@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
-from tuner.stats import Estimate, Statistic, difference, resampled
+from tuner.stats import Estimate, Floats, Ints, Statistic, difference, resampled
 from tuner.traffic.sketch import EDGES, LEVEL_EDGES, SLOTS_PER_WINDOW, TrafficSketch
 
 MIN_RATIO: Final = 0.05

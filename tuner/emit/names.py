@@ -28,3 +28,14 @@ class PatchKind(StrEnum):
     """The changed fields alone, as `kubectl patch --patch-file` takes them."""
     COMPONENT = "component"
     """The same inside a Kustomize component."""
+
+
+class GateFormat(StrEnum):
+    """What `tune gate` can write a gate for."""
+
+    MIDDLEWARE = "middleware"
+    VLLM = "vllm"
+    NGINX = "nginx"
+    ENVOY = "envoy"
+    KEDA = "keda"
+    HPA = "hpa"

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.protocol import Batch, Step
-from tuner.stats import LogHistogram, WeightedSamples
+from tuner.stats import Floats, LogHistogram, WeightedSamples
 
 # A step is distorted when it took half as long again as the median of its like: ours; the
 # steps of one batch size repeat within a few percent on an undisturbed core.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepSummary
 from tuner.replay.timeline import Outcome, Timelines
+from tuner.stats import Floats, Ints
 from tuner.traffic.traces import Trace
 
 
@@ -154,7 +154,7 @@ def is_sustained(line: Timelines, *, is_closed_loop: bool = False) -> bool:
 
 def _ends_s(line: Timelines) -> Floats:
     """Return when each request left the engine; what was given up at the end never did."""
-    answered = line.outcome == int(Outcome.COMPLETED)
+    answered = line.completed | (line.outcome == int(Outcome.TRUNCATED))
     return np.where(answered, line.last_s, np.inf)
 
 

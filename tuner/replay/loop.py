@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from tuner.engine.gpu import GpuLog
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Engine, Prompt, Step
@@ -95,6 +97,8 @@ def log_of(
         trace, timelines = trace.slice_rows(measured), timelines.since(lead_in_s)
         if kept_steps is not None:
             kept_steps = replace(kept_steps, end_s=kept_steps.end_s - lead_in_s)
+    if plan.gate is not None:
+        timelines = _with_truncated(timelines, trace)
     is_closed = plan.load_model is LoadModel.CLOSED
     if not is_closed:
         most = math.inf if plan.batches is None else plan.batches.size
@@ -109,6 +113,13 @@ def log_of(
         kept_steps,
         is_closed,
     )
+
+
+def _with_truncated(timelines: Timelines, trace: Trace) -> Timelines:
+    """Return the timelines with answers that ended before their recorded length marked so."""
+    cut_off = timelines.completed & (timelines.output_tokens < trace.output_tokens)
+    outcome = np.where(cut_off, int(Outcome.TRUNCATED), timelines.outcome)
+    return replace(timelines, outcome=outcome)
 
 
 class Prompts(Protocol):
@@ -131,7 +142,9 @@ class _Replay:
         self, engine: Engine, trace: Trace, prompts: Prompts, plan: ReplayPlan
     ) -> None:
         self._engine, self._trace, self._prompts, self._plan = engine, trace, prompts, plan
-        self._too_long = trace.too_long(engine.info.max_model_len)
+        outputs = plan.answered_tokens(trace.output_tokens)
+        self._too_long = trace.prompt_tokens + outputs > engine.info.max_model_len
+        self._outputs = outputs.tolist()
         self._record = TimelineRecorder(trace.due_s)
         self._steps = self._new_steps()
         self._measures = plan.lead_in_s == 0
@@ -153,13 +166,13 @@ class _Replay:
         self._first_due_s: float | None = None
         self._in_flight: dict[int, float] = {}
         self._oldest: deque[int] = deque()
+        self._at_gate: deque[tuple[float, int]] = deque()
         self._late: set[int] = set()
 
     def _prepare(self, row: int) -> None:
         """Make a request ready; one that is too long will be refused."""
         if not self._too_long[row]:
-            output_tokens = int(self._trace.output_tokens[row])
-            self._engine.prepare(row, self._prompts.prompt(row), output_tokens)
+            self._engine.prepare(row, self._prompts.prompt(row), self._outputs[row])
 
     def _new_steps(self) -> StepLog:
         is_predicted = self._engine.info.kind == "shadow"
@@ -219,7 +232,9 @@ class _Replay:
         return True
 
     def _admit(self) -> None:
-        """Hand over every request that is due by now."""
+        """Hand over every request that is due by now, or leave it to the gate."""
+        self._let_in()
+        gate = self._plan.gate
         while True:
             now_s = self._clock.now_s
             next_s = self._arrivals.next_due_s(now_s, len(self._in_flight))
@@ -234,12 +249,34 @@ class _Replay:
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
                 continue
-            output_tokens = int(self._trace.output_tokens[row])
-            self._engine.add(row, self._prompts.prompt(row), output_tokens)
             self._record.sent(row, now_s)
-            self._in_flight[row] = due_s
-            if self._plan.timeout_s is not None:
-                self._oldest.append(row)
+            if gate is None or len(self._in_flight) < gate.max_in_flight:
+                self._hand_over(row, due_s)
+            elif len(self._at_gate) < gate.max_queued:
+                self._at_gate.append((due_s, row))
+            else:
+                self._end(row, Outcome.TURNED_AWAY)
+
+    def _let_in(self) -> None:
+        """Drop who has waited at the gate for too long, and let in whom there is room for."""
+        gate, now_s, patience_s = self._plan.gate, self._clock.now_s, self._plan.timeout_s
+        while gate is not None and self._at_gate:
+            due_s, row = self._at_gate[0]
+            if now_s - due_s > self._plan.wait_s:
+                is_gone = patience_s is not None and now_s - due_s > patience_s
+                self._end(row, Outcome.TIMED_OUT if is_gone else Outcome.TURNED_AWAY)
+            elif len(self._in_flight) < gate.max_in_flight:
+                self._hand_over(row, due_s)
+            else:
+                return
+            self._at_gate.popleft()
+
+    def _hand_over(self, row: int, due_s: float) -> None:
+        """Hand a request over to the engine."""
+        self._engine.add(row, self._prompts.prompt(row), self._outputs[row])
+        self._in_flight[row] = due_s
+        if self._plan.timeout_s is not None:
+            self._oldest.append(row)
 
     def _take(self, step: Step) -> None:
         """Move the clock and stamp what the step brought out."""

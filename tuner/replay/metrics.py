@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tuner import stats
-from tuner.arrays import Floats
 from tuner.engine.gpu import GpuLog
 from tuner.engine.steps import StepSummary
 from tuner.errors import Caveat
@@ -23,7 +22,7 @@ from tuner.replay.load import arrival_span_s, is_sustained, utilisation
 from tuner.replay.loop import ReplayLog
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome, Timelines
-from tuner.stats import QUANTILES, Estimate, WeightedSamples, pooled
+from tuner.stats import QUANTILES, Bools, Estimate, Floats, WeightedSamples, pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +128,10 @@ class Measurement:
     Units: seconds, tokens, requests, ratios in 0 to 1, as the names say. `clock_s` is the
     replay's own duration, `busy_s` that of its steps, without what it was idle, `wall_s` the
     real one, `max_step_tokens` the fullest step. `unfinished` counts requests that the end of a
-    closed loop's recording left in flight or not sent. `utilisation` is the offered work over
-    the time in which it came, 1 and more is overload, `offered_per_s` the requests that came in
-    that time, None where either is unknown. `load` is the multiple of the recorded load
+    closed loop's recording left in flight or not sent, `turned_away` and `truncated` what a
+    gate kept out or cut off. `utilisation` is the offered work over the time in which it came,
+    1 and more is overload, `offered_per_s` the requests that came in that time, None where
+    either is unknown. `load` is the multiple of the recorded load
     that was offered, `capacity` the largest at which the SLOs hold where that was looked for.
     `gpu` is what the driver said of the GPUs, None where nobody could ask.
     """
@@ -180,8 +180,9 @@ class Measurement:
 
     @property
     def lost_ratio(self) -> float:
-        """The share of the offered requests that were timed out or aborted."""
-        return (self.timed_out + self.aborted) / self.offered if self.offered else 0.0
+        """The share of the offered requests without a full answer, the refused apart."""
+        lost = self.timed_out + self.aborted + self.turned_away + self.truncated
+        return lost / self.offered if self.offered else 0.0
 
     @property
     def load_text(self) -> str:
@@ -196,6 +197,8 @@ class Measurement:
         return self.latency(metric, statistic)
 
     unfinished: int = 0
+    turned_away: int = 0
+    truncated: int = 0
     gpu: GpuLog | None = None
 
     def latency(self, metric: str, statistic: str) -> float | None:
@@ -230,6 +233,8 @@ class Measurement:
             "refused": self.refused,
             "timed_out": self.timed_out,
             "aborted": self.aborted,
+            "turned_away": self.turned_away,
+            "truncated": self.truncated,
             "lost_ratio": self.lost_ratio,
             "offered_per_s": self.offered_per_s,
             "unfinished": self.unfinished,
@@ -277,6 +282,8 @@ def load_text(
     return f"{message}: utilisation {utilisation:.0%}"
 
 
+_ENDS = {outcome.name.lower(): outcome for outcome in Outcome}
+
 Statistics = Mapping[str, Collection[str]]
 """The names of latencies, and of each its quantiles by name."""
 _ALL: Statistics = dict.fromkeys(
@@ -298,15 +305,12 @@ def measure(
     """
     lines, steps = _parts(logs)
     offered, span_s = sum(map(len, lines)), sum(map(_busy_span_s, logs))
-    ended = {outcome: sum(line.count(outcome) for line in lines) for outcome in Outcome}
-    good = sum(_good_requests(line, slos) for line in lines) if slos else 0
+    ended = {name: sum(line.count(end) for line in lines) for name, end in _ENDS.items()}
+    good = sum(int(good_requests(line, slos).sum()) for line in lines) if slos else 0
     measurement = Measurement(
         offered=offered,
-        completed=ended[Outcome.COMPLETED],
-        refused=ended[Outcome.REFUSED],
-        timed_out=ended[Outcome.TIMED_OUT],
-        aborted=ended[Outcome.ABORTED],
-        requests_per_s=ended[Outcome.COMPLETED] / span_s if span_s > 0 else 0.0,
+        **ended,
+        requests_per_s=ended["completed"] / span_s if span_s > 0 else 0.0,
         output_tokens_per_s=_answered_tokens(logs) / span_s if span_s > 0 else 0.0,
         goodput_per_s=good / span_s if slos and span_s > 0 else None,
         slo_attainment_ratio=good / offered if slos and offered else None,
@@ -328,7 +332,6 @@ def measure(
         caveats=(),
         utilisation=utilisation(lines),
         offered_per_s=_offered_per_s(lines),
-        unfinished=ended[Outcome.UNFINISHED],
         gpu=GpuLog.pooled([log.gpu for log in logs]),
     )
     return replace(measurement, caveats=_caveats(measurement))
@@ -366,8 +369,8 @@ def _caveats(m: Measurement) -> tuple[Caveat, ...]:
     return tuple(caveat for caveat, holds in checks if holds)
 
 
-def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:
-    """Count completed requests that meet every SLO themselves."""
+def good_requests(line: Timelines, slos: Sequence[Slo]) -> Bools:
+    """Mark completed requests that meet every SLO themselves."""
     meets = line.completed
     ttft_s, e2e_s = line.first_s - line.due_s, line.last_s - line.due_s
     decode_s = line.last_s - line.first_s
@@ -375,7 +378,7 @@ def _good_requests(line: Timelines, slos: Sequence[Slo]) -> int:
     tpot_s = np.where(line.output_tokens >= 2, decode_s / gaps, np.nan)
     for slo in slos:
         meets &= slo.is_met_by(ttft_s, tpot_s, e2e_s)
-    return int(meets.sum())
+    return meets
 
 
 def _busy_span_s(log: ReplayLog) -> float:

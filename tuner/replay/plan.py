@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import Caveat, UsageError
+from tuner.gate import GateLimits
 from tuner.replay.arrivals import ClockKind, Sessions, StaticBatches
+from tuner.stats import Ints
 from tuner.traffic.traces import LoadModel
 
 
@@ -51,7 +55,8 @@ class ReplayPlan:
     the trace's arrivals, over the same time. `sessions` says whether the turns of a session
     wait for answers; with `batches` requests go in static batches, in an open loop only.
     What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache:
-    it is replayed and not measured, and the log's clock is at zero when it is over.
+    it is replayed and not measured, and the log's clock is at zero when it is over. `gate` is
+    what stands in front of the engine; it turns away and lets in between two steps.
 
     Units: seconds.
     Raises: UsageError if the parts contradict each other.
@@ -67,6 +72,7 @@ class ReplayPlan:
     sessions: Sessions = Sessions.CAUSAL
     batches: StaticBatches | None = None
     lead_in_s: float = 0.0
+    gate: GateLimits | None = None
 
     def __post_init__(self) -> None:
         """Refuse contradictions."""
@@ -78,10 +84,26 @@ class ReplayPlan:
             raise UsageError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.batches is not None and self.load_model is LoadModel.CLOSED:
             raise UsageError("static batches gather arrivals and need --load-model open")
+        is_open = self.load_model is LoadModel.OPEN and self.batches is None
+        if self.gate is not None and not is_open:
+            raise UsageError(
+                "a gate turns away arrivals, and needs --load-model open without static batches"
+            )
         if not (math.isfinite(self.lead_in_s) and self.lead_in_s >= 0):
             raise UsageError(f"the lead-in must be at least 0 s, got {self.lead_in_s:g}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
+
+    @property
+    def wait_s(self) -> float:
+        """For how long a request waits before the gate at most: its time-out, or its client."""
+        queue_s = None if self.gate is None else self.gate.queue_timeout_s
+        return min(math.inf if s is None else s for s in (queue_s, self.timeout_s))
+
+    def answered_tokens(self, output_tokens: Ints) -> Ints:
+        """Return how long answers become that were recorded so long."""
+        most = None if self.gate is None else self.gate.max_output_tokens
+        return output_tokens if most is None else np.minimum(output_tokens, most)
 
 
 def doubts(facts: EngineFacts, plan: ReplayPlan) -> frozenset[Caveat]:

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.replay.loop import ReplayLog
 from tuner.replay.timeline import Outcome
+from tuner.stats import Floats
 
 SCHEMA = 1
 # Bins of one replay at most: ours, what half the width of a page has pixels for.

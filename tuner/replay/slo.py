@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.stats import QUANTILES
+from tuner.stats import QUANTILES, Floats
 from tuner.traffic.windows import parse_duration
 
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "decode_step_s")

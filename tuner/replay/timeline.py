@@ -13,15 +13,15 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, Ints
-from tuner.stats import LogHistogram, WeightedSamples
+from tuner.stats import Floats, Ints, LogHistogram, WeightedSamples
 
 
 class Outcome(IntEnum):
     """How a request ended; every offered request has exactly one.
 
     UNFINISHED is no failure: the recording that a closed loop follows ended first, with the
-    request in flight or still to be sent. How late it would have been is unknown.
+    request in flight or still to be sent. How late it would have been is unknown. A gate in
+    front of the engine turns away, or ends an answer before its recorded length.
     """
 
     COMPLETED = 0
@@ -29,6 +29,8 @@ class Outcome(IntEnum):
     TIMED_OUT = 2
     ABORTED = 3
     UNFINISHED = 4
+    TURNED_AWAY = 5
+    TRUNCATED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +92,12 @@ class Timelines:
 
     @property
     def lost(self) -> NDArray[np.bool_]:
-        """Mark the requests that were accepted and never answered in full.
+        """Mark the requests that the engine could have served and that were not in full.
 
-        Who asked got nothing, however long it took: their latency is without end. Refused
+        However long it took, who asked did not get it: their latency is without end. Refused
         requests are not among them; they were too long for the engine at any setting.
         """
-        mask: NDArray[np.bool_] = (self.outcome == int(Outcome.TIMED_OUT)) | (
-            self.outcome == int(Outcome.ABORTED)
-        )
+        mask: NDArray[np.bool_] = np.isin(self.outcome, _LOST)
         return mask
 
     @property
@@ -125,6 +125,8 @@ class Timelines:
         sent_lag_s: Floats = lag_s[~np.isnan(lag_s)]
         return sent_lag_s
 
+
+_LOST = [Outcome.TIMED_OUT, Outcome.ABORTED, Outcome.TURNED_AWAY, Outcome.TRUNCATED]
 
 # Gaps that are kept before they are counted: ours, a megabyte of them.
 _CHUNK_GAPS = 65536

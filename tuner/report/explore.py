@@ -26,7 +26,7 @@ from tuner.report.words import (
     sentence,
     times,
 )
-from tuner.run.surface import LATENCIES, AtLoad, Reached, Surface
+from tuner.run.loads.surface import LATENCIES, AtLoad, Reached, Surface
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 

@@ -20,7 +20,7 @@ from tuner.report.parts import (
     upright,
 )
 from tuner.report.words import listed, metric_name, quantity, sentence, times
-from tuner.run.surface import Reached, Surface
+from tuner.run.loads.surface import Reached, Surface
 
 RATE, OFFERED = "requests_per_s", "offered_per_s"
 

@@ -19,10 +19,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, TooFewSamplesError
+from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
@@ -43,7 +44,7 @@ from tuner.search.trials import (
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Estimate, even_normals
+from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
 from tuner.traffic.traces import LoadModel, Trace
 
@@ -117,7 +118,7 @@ def predict_more(
     # The first one lays the traffic out for all; vLLM's own scheduler is asked by one thread.
     first = len(new) if predictor.doubt else 1
     outcomes = [outcome(limits) for limits in new[:first]]
-    outcomes += _at_once(predictor, workload, outcome, new[first:])
+    outcomes += at_once(predictor, workload, outcome, new[first:])
     return replace(found, outcomes={**found.outcomes, **dict(zip(new, outcomes, strict=True))})
 
 
@@ -125,7 +126,7 @@ _Place = TypeVar("_Place")
 _Found = TypeVar("_Found")
 
 
-def _at_once(
+def at_once(
     predictor: Predictor,
     workload: Workload,
     replay: Callable[[_Place], _Found],
@@ -251,7 +252,7 @@ def decide(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    drawing = _Drawing(predictor, predictions)
+    drawing = Drawing(predictor, predictions)
     found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS)
     settings = [*found.settings, space.current]
     return drawing.draws(settings, draws).decide(space.current, confidence)
@@ -282,10 +283,10 @@ def contend(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    return _contend(_Drawing(predictor, predictions), current, most, draws)
+    return _contend(Drawing(predictor, predictions), current, most, draws)
 
 
-def _contend(drawing: _Drawing, current: EngineLimits, most: int, draws: int) -> Contention:
+def _contend(drawing: Drawing, current: EngineLimits, most: int, draws: int) -> Contention:
     inside = _distinct(drawing.predictions.observations, current)
     few = max(1, int(SIFT * drawing.count(draws)))
     drawn = drawing.draws(inside, few, is_here=True)
@@ -385,7 +386,7 @@ def draw(
 
     Raises: ShadowError, UsageError.
     """
-    return _Drawing(predictor, predictions).draws(settings, draws, unexplained)
+    return Drawing(predictor, predictions).draws(settings, draws, unexplained)
 
 
 def _resamplers(workload: Workload) -> list[Resampler | None]:
@@ -409,7 +410,7 @@ def scored(workload: Workload, outcome: Measurement | Failure) -> Score:
 _COMMON, _OWN, _TRAFFIC, _UNEXPLAINED = range(4)
 
 
-class _Drawing:
+class Drawing:
     """Draws of what is open, the same for whoever is in them; what was replayed is kept.
 
     The model of a draw is the same for all settings but for what the batches of each have that
@@ -420,7 +421,7 @@ class _Drawing:
         self.predictions, self._predictor = predictions, predictor
         self._workload = workload = predictions.workload
         self._resamplers = _resamplers(workload)
-        self._recorded = _Replays(workload, workload.pieces)
+        self._recorded = Replays(workload, workload.pieces)
         self._shared: list[StepModel] = []
         self._here: dict[tuple[EngineLimits, int], Floats] = {}
         self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
@@ -482,7 +483,7 @@ class _Drawing:
             limits, k = place
             return self._counted(self._recorded, limits, engines[limits][k])
 
-        replayed = _at_once(self._predictor, self._workload, replay, places)
+        replayed = at_once(self._predictor, self._workload, replay, places)
         self._here.update(zip(places, replayed, strict=True))
         found = [[self._here[limits, k] for limits in settings] for k in range(models)]
         drawn: Floats = np.array(found)[np.arange(count) % models]
@@ -498,24 +499,30 @@ class _Drawing:
         engines = {limits: self._engines(limits, models) for limits in missing}
 
         def replay(k: int) -> list[Floats]:
-            rng = self._rng(_TRAFFIC, k)
-            traffic = [
-                piece if resampler is None else resampler.draw(rng)
-                for piece, resampler in zip(
-                    self._workload.pieces, self._resamplers, strict=True
-                )
-            ]
-            replays = _Replays(self._workload, traffic)
+            replays = self._other_traffic(k)
             return [self._counted(replays, x, engines[x][k % models]) for x in missing]
 
         if missing:
-            replayed = _at_once(self._predictor, self._workload, replay, range(count))
+            replayed = at_once(self._predictor, self._workload, replay, range(count))
             for limits, column in zip(missing, zip(*replayed, strict=True), strict=True):
                 self._elsewhere[limits, count] = np.array(column)
         return np.stack([self._elsewhere[limits, count] for limits in some], axis=1)
 
+    def possible(
+        self, limits: EngineLimits, count: int
+    ) -> list[tuple[Replays, simulator.SimulatedEngine]]:
+        """Return draws of other traffic, each with an engine of the setting as it may be."""
+        engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
+        return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
+
+    def _other_traffic(self, k: int) -> Replays:
+        """Return the traffic of a draw."""
+        rng = self._rng(_TRAFFIC, k)
+        pairs = zip(self._workload.pieces, self._resamplers, strict=True)
+        return Replays(self._workload, [p if r is None else r.draw(rng) for p, r in pairs])
+
     def _counted(
-        self, replays: _Replays, limits: EngineLimits, engine: simulator.SimulatedEngine
+        self, replays: Replays, limits: EngineLimits, engine: simulator.SimulatedEngine
     ) -> Floats:
         """Return what counts of a replay; what failed, as in its live replay, always fails."""
         outcome = self.predictions.outcomes[limits]
@@ -581,12 +588,29 @@ class _Drawing:
         )
 
 
-class _Replays:
-    """Replays of the pieces of one draw, laid out once for each load."""
+class Replays:
+    """Replays of the pieces of one draw, laid out once for each load and cap of answers."""
 
     def __init__(self, workload: Workload, traffic: Sequence[Trace]) -> None:
         self._workload, self._traffic = workload, traffic
-        self._laid_out: dict[float, list[simulator.PreparedTrace]] = {}
+        self._laid_out: dict[tuple[float, int | None], list[simulator.PreparedTrace]] = {}
+
+    def traffic_at(self, plan: ReplayPlan) -> list[simulator.PreparedTrace]:
+        """Return the pieces at the load of a plan."""
+        place = plan.load, None if plan.gate is None else plan.gate.max_output_tokens
+        if place not in self._laid_out:
+            self._laid_out[place] = [
+                simulator.PreparedTrace(at_load(piece, plan.load), plan)
+                for piece in self._traffic
+            ]
+        return self._laid_out[place]
+
+    def logs(
+        self, engine: simulator.SimulatedEngine, limits: EngineLimits, plan: ReplayPlan
+    ) -> list[ReplayLog]:
+        """Return the replay of each piece by a plan. Raises: EngineError."""
+        pieces = self.traffic_at(plan)
+        return [simulator.simulate(engine, piece, limits, plan) for piece in pieces]
 
     def score(self, engine: simulator.SimulatedEngine, limits: EngineLimits) -> Score:
         """Return the score of a setting on the drawn traffic."""
@@ -599,16 +623,8 @@ class _Replays:
     def _measure(
         self, engine: simulator.SimulatedEngine, limits: EngineLimits, load: float
     ) -> Measurement | Failure:
-        plan = replace(self._workload.plan, load=load)
-        if load not in self._laid_out:
-            self._laid_out[load] = [
-                simulator.PreparedTrace(at_load(piece, load), plan) for piece in self._traffic
-            ]
         try:
-            logs = [
-                simulator.simulate(engine, piece, limits, plan)
-                for piece in self._laid_out[load]
-            ]
+            logs = self.logs(engine, limits, replace(self._workload.plan, load=load))
         except EngineError as error:
             return Failure(error.message)
         measured = measure(logs, self._workload.slos, self._workload.scoring.statistics)

@@ -17,7 +17,7 @@ from typing import Self
 
 import numpy as np
 
-from tuner.arrays import Floats
+from tuner.stats import Floats
 
 # How many replays' worth the assumed noise and spread count for: ours.
 PRIOR_FREEDOM = 4.0

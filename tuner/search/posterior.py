@@ -16,7 +16,6 @@ from typing import Self
 
 import numpy as np
 
-from tuner.arrays import Bools, Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects, Spreads
@@ -30,7 +29,7 @@ from tuner.search.race import (
     RaceVerdict,
     Standing,
 )
-from tuner.stats import Estimate, student_quantile
+from tuner.stats import Bools, Estimate, Floats, student_quantile
 
 # Settings whose expected losses differ by less than this are the same: ours, less than anybody
 # would restart a server for.

@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError
@@ -22,6 +21,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay
 from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
 # Instants that differ by less are the same: sums of some thousand seconds in doubles.

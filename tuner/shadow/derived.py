@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import StepColumns
@@ -32,6 +31,7 @@ from tuner.shadow.fit import fit
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, Factors
+from tuner.stats import Floats
 
 LIBRARY: Final = "aiconfigurator-core"
 ORIGIN: Final = "derived from published tables of NVIDIA AIConfigurator"

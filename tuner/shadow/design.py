@@ -18,10 +18,10 @@ from typing import Self
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.replay.timeline import Timelines
 from tuner.shadow.speed import MoodSpreads, Uncertainty, Visited
+from tuner.stats import Floats, Ints
 from tuner.traffic.traces import Trace
 
 # Least seconds that a block is taken to cost, for what is done between blocks: ours.

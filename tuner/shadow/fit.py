@@ -17,11 +17,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.shadow.step_model import SCALARS, FitError, Knots, StepModel, loads_of
+from tuner.stats import Floats
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.
 MIN_STEPS = 200

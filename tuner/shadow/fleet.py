@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints, free_bytes
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
+from tuner.files import free_bytes
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow import routing as r
@@ -31,6 +31,7 @@ from tuner.shadow.simulator import (
     first_slots,
     tiny_replay,
 )
+from tuner.stats import Floats, Ints
 from tuner.traffic.reshape import CACHED_SHARE, MAX_BUSIER, Router
 from tuner.traffic.traces import LoadModel
 
@@ -157,10 +158,11 @@ def simulate_fleet(
 
 
 def _check(prepared: PreparedTrace, plan: ReplayPlan, fleet: Fleet) -> None:
-    if plan.load_model is LoadModel.CLOSED or plan.batches is not None or plan.lead_in_s:
+    is_open = plan.load_model is LoadModel.OPEN and plan.batches is None
+    if not is_open or plan.lead_in_s or plan.gate is not None:
         raise UsageError(
             "a router deals out requests as they arrive, the first included",
-            "leave out --load-model closed, static batches and a lead-in",
+            "leave out --load-model closed, static batches, a lead-in and a gate",
         )
     if fleet.router is Router.PREFIX and prepared.trace.hashes is None:
         raise UsageError(
@@ -194,7 +196,7 @@ class _FleetSimulation(Simulation):
         super().__init__(engine, prepared, limits, plan, slots, began_s, caches=caches)
         n, count = len(prepared.trace), fleet.replicas
         self._g[s.ARRIVALS], self._g[s.READY] = s.CAUSAL, 0
-        refs = np.zeros((count, 3, n), np.int32)
+        refs = np.zeros((count, s.REFERENCES, n), np.int32)
         refs[:, s.SLOT_OF] = -1
         own = [self._g, self._x, self._w, self._slots]
         own += [self._cache.pool, self._cache.keys, self._cache.tables, self._cache.heads]

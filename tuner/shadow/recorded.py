@@ -20,7 +20,6 @@ from typing import Any, Final, Self
 import msgspec
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.compat.shape import recorded_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
@@ -30,6 +29,7 @@ from tuner.files import UNREADABLE
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile
+from tuner.stats import Bools, Floats, Ints
 
 STEPS_VERSION: Final = 2
 SUFFIX: Final = ".steps"

@@ -42,35 +42,37 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     # Batches without anything; whether this one carries a prompt, and how many with anything
     # there were by the last that did; whether prompts were left waiting.
     EMPTY, CARRIES, CARRIED, BACKED_UP,
+    # The first and the last of those who wait before the gate.
+    GATE_HEAD, GATE_TAIL,
     # What the replay is: constant from here on.
     CAP, BUDGET, INPUT_BUDGET, THRESHOLD, ADAPTIVE, CHUNKS, RESERVES, WATERMARK, PRIORITY,
     AHEAD, BLOCK, ALL_BLOCKS, MAX_LENGTH, IS_CACHED, WOULD_CACHE, ARRIVALS, ALLOWED_LATE,
     KEEPS_LOG, BATCH_SIZE, REQUESTS, RECORDED_BLOCK, LINK_KEYS, SLOTS, WIDTH, TARGETS,
-    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY,
+    KNOTS, LONE, KEYLESS_FIRST, OMITS, YIELDS, INTERVAL, LAST_DAY, GATE_CAP, GATE_ROOM,
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
     FACTOR_COLUMNS, INTEGERS,
-) = range(85)  # fmt: skip
+) = range(89)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
     PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, PREFILL_CONTEXT_S, TIDY_S,
-    BATCH_WAIT_S, LEAD_S, STEPS_N, STEPS_S,
+    BATCH_WAIT_S, LEAD_S, GATE_WAIT_S, STEPS_N, STEPS_S,
     CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
     PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(36)  # fmt: skip
+) = range(37)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
 TOKENS, OUTCOME = range(2)
-QUEUE, SLOT_OF, IS_LATE = range(3)
-COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, GOES_ON = range(6)
+QUEUE, SLOT_OF, IS_LATE, AT_GATE, REFERENCES = range(5)
+COMPLETED, REFUSED, TIMED_OUT, ABORTED, UNFINISHED, TURNED_AWAY, TRUNCATED, GOES_ON = range(8)
 
 # How requests arrive.
 OPEN, CAUSAL, CLOSED, BATCHES = range(4)
@@ -1309,9 +1311,36 @@ def _end(g, x, q, tr, row, outcome):
             wait_for(g, tr.ready, x[NOW] + tr.pauses_s[tr.followers[i]], tr.followers[i])
 
 
+@_inner
+def _hand_over(g, r, row):
+    """Put a request into the engine's queue."""
+    g[IN_FLIGHT] += 1
+    if g[WAITING] == 0 or g[PRIORITY] or g[THRESHOLD] > 0:
+        g[HELD] = 0
+    r[g[QUEUE_TAIL], QUEUE] = row
+    g[QUEUE_TAIL] += 1
+    g[WAITING] += 1
+
+
+@_inner
+def _let_in(g, x, f, r, q, tr):
+    """Drop who has waited at the gate for too long, and let in whom there is room for."""
+    while g[GATE_HEAD] < g[GATE_TAIL]:
+        row = r[g[GATE_HEAD], AT_GATE]
+        waited_s = x[NOW] - f[row, DUE]
+        if waited_s > x[GATE_WAIT_S]:
+            _end(g, x, q, tr, row, TIMED_OUT if waited_s > x[PATIENCE] else TURNED_AWAY)
+        elif g[IN_FLIGHT] < g[GATE_CAP]:
+            _hand_over(g, r, row)
+        else:
+            return
+        g[GATE_HEAD] += 1
+
+
 @_inlined
 def admit(g, x, f, r, q, tr):
-    """Hand over every request that is due by now."""
+    """Hand over every request that is due by now, or leave it to the gate."""
+    _let_in(g, x, f, r, q, tr)
     while True:
         due_s = next_due(g, x, f, tr)
         if due_s > x[NOW] or due_s == math.inf:
@@ -1325,12 +1354,13 @@ def admit(g, x, f, r, q, tr):
             continue
         f[row, SENT_AT] = x[NOW]
         q[row, OUTCOME] = GOES_ON
-        g[IN_FLIGHT] += 1
-        if g[WAITING] == 0 or g[PRIORITY] or g[THRESHOLD] > 0:
-            g[HELD] = 0
-        r[g[QUEUE_TAIL], QUEUE] = row
-        g[QUEUE_TAIL] += 1
-        g[WAITING] += 1
+        if g[IN_FLIGHT] < g[GATE_CAP]:
+            _hand_over(g, r, row)
+        elif g[GATE_TAIL] - g[GATE_HEAD] < g[GATE_ROOM]:
+            r[g[GATE_TAIL], AT_GATE] = row
+            g[GATE_TAIL] += 1
+        else:
+            _end(g, x, q, tr, row, TURNED_AWAY)
 
 
 @_inner
@@ -1592,6 +1622,9 @@ def _quiet_until(g, x, f, r, q, due_s):
                 until_s = min(until_s, f[row, DUE] + x[LATE_S] * (1 - 1e-9))
                 break
             g[NEXT_LATE] += 1
+    if g[GATE_HEAD] < g[GATE_TAIL] and x[GATE_WAIT_S] < math.inf:
+        row = r[g[GATE_HEAD], AT_GATE]
+        until_s = min(until_s, f[row, DUE] + x[GATE_WAIT_S] * (1 - 1e-9))
     if x[MAX_CLOCK] < math.inf and not math.isnan(x[FIRST_DUE]):
         until_s = min(until_s, x[FIRST_DUE] + x[MAX_CLOCK] * (1 - 1e-9))
     return until_s

@@ -18,14 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.engine.limits import EngineLimits
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.timeline import Timelines
 from tuner.shadow.correction import corrected
 from tuner.shadow.profiles import Profile
 from tuner.shadow.step_model import StepModel
-from tuner.stats import QUANTILES, tail_statistic
+from tuner.stats import QUANTILES, Bools, Floats, Ints, tail_statistic
 from tuner.traffic.traces import Trace
 
 MIN_REQUESTS: Final = 40

@@ -18,11 +18,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats, free_bytes
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
 from tuner.errors import EngineError, ReplayError, ShadowError, UsageError
+from tuner.files import free_bytes
 from tuner.replay.arrivals import Sessions, StaticBatches, check_arrivals, check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
@@ -30,7 +30,7 @@ from tuner.replay.timeline import Outcome, Timelines
 from tuner.shadow import schedule as s
 from tuner.shadow.compiled import compiled, warms_up
 from tuner.shadow.step_model import StepModel
-from tuner.stats import WeightedSamples
+from tuner.stats import Floats, WeightedSamples
 from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace
@@ -135,7 +135,8 @@ class PreparedTrace:
         self.load_model, self.concurrency = plan.load_model, plan.concurrency
         self.batches: StaticBatches | None = plan.batches
         self.prompts = _fixed(trace.prompt_tokens, np.int64)
-        self.outputs = _fixed(trace.output_tokens, np.int64)
+        self.answer_cap = None if plan.gate is None else plan.gate.max_output_tokens
+        self.outputs = _fixed(plan.answered_tokens(trace.output_tokens), np.int64)
         self.priorities = _fixed(
             np.empty(0) if trace.priorities is None else trace.priorities, np.int64
         )
@@ -165,6 +166,7 @@ class PreparedTrace:
             and plan.load_model is self.load_model
             and plan.concurrency == self.concurrency
             and plan.batches == self.batches
+            and (None if plan.gate is None else plan.gate.max_output_tokens) == self.answer_cap
             and self.is_causal
             == (causal and plan.load_model is LoadModel.OPEN and plan.batches is None)
         )
@@ -423,7 +425,7 @@ class Simulation:
         self._instants[:, s.DUE] = trace.due_s
         self._answers = np.zeros((n, 2), np.int64, order="F")
         self._answers[:, s.OUTCOME] = s.ABORTED
-        self._refs = np.zeros((n, 3), np.int32, order="F")
+        self._refs = np.zeros((n, s.REFERENCES), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
@@ -640,10 +642,9 @@ def _integers(
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
-    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     _go_by_version(g, shape)
-    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.TARGETS], g[s.MEASURES] = len(prepared.targets), plan.lead_in_s == 0
+    _go_by_plan(g, plan)
+    g[s.TARGETS] = len(prepared.targets)
     recorded = 1 if trace.hashes is None else trace.hashes.block_size
     g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
     longest, answer = prepared.longest(shape.max_model_len)
@@ -651,6 +652,15 @@ def _integers(
     # The calendar has days for more steps than any answer takes, a power of two.
     g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
     return g
+
+
+def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
+    """Set what a plan asks of any traffic."""
+    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
+    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
+    g[s.MEASURES] = plan.lead_in_s == 0
+    g[s.GATE_CAP] = g[s.REQUESTS] if plan.gate is None else plan.gate.max_in_flight
+    g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
 
 
 def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:
@@ -680,7 +690,7 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
     x[s.PREFILL_BASE_S], x[s.SPREAD_S] = model.prefill_base_s, model.spread_s
     x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
     x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
-    x[s.LEAD_S] = plan.lead_in_s
+    x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
 
@@ -771,6 +781,8 @@ OUTCOMES: Final = {
     Outcome.TIMED_OUT: s.TIMED_OUT,
     Outcome.ABORTED: s.ABORTED,
     Outcome.UNFINISHED: s.UNFINISHED,
+    Outcome.TURNED_AWAY: s.TURNED_AWAY,
+    Outcome.TRUNCATED: s.TRUNCATED,
 }
 assert all(outcome == code for outcome, code in OUTCOMES.items())  # noqa: S101 - both are fixed
 

@@ -21,12 +21,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
 from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
+from tuner.stats import Floats
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.

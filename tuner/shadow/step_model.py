@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tuner.arrays import Floats
 from tuner.engine.protocol import Batch
 from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
+from tuner.stats import Floats
 
 SCALARS = (
     "base_s",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.arrays import Bools, Ints
+from tuner.stats import Bools, Ints
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
+from tuner.stats import Floats, Ints
 
 SECONDS_PER_OUTPUT_TOKEN = 0.020
 """Ours: 20 ms, a common decode pace of a loaded server, at which public traces are compared."""

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import Caveat
+from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import (
     SECONDS_PER_OUTPUT_TOKEN,
     Concurrency,

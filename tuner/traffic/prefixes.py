@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tuner.arrays import Bools, Ints
 from tuner.errors import TraceError
+from tuner.stats import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

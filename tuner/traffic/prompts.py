@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tuner.arrays import Ints
 from tuner.errors import UsageError
+from tuner.stats import Ints
 from tuner.traffic.answers import HeldAnswers, held_answers
 from tuner.traffic.prefixes import GOLDEN, mixed
 from tuner.traffic.traces import Trace

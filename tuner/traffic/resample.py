@@ -13,8 +13,8 @@ from typing import Self
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import TooFewSamplesError, UsageError
+from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import GOLDEN, HashIds, mixed
 from tuner.traffic.traces import Trace, Turns
 

@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError, UsageError
+from tuner.stats import Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
 from tuner.traffic.traces import ClockOrigin, ReadNotes, Trace, Turns
 

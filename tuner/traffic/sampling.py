@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
+from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import Concurrency
 
 STEEPEST = 35.0

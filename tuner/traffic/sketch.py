@@ -19,9 +19,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE, write_atomic
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace

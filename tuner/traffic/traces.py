@@ -15,8 +15,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import TraceError, UsageError
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import Concurrency, in_flight_steps
 from tuner.traffic.prefixes import HashIds
 

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from tuner.arrays import Ints
 from tuner.errors import UsageError
+from tuner.stats import Ints
 from tuner.traffic.traces import Trace
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

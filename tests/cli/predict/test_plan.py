@@ -135,3 +135,21 @@ def test_a_fleet_that_cannot_be_planned_is_refused(
     command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--fleet"]
     assert run([*command, *more]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_clients_are_told_the_same_in_words_and_in_json(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile", "--clients"]
+    assert run([*command, "--slo", "e2e_p95=60s", "--load", "0.05", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["retries"] > 0
+    assert told["sharing"] is None
+    assert run([*command, "--slo", "e2e_p95=60s", "--load", "0.05"]) == 0
+    lines = capfd.readouterr().out
+    assert f"connection pool {told['connections']}," in lines
+    assert f"time-out {told['timeout_s']:.3g} s" in lines
+    assert f"retry budget {told['retries']:.0%}" in lines
+    assert run([*command, "--by", "hour"]) == 2
+    assert "one of them" in capfd.readouterr().err

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from support.traffic import replay_toy, steady
 from support.watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world, pays
 from tuner import stats
-from tuner.arrays import Floats
 from tuner.drift.watch.guard import (
     MEAN,
     MIN_REQUESTS,
@@ -35,6 +34,7 @@ from tuner.emit.sources import read_emitted
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement, measure
+from tuner.stats import Floats
 from tuner.traffic.prometheus.live import Live
 
 # vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.

@@ -15,7 +15,6 @@ from support.prometheus_parts import backfill, need_prometheus, prometheus
 from support.prometheus_past import END_S, PastEngine
 from support.shadow_files import a_profile, home
 from support.watch_parts import JumpingClock
-from tuner.arrays import Floats
 from tuner.cli.watch import WatchOptions, run_watch
 from tuner.cli.watch_command import watch
 from tuner.emit.sources import read_emitted
@@ -23,6 +22,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.predictor import Predictor
+from tuner.stats import Floats
 from tuner.traffic.prometheus.client import Series, Span
 from tuner.traffic.prometheus.live import _restarted_s, live_between
 from tuner.traffic.traces import Trace

@@ -9,12 +9,13 @@ from tuner.cli.console import say
 from tuner.cli.inputs import WHERE_PROFILES_ARE, ShadowOptions, TrafficOptions, announce
 from tuner.cli.options import Params
 from tuner.drift.retune import Retune
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.inputs import engine_of_profile
 from tuner.run.knobs.known import check_has
-from tuner.run.surface import Surface, predict_surface
+from tuner.run.loads.surface import Surface, predict_surface
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER, PAST_LADDER, search_space
@@ -75,6 +76,22 @@ class LoadsOptions:
 
     def surface(self, source: ProfiledEngine) -> tuple[Trace, Surface]:
         """Return the trace, and what is predicted of it at every load. Raises: TunerError."""
+        check_has(self.knobs, source.profile.shape.vllm_version)
+        trace, retune, workload = self._read(source)
+        found = predict_surface(
+            retune.predictor, retune.space, workload, self.loads, say, self.knobs
+        )
+        return trace, found
+
+    def current(self, source: ProfiledEngine) -> tuple[Predictor, EngineLimits, Workload]:
+        """Return what predicts the current limits as they are deployed, and the traffic.
+
+        Raises: TunerError.
+        """
+        _, retune, workload = self._read(source)
+        return retune.predictor.as_deployed(), retune.space.current, workload
+
+    def _read(self, source: ProfiledEngine) -> tuple[Trace, Retune, Workload]:
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
         announce(traffic)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
@@ -82,9 +99,4 @@ class LoadsOptions:
         window = whole(trace) if chosen is None else chosen.resolve(trace)
         if remark := retune.predictor.info(retune.space.current).remark:
             say(remark)
-        check_has(self.knobs, source.profile.shape.vllm_version)
-        workload = Workload.of("traffic", trace, (window,), self.aim(trace))
-        surface = predict_surface(
-            retune.predictor, retune.space, workload, self.loads, say, self.knobs
-        )
-        return trace, surface
+        return trace, retune, Workload.of("traffic", trace, (window,), self.aim(trace))

@@ -18,8 +18,9 @@ from tuner.drift.by_hour import (
     parse_offset,
 )
 from tuner.errors import ShadowError, UsageError
+from tuner.run.loads.clients import advise
 from tuner.run.loads.fleet import FleetAim, FleetPlan, Stretch, Way, plan_fleet
-from tuner.run.surface import AtLoad, Reached, Surface
+from tuner.run.loads.surface import AtLoad, Reached, Surface
 from tuner.search.objective import RATE, Objective
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import Router
@@ -31,7 +32,8 @@ class PlanOptions:
     """For which loads, hours or fleet the best configuration is predicted, and how.
 
     With `utc_offset_s`, by how much the clock of the hours is ahead of UTC, the plan is by hour
-    of day and not by load; with `fleet` it is of replicas. A fleet's devices are counted then.
+    of day and not by load; with `fleet` it is of replicas, whose devices are counted then. With
+    `for_clients` it is what clients of the current configuration should hold to instead.
 
     Units: seconds.
     """
@@ -39,30 +41,41 @@ class PlanOptions:
     inputs: LoadsOptions
     utc_offset_s: float | None
     fleet: FleetAim | None
+    for_clients: bool
     as_json: bool
 
     @classmethod
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
         is_by_hour = params["by"] == "hour"
-        if is_by_hour and params["knobs"]:
-            raise UsageError("--knobs is for loads, got --by hour", "leave one of them out")
+        _check_alone(params)
         return cls(
             inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
             fleet=_fleet_aim(params),
+            for_clients=params["clients"],
             as_json=params["as_json"],
         )
+
+
+def _check_alone(params: Params) -> None:
+    """Refuse two kinds of plan at once, and knobs for what they are not told of."""
+    kinds = {
+        "--by hour": params["by"],
+        "--fleet": params["fleet"],
+        "--clients": params["clients"],
+    }
+    asked = [kind for kind, is_asked in kinds.items() if is_asked]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)} are two plans", "give one of them")
+    if asked and params["knobs"]:
+        raise UsageError(f"--knobs is for loads, got {asked[0]}", "leave one of them out")
 
 
 def _fleet_aim(params: Params) -> FleetAim | None:
     """Return what a fleet is asked for, None where none is. Raises: UsageError."""
     if not params["fleet"]:
         return None
-    if params["by"]:
-        raise UsageError(
-            "--fleet and --by hour are two plans", "give one of them; a fleet is by hour anyway"
-        )
     if not params["slo"]:
         raise UsageError(
             "--fleet needs an SLO that replicas are to keep",
@@ -89,6 +102,10 @@ def run_plan(options: PlanOptions) -> int:
     if options.utc_offset_s is not None:
         calendar = _calendar(options.inputs, source, options.utc_offset_s)
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
+        return 0
+    if options.for_clients:
+        advice = advise(*options.inputs.current(source))
+        show_result(advice.as_json(), advice.lines(), as_json=options.as_json)
         return 0
     _, surface = options.inputs.surface(source)
     lines = _table(surface, options.inputs.objective)

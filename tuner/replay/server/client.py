@@ -17,11 +17,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tuner.arrays import Ints
 from tuner.errors import EngineError
 from tuner.replay.arrivals import Arrivals, arrivals_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, TimelineRecorder, Timelines
+from tuner.stats import Ints
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from tuner.arrays import Bools
 from tuner.engine.steps import StepLog
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
@@ -20,7 +19,7 @@ from tuner.replay.server.client import HttpRun
 from tuner.replay.server.scrape import Scraper
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
-from tuner.stats import QUANTILES, WeightedSamples
+from tuner.stats import QUANTILES, Bools, WeightedSamples
 
 # Past this the client measures itself: ours, a decode step of a fast server.
 LAG_BUDGET_S = 0.050

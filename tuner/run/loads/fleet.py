@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError, TooFewSamplesError
 from tuner.replay.metrics import Measurement, measure
@@ -32,6 +31,7 @@ from tuner.search.space import SearchSpace
 from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.simulator import PreparedTrace
+from tuner.stats import Floats
 from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tuner.arrays import Bools, Floats
+from tuner.stats import Bools, Floats
 from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, TimeUnit, TraceFormat
 from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
 from tuner.traffic.traces import ClockOrigin, Turns, pauses_of

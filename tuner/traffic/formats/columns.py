@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import TraceError, UsageError
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Aborted, ClockOrigin, ReadNotes, Trace, Turns, ZeroOutput

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError, UsageError
+from tuner.stats import Floats, Ints
 from tuner.traffic.formats.columns import (
     MAX_TOKENS,
     Labels,

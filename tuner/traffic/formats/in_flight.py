@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError
+from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import (
     MAX_IN_FLIGHT,
     SECONDS_PER_OUTPUT_TOKEN,

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
 from tuner.errors import TraceError
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.formats.columns import (
     Columns,
     Labels,

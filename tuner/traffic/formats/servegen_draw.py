@@ -20,7 +20,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
+from tuner.stats import Floats, Ints
 
 _TINY = float(np.finfo(np.float64).tiny)
 

@@ -22,9 +22,8 @@ from typing import IO, Self
 
 import msgspec
 
-from tuner.arrays import free_bytes
 from tuner.errors import TraceError
-from tuner.files import replacing, scratch_folder
+from tuner.files import free_bytes, replacing, scratch_folder
 from tuner.traffic.formats.columns import MAX_UNPACKED_BYTES
 from tuner.traffic.formats.native import native_rows
 from tuner.traffic.traces import Trace

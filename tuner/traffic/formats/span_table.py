@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from tuner.arrays import Bools
 from tuner.errors import TraceError
+from tuner.stats import Bools
 from tuner.traffic.formats.columns import Columns, Labels, ReadOptions, shown, tokens_fault
 from tuner.traffic.formats.json_document import SkippedParts, seconds_fault
 from tuner.traffic.formats.jsonl_rows import ZERO_HINT, Fault

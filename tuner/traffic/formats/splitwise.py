@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tuner.arrays import Ints
 from tuner.errors import TraceError
+from tuner.stats import Ints
 from tuner.traffic.formats.columns import Columns, ReadOptions, TimeUnit, TraceFormat, shown
 from tuner.traffic.formats.csv_table import CsvTable, Field, Kind, header_names, read_table
 from tuner.traffic.traces import ClockOrigin

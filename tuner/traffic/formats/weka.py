@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import TraceError
+from tuner.stats import Floats, Ints
 from tuner.traffic.formats.columns import (
     Columns,
     Labels,

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.errors import UsageError
 from tuner.redact import redacted
+from tuner.stats import Floats
 from tuner.traffic.formats.columns import shown
 
 if TYPE_CHECKING:

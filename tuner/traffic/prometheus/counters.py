@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.prometheus.client import Span
 from tuner.traffic.prometheus.readings import EngineReadings, LengthReadings
 from tuner.traffic.sampling import Histogram

@@ -10,8 +10,7 @@ from typing import Final
 import numpy as np
 
 from tuner import stats
-from tuner.arrays import Bools, Floats
-from tuner.stats import Estimate
+from tuner.stats import Bools, Estimate, Floats
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 from tuner.traffic.prometheus.readings import (
     FINISHED,

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from tuner.arrays import Bools, Floats, Ints
+from tuner.stats import Bools, Floats, Ints
 from tuner.traffic.prefixes import HashIds, offsets_of
 
 MIN_RATIO: Final = 0.01

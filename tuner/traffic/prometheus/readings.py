@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
+from tuner.stats import Floats, Ints
 from tuner.traffic.formats.columns import shown
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tuner.arrays import Ints
+from tuner.stats import Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN
 from tuner.traffic.describe import hits_differ
 from tuner.traffic.formats.columns import Columns

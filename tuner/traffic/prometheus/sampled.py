@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tuner.arrays import Floats, Ints
 from tuner.errors import UsageError
+from tuner.stats import Floats, Ints
 from tuner.traffic.concurrency import SECONDS_PER_OUTPUT_TOKEN, Concurrency
 from tuner.traffic.formats.columns import Columns, ReadOptions, assemble
 from tuner.traffic.prometheus.client import Prometheus, Span

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from tuner.arrays import Floats
 from tuner.errors import UsageError
+from tuner.stats import Floats
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 from tuner.traffic.prometheus.readings import (
     OUTPUT,

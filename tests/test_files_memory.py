@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.arrays import free_bytes
+from tuner.files import free_bytes
 
 V2 = ("memory.max", "memory.current", "memory.stat", "inactive_file")
 V1 = (

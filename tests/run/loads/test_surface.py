@@ -9,7 +9,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, holds
-from tuner.run.surface import Reached, Surface
+from tuner.run.loads.surface import Reached, Surface
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,94 @@
+"""What clients are told is what can be worked out by hand of traffic that was made for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.shadow_files import a_profile
+from support.traffic import a_trace
+from tuner.engine.limits import EngineLimits
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.slo import parse_slo
+from tuner.run.context import Workload
+from tuner.run.loads.clients import ClientAdvice, advise, moved_blocks, shared_prefixes
+from tuner.search.budget import Aim
+from tuner.search.objective import Objective
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.step_model import StepModel
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.traces import Trace
+from tuner.traffic.windows import whole
+
+STEPS = StepModel.linear(0.1, 0.0, 0.0)
+"""Every step takes a tenth of a second, whatever is in it."""
+N = 200
+
+
+def advice_for(trace: Trace, *slos: str, load: float = 1.0) -> ClientAdvice:
+    """Return the advice for an engine that runs one request at a time."""
+    predictor = Predictor(replace(a_profile(), step_model=STEPS))
+    aim = Aim(Objective.BALANCED, tuple(map(parse_slo, slos)), ReplayPlan(load=load), None)
+    workload = Workload.of("traffic", trace, (whole(trace),), aim)
+    return advise(predictor, EngineLimits(1, 512), workload)
+
+
+def test_a_request_a_second_of_half_a_second_is_half_a_request_in_flight() -> None:
+    found = advice_for(a_trace(np.arange(N).tolist(), 10, 5), "e2e_p95=0.9s")
+    assert found.in_flight == pytest.approx(0.5, rel=0.01)
+    assert found.connections == 1
+    assert found.timeout_s == pytest.approx(1.0)
+    assert found.too_long == 0.0
+    assert found.sharing is None
+    # Who comes while another is served takes longer than the SLO, which one in twenty may.
+    assert found.retries == pytest.approx(0.05, abs=0.02)
+    assert found.most_in_flight == 2
+
+
+def test_requests_that_come_in_pairs_need_two_connections() -> None:
+    pairs = np.repeat(np.arange(N) * 2.0, 2).tolist()
+    found = advice_for(a_trace(pairs, 10, 5))
+    # The second waits for the first: 0.5 s and 1 s, two in flight for a quarter of the time.
+    assert found.in_flight == pytest.approx(0.75, rel=0.01)
+    assert found.connections == 2
+    assert (found.most_in_flight, found.retries, found.too_long) == (None, None, None)
+
+
+def test_some_answers_break_an_slo_by_their_length_alone() -> None:
+    lengths = np.where(np.arange(N) % 10 == 0, 20, 5).tolist()
+    found = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, lengths), "e2e_p50=1.5s")
+    assert found.too_long == pytest.approx(0.1)
+    at_none = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, 5), "e2e_p50=0.1s")
+    assert (at_none.too_long, at_none.retries, at_none.most_in_flight) == (1.0, None, None)
+    assert "no retries" in "\n".join(at_none.lines())
+
+
+def test_the_prefixes_that_spare_most_are_named_and_none_within_another() -> None:
+    rows = [(1, 2, 3, 10 + i) for i in range(6)] + [(7, 8 + 100 * i) for i in range(13)]
+    hashes = HashIds.from_rows([*rows, (1, 2, 3, 10)], 16)
+    first, second = list(shared_prefixes(hashes))[:2]
+    # 48 tokens in seven requests, six of which are spared them; 16 in thirteen.
+    assert (first.row, first.tokens, first.requests, first.saved_tokens) == (0, 48, 7, 288)
+    assert (second.row, second.tokens, second.requests, second.saved_tokens) == (6, 16, 13, 192)
+    trace = replace(
+        a_trace((np.arange(len(hashes)) * 5.0).tolist(), 64, 5),
+        prompt_tokens=hashes.counts * 16,
+        hashes=hashes,
+    )
+    sharing = advice_for(trace).sharing
+    assert sharing is not None
+    tokens = 16 * hashes.ids.size
+    assert sharing.possible == pytest.approx((5 * 48 + 64 + 12 * 16) / tokens)
+    assert sharing.found == 0.0, "this engine caches no prefixes"
+    assert sharing.moved is None
+    assert "they cannot tell" in "\n".join(advice_for(trace).lines())
+
+
+def test_blocks_behind_another_beginning_tell_what_a_moved_timestamp_would_bring() -> None:
+    # A timestamp in the first block, three blocks that are always the same.
+    stamped = HashIds.from_rows([(100 + i, 1, 2, 3) for i in range(5)], 16)
+    assert moved_blocks(stamped) == 4 * 3
+    chained = HashIds.from_rows([(1, 2, 3, 100 + i) for i in range(5)], 16)
+    assert moved_blocks(chained) is None

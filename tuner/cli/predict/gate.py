@@ -1,0 +1,156 @@
+"""`tune gate`: what to let in under overload, predicted, and written for what lets it in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tuner.cli.console import say, show_result
+from tuner.cli.inputs import (
+    WHERE_PROFILES_ARE,
+    LimitOptions,
+    ShadowOptions,
+    TrafficOptions,
+    announce,
+    check_folder,
+)
+from tuner.cli.options import Params, path_of
+from tuner.emit.gate import WRITERS, evidence
+from tuner.emit.names import GateFormat
+from tuner.errors import UsageError
+from tuner.files import write_atomic
+from tuner.replay.slo import Slo
+from tuner.run.context import Workload
+from tuner.run.inputs import engine_of_profile
+from tuner.run.loads.gate import GateAnswer, GatedLoad, find_gate, goodput_per_s
+from tuner.search.budget import Aim
+from tuner.search.objective import Objective
+from tuner.shadow.predictor import Predictor
+from tuner.traffic.windows import whole
+
+
+@dataclass(frozen=True, slots=True)
+class GateOptions:
+    """For which engine, traffic and loads a gate is searched for, and what is written.
+
+    With no `format` a table for people goes to standard output.
+    """
+
+    shadow: ShadowOptions
+    traffic: TrafficOptions
+    limits: LimitOptions
+    loads: tuple[float, ...]
+    slos: tuple[Slo, ...]
+    format: GateFormat | None
+    output: Path | None
+    as_json: bool
+
+    @classmethod
+    def parse(cls, params: Params) -> Self:
+        """Return what the command line says. Raises: UsageError."""
+        chosen, output = params["gate_format"], path_of(params["output"])
+        if output is not None and chosen is None:
+            raise UsageError(
+                "-o says where a gate is written and needs --format",
+                f"--format, one of {', '.join(GateFormat)}",
+            )
+        slos = tuple(params["slo"])
+        if not any(slo.metric in ("ttft_s", "tpot_s", "e2e_s") for slo in slos):
+            raise UsageError(
+                "a gate is judged by requests within their SLOs: --slo is missing",
+                "--slo ttft_p95=500ms, or a bound on tpot or e2e",
+            )
+        hint = f"name a profile: {WHERE_PROFILES_ARE}"
+        return cls(
+            shadow=ShadowOptions.parse(params, UsageError("--profile is missing", hint)),
+            traffic=TrafficOptions.parse(params),
+            limits=LimitOptions.parse(params),
+            loads=params["loads"],
+            slos=slos,
+            format=GateFormat(chosen) if chosen else None,
+            output=output,
+            as_json=params["as_json"],
+        )
+
+
+def run_gate(options: GateOptions) -> int:
+    """Search for a gate, and print the table or write it. Raises: TunerError."""
+    check_folder(options.output)
+    answer = _found(options)
+    if options.format is None:
+        show_result(answer.as_json(), _table(answer), as_json=options.as_json)
+        return 0
+    text = WRITERS[options.format](answer)
+    if options.output is not None:
+        write_atomic(options.output, text)
+        say(f"gate written to {options.output}")
+    if options.as_json:
+        show_result(answer.as_json(), (), as_json=True)
+    elif options.output is None:
+        sys.stdout.write(text)
+    return 0
+
+
+def _found(options: GateOptions) -> GateAnswer:
+    profile, source = options.shadow.load()
+    facts = source.facts(engine_of_profile(profile, None, None, {}).values)
+    limits = options.limits.over(facts.current_limits)
+    traffic = options.traffic.read(limits.max_num_seqs)
+    announce(traffic)
+    trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
+    predictor = Predictor(profile, seed=options.traffic.seed)
+    if remark := predictor.info(limits).remark:
+        say(remark)
+    chosen = options.traffic.window
+    window = whole(trace) if chosen is None else chosen.resolve(trace)
+    plan = options.traffic.plan(trace)
+    aim = Aim(Objective.GOODPUT, options.slos, plan, None)
+    workload = Workload.of("traffic", trace, (window,), aim)
+    return find_gate(predictor, limits, workload, options.loads, say)
+
+
+def _table(answer: GateAnswer) -> Iterator[str]:
+    """Yield the table for people: the gate, what it gains, who suffers."""
+    gate, wrong = answer.gate, answer.wrong_ratio
+    yield f"{evidence(answer)[0]}; wrong by {wrong:.0%} on what was measured"
+    yield from (
+        f"  {gate.max_in_flight} requests in the engine at most, running or waiting there",
+        f"  {gate.max_queued} more wait before it"
+        + (f", {gate.queue_timeout_s:g} s at most" if gate.queue_timeout_s else ""),
+        f"  answers end after {gate.max_output_tokens} tokens"
+        if gate.max_output_tokens
+        else "  answers are not cut off",
+    )
+    slos = ", ".join(map(str, answer.slos))
+    yield f"requests within {slos}, per second in which requests came:"
+    yield (
+        f"{'load':>6} {'offered':>9} {'no gate':>9} {'gate':>9} {'gained':>8}"
+        f"  {'interval':>17}  P(better)  turned away  cut off  replicas"
+    )
+    yield from (_load_line(answer, at) for at in answer.loads)
+    yield f"who suffers at {answer.shown_load:g}x: shares of the requests with such lengths"
+    yield f"{'':32}{'no gate':>9}{'gate':>9}  turned away  cut off"
+    for group in answer.affected:
+        lengths = f"{group.first_tokens:,} … {group.last_tokens:,} tokens"
+        yield (
+            f"  {group.what} of {lengths:<20}{group.good_before:>9.0%}{group.good:>9.0%}"
+            f"{group.turned_away:>13.0%}{group.truncated:>9.0%}"
+        )
+    if not answer.pays:
+        yield "at none of these loads is a gate surely better than none: leave it out"
+
+
+def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
+    gained, gated = at.gained, at.gated
+    interval = f"{gained.low:+.3g} … {gained.high:+.3g}"
+    offered = max(gated.offered, 1)
+    return (
+        f"{at.load:>5g}x {at.before.offered_per_s or 0.0:>8.3g}/s"
+        f"{goodput_per_s(at.before):>8.3g}/s {goodput_per_s(gated):>7.3g}/s"
+        f" {gained.value:>+8.3g}  {interval:>17}  {at.odds:>9.2f}"
+        f"{gated.turned_away / offered:>13.1%}{gated.truncated / offered:>9.1%}"
+        f"{answer.replicas(at.load) or '-':>10}"
+    )

@@ -1,0 +1,207 @@
+"""A gate as what stands in front of vLLM takes it, with what it cannot hold said in comments.
+
+Each bounds what it can: only our own middleware and Envoy keep a queue apart from the engine,
+and only the middleware has a time-out for it and ends answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tuner.emit.names import GateFormat
+from tuner.emit.yaml_text import commented, yaml_text
+from tuner.errors import UsageError
+from tuner.gate import SETTINGS
+from tuner.run.loads.gate import GateAnswer, goodput_per_s
+
+FULLEST: Final = 0.8
+"""Ours: an autoscaler's target for the requests in flight, as a share of what a gate lets in.
+At more than that they could not rise far enough for another replica to be asked for."""
+MOST_REPLICAS: Final = 8
+"""Ours: a placeholder that whoever pays for replicas has to replace."""
+
+
+def evidence(answer: GateAnswer) -> list[str]:
+    """Return what a gate is for and what it brings, line by line."""
+    slos = ", ".join(map(str, answer.slos))
+    limits = answer.limits
+    lines = [
+        f"a gate by tune for max-num-seqs {limits.max_num_seqs}, max-num-batched-tokens "
+        f"{limits.max_num_batched_tokens}: {answer.gate}",
+        f"goodput within {slos}, predicted:",
+    ]
+    for at in answer.loads:
+        gained, before, gated = at.gained, goodput_per_s(at.before), goodput_per_s(at.gated)
+        interval = f"{gained.low:+.2g} … {gained.high:+.2g}"
+        lines.append(
+            f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({gained.value:+.2g}/s, "
+            f"interval {interval}, P(better) {at.odds:.2f})"
+        )
+    return lines
+
+
+def _middleware(answer: GateAnswer) -> str:
+    notes = [
+        "vllm serve … --middleware tuner.gate.Gate, with this file as its environment",
+        "the package beside vLLM, or its gate.py alone on the PYTHONPATH as gate.Gate",
+        "each API server process has a gate of its own: divide by --api-server-count",
+        *evidence(answer),
+    ]
+    return commented(notes) + f"{SETTINGS}={answer.gate}\n"
+
+
+def _vllm(answer: GateAnswer) -> str:
+    gate = answer.gate
+    notes = [
+        "keys for vllm serve --config, in vLLM 0.29 and later: answered 503 beyond them",
+        "bounds the engine and its queue together, without a time-out or a cap on answers",
+        *evidence(answer),
+    ]
+    return yaml_text({"max-num-queued-reqs": gate.max_in_flight + gate.max_queued}, notes)
+
+
+def _nginx(answer: GateAnswer) -> str:
+    gate = answer.gate
+    notes = [
+        "inside http { } of nginx.conf",
+        "open source nginx refuses beyond a number and keeps no queue: both together here",
+        *evidence(answer),
+    ]
+    return commented(notes) + (
+        "limit_conn_zone $server_name zone=tune_gate:1m;\n"
+        "limit_conn_status 503;\n"
+        "upstream vllm {\n"
+        "    server 127.0.0.1:8000;\n"
+        "}\n"
+        "server {\n"
+        "    listen 8080;\n"
+        "    location ~ ^/v1/(chat/completions|completions|responses|messages)$ {\n"
+        f"        limit_conn tune_gate {gate.max_in_flight + gate.max_queued};\n"
+        "        proxy_pass http://vllm;\n"
+        "        proxy_buffering off;\n"
+        "        proxy_read_timeout 1h;\n"
+        "        client_max_body_size 64m;\n"
+        "    }\n"
+        "    location / {\n"
+        "        proxy_pass http://vllm;\n"
+        "    }\n"
+        "}\n"
+    )
+
+
+def _envoy(answer: GateAnswer) -> str:
+    gate = answer.gate
+    notes = [
+        "one of static_resources.clusters: over HTTP/1.1 a connection carries one request",
+        "requests wait without a time-out of their own, and answers are not capped; Envoy also",
+        "puts a request that finds a connection free into its queue first, which holds one",
+        "at least therefore, or it would refuse everything",
+        *evidence(answer),
+    ]
+    limits = {
+        "priority": "DEFAULT",
+        "max_connections": gate.max_in_flight,
+        "max_requests": gate.max_in_flight + gate.max_queued,
+        "max_pending_requests": max(1, gate.max_queued),
+        "max_retries": 0,
+    }
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": 8000}}
+    endpoints = [{"lb_endpoints": [{"endpoint": {"address": address}}]}]
+    cluster = {
+        "name": "vllm",
+        "type": "STRICT_DNS",
+        "connect_timeout": "5s",
+        "load_assignment": {"cluster_name": "vllm", "endpoints": endpoints},
+        "circuit_breakers": {"thresholds": [limits]},
+    }
+    return yaml_text([cluster], notes)
+
+
+def _target(answer: GateAnswer) -> int:
+    """Return the requests in flight at which another replica is to come. Raises: UsageError."""
+    if answer.in_flight is None:
+        raise UsageError(
+            "no number of replicas holds the SLOs: they hold at no load, however small",
+            "allow more time with --slo, or choose limits at which they hold",
+        )
+    return max(1, int(min(answer.in_flight, FULLEST * answer.gate.max_in_flight)))
+
+
+def _scaling_notes(answer: GateAnswer) -> list[str]:
+    needed = (f"{at.load:g} x: {answer.replicas(at.load)}" for at in answer.loads)
+    return [
+        f"a replica holds {answer.capacity:.2g} x the recorded load within the SLOs, with "
+        f"{answer.in_flight:.2g} requests in flight; replicas by load: {', '.join(needed)}",
+        f"maxReplicas {MOST_REPLICAS} is a placeholder",
+        *evidence(answer),
+    ]
+
+
+def _keda(answer: GateAnswer) -> str:
+    target = _target(answer)
+    query = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
+    trigger = {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": "http://prometheus:9090",
+            "query": query,
+            "threshold": str(target),
+        },
+    }
+    notes = ["requests in flight of all replicas, over the threshold: so many replicas"]
+    return yaml_text(
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": {"name": "vllm"},
+            "spec": {
+                "scaleTargetRef": {"name": "vllm"},
+                "minReplicaCount": 1,
+                "maxReplicaCount": MOST_REPLICAS,
+                "triggers": [trigger],
+            },
+        },
+        [*notes, *_scaling_notes(answer)],
+    )
+
+
+def _hpa(answer: GateAnswer) -> str:
+    target = {"type": "AverageValue", "averageValue": str(_target(answer))}
+    metric: dict[str, Any] = {
+        "type": "Pods",
+        "pods": {"metric": {"name": "vllm_num_requests_in_flight"}, "target": target},
+    }
+    notes = [
+        "the metric is vllm:num_requests_running + vllm:num_requests_waiting of a pod, which",
+        "an adapter such as prometheus-adapter has to offer under this name",
+    ]
+    return yaml_text(
+        {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": {"name": "vllm"},
+            "spec": {
+                "scaleTargetRef": {
+                    "apiVersion": "apps/v1",
+                    "kind": "Deployment",
+                    "name": "vllm",
+                },
+                "minReplicas": 1,
+                "maxReplicas": MOST_REPLICAS,
+                "metrics": [metric],
+            },
+        },
+        [*notes, *_scaling_notes(answer)],
+    )
+
+
+WRITERS: Final[Mapping[GateFormat, Callable[[GateAnswer], str]]] = {
+    GateFormat.MIDDLEWARE: _middleware,
+    GateFormat.VLLM: _vllm,
+    GateFormat.NGINX: _nginx,
+    GateFormat.ENVOY: _envoy,
+    GateFormat.KEDA: _keda,
+    GateFormat.HPA: _hpa,
+}

@@ -1,0 +1,253 @@
+"""What clients of a server should hold to: connections, time-outs, retries, and their prompts.
+
+By a replay of the traffic in the shadow, at the load of the workload's plan, and by its largest
+load at which the SLOs hold. What prompts could share follows from the hash ids alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from tuner.engine.limits import EngineLimits
+from tuner.replay.loop import ReplayLog
+from tuner.replay.metrics import Measurement, good_requests, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.timeline import Timelines
+from tuner.run.context import Workload
+from tuner.shadow.predictor import Predictor
+from tuner.stats import Floats, Ints, WeightedSamples
+from tuner.traffic.describe import reused_tokens
+from tuner.traffic.prefixes import HashIds
+from tuner.traffic.resample import at_load
+from tuner.traffic.traces import LoadModel, Trace
+
+# The share of the time for which a pool has to suffice: ours, all but 3.6 s of an hour.
+POOLED: Final = 0.999
+# A client waits so many times the p99 of E2E latency: ours, so that nobody leaves who would
+# have been answered on a day like the recorded one.
+PATIENCE: Final = 2.0
+# Prefixes that are named: ours.
+PREFIXES: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A beginning that several prompts share, and what the cache spares by it.
+
+    `row` is a request whose prompt begins so; `saved_tokens` are its tokens in all but one of
+    them, which who warms the cache up with it spares that one too.
+    """
+
+    row: int
+    tokens: int
+    requests: int
+    saved_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How much of all prompt tokens others had before, by an unbounded cache, as shares.
+
+    `found` is what the engine's own cache is predicted to find. `moved` are the tokens of
+    blocks that an earlier prompt had behind another beginning: what is different would have to
+    move behind them. None where ids are chained, so that equal blocks have other ids there.
+    """
+
+    possible: float
+    found: float
+    moved: float | None
+    prefixes: tuple[Prefix, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAdvice:
+    """What clients should hold to at a load.
+
+    `in_flight` is the mean while requests came, requests per second times their mean latency
+    by Little's law; `connections` suffice for all but a thousandth of that time.
+    `most_in_flight` is what they should have in flight together at most: as much as at the
+    largest load at which the SLOs hold. `retries` is the share of requests that may be sent
+    once more before that load is reached, `too_long` the share that breaks an SLO on an empty
+    engine.
+
+    Units: requests, seconds, shares. None where no SLO says, or they hold at no load.
+    """
+
+    load: float
+    in_flight: float
+    connections: int
+    most_in_flight: int | None
+    timeout_s: float
+    retries: float | None
+    too_long: float | None
+    sharing: Sharing | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """Yield it for people."""
+        yield f"clients at {self.load:g}x the recorded load, predicted:"
+        yield f"  {self.in_flight:.3g} requests in flight on average"
+        yield f"  connection pool {self.connections}, all clients together"
+        if self.most_in_flight is not None:
+            yield f"  semaphore {self.most_in_flight}: more in flight break the SLOs"
+        yield f"  time-out {self.timeout_s:.3g} s, {PATIENCE:g} times the p99 of E2E latency"
+        if self.retries is None:
+            yield "  no retries: the SLOs hold at no load, or there are none"
+        else:
+            yield f"  retry budget {self.retries:.0%} of the requests until capacity is reached"
+        if self.too_long is not None:
+            yield f"  {self.too_long:.1%} break an SLO by length alone, on an empty engine"
+        if self.sharing is None:
+            yield "  prompts: no hash ids, so nothing tells what they share"
+            return
+        yield from _prompt_lines(self.sharing)
+
+
+def _prompt_lines(sharing: Sharing) -> Iterator[str]:
+    yield (
+        f"  prompts: {sharing.possible:.1%} of their tokens were there before, "
+        f"{sharing.found:.1%} are found in this KV cache"
+    )
+    if sharing.moved is None:
+        yield (
+            "  ids are chained: they cannot tell what a timestamp at the end or another order "
+            "of a prompt's parts would bring"
+        )
+    else:
+        yield f"  {sharing.moved:.1%} more would be there if what differs came behind it"
+    for prefix in sharing.prefixes:
+        yield (
+            f"  warm up with the first {prefix.tokens:,} tokens of request {prefix.row + 1} of "
+            f"those replayed: {prefix.requests:,} begin so, sharing {prefix.saved_tokens:,}"
+        )
+
+
+def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> ClientAdvice:
+    """Return what clients should hold to at the workload's load.
+
+    Raises: EngineError for a request that cannot be served; ShadowError, UsageError.
+    """
+    plan, slos, pieces = workload.plan, workload.slos, workload.pieces
+    logs = [predictor.replay(piece, limits, plan) for piece in pieces]
+    now, flight = measure(logs, slos), in_flight(logs)
+    p99_s = now.latency("e2e_s", "p99") or 0.0
+    most, there = None, None
+    if slos:
+        found = predictor.measure_capacity(pieces, limits, plan, slos)
+        if isinstance(found, Measurement) and found.capacity:
+            most = found.capacity / pieces[0].load
+            at = replace(plan, load=most)
+            there = in_flight([predictor.replay(piece, limits, at) for piece in pieces])
+    return ClientAdvice(
+        load=plan.load * pieces[0].load,
+        in_flight=flight.mean().value,
+        connections=math.ceil(flight.value_at(POOLED)),
+        most_in_flight=None if there is None else max(1, math.ceil(there.value_at(0.99))),
+        timeout_s=PATIENCE * p99_s,
+        retries=None if most is None else max(0.0, most / plan.load - 1.0),
+        too_long=_too_long(predictor, limits, workload) if slos else None,
+        sharing=_sharing(pieces, plan, now.prefix_cache_hit_ratio or 0.0),
+    )
+
+
+def in_flight(logs: Sequence[ReplayLog]) -> WeightedSamples:
+    """Return how many requests were in flight for how long while requests came."""
+    weights = np.zeros(1)
+    for log in logs:
+        held_s = _held_s(log.timelines)
+        size = max(weights.size, held_s.size)
+        weights = np.pad(weights, (0, size - weights.size))
+        weights[: held_s.size] += held_s
+    return WeightedSamples(np.arange(weights.size, dtype=np.float64), weights)
+
+
+def _held_s(line: Timelines) -> Floats:
+    ends_s = np.where(line.completed, line.last_s, line.due_s)
+    times_s = np.concatenate([line.due_s, ends_s])
+    changes = np.repeat([1, -1], len(line))
+    order = np.lexsort((changes, times_s))
+    level = np.maximum(np.cumsum(changes[order])[:-1], 0)
+    times_s = np.minimum(times_s[order], line.due_s.max())
+    held_s: Floats = np.bincount(level, np.diff(times_s)).astype(np.float64)
+    return held_s
+
+
+def _too_long(predictor: Predictor, limits: EngineLimits, workload: Workload) -> float:
+    """Return the share of requests that break an SLO one at a time, with nothing cached."""
+    alone = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=1)
+    good = []
+    for piece in workload.pieces:
+        bare = replace(piece, hashes=None, turns=None)
+        line = predictor.replay(bare, limits, alone).timelines
+        good.append(good_requests(line, workload.slos))
+    return 1.0 - float(np.concatenate(good).mean())
+
+
+def _sharing(pieces: Sequence[Trace], plan: ReplayPlan, found: float) -> Sharing | None:
+    """Return what prompts share; of several pieces, of the largest."""
+    piece = at_load(max(pieces, key=len), plan.load)
+    hashes, prompts = piece.hashes, piece.prompt_tokens
+    if hashes is None or not hashes.ids.size:
+        return None
+    tokens = float(prompts.sum())
+    possible = float(reused_tokens(hashes, prompts).sum()) / tokens
+    moved = moved_blocks(hashes)
+    return Sharing(
+        possible=possible,
+        found=found,
+        moved=None if moved is None else moved * hashes.block_size / tokens,
+        prefixes=tuple(shared_prefixes(hashes)),
+    )
+
+
+def _rows_and_places(hashes: HashIds) -> tuple[Ints, Ints]:
+    rows = np.repeat(np.arange(len(hashes)), hashes.counts)
+    return rows, np.arange(hashes.ids.size) - np.repeat(hashes.offsets[:-1], hashes.counts)
+
+
+def moved_blocks(hashes: HashIds) -> int | None:
+    """Return how many blocks an earlier row has, but behind another beginning.
+
+    None where the ids are chained, as no id has two blocks before it then.
+
+    >>> moved_blocks(HashIds.from_rows([(1, 2, 3), (9, 2, 3)], 16))
+    2
+    """
+    _, places = _rows_and_places(hashes)
+    before = np.where(places > 0, np.roll(hashes.ids, 1), -1)
+    names, first, which = np.unique(hashes.ids, return_index=True, return_inverse=True)
+    pairs = np.unique(np.column_stack([which, before]), axis=0)
+    if len(pairs) == names.size:
+        return None
+    was_there = first[which] < np.repeat(hashes.offsets[:-1], hashes.counts)
+    is_hit = places < np.repeat(hashes.leading_hits(), hashes.counts)
+    return int((was_there & ~is_hit).sum())
+
+
+def shared_prefixes(hashes: HashIds, most: int = PREFIXES) -> Iterator[Prefix]:
+    """Yield the prefixes that spare most, none of them the beginning of another.
+
+    >>> next(shared_prefixes(HashIds.from_rows([(1, 2), (1, 2), (1, 3)], 16))).saved_tokens
+    32
+    """
+    rows, places = _rows_and_places(hashes)
+    _, first, counts = np.unique(hashes.ids, return_index=True, return_counts=True)
+    row, depth = rows[first], places[first] + 1
+    saved = (counts - 1) * depth * hashes.block_size
+    for _ in range(most):
+        at = int(np.lexsort((depth, saved))[-1])
+        if saved[at] <= 0:
+            return
+        tokens = int(depth[at]) * hashes.block_size
+        yield Prefix(int(row[at]), tokens, int(counts[at]), int(saved[at]))
+        shared = np.minimum(depth, depth[at]) - 1
+        mine = hashes.ids[hashes.offsets[row[at]] + shared]
+        saved = np.where(hashes.ids[hashes.offsets[row] + shared] == mine, 0, saved)

@@ -1,0 +1,344 @@
+"""Which gate keeps goodput highest under overload, and who suffers from it.
+
+Gates are replayed in the shadow, the same requests at each load. One gate has to serve all
+loads, since nobody changes it when a burst comes: of those that were tried it is the one that
+falls least behind the best at its worst load. Loads are judged by the requests within every
+SLO per second in which requests came; who is turned away, or cut off, is not among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import NoFeasibleConfigError, ShadowError
+from tuner.gate import GateLimits
+from tuner.replay.metrics import Measurement, good_requests, measure
+from tuner.replay.slo import Slo
+from tuner.replay.timeline import Outcome
+from tuner.run.context import Workload
+from tuner.run.predict import FEW_DRAWS, Drawing, Predictions, Replays, at_once
+from tuner.search.race import CONFIDENCE
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.simulator import SimulatedEngine
+from tuner.stats import Bools, Estimate, Floats
+
+# What is tried of each, ours: requests in the engine and before the gate as multiples of
+# max_num_seqs, time-outs as shares of the time that an SLO leaves, answers by their quantiles.
+IN_FLIGHT: Final = (0.125, 0.25, 0.375, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+QUEUED: Final = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+WAITS: Final = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)
+LONGEST: Final = (0.75, 0.9, 0.95, 0.99)
+# Rounds in which each is tried with the others held: ours, later ones seldom find more.
+ROUNDS: Final = 3
+# Gates within this share of each other are one: ours; the larger one turns fewer away then.
+SAME: Final = 0.005
+# The load at which is shown who suffers, or the largest below it.
+SHOWN_LOAD: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLoad:
+    """What the gate does at one load, a multiple of the recorded arrivals.
+
+    `gained` is the goodput with the gate less that without one, on draws of other traffic of
+    the kind and of models that are as possible; `odds` is the share of draws in which it gains.
+
+    Units: goodput in requests per second in which requests came.
+    """
+
+    load: float
+    before: Measurement
+    gated: Measurement
+    gained: Estimate
+    odds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures for --json."""
+        names = ("offered", "completed", "refused", "turned_away", "truncated", "timed_out")
+        both = {"without": self.before, "with_gate": self.gated}
+        figures = {
+            key: {
+                **{name: getattr(m, name) for name in names},
+                "goodput_per_s": goodput_per_s(m),
+                "slo_attainment_ratio": m.slo_attainment_ratio,
+            }
+            for key, m in both.items()
+        }
+        return {
+            "load": self.load,
+            "offered_per_s": self.before.offered_per_s,
+            **figures,
+            "gained_per_s": asdict(self.gained),
+            "probability_better": self.odds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Affected:
+    """What becomes of the requests with prompts or answers of some lengths, as shares of them.
+
+    Units: tokens, the first and the last included.
+    """
+
+    what: str
+    first_tokens: int
+    last_tokens: int
+    requests: int
+    good_before: float
+    good: float
+    turned_away: float
+    truncated: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateAnswer:
+    """The gate for an engine at its limits, and what it does at each load.
+
+    `affected` is told at `shown_load`. `capacity` is the largest load at which the SLOs hold
+    without a gate and `in_flight` the mean number of requests in the engine then; None where
+    they hold at none.
+    """
+
+    limits: EngineLimits
+    gate: GateLimits
+    slos: tuple[Slo, ...]
+    wrong_ratio: float
+    loads: tuple[GatedLoad, ...]
+    shown_load: float
+    affected: tuple[Affected, ...]
+    capacity: float | None
+    in_flight: float | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether the gate is surely better at any of the loads."""
+        return any(at.odds >= CONFIDENCE for at in self.loads)
+
+    def replicas(self, load: float) -> int | None:
+        """Return how many replicas hold a load within the SLOs, None where none would."""
+        return math.ceil(load / self.capacity) if self.capacity else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return {
+            "engine": "shadow",
+            "limits": self.limits,
+            "gate": asdict(self.gate),
+            "slos": [str(slo) for slo in self.slos],
+            "error_ratio": self.wrong_ratio,
+            "pays": self.pays,
+            "loads": [
+                {**at.as_json(), "replicas": self.replicas(at.load)} for at in self.loads
+            ],
+            "shown_load": self.shown_load,
+            "affected": [asdict(group) for group in self.affected],
+            "capacity": self.capacity,
+            "in_flight_at_capacity": self.in_flight,
+        }
+
+
+def goodput_per_s(m: Measurement) -> float:
+    """Return the requests within every SLO, per second in which requests came.
+
+    With the last answer as the end, as elsewhere, a queue that is worked off would count twice
+    against whoever has no gate.
+    """
+    return (m.slo_attainment_ratio or 0.0) * (m.offered_per_s or 0.0)
+
+
+def find_gate(
+    predictor: Predictor,
+    limits: EngineLimits,
+    workload: Workload,
+    loads: Sequence[float],
+    note: Callable[[str], None] = lambda _: None,
+) -> GateAnswer:
+    """Search for the gate of an engine at its limits, for a workload at each of the loads.
+
+    Shapes: loads is [n], n >= 1, ascending.
+    Raises: NoFeasibleConfigError if a gate would refuse everything; ShadowError where the
+        simulator must not be relied on.
+    """
+    if predictor.doubt:
+        raise ShadowError(
+            f"a gate is searched for by the simulator alone, and {predictor.doubt}",
+            "profile the engine with an option or a release of vLLM that it knows",
+        )
+    search = _Search(predictor, limits, workload, tuple(loads))
+    gate = search.run()
+    note(f"{len(search.goodput)} gates replayed at {len(loads)} loads")
+    found = search.at_loads(gate)
+    shown = max([load for load in loads if load <= SHOWN_LOAD], default=loads[0])
+    most = predictor.measure_capacity(workload.pieces, limits, workload.plan, workload.slos)
+    capacity = None
+    if isinstance(most, Measurement) and most.capacity:
+        capacity = most.capacity / workload.pieces[0].load
+    return GateAnswer(
+        limits=limits,
+        gate=gate,
+        slos=workload.slos,
+        wrong_ratio=predictor.wrong_ratio,
+        loads=found,
+        shown_load=shown,
+        affected=tuple(search.affected(gate, shown)),
+        capacity=capacity,
+        in_flight=most.running.mean + most.queue_depth.mean
+        if isinstance(most, Measurement) and capacity
+        else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Gates replayed on the same requests; what each came to is kept."""
+
+    predictor: Predictor
+    limits: EngineLimits
+    workload: Workload
+    loads: tuple[float, ...]
+
+    @cached_property
+    def goodput(self) -> dict[GateLimits | None, Floats]:
+        """Goodput at each load of every gate that was replayed, None being none."""
+        return {}
+
+    @cached_property
+    def _recorded(self) -> Replays:
+        return Replays(self.workload, self.workload.pieces)
+
+    @cached_property
+    def _engine(self) -> SimulatedEngine:
+        return self.predictor.simulated(self.limits)
+
+    def run(self) -> GateLimits:
+        """Try each part of a gate in turn; return the best of all. Raises: as `find_gate`."""
+        best = GateLimits(self.limits.max_num_seqs)
+        self._try([None, best, GateLimits(1)])
+        for _ in range(ROUNDS):
+            began = best
+            for name, values in self._ladders().items():
+                self._try([replace(best, **{name: value}) for value in values])
+                best = self._best()
+            if best == began:
+                break
+        if not any(reached.any() for reached in self.goodput.values()):
+            slos = ", ".join(map(str, self.workload.slos))
+            raise NoFeasibleConfigError(
+                f"a gate that keeps to {slos} would refuse everything: not one request is"
+                " within them, not even alone in the engine",
+                "allow more time, or change the engine: tune plan says what others reach",
+            )
+        return best
+
+    def _ladders(self) -> Mapping[str, Sequence[Any]]:
+        cap = self.limits.max_num_seqs
+        answers = np.concatenate([piece.output_tokens for piece in self.workload.pieces])
+        longest = np.unique(np.quantile(answers, LONGEST).astype(np.int64)).tolist()
+        bounds = [
+            slo.bound_s for slo in self.workload.slos if slo.metric in ("ttft_s", "e2e_s")
+        ]
+        waits = [share * min(bounds) for share in WAITS] if bounds else []
+        return {
+            "max_in_flight": sorted({1, *(max(1, round(cap * k)) for k in IN_FLIGHT)}),
+            "max_queued": sorted({round(cap * k) for k in QUEUED}),
+            "queue_timeout_s": [None, *(float(f"{wait_s:.3g}") for wait_s in waits)],
+            "max_output_tokens": [None, *(n for n in longest if n < answers.max())],
+        }
+
+    def _try(self, gates: Sequence[GateLimits | None]) -> None:
+        new = [gate for gate in dict.fromkeys(gates) if gate not in self.goodput]
+
+        def reached(place: tuple[GateLimits | None, float]) -> float:
+            return goodput_per_s(self._measure(self._recorded, self._engine, *place))
+
+        places = [(gate, load) for gate in new for load in self.loads]
+        found = at_once(self.predictor, self.workload, reached, places)
+        rows = np.reshape(found, (len(new), len(self.loads)))
+        self.goodput.update(zip(new, rows, strict=True))
+
+    def _measure(
+        self, replays: Replays, engine: SimulatedEngine, gate: GateLimits | None, load: float
+    ) -> Measurement:
+        plan = replace(self.workload.plan, load=load, gate=gate)
+        statistics = self.workload.scoring.statistics
+        return measure(replays.logs(engine, self.limits, plan), self.workload.slos, statistics)
+
+    def _best(self) -> GateLimits:
+        """Return the gate that is least behind at its worst load, the widest of like ones."""
+        top = np.maximum(np.max(list(self.goodput.values()), axis=0), 1e-12)
+        worst = {
+            gate: round(float((1 - reached / top).max()) / SAME)
+            for gate, reached in self.goodput.items()
+            if gate is not None
+        }
+
+        def order(gate: GateLimits) -> tuple[float, ...]:
+            longest = gate.max_output_tokens or math.inf
+            wait_s = gate.queue_timeout_s or math.inf
+            return (worst[gate], -longest, -gate.max_queued, -wait_s, -gate.max_in_flight)
+
+        return min(worst, key=order)
+
+    def at_loads(self, gate: GateLimits) -> tuple[GatedLoad, ...]:
+        """Return what a gate does at each load, and how sure that is by draws."""
+        nothing = Predictions(self.workload, self.predictor.wrong_ratio, {})
+        drawn = Drawing(self.predictor, nothing).possible(self.limits, FEW_DRAWS)
+
+        def gained(k: int) -> list[float]:
+            return [
+                goodput_per_s(self._measure(*drawn[k], gate, load))
+                - goodput_per_s(self._measure(*drawn[k], None, load))
+                for load in self.loads
+            ]
+
+        gains = np.array(at_once(self.predictor, self.workload, gained, range(FEW_DRAWS)))
+        ends = np.quantile(gains, (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2), axis=0)
+        found = []
+        for i, load in enumerate(self.loads):
+            before, gated = (
+                self._measure(self._recorded, self._engine, g, load) for g in (None, gate)
+            )
+            value = goodput_per_s(gated) - goodput_per_s(before)
+            low, high = ends[:, i].tolist()
+            odds = float((gains[:, i] > 0).mean())
+            found.append(
+                GatedLoad(load, before, gated, Estimate(value, low, high, FEW_DRAWS), odds)
+            )
+        return tuple(found)
+
+    def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:
+        """Tell what becomes of a third of the requests each, by prompt and by answer."""
+        plan = replace(self.workload.plan, load=load)
+        traces = [piece.trace for piece in self._recorded.traffic_at(plan)]
+        before, _ = self._fates(None, load)
+        good, outcome = self._fates(gate, load)
+        for what in ("prompt", "answer"):
+            column = "prompt_tokens" if what == "prompt" else "output_tokens"
+            tokens = np.concatenate([getattr(trace, column) for trace in traces])
+            for rows in np.array_split(np.argsort(tokens, kind="stable"), 3):
+                if not rows.size:
+                    continue
+                yield Affected(
+                    what,
+                    int(tokens[rows].min()),
+                    int(tokens[rows].max()),
+                    int(rows.size),
+                    float(before[rows].mean()),
+                    float(good[rows].mean()),
+                    float((outcome[rows] == int(Outcome.TURNED_AWAY)).mean()),
+                    float((outcome[rows] == int(Outcome.TRUNCATED)).mean()),
+                )
+
+    def _fates(self, gate: GateLimits | None, load: float) -> tuple[Bools, Any]:
+        """Mark the requests within their SLOs, and return how all of them ended."""
+        plan = replace(self.workload.plan, load=load, gate=gate)
+        lines = [x.timelines for x in self._recorded.logs(self._engine, self.limits, plan)]
+        good = [good_requests(line, self.workload.slos) for line in lines]
+        return np.concatenate(good), np.concatenate([line.outcome for line in lines])
