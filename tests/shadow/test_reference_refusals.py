@@ -68,7 +68,9 @@ def a_config(**parts: object) -> SimpleNamespace:
 def groups(*specs: object) -> SimpleNamespace:
     """Return a KV-cache configuration of such groups."""
     return SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        num_blocks=100,
+        kv_cache_tensors=[SimpleNamespace(size=100 * 4096)],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
     )
 
 
