@@ -179,6 +179,8 @@ def advise_on_knobs(
 
     Raises: ShadowError, UsageError.
     """
+    if not context.record.options.knobs:
+        return None
     with context.stopwatch.stage("knobs"):
         advice = advise(
             predictor.as_deployed(),
