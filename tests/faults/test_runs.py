@@ -263,6 +263,8 @@ def test_the_oracle_sees_a_trial_that_is_lost(undisturbed: Ended, tmp_path: Path
             with pytest.raises(AssertionError):
                 run.check_whole(undisturbed)
             sleeper = ours.start(["sleep", "60"], run.log)
+            while not ours.alive():  # until it has its own environment
+                time.sleep(0.01)
             with pytest.raises(AssertionError, match="still running"):
                 ours.none_left(0.5)
             sleeper.kill()
