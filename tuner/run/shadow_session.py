@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat, EngineError
+from tuner.errors import Caveat, EngineError, ShadowError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.capacity import CapacityResult, predict_capacity
@@ -140,23 +140,37 @@ def _starting_limits() -> list[EngineLimits]:
     return [point.limits for point in STARTING_POINTS.values()]
 
 
+def _leaves_blocks(predictor: Predictor, limits: EngineLimits) -> bool:
+    """Whether an engine started with the limits is left any KV cache."""
+    try:
+        predictor.simulated(limits)
+    except ShadowError:
+        return False
+    return True
+
+
 def compare_starting_points(
     predictor: Predictor, predicted: Predictions, decision: RaceDecision
 ) -> tuple[StartFinding, ...]:
     """Predict how far each starting point is from the answer, with this engine's memory.
 
-    Nothing where vLLM's own scheduler is asked, which takes too long.
+    Nothing where vLLM's own scheduler is asked, which takes too long, and of those that would
+    leave no KV cache.
 
     Raises: ShadowError, UsageError.
     """
     if predictor.doubt:
         return ()
-    asked = [*_starting_limits(), decision.winner]
+    own_start = predictor.as_deployed()
+    possible = [limits for limits in _starting_limits() if _leaves_blocks(own_start, limits)]
+    asked = [*possible, decision.winner]
     own = predict_more(predictor.as_deployed(), predicted, asked)
     scores = {limits: scored(own.workload, own.outcomes[limits]) for limits in asked}
     best = scores[decision.winner]
     found = []
     for name, point in STARTING_POINTS.items():
+        if point.limits not in scores:
+            continue
         score = scores[point.limits]
         a, b = score.value_in(Tier.GOOD), best.value_in(Tier.GOOD)
         is_known = 0 < a < math.inf and 0 < b < math.inf
