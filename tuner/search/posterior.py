@@ -204,6 +204,13 @@ class Draws:
             self, here=self.here * times, elsewhere=lambda some: self.elsewhere(some) * times
         )
 
+    def times(self, factors: Floats) -> Self:
+        """Return the draws with each's steps so many times as long. Shapes: [draws]."""
+        each = factors[:, None, None]
+        return replace(
+            self, here=self.here * each, elsewhere=lambda some: self.elsewhere(some) * each
+        )
+
     def decide(
         self, current: EngineLimits, confidence: float = CONFIDENCE, rounds: int = 0
     ) -> RaceDecision:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -419,8 +419,11 @@ class Simulation:
         self._measures = plan.lead_in_s == 0
         trace = prepared.trace
         n = len(trace)
-        layout = lay_out(engine, prepared, limits, plan, slots, caches=caches)
-        self._g, self._x, self._t, self._w, self._slots, self._cache = layout
+        self._g = _integers(engine, prepared, limits, plan, slots, caches=caches)
+        self._x = _seconds(engine.step_model, prepared, plan)
+        self._t = _table(engine.step_model, self._g)
+        self._w = _work(self._g)
+        self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
         self._instants = np.full((n, 4), np.nan, order="F")
         self._instants[:, s.DUE] = trace.due_s
         self._answers = np.zeros((n, 2), np.int64, order="F")
@@ -430,6 +433,7 @@ class Simulation:
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
         self._ready = _ready(prepared, self._g)
+        self._cache = _cache(prepared, self._g, caches=caches)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
         """Go on to the end, or until the caller stops it; return the status.
@@ -577,33 +581,6 @@ class Simulation:
             decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
         )
-
-
-class Layout(NamedTuple):
-    """What a replay works on beside its traffic, as `schedule` wants it before it begins."""
-
-    integers: NDArray[np.int64]
-    seconds: Floats
-    table: Floats
-    work: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    cache: s.Cache
-
-
-def lay_out(
-    engine: SimulatedEngine,
-    prepared: PreparedTrace,
-    limits: EngineLimits,
-    plan: ReplayPlan,
-    slots: int,
-    *,
-    caches: bool,
-) -> Layout:
-    """Return an engine's arrays before a replay begins on it."""
-    g = _integers(engine, prepared, limits, plan, slots, caches=caches)
-    x, t = _seconds(engine.step_model, prepared, plan), _table(engine.step_model, g)
-    sl = np.zeros((slots, s.SLOT_FIELDS), np.int64)
-    return Layout(g, x, t, _work(g), sl, _cache(prepared, g, caches=caches))
 
 
 def _histograms() -> Floats:

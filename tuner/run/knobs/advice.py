@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
@@ -28,9 +30,18 @@ from tuner.run.knobs.records import (
     moved,
     settings_text,
 )
-from tuner.run.predict import FEW_DRAWS, Predictions, draw, predict, predict_more, scored
+from tuner.run.predict import (
+    FEW_DRAWS,
+    UNEXPLAINED,
+    Predictions,
+    draw,
+    predict,
+    predict_more,
+    scored,
+)
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Score, Tier
 from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
 from tuner.search.race import CONFIDENCE, Odds
@@ -180,6 +191,11 @@ class _Turning:
         And by what they are judged, and by how much of it.
         """
         ours, theirs = self._draws(limits, changes), self._draws(before, ())
+        # What no model knows of either engine, which draws of one place have in common.
+        effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
+        rng = np.random.default_rng(self._predictor.seed)
+        off = np.array([effects.draw(rng) for _ in range(count)])
+        ours = ours.times(np.exp(off[:, 0] - off[:, 1]))
         return ours.against(theirs, self._confidence)[:3]
 
     def is_sure(self, odds: Odds) -> bool:

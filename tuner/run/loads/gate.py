@@ -47,8 +47,9 @@ SHOWN_LOAD: Final = 2.0
 class GatedLoad:
     """What the gate does at one load, a multiple of the recorded arrivals.
 
-    `gained` is the goodput with the gate less that without one, on draws of other traffic of
-    the kind and of models that are as possible; `odds` is the share of draws in which it gains.
+    `gained` is by how much the goodput is larger with the gate, in the middle of draws of other
+    traffic of the kind and of models that are as possible; `odds` is the share of draws in
+    which it gains.
 
     Units: goodput in requests per second in which requests came.
     """
@@ -291,26 +292,25 @@ class _Search:
         nothing = Predictions(self.workload, self.predictor.wrong_ratio, {})
         drawn = Drawing(self.predictor, nothing).possible(self.limits, FEW_DRAWS)
 
-        def gained(k: int) -> list[float]:
+        def drawn_gains(k: int) -> list[float]:
             return [
                 goodput_per_s(self._measure(*drawn[k], gate, load))
                 - goodput_per_s(self._measure(*drawn[k], None, load))
                 for load in self.loads
             ]
 
-        gains = np.array(at_once(self.predictor, self.workload, gained, range(FEW_DRAWS)))
-        ends = np.quantile(gains, (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2), axis=0)
+        gains = np.array(at_once(self.predictor, self.workload, drawn_gains, range(FEW_DRAWS)))
+        shares = (0.5, 0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
+        found_in_draws = np.quantile(gains, shares, axis=0)
         found = []
         for i, load in enumerate(self.loads):
             before, gated = (
                 self._measure(self._recorded, self._engine, g, load) for g in (None, gate)
             )
-            value = goodput_per_s(gated) - goodput_per_s(before)
-            low, high = ends[:, i].tolist()
+            middle, low, high = found_in_draws[:, i].tolist()
+            gained = Estimate(middle, low, high, FEW_DRAWS)
             odds = float((gains[:, i] > 0).mean())
-            found.append(
-                GatedLoad(load, before, gated, Estimate(value, low, high, FEW_DRAWS), odds)
-            )
+            found.append(GatedLoad(load, before, gated, gained, odds))
         return tuple(found)
 
     def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:
