@@ -25,11 +25,12 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.report.page import REPORT_FILE, report_of
-from tuner.run import tune as run_tune
 from tuner.run.inputs import configured_engine, engine_of_profile, fit_lengths
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult
+from tuner.run.tune import PreparedRun
+from tuner.run.variants import runs
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile
@@ -114,7 +115,7 @@ def _source_of(
 
 
 def tune(
-    options: TuningOptions | run_tune.PreparedRun,
+    options: TuningOptions | PreparedRun,
     listener: Listener | None = None,
     *,
     source: EngineSource | None = None,
@@ -134,7 +135,7 @@ def tune(
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;
         KeyboardInterrupt.
     """
-    return run_tune.tune(
+    return runs.tune(
         options, listener, source=source, predictor_of=predictor_of, write_page=_write_page
     )
 

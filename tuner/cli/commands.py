@@ -15,6 +15,7 @@ from tuner.cli.options import (
     CONTEXT,
     ENGINE_FAILED,
     FILE,
+    GPU_HOUR_PRICE,
     GREEDY,
     JSON,
     KNOBS,
@@ -335,15 +336,25 @@ def doctor() -> int:
     "Search",
     choice_option(
         "--method",
-        among=["auto", "live", "shadow"],
+        among=["auto", "calibrated", "live", "shadow"],
         default="auto",
         help="auto: measure a few settings live, predict all of them in the shadow, which is "
         "vLLM's own scheduler with predicted step times, and compare the best live (with "
-        "--profile the first part is skipped); live: measure all of them; shadow: only "
-        "predict, without an engine; needs --profile.",
+        "--profile the first part is skipped); calibrated: leave that last part out; live: "
+        "measure all of them; shadow: only predict, without an engine; needs --profile.",
     ),
     CAPS,
     KNOBS,
+    click.option(
+        "--variant",
+        "variants",
+        multiple=True,
+        metavar="NAME:KEY=VALUE",
+        help="Another configuration to compare at its own best limits, for example "
+        "fp8:quantization=fp8; started once. May be repeated; NAME again adds a key, NAME "
+        "alone takes one that --profile knows.",
+    ),
+    GPU_HOUR_PRICE,
     choice_option(
         "--start",
         among=["high-throughput", "low-latency"],
@@ -494,12 +505,7 @@ def replay(**params: Any) -> int:
         help="How many replicas keep the SLOs, fixed, by plan or autoscaled, and their cost.",
     ),
     router_option(),
-    click.option(
-        "--gpu-hour-price",
-        type=click.FloatRange(0, min_open=True),
-        metavar="PRICE",
-        help="What a GPU costs for an hour.",
-    ),
+    GPU_HOUR_PRICE,
     time_option(
         "--start-time",
         default="2m",

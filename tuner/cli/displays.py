@@ -243,6 +243,8 @@ def show_outcome(outcome: RunResult, written_to: str) -> None:
         say(point.text)
     for line in outcome.knobs.below if outcome.knobs is not None else ():
         say(line)
+    for line in outcome.variants.lines if outcome.variants is not None else ():
+        say(line)
     if outcome.capacity is not None:
         say(f"capacity at the SLOs: {outcome.capacity.text}")
     for caveat in outcome.caveats:

@@ -161,6 +161,12 @@ KNOBS = click.option(
     help="What else to turn beside the two limits, for example prefix-caching,long-prefill: "
     "tune explain lists them. What gains under 2 % is left alone; default: none.",
 )
+GPU_HOUR_PRICE = click.option(
+    "--gpu-hour-price",
+    type=click.FloatRange(0, min_open=True),
+    metavar="PRICE",
+    help="What a GPU costs for an hour, to compare by cost.",
+)
 LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
 FILE = click.Path(readable=False)

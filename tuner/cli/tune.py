@@ -33,6 +33,7 @@ from tuner.run.options import DEFAULT_BUDGET_S, Method, TuningOptions
 from tuner.run.result import RunResult
 from tuner.run.stored import read_record
 from tuner.run.tune import PreparedRun, prepare
+from tuner.run.variants.records import parse_variants
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER
 from tuner.shadow.predictor import Predictor
@@ -87,6 +88,8 @@ def tuning_options(params: Params) -> TuningOptions:
         **traffic.settings,
         ladder=params["max_num_seqs"] or DEFAULT_LADDER,
         knobs=params["knobs"],
+        variants=parse_variants(params["variants"]),
+        gpu_hour_price=params["gpu_hour_price"],
         start=params["start"],
         method=Method(params["method"]),
         profile=path_of(params["profile"]),
@@ -158,9 +161,11 @@ def _tuning_path(name: str) -> Path:
 
 def _check_format(chosen: Format, run: PreparedRun) -> None:
     """Refuse now what could not be written in the end. Raises: UsageError."""
-    if chosen is Format.VLLM_EXACT and run.options.method is Method.SHADOW:
+    method = run.options.method
+    if chosen is Format.VLLM_EXACT and method in (Method.SHADOW, Method.CALIBRATED):
         raise UsageError(
-            "--format vllm-exact repeats a measured point, and --method shadow measures none",
+            f"--format vllm-exact repeats a measured point, and --method {method} measures "
+            "none",
             "leave --format out",
         )
     values, lost = without_lost(run.engine.deployed_values)

@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tuner.emit.flags import flags
-from tuner.emit.recommendation import LIVE_LIMIT_KEYS
-from tuner.engine.serve_config import hyphenated, twin
+from tuner.engine.serve_config import LIVE_LIMIT_KEYS, hyphenated, twin
 from tuner.errors import UsageError
 
 _STARTS_VLLM: Final = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\.[\w.]+")

@@ -27,10 +27,10 @@ from tuner.emit.edits import (
     set_flag,
 )
 from tuner.emit.flags import flags, without_expansion
-from tuner.emit.recommendation import API_KEY, LIVE_LIMIT_KEYS, Recommendation
+from tuner.emit.recommendation import API_KEY, Recommendation
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
-from tuner.engine.serve_config import MAX_NUM_SEQS, human_integer, twin
+from tuner.engine.serve_config import LIVE_LIMIT_KEYS, MAX_NUM_SEQS, human_integer, twin
 
 _SWITCHES: Final = {
     "enableChunkedPrefill": "enable-chunked-prefill",

@@ -15,6 +15,7 @@ from typing import Final
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
+    LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     changed,
@@ -24,12 +25,6 @@ from tuner.engine.serve_config import (
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
 from tuner.run.result import SET_BESIDE, Advice, RunResult
-
-LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
-"""Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
-
-Source: SchedulerConfig in vLLM's vllm/config/scheduler.py.
-"""
 
 CAPPED: Final = "which would cap the tuned limits"
 """How the remark on a key ends that is left out because it would undo the tuning."""

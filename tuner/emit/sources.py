@@ -13,7 +13,6 @@ from typing import Final
 from tuner.emit.recommendation import (
     CAPPED,
     EXACT,
-    LIVE_LIMIT_KEYS,
     Recommendation,
     facts_in,
     facts_of_run,
@@ -23,6 +22,7 @@ from tuner.emit.recommendation import (
 )
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
+    LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     hyphenated,

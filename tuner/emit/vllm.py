@@ -13,10 +13,11 @@ from typing import Any, Final
 from ruamel.yaml.comments import CommentedSeq
 
 from tuner.emit.edits import no_place
-from tuner.emit.recommendation import EXACT, LIVE_LIMIT_KEYS, Recommendation, dropped
+from tuner.emit.recommendation import EXACT, Recommendation, dropped
 from tuner.emit.target import Names
 from tuner.emit.yaml_text import yaml_text
 from tuner.engine.serve_config import (
+    LIVE_LIMIT_KEYS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     changed,
@@ -108,7 +109,7 @@ def exact_start(rec: Recommendation) -> tuple[int, int]:
     """Return the limits that the measured engine was started with. Raises: UsageError."""
     hint = "leave --format vllm-exact out: --format vllm holds the two limits that were tuned"
     version = rec.facts.get("vllm-version", "")
-    if rec.facts.get("method") == "shadow":
+    if rec.facts.get("method") in ("shadow", "calibrated"):
         raise UsageError(
             "vllm-exact repeats a measured point, and this one was predicted", hint
         )

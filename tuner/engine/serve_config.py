@@ -19,6 +19,11 @@ from tuner.redact import redacted
 
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
+LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
+"""Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
+
+Source: SchedulerConfig in vLLM's vllm/config/scheduler.py.
+"""
 
 
 INTEGER_KEYS: Final = frozenset(
@@ -220,8 +225,10 @@ def read_tuning(path: Path) -> Tuning:
     return Tuning(objective, tuple(slos), str(loaded.get("max-num-seqs", "")))
 
 
-def parse_engine_args(arguments: Iterable[str]) -> dict[str, object]:
-    """Return `key=value` arguments as configuration values.
+def parse_engine_args(
+    arguments: Iterable[str], option: str = "--engine-arg"
+) -> dict[str, object]:
+    """Return `key=value` arguments of an option as configuration values.
 
     true, false, numbers, lists and mappings are read as YAML reads JSON; anything else is text
     as it stands, so that `revision=0123` is no octal number and `on` no truth value.
@@ -237,15 +244,13 @@ def parse_engine_args(arguments: Iterable[str]) -> dict[str, object]:
         key = hyphenated(name.strip().removeprefix("--"))
         if not equals or not re.fullmatch(r"[A-Za-z][\w.+-]*", key):
             raise UsageError(
-                f"--engine-arg must be key=value, got {shown_argument(argument)!r}",
-                hint="for example --engine-arg max-model-len=4096",
+                f"{option} must be key=value, got {shown_argument(argument)!r}",
+                hint="for example max-model-len=4096",
             )
         if key in values or twin(key) in values:
-            raise UsageError(
-                f"--engine-arg {key} is given twice", hint="give each key one value"
-            )
+            raise UsageError(f"{option} {key} is given twice", hint="give each key one value")
         value = _argument_value(key, text.strip())
-        _check_value("--engine-arg", key, value)
+        _check_value(option, key, value)
         values[key] = value
     return values
 

@@ -43,8 +43,9 @@ from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import Window, busiest
 
-# The share of the budget that calibrating may take: ours; mostly it ends before.
-CALIBRATION_SHARE = 0.30
+# The share of the budget that calibrating may take, and where nothing is raced: ours; mostly it
+# ends before.
+CALIBRATION_SHARE, ALONE_SHARE = 0.30, 0.75
 # How long a block should take, and how many times as long it may take: ours, a hundred steps of
 # a large model.
 BLOCK_S, MAX_BLOCK = 2.0, 4.0
@@ -175,7 +176,8 @@ def replay_longer(
 class Blocks:
     """Blocks of the traffic that are replayed until it is known who is the best.
 
-    `ends_s` is when the time for them is over. `count` is how many were replayed.
+    They `are_alone` where nothing is raced: then they may take most of the budget. `ends_s` is
+    when the time for them is over. `count` is how many were replayed.
 
     Units: seconds.
     """
@@ -185,6 +187,7 @@ class Blocks:
     predictor_of: Callable[[Profile], Predictor]
     trace: Trace
     rng: np.random.Generator
+    are_alone: bool = False
     ends_s: float = 0.0
     count: int = 0
     _request_s: float = 0.0
@@ -198,10 +201,13 @@ class Blocks:
         runner: TrialRunner,
         calibrator: Calibrator,
         predictor_of: Callable[[Profile], Predictor],
+        *,
+        are_alone: bool = False,
     ) -> Self:
         """Return blocks of what is predicted."""
         trace = predicted_part(runner.context.trace, runner.context.aim)
-        return cls(runner, calibrator, predictor_of, trace, np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        return cls(runner, calibrator, predictor_of, trace, rng, are_alone)
 
     def calibrate(self) -> Pilot:
         """Replay blocks live until it is known who is the best, or their share is over.
@@ -215,9 +221,11 @@ class Blocks:
             observe = None if context.is_shared else self.calibrator.observe
             pilot = fly_pilot(self.runner, observe)
             self._request_s = pilot.wall_per_trace_s * trace.duration_s / len(trace)
-            context.listener.note(_outlook(self.runner, pilot))
+            if not self.are_alone:
+                context.listener.note(_outlook(self.runner, pilot))
             context.listener.note("calibrating on short blocks of the traffic")
-            self.ends_s = time.monotonic() + CALIBRATION_SHARE * context.budget.total_s
+            share = ALONE_SHARE if self.are_alone else CALIBRATION_SHARE
+            self.ends_s = time.monotonic() + share * context.budget.total_s
             self._first()
             self._chosen()
         return pilot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.slo import Slo
 from tuner.run.inputs import ReplaySettings
 from tuner.run.knobs.known import knob_named
+from tuner.run.variants.records import checked_variants
 from tuner.search.budget import Budget
 from tuner.search.objective import Objective, Scoring
 from tuner.search.race import CONFIDENCE
@@ -57,6 +59,7 @@ class Method(StrEnum):
     """How a run searches."""
 
     AUTO = "auto"
+    CALIBRATED = "calibrated"
     LIVE = "live"
     SHADOW = "shadow"
 
@@ -98,6 +101,8 @@ class TuningOptions(ReplaySettings):
     fits into the time. `load` is a multiple of the recorded arrival rate, `confidence` how
     probable it must be that a change is better and that SLOs are met, `ladder` the caps of
     max_num_seqs to climb, `knobs` what else may be turned, by the names of `tune explain`.
+    `variants` are other configurations to compare, the keys that each sets by its name, and
+    `gpu_hour_price` what an hour of a device costs there.
     `start` names limits that take the place of the configuration's own. `profile` is that of
     an earlier run: with it nothing has to be learnt of the engine, and with Method.SHADOW no
     engine is started. `run_dir` keeps the evidence,
@@ -120,6 +125,8 @@ class TuningOptions(ReplaySettings):
     confidence: float = CONFIDENCE
     ladder: Sequence[int] = DEFAULT_LADDER
     knobs: Sequence[str] = ()
+    variants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    gpu_hour_price: float | None = None
     start: str | None = None
     method: Method = Method.AUTO
     profile: Profile | str | Path | None = None
@@ -142,6 +149,7 @@ class TuningOptions(ReplaySettings):
             "slos": tuple(self.slos),
             "ladder": tuple(self.ladder),
             "knobs": tuple(dict.fromkeys(knob_named(name).name for name in self.knobs)),
+            "variants": checked_variants(self.variants),
             "window": _window_choice(self.window),
         }
         if self.load_model is not None:
@@ -168,6 +176,16 @@ class TuningOptions(ReplaySettings):
                 f"--confidence must be at least 0.5 and below 1, got {self.confidence:g}",
                 "for example 0.9",
             )
+        if self.gpu_hour_price is not None and not 0 < self.gpu_hour_price < math.inf:
+            raise UsageError(
+                f"--gpu-hour-price must be above 0, got {self.gpu_hour_price:g}",
+                "for example 2.5",
+            )
+        if self.gpu_hour_price is not None and not self.variants:
+            raise UsageError(
+                "--gpu-hour-price compares the cost of variants, and there is none",
+                "add --variant NAME:KEY=VALUE, or leave the price out",
+            )
         if self.start is not None and self.start not in STARTING_POINTS:
             raise UsageError(
                 f"--start must be one of {', '.join(STARTING_POINTS)}, got {self.start!r}",
@@ -183,20 +201,22 @@ class TuningOptions(ReplaySettings):
                 "--objective capacity asks many loads of each setting and needs the shadow",
                 "leave --method live out",
             )
-        if self.knobs and self.method is Method.LIVE:
-            raise UsageError(
-                "--knobs are found by predictions and need the shadow",
-                "leave --method live out",
-            )
+        predicts = {"--knobs": self.knobs, "--variant": self.variants}
+        for option in (name for name, is_asked in predicts.items() if is_asked):
+            if self.method is Method.LIVE:
+                raise UsageError(
+                    f"{option} rests on predictions and needs the shadow",
+                    "leave --method live out",
+                )
         if self.method is Method.SHADOW and not self.profile:
             raise UsageError(
                 "--method shadow needs --profile FILE",
                 "every live run writes profile.yaml into its run directory",
             )
-        if self.method is Method.LIVE and self.profile:
+        if self.profile and self.method not in (Method.AUTO, Method.SHADOW):
             raise UsageError(
-                "--profile is for --method auto and shadow, got --method live",
-                "a live run makes a profile of its own",
+                f"--profile is for --method auto and shadow, got --method {self.method}",
+                "a run on a live engine makes a profile of its own",
             )
 
     @property

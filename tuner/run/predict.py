@@ -31,7 +31,7 @@ from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
 from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
-from tuner.search.race import CONFIDENCE, RaceDecision
+from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
@@ -377,16 +377,34 @@ def draw(
     settings: Sequence[EngineLimits],
     draws: int = DRAWS,
     unexplained: Effects | None = None,
+    engine: int = 0,
 ) -> Draws:
     """Return draws of settings of which everything was predicted.
 
     `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
-    setting by setting. Where vLLM's own scheduler is asked, which takes too long, and where the
-    traffic is too little to draw from, only the model's error is drawn.
+    setting by setting. What is open of the speed of another `engine` has nothing to do with
+    that of the first; the traffic of a draw is the same. Where vLLM's own scheduler is asked,
+    which takes too long, and where the traffic is too little to draw from, only the model's
+    error is drawn.
 
     Raises: ShadowError, UsageError.
     """
-    return Drawing(predictor, predictions).draws(settings, draws, unexplained)
+    return Drawing(predictor, predictions, engine).draws(settings, draws, unexplained)
+
+
+def compare_engines(
+    ours: Draws, theirs: Draws, seed: int, confidence: float = CONFIDENCE
+) -> tuple[Odds, str, Estimate | None]:
+    """Return how sure a setting of one engine is better than one of another.
+
+    Of draws that both share, each of one setting; what no model knows of either engine, which
+    draws of one place have in common, counts against it. Beside it stands by what they are
+    judged, and by how much of it.
+    """
+    effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
+    rng = np.random.default_rng(seed)
+    off = np.array([effects.draw(rng) for _ in range(count)])
+    return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)[:3]
 
 
 def _resamplers(workload: Workload) -> list[Resampler | None]:
@@ -397,6 +415,23 @@ def _resamplers(workload: Workload) -> list[Resampler | None]:
         return [Resampler(piece) for piece in workload.pieces]
     except TooFewSamplesError:
         return [None] * len(workload.pieces)
+
+
+def capacity_per_s(
+    predictor: Predictor, workload: Workload, limits: EngineLimits
+) -> float | None:
+    """Return how many requests a second hold within the bounds; 0 where they hold at no load.
+
+    None where the setting fails.
+
+    Raises: ShadowError, UsageError.
+    """
+    pieces = workload.pieces
+    outcome = predictor.measure_capacity(pieces, limits, workload.plan, workload.slos)
+    if isinstance(outcome, Failure):
+        return None
+    offered = sum(map(len, pieces)) / sum(piece.duration_s for piece in pieces)
+    return (outcome.capacity or 0.0) / pieces[0].load * offered
 
 
 def scored(workload: Workload, outcome: Measurement | Failure) -> Score:
@@ -414,11 +449,11 @@ class Drawing:
     """Draws of what is open, the same for whoever is in them; what was replayed is kept.
 
     The model of a draw is the same for all settings but for what the batches of each have that
-    no model knows, and so are its requests.
+    no model knows, and so are its requests. Draws of another `engine` share these alone.
     """
 
-    def __init__(self, predictor: Predictor, predictions: Predictions) -> None:
-        self.predictions, self._predictor = predictions, predictor
+    def __init__(self, predictor: Predictor, predictions: Predictions, engine: int = 0) -> None:
+        self.predictions, self._predictor, self._engine = predictions, predictor, engine
         self._workload = workload = predictions.workload
         self._resamplers = _resamplers(workload)
         self._recorded = Replays(workload, workload.pieces)
@@ -578,6 +613,7 @@ class Drawing:
         slices = DRAWS // FEW_DRAWS
         size = FEW_DRAWS // DRAWS_PER_MODEL
         blocks = range(-(-count // (slices * size)))
+        place = (*place, self._engine) if self._engine else place
         parts = [even_normals(self._rng(*place, block), slices, size) for block in blocks]
         return np.concatenate(parts)[:count]
 

@@ -32,6 +32,7 @@ from tuner.run.evidence import (
     metric_changes,
 )
 from tuner.run.knobs.records import KnobAdvice, moved
+from tuner.run.variants.records import VariantComparison
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
@@ -295,6 +296,7 @@ class RunResult:
     trials: tuple[Trial, ...]
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
+    variants: VariantComparison | None = None
 
     @property
     def feasible(self) -> bool:
@@ -563,6 +565,7 @@ def _beside(result: RunResult) -> list[str]:
     """Return what is said beside the gain: starting points, knobs, capacity and caveats."""
     lines = [point.text for point in result.starting_points]
     lines += [] if result.knobs is None else result.knobs.below
+    lines += [] if result.variants is None else result.variants.lines
     if result.capacity is not None:
         lines.append(f"capacity at the SLOs: {result.capacity.text}")
     return [*lines, *(f"caveat: {caveat.text}" for caveat in result.caveats)]

@@ -96,9 +96,11 @@ def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> boo
 
 @dataclass(slots=True)
 class Session:
-    """A run with a live engine; with Method.LIVE nothing is predicted to rank by.
+    """A run with a live engine.
 
-    `chosen` are the windows that an earlier process of the run has chosen, if any.
+    With Method.LIVE nothing is predicted to rank by, with Method.CALIBRATED nothing is raced
+    where it can be predicted. `chosen` are the windows that an earlier process of the run has
+    chosen, if any.
     """
 
     runner: TrialRunner
@@ -134,10 +136,11 @@ class Session:
             f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
         )
         context.stopwatch.add("start", started.start_s + started.warm_up_s)
-        decision = self._predict_and_race(started) if self.method is Method.AUTO else None
+        is_live = self.method is Method.LIVE
+        decision = None if is_live else self._predict_and_race(started)
         if decision is None:
             decision = self._search_live(started)
-        if self._plan is not None:
+        if self._plan is not None and self.method is not Method.CALIBRATED:
             decision, self.cold = confirm_cold(
                 self.runner, self._plan, decision, self._predicted_cold
             )
@@ -182,11 +185,15 @@ class Session:
                 profile = given = self._taken_over(read_profile(path), started)
             else:
                 self._calibrator = self._begun(started)
-                blocks = Blocks.of(self.runner, self._calibrator, self.predictor_of)
+                is_alone = self.method is Method.CALIBRATED
+                parts = (self.runner, self._calibrator, self.predictor_of)
+                blocks = Blocks.of(*parts, are_alone=is_alone)
                 rate = blocks.calibrate().wall_per_trace_s
                 profile = self._fitted(self._calibrator)
             profile = self._compared(profile)
             settings = self._finalists(profile)
+            if self.method is Method.CALIBRATED:
+                return self._decided_by_prediction()
             plan = self._race_plan(settings, rate)
             if plan is None and given is not None:
                 plan = self._plan_beside_a_pilot(given, rate)
@@ -502,8 +509,9 @@ class Session:
         """
         if self._predicted is None or self._predictor is None:
             raise ShadowError("nothing was predicted")
-        if not self.chosen:
-            self._choose(self._predicted.workload.windows)
+        if not self.chosen or self.method is Method.CALIBRATED:
+            self.chosen = windows = self._predicted.workload.windows
+            self.context.keep_windows(windows, windows)
         return decide_predicted(self.context, self._predictor, self._predicted)
 
     # Without predictions.
@@ -599,6 +607,9 @@ class Session:
         workload = predicted.workload
         with context.stopwatch.stage("capacity"):
             found = predict_capacity(predictor, workload, decision, context.space.current)
+        if self.method is Method.CALIBRATED:
+            self.capacity = found
+            return
         windows = [workload] if self._plan is None else [workload, self._plan.workload]
         self.capacity = confirm_capacity(
             self.runner, predictor, windows, decision.winner, found

@@ -30,7 +30,7 @@ SCHEMA: Final = 2
 
 _MAY_DIFFER = {
     *("trace", "reading", "config", "profile", "budget_s", "storage", "notes"),
-    "start_timeout_s",
+    *("start_timeout_s", "gpu_hour_price"),
 }
 """What a run may go on with otherwise than it began. Its trace and its configuration may have
 moved; that they are the same is checked by their hashes."""
@@ -64,6 +64,8 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = START_TIMEOUT_S
     ladder: tuple[int, ...]
     knobs: tuple[str, ...] = ()
+    variants: dict[str, dict[str, Any]] = {}
+    gpu_hour_price: float | None = None
     start: str | None = None
     method: Method
     profile: str | None
@@ -84,6 +86,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
             "model": redacted({"": options.model})[""],
             "storage": redacted({"": options.storage})[""],
             "notes": dict(options.notes),
+            "variants": {name: dict(keys) for name, keys in options.variants.items()},
         }
         if not isinstance(trace, Trace):
             named = [trace] if isinstance(trace, (str, Path)) else trace
@@ -125,6 +128,7 @@ class StoredOptions(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             engine_args=_shown(self.engine_args),
+            variants={},
             config=_shown(config) if isinstance(config, dict) else config,
             storage=None,
         )

@@ -68,6 +68,7 @@ from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import LoadModel, TooLong, Trace
+from tuner.traffic.windows import Window
 
 WritePage = Callable[[Path], None]
 """Writes the page of the run in a directory. Raises: UsageError."""
@@ -78,13 +79,24 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Options whose files were read and found good, before any engine starts."""
+    """Options whose files were read and found good, before any engine starts.
+
+    `budget_share` is how much of its time this run may take, where others follow. `windows` are
+    those to replay where nothing can be predicted, chosen by the run that it is compared with.
+    """
 
     options: TuningOptions
     engine: EngineChoice
     traffic: Traffic
     run_path: Path
     profile: Profile | None
+    budget_share: float = 1.0
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def budget_s(self) -> float:
+        """How long this run may take, in seconds."""
+        return self.options.budget_s * self.budget_share
 
 
 def prepare(options: TuningOptions) -> PreparedRun:
@@ -312,11 +324,14 @@ def tune(
     source: EngineSource | None = None,
     predictor_of: Callable[[Profile], Predictor] | None = None,
     write_page: WritePage | None = None,
+    run_dir: RunDir | None = None,
 ) -> RunResult:
     """Run to the end and return what came of it; everything is in the run directory by then.
 
-    Where the engines come from, and what predicts, is the installed vLLM's matter unless given.
-    `write_page` writes the run's page beside its result.
+    Of the configuration as it is: variants are left to `tuner.run.variants.runs`. Where the
+    engines come from, and what predicts, is the installed vLLM's matter unless given.
+    `write_page` writes the run's page beside its result. `run_dir` is the run's directory where
+    the caller holds it open.
 
     Raises: UsageError, TraceError, ShadowError or TooFewSamplesError for what cannot be used;
         EngineError when the engine fails; NoFeasibleConfigError when nothing meets the SLOs;
@@ -329,17 +344,17 @@ def tune(
         listener.note(line)
     if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
         listener.note(DEMO_NOTE)
-    run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
+    held_dir = run_dir or RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        stored = read_record(run_dir.path) if prepared.options.is_resumed else None
+        stored = read_record(held_dir.path) if prepared.options.is_resumed else None
         if stored is not None:
-            _check_same(prepared, stored)
-        start = _Start(prepared, run_dir, stored, listener, predictor_of)
+            check_same(prepared, stored)
+        start = _Start(prepared, held_dir, stored, listener, predictor_of)
         with ExitStack() as held:
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
                 session, message = start.predicted(prepared.profile)
             else:
-                log, asked = run_dir.engine_log, prepared.options
+                log, asked = held_dir.engine_log, prepared.options
                 live = source or LiveSource(asked.is_greedy)
                 host = held.enter_context(EngineProcess(live, log, asked.start_timeout_s))
                 session, message = start.live(host)
@@ -347,10 +362,11 @@ def tune(
     except (EngineError, RefusedConfigError):
         raise  # what the engine said is in the directory
     except (TunerError, KeyboardInterrupt):
-        run_dir.discard()
+        held_dir.discard()
         raise
     finally:
-        run_dir.close()
+        if run_dir is None:
+            held_dir.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +397,7 @@ class _Start:
         prepared, options = self.prepared, self.prepared.options
         facts = host.facts(prepared.engine.values)
         check_has(options.knobs, facts.vllm_version)
+        self._check_variants(host, facts)
         context, message = self._context(facts)
         engine = EngineRunner(
             host,
@@ -394,9 +411,30 @@ class _Start:
             redacted(prepared.engine.values),
             lambda profile: self._predictor(profile, engine.ceiling, engine.info),
             options.method,
-            chosen=self.stored.windows if self.stored else (),
+            chosen=self.stored.windows if self.stored else prepared.windows,
         )
         return session, message
+
+    def _check_variants(self, host: EngineProcess, facts: EngineFacts) -> None:
+        """Refuse what no vLLM would take, and other requests, before anything is measured.
+
+        A variant that this vLLM refuses on this device may be one that does not run.
+
+        Raises: UsageError.
+        """
+        for name, values in self.prepared.options.variants.items():
+            try:
+                found = host.facts(changed(self.prepared.engine.values, values))
+            except RefusedConfigError:
+                continue
+            except UsageError as error:
+                raise UsageError(f"variant {name}: {error.message}", error.hint) from error
+            if found.max_model_len != facts.max_model_len:
+                raise UsageError(
+                    f"variant {name} takes requests of {found.max_model_len} tokens, the "
+                    f"configuration as it is of {facts.max_model_len}",
+                    "set max-model-len in the configuration to what both can take",
+                )
 
     def _predictor(
         self, profile: Profile, ceiling: EngineLimits, info: EngineInfo | None = None
@@ -415,7 +453,7 @@ class _Start:
         if message:
             listener.note(message)
         space = search_space(facts, trace, tuple(options.ladder), facts.current_limits)
-        aim, budget = aim_of(options, trace), Budget(options.budget_s)
+        aim, budget = aim_of(options, trace), Budget(prepared.budget_s)
         # Storage may be shared, and another run may have a directory of the same name.
         new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
         study = self.stored.study if self.stored else new_study
@@ -510,17 +548,18 @@ def _tell_plan(
     learnt = "a few settings live, " if prepared.profile is None else ""
     how = {
         Method.AUTO: f"{learnt}all of them predicted, the best live",
+        Method.CALIBRATED: f"{learnt}all of them predicted, none raced",
         Method.LIVE: "every setting live, on one engine start",
         Method.SHADOW: "predicted alone, nothing is measured",
     }[prepared.options.method]
     listener.note(
         f"plan: caps {caps} and past the edge while it wins, token budgets "
         f"{', '.join(map(str, space.budgets))}; {how}; at most "
-        f"{clock_text(prepared.options.budget_s)}; everything goes to {prepared.run_path}"
+        f"{clock_text(prepared.budget_s)}; everything goes to {prepared.run_path}"
     )
 
 
-def _check_same(prepared: PreparedRun, stored: RunRecord) -> None:
+def check_same(prepared: PreparedRun, stored: RunRecord) -> None:
     """Refuse to resume on another trace, another configuration or with other options."""
     stored.options.check_goes_on(prepared.options)
     for what, before, now in (

@@ -13,7 +13,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -80,7 +80,8 @@ class Profile:
     None where nobody can tell. `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
-    where this tool did not measure them on the engine itself.
+    where this tool did not measure them on the engine itself. `variants` are the profiles of
+    other configurations that were started beside this one, by their names.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
     """
@@ -97,6 +98,7 @@ class Profile:
     agreement: Agreement | None = None
     uncertainty: Uncertainty | None = None
     origin: str = ""
+    variants: Mapping[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse a profile that could not answer, or whose age cannot be told."""
@@ -194,8 +196,6 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises: UsageError if the file cannot be written; ValueError if it could not be read again.
     """
     data = _in_file(profile)
-    data["serve_values"] = redacted(data["serve_values"])
-    data["engine"]["model"] = redacted_text(data["engine"]["model"])
     try:
         msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
@@ -325,14 +325,24 @@ class _File(_Record):
     agreement: Agreement | None = None
     uncertainty: _Uncertainty | None = None
     origin: str = ""
+    variants: Mapping[str, _File] = {}
 
 
 def _in_file(profile: Profile) -> dict[str, Any]:
-    """Return the mapping that stands in the file for a profile."""
+    """Return the mapping that stands in the file for a profile, without secrets."""
+    plain: dict[str, Any] = msgspec.to_builtins(_record(profile), enc_hook=_as_plain)
+    if not profile.variants:
+        del plain["variants"]
+    return plain
+
+
+def _record(profile: Profile) -> _File:
+    """Return a profile for the file."""
     limits = [_Limits(**_parts(start.limits)) for start in profile.kv_starts]
     starts = zip(limits, profile.kv_starts, strict=True)
-    record = _File(
-        engine=_Shape(**_parts(profile.shape)),
+    shape = replace(profile.shape, model=redacted_text(profile.shape.model))
+    return _File(
+        engine=_Shape(**_parts(shape)),
         kv_starts=tuple(_KvStart(held, start.num_blocks) for held, start in starts),
         step_model=_step_record(profile.step_model),
         fit=_Fit(**_parts(profile.fit)),
@@ -340,15 +350,14 @@ def _in_file(profile: Profile) -> dict[str, Any]:
         made_at=profile.made_at,
         calibrated_on=profile.calibrated_on,
         current_limits=_Limits(**_parts(profile.current_limits)),
-        serve_values=profile.serve_values,
+        serve_values=redacted(profile.serve_values),
         agreement=profile.agreement,
         uncertainty=None
         if profile.uncertainty is None
         else _Uncertainty(**_parts(profile.uncertainty)),
         origin=profile.origin,
+        variants={name: _record(one) for name, one in profile.variants.items()},
     )
-    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
-    return plain
 
 
 def _step_record(model: StepModel) -> _StepModel:
@@ -390,6 +399,7 @@ def _from_file(found: _File) -> Profile:
             if found.uncertainty is None
             else _made(Uncertainty, found.uncertainty, "uncertainty"),
             origin=found.origin,
+            variants={name: _from_file(one) for name, one in found.variants.items()},
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

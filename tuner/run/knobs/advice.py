@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
@@ -32,8 +30,9 @@ from tuner.run.knobs.records import (
 )
 from tuner.run.predict import (
     FEW_DRAWS,
-    UNEXPLAINED,
     Predictions,
+    capacity_per_s,
+    compare_engines,
     draw,
     predict,
     predict_more,
@@ -41,7 +40,6 @@ from tuner.run.predict import (
 )
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.effects import Effects
 from tuner.search.objective import Objective, Score, Tier
 from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
 from tuner.search.race import CONFIDENCE, Odds
@@ -191,12 +189,7 @@ class _Turning:
         And by what they are judged, and by how much of it.
         """
         ours, theirs = self._draws(limits, changes), self._draws(before, ())
-        # What no model knows of either engine, which draws of one place have in common.
-        effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
-        rng = np.random.default_rng(self._predictor.seed)
-        off = np.array([effects.draw(rng) for _ in range(count)])
-        ours = ours.times(np.exp(off[:, 0] - off[:, 1]))
-        return ours.against(theirs, self._confidence)[:3]
+        return compare_engines(ours, theirs, self._predictor.seed, self._confidence)
 
     def is_sure(self, odds: Odds) -> bool:
         """Whether something is as surely better as is asked for."""
@@ -256,25 +249,17 @@ class _Turning:
             else "with a third less it grows worse"
         )
         more = int(GB / block_bytes) if block_bytes else place.blocks // 10
-        now, then = self._capacities(place, 1 + more / place.blocks)
+        larger = kv_times(place, 1 + more / place.blocks).engine(place.predictor)
+        now, then = (
+            capacity_per_s(predictor, self._found.workload, place.limits) or 0.0
+            for predictor in (place.predictor, larger)
+        )
         unit = f"one more GB ({more:,} blocks)" if block_bytes else f"{more:,} more blocks"
         return (
             f"of {_memory(place.blocks, block_bytes)}, {down}; {unit} would bring "
             f"{then - now:+.3g} requests/s to the {now:.3g}/s that hold within the bounds; "
             "not set: what of the memory is free is yours to say"
         )
-
-    def _capacities(self, place: Place, ratio: float) -> tuple[float, float]:
-        """Return how many requests a second hold within the bounds, now and with more."""
-        workload, found = self._found.workload, []
-        offered = sum(map(len, workload.pieces)) / sum(p.duration_s for p in workload.pieces)
-        for predictor in (place.predictor, kv_times(place, ratio).engine(place.predictor)):
-            outcome = predictor.measure_capacity(
-                workload.pieces, place.limits, workload.plan, workload.slos
-            )
-            capacity = outcome.capacity if isinstance(outcome, Measurement) else None
-            found.append((capacity or 0.0) / workload.pieces[0].load * offered)
-        return found[0], found[1]
 
     def swept(
         self, knobs: Sequence[Knob], limits: EngineLimits, chosen: Mapping[str, Change]
