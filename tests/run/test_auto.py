@@ -127,7 +127,8 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     assert tuned.result["provenance"]["engine_starts"] == 3
     assert tuned.result["method"] == "auto"
     stages = tuned.result["provenance"]["stages_s"]
-    assert set(stages) == {"start", "calibrate", "fit", "shadow", "draw", "race", "cold"}
+    asked = {"start", "calibrate", "fit", "shadow", "draw", "race", "cold", "clients"}
+    assert set(stages) == asked
     assert all(wall_s > 0 for wall_s in stages.values())
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from tuner.report.advice import clients, variants
 from tuner.report.agreement import agreement
 from tuner.report.certainty import certainty
 from tuner.report.field_strategies import strategies
@@ -44,12 +45,10 @@ _SECTIONS = (
 def sections_of(run: RunFiles) -> list[Section]:
     """Return the sections in the page's order, the answer first."""
     made = [answer(run), *(make(run) for make in _SECTIONS)]
-    compared = strategies(run)
-    if compared is None:
-        return made
     # Before the trace's own description: with what was measured of configurations.
     at = next(i for i, section in enumerate(made) if section.anchor == "trace")
-    return [*made[:at], compared, *made[at:]]
+    others = (make(run) for make in (variants, strategies, clients))
+    return [*made[:at], *(section for section in others if section), *made[at:]]
 
 
 def report_of(path: Path) -> str:

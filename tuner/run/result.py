@@ -32,6 +32,7 @@ from tuner.run.evidence import (
     metric_changes,
 )
 from tuner.run.knobs.records import KnobAdvice, moved
+from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.posterior import LIKELY
@@ -297,6 +298,7 @@ class RunResult:
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
     variants: VariantComparison | None = None
+    clients: ClientAdvice | None = None
 
     @property
     def feasible(self) -> bool:
@@ -381,6 +383,7 @@ class RunProvenance:
     ladder: Sequence[int] = ()
     knobs: KnobAdvice | None = None
     starting_points: Sequence[StartFinding] = ()
+    clients: ClientAdvice | None = None
 
 
 def make_outcome(
@@ -421,6 +424,7 @@ def make_outcome(
         trials=tuple(records),
         knobs=around.knobs,
         starting_points=tuple(around.starting_points),
+        clients=around.clients,
     )
 
 

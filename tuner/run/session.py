@@ -19,6 +19,7 @@ from tuner.run.directory import PROFILE_FILE
 from tuner.run.knobs.advice import confirm_knobs
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
+from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
 from tuner.run.predict import (
     DISAGREEMENT,
@@ -36,6 +37,7 @@ from tuner.run.result import StartFinding
 from tuner.run.shadow_session import (
     RunFindings,
     ShadowSession,
+    advise_clients,
     advise_on_knobs,
     compare_starting_points,
     decide_predicted,
@@ -112,6 +114,7 @@ class Session:
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
+    clients: ClientAdvice | None = None
     compared: Differences = field(default_factory=dict)
     _calibrator: Calibrator | None = None
     _predictor: Predictor | None = None
@@ -581,7 +584,7 @@ class Session:
         self._keep_profile(replace(read_profile(path), kv_starts=starts))
 
     def _turn_knobs(self, decision: RaceDecision) -> None:
-        """Find which knobs pay beside the answer and try them cold; compare starting points."""
+        """Find which knobs pay beside the answer and try them cold; and what else to say."""
         predictor, predicted = self._predictor, self._predicted
         names = self.context.record.options.knobs
         if predictor is None or predicted is None:
@@ -591,6 +594,7 @@ class Session:
         if decision.winner not in predicted.outcomes:
             predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
         self.starting_points = compare_starting_points(predictor, predicted, decision)
+        self.clients = advise_clients(self.context, predictor, predicted, decision.winner)
         advice = advise_on_knobs(self.context, predictor, predicted, decision)
         if advice is not None and self._plan is not None:
             advice = confirm_knobs(self.runner, self._plan, advice)
@@ -636,6 +640,7 @@ class Session:
             cold_blocks=self.runner.engine.cold_blocks,
             knobs=self.knobs,
             starting_points=self.starting_points,
+            clients=self.clients,
         )
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:

@@ -20,6 +20,8 @@ from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
+from tuner.run.loads import clients
+from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.predict import (
     Differences,
@@ -46,7 +48,8 @@ class RunFindings:
     they are judged, None before they are chosen. `compared` holds what was measured live and
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
     engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
-    `knobs` what may be turned beside the limits, `starting_points` how far those are from it.
+    `knobs` what may be turned beside the limits, `starting_points` how far those are from it,
+    `clients` what its clients should hold to.
     """
 
     windows: tuple[Window, ...] = ()
@@ -61,6 +64,7 @@ class RunFindings:
     cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
+    clients: ClientAdvice | None = None
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
@@ -209,6 +213,21 @@ def advise_on_knobs(
     return advice
 
 
+def advise_clients(
+    context: RunContext, predictor: Predictor, predicted: Predictions, limits: EngineLimits
+) -> ClientAdvice | None:
+    """Predict what clients of the limits should hold to, None where the limits fail.
+
+    Nothing either where vLLM's own scheduler is asked, which takes too long.
+
+    Raises: ShadowError, UsageError.
+    """
+    if predictor.doubt or not isinstance(predicted.outcomes.get(limits), Measurement):
+        return None
+    with context.stopwatch.stage("clients"):
+        return clients.advise(predictor.as_deployed(), limits, predicted.workload)
+
+
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
     """Put predictions among the run's trials, as those of its latest profile."""
     latest = context.journal.last_prediction() + 1
@@ -231,6 +250,7 @@ class ShadowSession:
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
+    clients: ClientAdvice | None = None
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -251,6 +271,7 @@ class ShadowSession:
         if workload.slos:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
+        self.clients = advise_clients(context, predictor, self._predicted, decision.winner)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")
         return decision
@@ -297,6 +318,7 @@ class ShadowSession:
             info=self.predictor.info(self.context.space.ceiling),
             knobs=self.knobs,
             starting_points=self.starting_points,
+            clients=self.clients,
         )
 
 

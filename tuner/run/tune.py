@@ -276,6 +276,7 @@ class _Run:
             predicted=found.predicted,
             knobs=found.knobs,
             starting_points=found.starting_points,
+            clients=found.clients,
         )
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)

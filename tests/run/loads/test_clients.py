@@ -13,7 +13,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.loads.clients import ClientAdvice, advise, moved_blocks, shared_prefixes
+from tuner.run.loads.clients import advise, moved_blocks, shared_prefixes
+from tuner.run.loads.records import ClientAdvice
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor

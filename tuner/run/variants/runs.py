@@ -132,10 +132,11 @@ class _Runs:
     values: Mapping[str, Mapping[str, object]]
     share: float
     found: list[Contender | VariantFinding] = field(default_factory=list)
-    _began_s: float = field(default_factory=time.monotonic)
+    _began_s: float = field(default=0.0, init=False)
 
     def to_the_end(self) -> RunResult:
         """Run each in turn; what ended before Ctrl-C is compared all the same."""
+        self._began_s = time.monotonic()
         base, unmet = self._as_it_is()
         try:
             for name in self.values:

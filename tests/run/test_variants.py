@@ -1,0 +1,333 @@
+"""Variants of an engine: which can be compared, and that what is said of each is true.
+
+The truth is that of a planted machine, on which a key of the configuration makes every step
+shorter, longer, or the start fail.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.planted import PlantedEngine, PlantedSource
+from support.planted_machine import MACHINES, MOODS, Machine
+from support.run_parts import Heard
+from support.toy_tune import write_trace
+from support.virtual_time import on_virtual_time
+from tuner.cli import run
+from tuner.emit.sources import recommendation_of
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import Batch, EngineFacts
+from tuner.engine.shape import Graphs
+from tuner.errors import EngineError, NoFeasibleConfigError, UsageError
+from tuner.replay.loop import replay
+from tuner.replay.metrics import Measurement, measure
+from tuner.replay.plan import ReplayPlan
+from tuner.replay.runner import measure_capacity
+from tuner.replay.slo import Slo
+from tuner.report.page import report_of
+from tuner.run.options import Method, TuningOptions
+from tuner.run.result import RunResult, read_result
+from tuner.run.stored import read_record
+from tuner.run.variants.records import VariantFinding, checked_variants, parse_variants
+from tuner.run.variants.runs import tune
+from tuner.shadow.profiles import read_profile
+from tuner.traffic.prompts import PromptSource
+from tuner.traffic.resample import at_load
+from tuner.traffic.traces import Trace
+
+MACHINE = MACHINES["gpu-8b"]
+CURRENT = EngineLimits(8, 2048)
+CONFIG = {"model": "planted", "max-num-seqs": 8, "max-num-batched-tokens": 2048}
+VARIANTS: dict[str, dict[str, object]] = {
+    "quick": {"planted-times": 0.6},
+    "slow": {"planted-times": 1.3},
+    "broken": {"planted-breaks": True},
+}
+PRICE = 2.5
+BUDGET_S = 600.0
+REQUESTS = 200
+SLO = Slo.parse("e2e_p50=2500ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A machine of which every step takes so many times as long."""
+
+    machine: Machine
+    times: float
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """What was captured."""
+        return self.machine.graphs
+
+    @property
+    def tidy_s(self) -> float:
+        """Seconds of a turn that completes no batch."""
+        return self.times * self.machine.tidy_s
+
+    def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
+        """Return the seconds that every batch takes, and those that this one adds."""
+        fixed_s, grows_s = self.machine.parts_s(batch, longest, graphs)
+        return self.times * fixed_s, self.times * grows_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VariedSource(PlantedSource):
+    """A planted machine whose speed, and whether it starts, a configuration says."""
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Resolve a configuration. Raises: UsageError for a key that no engine has."""
+        if "planted-unknown" in values:
+            raise UsageError("vLLM has no option planted-unknown", "leave it out")
+        facts = super(VariedSource, self).facts(values)
+        return replace(facts, max_model_len=int(str(values.get("planted-len", 32768))))
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> PlantedEngine:
+        """Start an engine of the speed. Raises: EngineError where it does not start."""
+        if values.get("planted-breaks"):
+            raise EngineError("the engine did not start: no kernel image for this device")
+        own = self.as_fast(float(str(values.get("planted-times", 1.0))))
+        return PlantedSource.start(own, values, ceiling)
+
+    def as_fast(self, times: float) -> VariedSource:
+        """Return the machine, every step so many times as long."""
+        return replace(self, formula=Scaled(MACHINE, times))
+
+
+def a_source(seed: int | None = 0) -> VariedSource:
+    return VariedSource.of(MACHINE, CURRENT, 8000, MOODS["usual"], seed)
+
+
+def a_trace() -> Trace:
+    rng = np.random.default_rng(5)
+    due_s = np.cumsum(rng.exponential(1 / 6.0, REQUESTS))
+    due_s -= due_s[0]
+    return Trace(due_s, rng.integers(50, 900, REQUESTS), rng.integers(20, 200, REQUESTS))
+
+
+def options(run_dir: Path, **more: object) -> TuningOptions:
+    given: dict[str, object] = {
+        "trace": a_trace(),
+        "config": CONFIG,
+        "slos": (SLO,),
+        "budget_s": BUDGET_S,
+        "ladder": (8, 32),
+        "run_dir": run_dir,
+        "method": Method.CALIBRATED,
+        "variants": VARIANTS,
+        "gpu_hour_price": PRICE,
+    }
+    return TuningOptions(**{**given, **more})  # type: ignore[arg-type]
+
+
+def truly(limits: EngineLimits, times: float) -> Measurement:
+    """Return what is true at the limits on a machine of a speed, at the load that it bears."""
+    source, trace = a_source(None), a_trace()
+
+    def at(load: float) -> Measurement:
+        with on_virtual_time(source.clock):
+            engine = source.start({"planted-times": times}, limits)
+            engine.set_limits(limits)
+            offered = at_load(trace, load)
+            log = replay(engine, offered, PromptSource(offered, 1000, 16), ReplayPlan())
+        return replace(measure([log], (SLO,)), load=load)
+
+    held = measure_capacity(at, 1.0, (SLO,))
+    assert isinstance(held, Measurement)
+    return replace(at(1.0), capacity=held.capacity)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with a variant that pays, one that costs and one that breaks."""
+    path = tmp_path_factory.mktemp("variants") / "run"
+    source = a_source()
+    with on_virtual_time(source.clock):
+        tune(options(path), source=source)
+    assert source.clock.now_s < 1.1 * BUDGET_S
+    return path
+
+
+def finding(result: RunResult, name: str) -> VariantFinding:
+    assert result.variants is not None
+    return next(one for one in result.variants.others if one.name == name)
+
+
+@pytest.mark.slow
+def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> None:
+    result = read_result(folder)
+    for name, times in (("quick", 0.6), ("slow", 1.3)):
+        found = finding(result, name)
+        assert found.limits is not None
+        true = truly(found.limits, times)
+        e2e_s = true.latency("e2e_s", "p50")
+        assert found.latencies_s["e2e_p50"] == pytest.approx(e2e_s, rel=0.06)
+        assert true.capacity is not None
+        assert found.capacity_per_s == pytest.approx(
+            true.capacity * REQUESTS / a_trace().duration_s, rel=0.1
+        )
+        assert found.cost_per_1000 == pytest.approx(
+            PRICE / 3.6 / (found.capacity_per_s or 0), rel=1e-9
+        )
+    quick, slow = finding(result, "quick"), finding(result, "slow")
+    assert quick.gain_ratio is not None
+    assert quick.gain_ratio < -0.2
+    assert quick.p_better is not None
+    assert quick.p_better > 0.95
+    assert slow.p_better is not None
+    assert slow.p_better < 0.05
+
+
+@pytest.mark.slow
+def test_one_that_does_not_start_is_a_result_beside_the_others(folder: Path) -> None:
+    result = read_result(folder)
+    broken = finding(result, "broken")
+    assert broken.limits is None
+    assert "no kernel image" in broken.failure
+    assert result.variants is not None
+    lines = result.variants.lines
+    assert lines[2].startswith("variant broken (planted-breaks true): does not run: the engine")
+    assert "requests cost" in lines[0]
+    assert "P(better)" in lines[0]
+    page = report_of(folder)
+    assert "no kernel image" in page
+    assert "planted-times 0.6" in page
+
+
+@pytest.mark.slow
+def test_each_has_a_run_of_its_own_that_can_be_emitted(folder: Path) -> None:
+    own = folder / "variants" / "quick"
+    result, record = read_result(own), read_record(own)
+    assert result.method == "calibrated"
+    assert result.provenance.engine_starts == 1
+    assert {trial.phase for trial in result.trials} == {"calibrate", "shadow"}
+    values: dict[str, object] = {**CONFIG, **VARIANTS["quick"]}
+    emitted = recommendation_of(result, values, own)
+    assert emitted.limits == finding(read_result(folder), "quick").limits
+    assert emitted.values["planted-times"] == 0.6
+    assert record.options.variants == {}
+
+
+@pytest.mark.slow
+def test_the_profile_keeps_them_and_predicts_them_without_an_engine(
+    folder: Path, tmp_path: Path
+) -> None:
+    profile = read_profile(folder / "profile.yaml")
+    assert list(profile.variants) == ["quick", "slow"]
+    predicted = tune(
+        options(
+            tmp_path / "shadow",
+            method=Method.SHADOW,
+            profile=profile,
+            is_forced=True,
+            variants={"quick": {}},
+        )
+    )
+    found, before = finding(predicted, "quick"), finding(read_result(folder), "quick")
+    assert found.settings == VARIANTS["quick"]
+    assert found.limits == before.limits
+    assert found.capacity_per_s == pytest.approx(before.capacity_per_s, rel=0.02)
+    with pytest.raises(UsageError, match="the profile knows no variant broken, only quick, sl"):
+        tune(options(tmp_path / "no", method=Method.SHADOW, profile=profile, is_forced=True))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_goes_on_with_the_variants_that_are_left(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(folder, path)
+    shutil.rmtree(path / "variants" / "broken")
+    source, heard = a_source(), Heard()
+    with on_virtual_time(source.clock):
+        result = tune(options(path, is_resumed=True), heard, source=source)
+    begun = [note for note in heard.notes if "a run of its own" in note]
+    assert [note.split(":")[0] for note in begun] == ["variant broken"]
+    assert finding(result, "quick") == finding(read_result(folder), "quick")
+    assert finding(result, "broken").failure
+    other = {**VARIANTS, "quick": {"planted-times": 0.7}}
+    with pytest.raises(UsageError, match="variants cannot change when a run is resumed"):
+        tune(options(path, is_resumed=True, variants=other))
+
+
+@pytest.mark.slow
+def test_where_nothing_meets_the_slos_as_it_is_those_that_do_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    asked = options(
+        path,
+        slos=(Slo.parse("tpot_p50=8ms"),),
+        method=Method.SHADOW,
+        profile=read_profile(folder / "profile.yaml"),
+        is_forced=True,
+        variants={"quick": {}, "slow": {}},
+    )
+    with pytest.raises(
+        NoFeasibleConfigError, match=r"variants that meet them: quick$"
+    ) as caught:
+        tune(asked)
+    own = path / "variants" / "quick"
+    assert caught.value.hint == f"tune emit {own} writes its configuration"
+    result = read_result(path)
+    assert result.recommendation is None
+    assert finding(result, "quick").limits is not None
+    assert finding(result, "slow").limits is None
+
+
+def test_what_no_engine_takes_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for values, said in (
+        ({"planted-unknown": 1}, "variant odd: vLLM has no option planted-unknown"),
+        ({"planted-len": 4096}, "variant odd takes requests of 4096 tokens"),
+    ):
+        source = a_source()
+        with on_virtual_time(source.clock), pytest.raises(UsageError, match=said):
+            tune(options(tmp_path / "run", variants={"odd": values}), source=source)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("small:model=other", "variant small sets model, with which the server gives other"),
+        ("t:hf_overrides.x=1", "variant t sets hf-overrides.x, with which the server gives"),
+        ("long:max-model-len=9000", "variant long sets max-model-len, with which the server"),
+        ("wide:max-num-seqs=9", "variant wide sets max-num-seqs, which is searched for every"),
+        ("key:api-key=abc", "variant key sets a secret, which no run keeps"),
+        ("fp8", "variant fp8 sets nothing"),
+        ("fp8:quantization", "--variant must be key=value, got 'quantization'"),
+        (":a=1", "--variant must be NAME:KEY=VALUE, got ':a=1'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "t.jsonl")
+    where = ["--trace", str(trace), "--run-dir", str(tmp_path / "run")]
+    assert run([*where, "--variant", words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_price_needs_something_to_compare() -> None:
+    with pytest.raises(UsageError, match="compares the cost of variants, and there is none"):
+        TuningOptions(trace="t.jsonl", gpu_hour_price=2.0)
+    with pytest.raises(UsageError, match="--variant rests on predictions"):
+        TuningOptions(trace="t.jsonl", variants={"a": {"b": 1}}, method=Method.LIVE)
+
+
+def test_a_variant_may_set_several_keys() -> None:
+    words = ["fp8:quantization=fp8", "tp2:tensor-parallel-size=2", "fp8:kv-cache-dtype=fp8"]
+    parsed = parse_variants(words)
+    assert parsed == {
+        "fp8": {"quantization": "fp8", "kv-cache-dtype": "fp8"},
+        "tp2": {"tensor-parallel-size": 2},
+    }
+    assert checked_variants({"a": {"block_size": 32}}) == {"a": {"block-size": 32}}
