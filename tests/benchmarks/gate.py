@@ -1,15 +1,15 @@
 """Goodput of a real vLLM server under overload, behind the gate that `tune gate` finds or not.
 
-    python tests/benchmarks/gate.py [TRACE] [--overload 2] [--seconds 30] [--rounds 3]
-                                    [--slo ttft_p95=1s] [-o FILE]
+    python tests/benchmarks/gate.py [TRACE] [--overload 2] [--requests 300] [--rounds 3]
+                                    [--slo ttft_p95=1s] [--dtype auto] [-o FILE]
 
 Two API servers on the demo model are started, one of them behind `tuner.gate.Gate`. What one
 sustains is measured first, in a closed loop of twice its max_num_seqs. The bundled profile is
-slowed to that rate, and the gate is found by it for the trace at that rate and at `--overload`
-times it. Then the first `--seconds` of the trace at that overload are replayed in turns over
-HTTP, in real time, with streaming: one server idles while the other is measured. What is
-predicted, of the whole trace, stands beside. Requests within the SLO count per second in which
-requests came.
+slowed to that rate, and the gate is found by it for the beginning of the trace, thinned to that
+rate, and for `--overload` times that, which is `--requests`. These are then replayed in turns
+over HTTP, in real time, with streaming: one server idles while the other is measured. What is
+predicted of the same requests stands beside. Requests within the SLO count per second in which
+requests came. A round in which less than nine tenths of the overload was sent ends it.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -59,6 +59,8 @@ ARGUMENTS = (
     *("--max-num-seqs", str(LIMITS.max_num_seqs)),
     *("--max-num-batched-tokens", str(LIMITS.max_num_batched_tokens)),
 )
+# Of the overload that was asked for: ours, below it nothing is said of it.
+LEAST_SENT = 0.9
 CLOSED = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=2 * LIMITS.max_num_seqs)
 # Requests that measure what is sustained: ours, ten full batches.
 SATURATING = 160
@@ -110,28 +112,34 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     slo, trace = parse_slo(options.slo), read_trace(options.trace)
     profile = read_profile(bundled("profiles") / "demo.profile.yaml")
     few = trace.slice_rows(np.arange(len(trace)) < SATURATING)
+    arguments = (*ARGUMENTS, "--dtype", options.dtype)
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        ports = {WITHOUT: stack.enter_context(serving(folders[0], *ARGUMENTS))}
+        ports = {WITHOUT: stack.enter_context(serving(folders[0], *arguments))}
         sent(ports[WITHOUT], few, profile, CLOSED, 1)  # compiles and warms up
         run = sent(ports[WITHOUT], few, profile, CLOSED, 2)
         sustained = run.timelines.completed.sum() / run.wall_s
         print(f"sustains {sustained:.2f} requests/s", flush=True)
-        base = at_load(trace, sustained * trace.duration_s / len(trace))
+        lasts_s = options.requests / options.overload / sustained
+        part = trace.between(trace.due_s[0], trace.due_s[0] + lasts_s)
+        # By the rate of just these requests, whatever that of the whole trace is.
+        base = at_load(part, sustained * part.duration_s / len(part))
         answer = gate_for(slowed(profile, few, sustained), base, options.overload, slo)
         print(f"gate: {answer.gate}", flush=True)
         door = ("--middleware", "tuner.gate.Gate")
         environment = {SETTINGS: str(answer.gate)}
-        made = serving(folders[1], *ARGUMENTS, *door, environment=environment)
+        made = serving(folders[1], *arguments, *door, environment=environment)
         ports[BEHIND] = stack.enter_context(made)
         sent(ports[BEHIND], few.slice_rows(np.arange(len(few)) < 8), profile, CLOSED, 1)
-        offered = at_load(base, options.overload)
-        offered = offered.between(offered.due_s[0], offered.due_s[0] + options.seconds)
+        offered, wanted = at_load(base, options.overload), options.overload * sustained
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
         for number in range(options.rounds):
             for name, port in ports.items():
                 run = sent(port, offered, profile, ReplayPlan(), 10 + number)
                 rounds[name].append(figures_of(run, slo))
+                sent_per_s = rounds[name][-1]["offered_per_s"]
+                if sent_per_s < LEAST_SENT * wanted:
+                    sys.exit(f"sent {sent_per_s:.2f}/s, wanted {wanted:.2f}/s: no overload")
                 print(f"round {number + 1}, {name}: {rounds[name][-1]}", flush=True)
     overloaded = answer.loads[-1]
     return {
@@ -171,7 +179,8 @@ def main() -> None:
     default = bundled("traces") / "translation.jsonl"
     parser.add_argument("trace", nargs="?", type=Path, default=default)
     parser.add_argument("--overload", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slo", default="ttft_p95=1s")
     parser.add_argument("-o", "--output", type=Path)

@@ -166,10 +166,12 @@ def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> Non
     for name, times in (("quick", 0.6), ("slow", 1.3)):
         found = finding(result, name)
         assert found.limits is not None
-        true = truly(found.limits, times)
-        e2e_s = true.latency("e2e_s", "p50")
+        e2e_s = truly(found.limits, times).latency("e2e_s", "p50")
         assert found.latencies_s["e2e_p50"] == pytest.approx(e2e_s, rel=0.06)
+        assert found.capacity_limits is not None
+        true = truly(found.capacity_limits, times)
         assert true.capacity is not None
+        assert true.capacity >= (truly(found.limits, times).capacity or 0.0)
         assert found.capacity_per_s == pytest.approx(
             true.capacity * REQUESTS / a_trace().duration_s, rel=0.1
         )

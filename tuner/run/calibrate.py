@@ -224,8 +224,10 @@ class Blocks:
             if not self.are_alone:
                 context.listener.note(_outlook(self.runner, pilot))
             context.listener.note("calibrating on short blocks of the traffic")
-            share = ALONE_SHARE if self.are_alone else CALIBRATION_SHARE
-            self.ends_s = time.monotonic() + share * context.budget.total_s
+            time_s = CALIBRATION_SHARE * context.budget.total_s
+            if self.are_alone:
+                time_s = ALONE_SHARE * max(context.left_s, 0.0)
+            self.ends_s = time.monotonic() + time_s
             self._first()
             self._chosen()
         return pilot

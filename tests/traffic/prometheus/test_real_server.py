@@ -201,10 +201,10 @@ def test_lengths_have_the_means_that_were_sent(load: Load) -> None:
     trace = traced(load)
     sent = load.open_loop + load.closed_loop
     assert trace.prompt_tokens.mean() == pytest.approx(
-        np.mean([one.prompt for one in sent]), rel=0.03
+        np.mean([one.prompt for one in sent]), rel=0.05
     )
     assert trace.output_tokens.mean() == pytest.approx(
-        np.mean([one.output for one in sent]), rel=0.03
+        np.mean([one.output for one in sent]), rel=0.05
     )
 
 

@@ -29,7 +29,7 @@ from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier
 from tuner.search.posterior import Draws
-from tuner.search.trials import Trial
+from tuner.search.trials import Trial, predictions
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 
@@ -128,17 +128,33 @@ class Comparing:
         outcome = found.outcomes[limits]
         if not isinstance(outcome, Measurement):
             return _Side(contender, replace(finding, limits=None, failure=outcome.cause))
-        capacity = capacity_per_s(predictor, self.workload, limits)
+        capacity, where = self._capacity(contender, predictor, limits)
         finding = replace(
             finding,
             metric=scored(self.workload, outcome).own_metric,
             latencies_s=_latencies([outcome.as_json()], self.workload.scoring.tail),
             capacity_per_s=capacity,
+            capacity_limits=where,
             cost_per_1000=self._cost(capacity, finding.gpus),
         )
         return _Side(
             contender, finding, draw(predictor, found, [limits], FEW_DRAWS, None, place)
         )
+
+    def _capacity(
+        self, contender: Contender, predictor: Predictor, limits: EngineLimits
+    ) -> tuple[float | None, EngineLimits]:
+        """Return the most requests a second that hold, and with which of the caps tried.
+
+        What is best at the recorded load need not bear most.
+        """
+        budget = limits.max_num_batched_tokens
+        tried = (t.limits for t in predictions(contender.result.trials))
+        caps = [x for x in tried if x.max_num_batched_tokens == budget]
+        asked = [limits, *caps] if not predictor.doubt else [limits]
+        found = {x: capacity_per_s(predictor, self.workload, x) for x in dict.fromkeys(asked)}
+        best = max(found, key=lambda x: (found[x] or 0.0, x == limits))
+        return found[best], best
 
     def _cost(self, capacity: float | None, gpus: int) -> float | None:
         """Return what a thousand requests cost on devices that are as loaded as they may be."""

@@ -113,8 +113,9 @@ class VariantFinding:
     or where it meets the SLOs at none. The gain is that of the metric over what is recommended
     for the configuration as it is, a share, -0.05 for 5 % less; `latencies_s` are those of the
     recorded traffic, by metric. `capacity_per_s` is how many requests a second hold within the
-    SLOs, `gpus` on how many devices, `cost_per_1000` what a thousand of them cost there.
-    Figures of one that nothing could be predicted of `are_live`, on the windows that raced.
+    SLOs at most, with a cap of its own (`capacity_limits`), `gpus` on how many devices,
+    `cost_per_1000` what a thousand of them cost there. Figures of one that nothing could be
+    predicted of `are_live`, on the windows that raced.
 
     Units: seconds, requests a second; the price's own currency.
     """
@@ -129,6 +130,7 @@ class VariantFinding:
     p_slo: float | None = None
     latencies_s: dict[str, float | None] = field(default_factory=dict)
     capacity_per_s: float | None = None
+    capacity_limits: EngineLimits | None = None
     gpus: int = 1
     cost_per_1000: float | None = None
     are_live: bool = False
@@ -165,9 +167,9 @@ class VariantComparison:
             return f"{head}: meets the SLOs at no limits"
         parts = [self._gain(one)]
         if one.capacity_per_s is not None:
-            before = self.as_it_is.capacity_per_s
-            was = "" if before is None else f" ({before:.3g} as it is)"
-            parts.append(f"bears {one.capacity_per_s:.3g} requests/s{was}")
+            base = self.as_it_is
+            was = "" if base.capacity_per_s is None else f" ({_bears(base)} as it is)"
+            parts.append(f"bears {_bears(one, ' requests/s')}{was}")
             if one.gpus > 1 or self.as_it_is.gpus > 1:
                 parts.append(f"{one.capacity_per_gpu:.3g} for each of {one.gpus} GPUs")
         if one.cost_per_1000 is not None:
@@ -181,3 +183,10 @@ class VariantComparison:
         if one.gain_ratio is not None and one.p_better is None:
             return f"{one.metric} {one.gain_ratio:+.1%}"
         return gain_text(one.metric, one.gain_ratio, one.gain_interval, one.p_better)
+
+
+def _bears(one: VariantFinding, unit: str = "") -> str:
+    """Return how many requests a second one bears, and where if not at its own limits."""
+    is_elsewhere = one.capacity_limits not in (None, one.limits)
+    where = f" at {one.capacity_limits}" if is_elsewhere else ""
+    return f"{one.capacity_per_s:.3g}{unit}{where}"
