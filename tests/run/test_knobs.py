@@ -141,6 +141,20 @@ def test_memory_and_what_clients_would_have_to_send_are_told_and_not_set() -> No
     assert advice.settings == {}
 
 
+def test_no_kv_cache_is_named_that_vllm_would_not_start_with() -> None:
+    """It has to hold one request of max-model-len."""
+    profile = profile_of()
+    blocks = Predictor(profile).simulated(LIMITS).num_blocks
+    long = profile_of(max_model_len=blocks * profile.shape.block_size)
+    kept = [
+        change.engine(Predictor(long)).simulated(LIMITS).num_blocks
+        for change in changes_of("kv-memory", long, SHARED)
+    ]
+    assert min(kept) > blocks
+    (memory,) = advice_on(long, SHARED, "kv-memory").findings
+    assert f"vLLM starts with no less than {blocks:,} blocks" in memory.says
+
+
 def test_short_first_gives_each_doubling_of_a_request_its_own_class() -> None:
     trace = replace(
         steady(4, per_s=1.0),

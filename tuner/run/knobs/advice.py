@@ -18,7 +18,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
 from tuner.run.evidence import change_bounds
-from tuner.run.knobs.known import Change, Knob, Place, knob_named, kv_times
+from tuner.run.knobs.known import Change, Knob, Place, knob_named, kv_times, least_blocks
 from tuner.run.knobs.records import (
     MIN_GAIN,
     KnobAdvice,
@@ -243,11 +243,13 @@ class _Turning:
         small = [c for c in enough if _blocks(c) < place.blocks]
         least = min(small, key=_blocks, default=None)
         block_bytes = place.predictor.profile.shape.block_bytes
-        down = (
-            f"{_memory(_blocks(least), block_bytes)} would do, less than {MIN_GAIN:.0%} worse"
-            if least is not None
-            else "with a third less it grows worse"
-        )
+        refused = least_blocks(place.predictor.profile)
+        down = "with a third less it grows worse"
+        if least is not None:
+            would = _memory(_blocks(least), block_bytes)
+            down = f"{would} would do, less than {MIN_GAIN:.0%} worse"
+        elif not any(_blocks(c) < place.blocks for c in changes):
+            down = f"vLLM starts with no less than {_memory(refused, block_bytes)}"
         more = int(GB / block_bytes) if block_bytes else place.blocks // 10
         larger = kv_times(place, 1 + more / place.blocks).engine(place.predictor)
         now, then = (

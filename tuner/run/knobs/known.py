@@ -19,7 +19,7 @@ from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from tuner.engine.shape import LARGE_GRAPH
 from tuner.errors import UsageError
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import KvStart
+from tuner.shadow.profiles import KvStart, Profile
 from tuner.traffic.traces import Trace
 
 # Sizes of the KV cache, and buffers of an engine over what it is capped at, that are tried:
@@ -108,7 +108,16 @@ def _option(key: str, value: float | bool) -> Change:  # noqa: FBT001 - a value 
 
 
 def _kv_memory(place: Place) -> Sequence[Change]:
-    return [kv_times(place, ratio) for ratio in KV_RATIOS]
+    least = least_blocks(place.predictor.profile)
+    return [kv_times(place, r) for r in KV_RATIOS if int(r * place.blocks) >= least]
+
+
+def least_blocks(profile: Profile) -> int:
+    """Return with how few KV blocks vLLM starts: those of one request of max-model-len.
+
+    Source: vLLM vllm/v1/core/kv_cache_utils.py, _check_enough_kv_cache_memory.
+    """
+    return -(-profile.shape.max_model_len // profile.shape.block_size)
 
 
 def kv_times(place: Place, ratio: float) -> Change:
