@@ -272,8 +272,15 @@ def test_every_option_that_takes_a_value_says_its_default_or_that_it_has_none() 
 
 
 def test_help_waits_for_nothing_heavy(folder: Path) -> None:
+    """Its processor time, and on a slower machine what cloup alone takes there."""
+    helped = processor_s(folder, "from tuner.cli import run; code = run(['--help'])")
+    assert helped < max(HELP_S, 2.5 * processor_s(folder, "import cloup; code = 0"))
+
+
+def processor_s(folder: Path, code: str) -> float:
+    """Return the least processor time of three, in which nothing heavy is imported."""
     code = (
-        "import resource, sys; from tuner.cli import run; code = run(['--help']); "
+        f"import resource, sys; {code}; "
         "used = resource.getrusage(resource.RUSAGE_SELF); "
         f"heavy = [m for m in {HEAVY!r} if m in sys.modules]; "
         "print(used.ru_utime + used.ru_stime, heavy, file=sys.stderr); sys.exit(code)"
@@ -286,7 +293,7 @@ def test_help_waits_for_nothing_heavy(folder: Path) -> None:
         spent_s, heavy = done.stderr.split(maxsplit=1)
         assert heavy == "[]\n"
         took_s.append(float(spent_s))
-    assert min(took_s) < HELP_S
+    return min(took_s)
 
 
 def completed(folder: Path, typed: str, instruction: str) -> str:
@@ -302,7 +309,9 @@ def test_a_shell_gets_a_script_that_completes(folder: Path) -> None:
     assert "_TUNE_COMPLETE=bash_complete" in completed(folder, "", "bash_source")
     assert "#compdef tune" in completed(folder, "", "zsh_source")
     methods = completed(folder, "tune --method ", "bash_complete")
-    assert methods.split() == ["plain,auto", "plain,live", "plain,shadow"]
+    assert methods.split() == [
+        f"plain,{method}" for method in ("auto", "calibrated", "live", "shadow")
+    ]
     assert completed(folder, "tune --slo x --trace pr", "bash_complete") == "file,pr\n"
     assert "plain,verify\n" in completed(folder, "tune ve", "bash_complete")
 

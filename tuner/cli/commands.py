@@ -352,7 +352,7 @@ def doctor() -> int:
         metavar="NAME:KEY=VALUE",
         help="Another configuration to compare at its own best limits, for example "
         "fp8:quantization=fp8; started once. May be repeated; NAME again adds a key, NAME "
-        "alone takes one that --profile knows.",
+        "alone takes one that --profile knows; default: none.",
     ),
     GPU_HOUR_PRICE,
     choice_option(
