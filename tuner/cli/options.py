@@ -165,7 +165,7 @@ GPU_HOUR_PRICE = click.option(
     "--gpu-hour-price",
     type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
-    help="What a GPU costs for an hour, to compare by cost.",
+    help="What a GPU costs for an hour, to compare by cost; default: no cost is told.",
 )
 LOAD_MEANS = "Multiple of the recorded arrivals, over the same time"
 
