@@ -54,7 +54,7 @@ from tuner.run.listener import Listener, clock_text
 from tuner.run.options import STARTING_POINTS, Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
 from tuner.run.session import AnySession, Session
-from tuner.run.shadow_session import ShadowSession
+from tuner.run.shadow_session import RunFindings, ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions, read_record
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget, window_text
@@ -249,11 +249,27 @@ class _Run:
 
     def _write(self, decision: RaceDecision, state: str) -> RunResult | None:
         """Write result.json; None when nothing was measured yet."""
-        context, prepared, found = self._context, self._prepared, self._session.findings()
+        context, found = self._context, self._session.findings()
         records, aim = context.journal.records(), context.aim
         if not decisive(records) or not found.windows:
             return None
-        around = RunProvenance(
+        scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
+        caveats = self._session.caveats(decision)
+        around = self._provenance(found)
+        outcome = make_outcome(
+            decision, context.space.current, scoring, records, caveats, around, state
+        )
+        context.run_dir.write_json(RESULT_FILE, outcome)
+        trace = self._prepared.traffic.trace
+        write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(trace))
+        write_the_page(self._write_page, context.run_dir.path, context.listener)
+        context.listener.result_written(outcome, context.run_dir.path)
+        return outcome
+
+    def _provenance(self, found: RunFindings) -> RunProvenance:
+        """Return what surrounds the decision."""
+        context, prepared = self._context, self._prepared
+        return RunProvenance(
             trace=context.trace,
             replayed_requests=sum(len(w.of(context.trace)) for w in found.windows),
             window=window_text(found.windows, context.trace),
@@ -278,25 +294,6 @@ class _Run:
             starting_points=found.starting_points,
             clients=found.clients,
         )
-        scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
-        caveats = self._session.caveats(decision)
-        outcome = make_outcome(
-            decision, context.space.current, scoring, records, caveats, around, state
-        )
-        context.run_dir.write_json(RESULT_FILE, outcome)
-        write_sketch(context.run_dir.path / TRAFFIC_FILE, sketch_of(prepared.traffic.trace))
-        self._write_the_page()
-        context.listener.result_written(outcome, context.run_dir.path)
-        return outcome
-
-    def _write_the_page(self) -> None:
-        """Write the run's page; without it the run is no less good."""
-        if self._write_page is None:
-            return
-        try:
-            self._write_page(self._context.run_dir.path)
-        except UsageError as error:
-            self._context.listener.note(f"no report: {error.message}")
 
     def _nothing_feasible(self) -> NoFeasibleConfigError:
         context = self._context
@@ -316,6 +313,16 @@ class _Run:
             f"relax an SLO, lower --load, or add replicas; all trials are in "
             f"{context.run_dir.path}",
         )
+
+
+def write_the_page(write_page: WritePage | None, path: Path, listener: Listener) -> None:
+    """Write a run's page, if somebody can; without it the run is no less good."""
+    if write_page is None:
+        return
+    try:
+        write_page(path)
+    except UsageError as error:
+        listener.note(f"no report: {error.message}")
 
 
 def tune(

@@ -42,9 +42,7 @@ class Spreads:
 class Effects:
     """The effects of settings, as a normal distribution with a scale of Student's t.
 
-    `noise` is how far replays of one setting differ, `mood` how far rounds do. `evidence` is
-    the logarithm of how likely the replays are by the spreads that were assumed, up to what is
-    the same for all spreads of one noise.
+    `noise` is how far replays of one setting differ, `mood` how far rounds do.
 
     Shapes: mean is [settings], root [settings, settings], a square root of the covariance.
     """
@@ -54,7 +52,6 @@ class Effects:
     noise: float
     freedom: float
     mood: float = 0.0
-    evidence: float = 0.0
 
     @classmethod
     def of(
@@ -95,7 +92,6 @@ class Effects:
             float(np.sqrt(noise2)),
             freedom,
             spreads.mood,
-            _evidence(design, values, prior, noise2, spreads.noise**2),
         )
 
     def draw(self, rng: np.random.Generator) -> Floats:
@@ -121,20 +117,3 @@ class Effects:
         left = np.maximum(before - (moves**2).sum(axis=1), 0.0)
         shares: Floats = np.sqrt(left / np.maximum(before, 1e-30))
         return moves, shares
-
-
-def _evidence(
-    design: Floats, values: Floats, prior: Floats, noise2: float, assumed2: float
-) -> float:
-    """Return the logarithm of how likely values are whose effects and noise are so drawn.
-
-    At the mode of the noise, whose own density is that of the scaled inverse chi-square prior.
-
-    Source: Bayes factors by Laplace's method, Kass & Raftery, J. Am. Stat. Assoc. 90 (1995).
-    Shapes: design [replays, effects], values [replays], prior [effects].
-    """
-    covariance = (design * prior) @ design.T + noise2 * np.eye(len(values))
-    spread = float(np.linalg.slogdet(covariance)[1])
-    fit = float(values @ np.linalg.solve(covariance, values))
-    noise = PRIOR_FREEDOM * (float(np.log(noise2)) + assumed2 / noise2)
-    return -0.5 * (spread + fit + noise)

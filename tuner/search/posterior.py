@@ -42,15 +42,9 @@ LIKELY = 0.5
 # Who is the best in fewer draws than this is out of contention, and so are all but the
 # likeliest of those that are left: ours, since what is learnt of these tells of the others.
 CONTENDS, MAX_CONTENDERS = 0.05, 2
-# Of what live replays show where nothing was predicted, before any: settings that a search has
-# left differ by a lot, by a tenth, or by nothing that matters, each as likely; rounds by a busy
-# machine's mood, replays of a round by what two differ by on one: ours.
+# Of what live replays show where nothing was predicted, before any: settings differ by a lot,
+# rounds by a busy machine's mood, replays of a round by what two differ by on one: ours.
 LIVE_SPREADS = Spreads(effect=1.0, mood=0.15, noise=0.05)
-LIVE_KINDS = (
-    LIVE_SPREADS,
-    replace(LIVE_SPREADS, effect=0.1),
-    replace(LIVE_SPREADS, effect=0.005),
-)
 # Of what a bound leaves it is the level that counts, of which a mood is a part.
 LEVEL_SPREADS = Spreads(effect=1.0, mood=0.0, noise=0.05)
 # What the draws are of.
@@ -166,11 +160,11 @@ class Draws:
         is_own = all(math.isfinite(run.score.value_in(Tier.GOOD)) for run in good)
         metric = good[0].score.own_metric if good and is_own else RATE
         drawn = partial(_drawn_live, settings, good, draws)
-        values, learnable = drawn(LIVE_KINDS, lambda score: score.value_of(metric))
+        values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
         values[:, [limits in failed for limits in settings]] = math.inf
         bounds = (
-            drawn((LEVEL_SPREADS,), lambda score: score.slo_used)[0],
-            drawn((LEVEL_SPREADS,), lambda score: score.load_used)[0],
+            drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
+            drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
         )
         has_slos = any(run.score.slo_used is not None for run in good)
         here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
@@ -465,13 +459,12 @@ def _drawn_live(
     settings: Sequence[EngineLimits],
     runs: Sequence[RaceRun],
     draws: int,
-    spreads: Sequence[Spreads],
+    spreads: Spreads,
     of: Callable[[Score], float | None],
 ) -> tuple[Floats, Learnable | None]:
     """Return draws of a value of each setting by its replays, and what more of them would tell.
 
-    Each of the spreads is taken to be as likely before any replay, and has as many draws as
-    the replays then speak for it. Zeros and nothing where none has a value.
+    Zeros and nothing where none has one.
 
     Shapes: [draws, settings].
     """
@@ -484,14 +477,9 @@ def _drawn_live(
         return np.zeros((draws, len(settings))), None
     middle = float(np.median([value for _, _, value in replays]))
     around = [(number, setting, value - middle) for number, setting, value in replays]
-    found = [Effects.of(len(settings), around, each) for each in spreads]
-    likely = np.exp([one.evidence - max(f.evidence for f in found) for one in found])
-    # Evenly over the draws, so that a part of them has them in the same shares.
-    ends = np.cumsum(likely) / likely.sum()
-    places = np.searchsorted(ends, (np.arange(draws) + 0.5) / draws)
-    rng = np.random.default_rng(0)
-    off = np.array([found[place].draw(rng) for place in places.tolist()])
-    return np.exp(middle + off), Learnable(found[0], off)
+    found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
+    off = np.array([found.draw(rng) for _ in range(draws)])
+    return np.exp(middle + off), Learnable(found, off)
 
 
 def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:

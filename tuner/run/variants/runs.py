@@ -29,7 +29,14 @@ from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.stored import RunRecord, read_record
-from tuner.run.tune import PreparedRun, WritePage, aim_of, check_same, prepare
+from tuner.run.tune import (
+    PreparedRun,
+    WritePage,
+    aim_of,
+    check_same,
+    prepare,
+    write_the_page,
+)
 from tuner.run.tune import tune as tune_one
 from tuner.run.variants.comparison import Comparing, Contender
 from tuner.run.variants.records import AS_IT_IS, VARIANTS_DIR, VariantFinding
@@ -257,11 +264,7 @@ class _Runs:
             return base
         result = replace(base, variants=compared)
         self.run_dir.write_json(RESULT_FILE, result)
-        if self.how.write_page is not None:
-            try:
-                self.how.write_page(path)
-            except UsageError as error:
-                self.listener.note(f"no report: {error.message}")
+        write_the_page(self.how.write_page, path, self.listener)
         self.listener.result_written(result, path)
         return result
 
