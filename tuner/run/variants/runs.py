@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tuner.engine.protocol import EngineSource
@@ -67,15 +68,16 @@ def tune(
     """
     listener = listener or Listener()
     prepared = options if isinstance(options, PreparedRun) else prepare(options)
-    how = _How(source, predictor_of, write_page)
+    run_one = partial(tune_one, source=source, predictor_of=predictor_of, write_page=write_page)
     if not prepared.options.variants:
-        return how.tune(prepared, listener)
+        return run_one(prepared, listener)
     values = _values_of(prepared)
     share = 1 / (1 + VARIANT_SHARE * len(values))
     Budget(prepared.options.budget_s * share * VARIANT_SHARE)  # refuses what holds no start
     run_dir = RunDir(prepared.run_path, resume=prepared.options.is_resumed)
     try:
-        return _Runs(prepared, run_dir, listener, how, values, share).to_the_end()
+        parts = (run_one, predictor_of, write_page, values, share)
+        return _Runs(prepared, run_dir, listener, *parts).to_the_end()
     finally:
         run_dir.close()
 
@@ -85,47 +87,30 @@ def _values_of(prepared: PreparedRun) -> dict[str, dict[str, object]]:
 
     Raises: UsageError.
     """
-    profile, found = prepared.profile, dict[str, dict[str, object]]()
-    known = {} if profile is None else profile.variants
-    for name, values in prepared.options.variants.items():
-        found[name] = dict(values)
-        if name in known and profile is not None and not values:
-            before = profile.serve_values
-            after = known[name].serve_values
-            found[name] = {k: v for k, v in after.items() if before.get(k) != v}
-        elif not values:
+    found = {}
+    for name, asked in prepared.options.variants.items():
+        known = _known_keys(prepared.profile, name)
+        found[name] = dict(asked) or known or {}
+        if not found[name]:
             raise UsageError(
                 f"variant {name} sets nothing",
                 f"name what it sets, as --variant {name}:quantization=fp8",
             )
-        if prepared.options.method is Method.SHADOW and name not in known:
+        if prepared.options.method is Method.SHADOW and known != found[name]:
+            has = "has none of that name" if known is None else f"has it with {known}"
             raise UsageError(
-                f"the profile knows no variant {name}"
-                + (f", only {', '.join(known)}" if known else ""),
+                f"no engine was calibrated for variant {name}: the profile {has}",
                 "leave --method shadow out, so that it is started and measured",
             )
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """Where engines come from, what predicts and what writes pages."""
-
-    source: EngineSource | None
-    predictor_of: Callable[[Profile], Predictor] | None
-    write_page: WritePage | None
-
-    def tune(
-        self, prepared: PreparedRun, listener: Listener, run_dir: RunDir | None = None
-    ) -> RunResult:
-        return tune_one(
-            prepared,
-            listener,
-            source=self.source,
-            predictor_of=self.predictor_of,
-            write_page=self.write_page,
-            run_dir=run_dir,
-        )
+def _known_keys(profile: Profile | None, name: str) -> dict[str, object] | None:
+    """Return the keys of a variant that a profile knows, None where it does not."""
+    if profile is None or name not in profile.variants:
+        return None
+    before, after = profile.serve_values, profile.variants[name].serve_values
+    return {key: value for key, value in after.items() if before.get(key) != value}
 
 
 @dataclass(slots=True)
@@ -135,7 +120,9 @@ class _Runs:
     prepared: PreparedRun
     run_dir: RunDir
     listener: Listener
-    how: _How
+    run_one: Callable[..., RunResult]
+    predictor_of: Callable[[Profile], Predictor] | None
+    write_page: WritePage | None
     values: Mapping[str, Mapping[str, object]]
     share: float
     found: list[Contender | VariantFinding] = field(default_factory=list)
@@ -170,7 +157,7 @@ class _Runs:
                 return result, None if result.feasible else unmet
         prepared = replace(self.prepared, budget_share=self.share)
         try:
-            return self.how.tune(prepared, self.listener, self.run_dir), None
+            return self.run_one(prepared, self.listener, run_dir=self.run_dir), None
         except NoFeasibleConfigError as unmet:
             if not (path / RESULT_FILE).exists():
                 raise
@@ -185,7 +172,7 @@ class _Runs:
             budget = clock_text(prepared.budget_s)
             self.listener.note(f"variant {name}: a run of its own, at most {budget}")
             try:
-                result = self.how.tune(prepared, _Named(self.listener, name))
+                result = self.run_one(prepared, _Named(self.listener, name))
             except StorageError:
                 raise
             except TunerError as error:
@@ -204,7 +191,9 @@ class _Runs:
     def _prepared(self, name: str) -> PreparedRun:
         """Return the run of a variant: predicted by what the profile knows, or calibrated."""
         whole_run, path, values = self.prepared, self._path(name), self.values[name]
-        given = None if whole_run.profile is None else whole_run.profile.variants.get(name)
+        given = None
+        if whole_run.profile is not None and _known_keys(whole_run.profile, name) == values:
+            given = whole_run.profile.variants[name]
         options = replace(
             whole_run.options,
             variants={},
@@ -252,7 +241,7 @@ class _Runs:
         contender = Contender(AS_IT_IS, {}, base, _profile_of(path, base))
         comparing = Comparing(
             self._workload(base),
-            self.how.predictor_of or self._predictor,
+            self.predictor_of or self._predictor,
             options.seed,
             options.confidence,
             options.gpu_hour_price,
@@ -264,7 +253,7 @@ class _Runs:
             return base
         result = replace(base, variants=compared)
         self.run_dir.write_json(RESULT_FILE, result)
-        write_the_page(self.how.write_page, path, self.listener)
+        write_the_page(self.write_page, path, self.listener)
         self.listener.result_written(result, path)
         return result
 
