@@ -66,7 +66,10 @@ def clients(run: RunFiles) -> Section | None:
     if advice is None:
         return None
     head, *lines = advice.lines()
-    says = [sentence(f"{head.removesuffix(':')} of {run.result.deployed}")]
+    found = run.result.recommendation
+    # Knobs that are deployed too are not in the advice: it is of the limits alone.
+    of = "what comes nearest to the SLOs" if found is None else str(found.limits)
+    says = [sentence(f"{head.removesuffix(':')} of {of}")]
     if advice.too_long:
         says.append(
             sentence(
