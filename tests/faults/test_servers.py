@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from support.fault_parts import Marked, Tally, at_instant, ended, how_many, marked
-from support.prometheus_parts import answers, free_port
+from support.prometheus_parts import answers, free_port, wait_for
 from tuner.engine.demo import demo_engine_args
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(86_400)]
@@ -79,11 +79,23 @@ def begun(
 
 
 def check_gone(ours: Marked, port: int) -> None:
-    """Nothing of it runs, and its port can be had again."""
+    """Nothing of it runs, and its port can be had again.
+
+    A process that ends gives up its memory, and with that its mark, before its sockets: the
+    port is waited for.
+    """
     ours.none_left(60.0)
+    wait_for(lambda: _is_free(port), lambda: f"port {port} is still taken", 10.0)
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def test_no_server_outlives_who_started_it(
