@@ -2,8 +2,8 @@
 
     python tests/benchmarks/knobs.py space TRACE [--profile NAME] [--runs 3] [-o results.json]
     python tests/benchmarks/knobs.py live TRACE --profile FILE [--config FILE]
-        [--window peak:1.2s] [--limits 8/2048] [--kv 0.015,0.02] [--rounds 3]
-        [--costs results.json] [-o results.json]
+        [--window peak:1.2s] [--limits 8/2048] [--kv 0.015,0.02] [--rounds 3] [--replays 3]
+        [-o results.json]
 
 `space` repeats TRACE until it lasts an hour, predicts the grid of limits and then all knobs
 beside the best, and tells of how many combinations, by how many predictions, in how much of
@@ -11,9 +11,13 @@ the processor's time. Every other combination is then predicted too on a minute 
 see by how much the best of all is better than what was found.
 
 `live` starts vLLM once a round with each of: nothing changed, prefix caching the other way, KV
-caches of two other sizes, a threshold for long prompts; each in its own process, in turns, the
-order reversed every other round. Told is what each costs over nothing changed, live and by the
-profile on the same requests, with the 90 % interval of the prediction.
+caches of other sizes, a threshold for long prompts, and nothing changed once more; each in its
+own process, in turns, the order reversed every other round. Each replays the window --replays
+times. Told is what each costs over nothing changed (the mean of its two starts), live and by
+the profile on the same requests, with the 90 % interval of the prediction; that of the last
+shows by how much two starts of one configuration differ. Beside it stands by how much live is
+off the prediction at the speed that its own steps had, which is what the simulator answers for,
+and that speed over the profile's.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -28,7 +32,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +43,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.engine.serve_config import read_config
 from tuner.engine.shape import EngineShape
+from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
@@ -46,7 +51,14 @@ from tuner.run.context import Workload
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import Predictions, draw, predict, predict_more, scored
+from tuner.run.predict import (
+    Predictions,
+    at_own_speed,
+    draw,
+    predict,
+    predict_more,
+    scored,
+)
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Tier
 from tuner.search.space import SearchSpace, search_space
@@ -206,6 +218,17 @@ def foretold(
     return made
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a cold engine came to: the cost by the objective, and a step's mean, in seconds."""
+
+    cost: float
+    step_s: float
+
+
+NOTHING, AGAIN = "nothing", "nothing, again"
+
+
 def run_live(args: argparse.Namespace) -> dict[str, Any]:
     """Start vLLM with each, in turns, and tell live beside predicted."""
     profile = read_profile(Path(args.profile))
@@ -218,43 +241,81 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
     piece = parse_window(args.window).resolve(whole_trace).of(whole_trace)
     workload, predictor = workload_of(piece), Predictor(profile)
     tried = kinds(predictor, limits, piece, [float(x) for x in args.kv.split(",")])
-    settings: dict[str, Mapping[str, object]] = {"nothing": {}}
-    settings |= {name: change.values for name, change in tried.items()}
-    costs: dict[str, list[float]] = {name: [] for name in settings}
-    if args.costs:
-        costs = json.loads(Path(args.costs).read_text())["costs"]
+    tried[AGAIN] = Change("nothing", {}, lambda engine: engine)
     told = foretold(predictor, workload, limits, [*tried.values()])
-    rows = told_beside(costs, tried, told) if args.costs else []
-    for number in range(0 if args.costs else args.rounds):
+    settings = {NOTHING: {}, **{name: change.values for name, change in tried.items()}}
+    starts: dict[str, list[Start]] = {name: [] for name in settings}
+    rows = []
+    for number in range(args.rounds):
         for name in list(settings) if number % 2 == 0 else list(settings)[::-1]:
             began_s = time.perf_counter()
-            costs[name].append(started(values, limits, workload, settings[name]))
+            made = started(values, limits, workload, settings[name], args.replays)
+            starts[name].append(made)
             print(
-                f"round {number + 1}, {name}: {costs[name][-1]:.4g} s,"
-                f" {time.perf_counter() - began_s:.0f} s in all",
+                f"round {number + 1}, {name}: {made.cost:.4g} s, a step {made.step_s * 1e3:.4g}"
+                f" ms, {time.perf_counter() - began_s:.0f} s in all",
                 flush=True,
             )
-        rows = told_beside(costs, tried, told)
-    print(f"{len(piece)} requests, {workload.scoring.tail}, n {len(costs['nothing'])}")
-    return {"rows": rows, "costs": costs, "shape": shown(profile.shape)}
+        own = {
+            name: off_at_own_speed(change.engine(predictor), workload, limits, starts[name])
+            for name, change in tried.items()
+        }
+        rows = told_beside(starts, tried, told, own)
+    print(f"{len(piece)} requests, {workload.scoring.tail}, n {len(starts[NOTHING])}")
+    return {
+        "rows": rows,
+        "starts": {name: [asdict(one) for one in made] for name, made in starts.items()},
+        "shape": shown(profile.shape),
+    }
+
+
+def off_at_own_speed(
+    predictor: Predictor, workload: Workload, limits: EngineLimits, starts: Sequence[Start]
+) -> list[tuple[float, float]]:
+    """Return what each start cost over what is predicted at its speed, and that speed."""
+    found = []
+    plain = predictor.measure(workload.pieces, limits, workload.plan)
+    if not isinstance(plain, Measurement):
+        return []
+    for start in starts:
+        one = at_own_speed(predictor, workload, limits, start.step_s)
+        if one is not None:
+            cost = scored(workload, one).value_in(Tier.GOOD)
+            found.append((start.cost / cost, start.step_s * plain.steps / plain.busy_s))
+    return found
 
 
 def told_beside(
-    costs: Mapping[str, Sequence[float]],
+    starts: Mapping[str, Sequence[Start]],
     tried: Mapping[str, Change],
     told: Sequence[tuple[float, float, float]],
+    own: Mapping[str, Sequence[tuple[float, float]]],
 ) -> list[dict[str, Any]]:
     """Print what is known of each so far, live and predicted, and return it."""
     rows = []
+    pairs = zip(starts[NOTHING], starts[AGAIN], strict=True)
+    unchanged = [math.sqrt(a.cost * b.cost) for a, b in pairs]
     for name, (ratio, low, high) in zip(tried, told, strict=True):
-        live = [a / b for a, b in zip(costs[name], costs["nothing"], strict=True)]
+        against = [one.cost for one in starts[NOTHING]] if name == AGAIN else unchanged
+        live = [a.cost / b for a, b in zip(starts[name], against, strict=True)]
         mean = math.exp(sum(map(math.log, live)) / len(live))
         is_within = low <= mean <= high
-        rows.append({"knob": name, "live": live, "predicted": ratio, "interval": [low, high]})
+        rows.append(
+            {
+                "knob": name,
+                "live": live,
+                "predicted": ratio,
+                "interval": [low, high],
+                "off_at_own_speed": [off for off, _ in own[name]],
+                "speed": [speed for _, speed in own[name]],
+            }
+        )
+        at_own = ", ".join(f"{off - 1:+.1%} at {speed:.2f}" for off, speed in own[name])
         print(
             f"{name:22} live {mean - 1:+7.1%} ({min(live) - 1:+.1%} to {max(live) - 1:+.1%})  "
             f"predicted {ratio - 1:+7.1%} ({low - 1:+.1%} to {high - 1:+.1%})  "
-            f"off {mean / ratio - 1:+.1%}{'' if is_within else ', outside'}"
+            f"off {mean / ratio - 1:+.1%}{'' if is_within else ', outside'}; at its own "
+            f"speed off {at_own}"
         )
     return rows
 
@@ -268,8 +329,9 @@ def started(
     limits: EngineLimits,
     workload: Workload,
     changes: Mapping[str, object],
-) -> float:
-    """Return what a cold engine reaches by the objective, in seconds."""
+    replays: int,
+) -> Start:
+    """Return what a cold engine reaches by the objective over so many replays."""
     with (
         tempfile.TemporaryDirectory() as folder,
         EngineProcess(LiveSource(), Path(folder) / "engine.log") as host,
@@ -277,9 +339,12 @@ def started(
         engine = EngineRunner(host, values, limits, seed=0)
         for name, piece in zip(workload.names, workload.pieces, strict=True):
             engine.use(name, piece)
-        names, plan = workload.names, workload.plan
+        names, plan = workload.names * replays, workload.plan
         outcome = engine.measure_cold(names, limits, plan, (), changes=changes)
-    return scored(workload, outcome).value_in(Tier.GOOD)
+    if not isinstance(outcome, Measurement):
+        return Start(math.inf, math.nan)
+    cost = scored(workload, outcome).value_in(Tier.GOOD)
+    return Start(cost, outcome.busy_s / max(outcome.steps, 1))
 
 
 def main() -> None:
@@ -294,8 +359,8 @@ def main() -> None:
     parser.add_argument(
         "--kv", default="0.015,0.02", help="times as many KV blocks as there are"
     )
-    parser.add_argument("--costs", help="results of before, to be told by another profile")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("-o", "--output")
     args = parser.parse_args()

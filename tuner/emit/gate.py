@@ -54,7 +54,7 @@ def _middleware(answer: GateAnswer) -> str:
 def _vllm(answer: GateAnswer) -> str:
     gate = answer.gate
     notes = [
-        "keys for vllm serve --config, in vLLM 0.32 and others that have them: 503 beyond",
+        "keys for vllm serve --config, since vLLM 0.29: 503 beyond",
         "bounds the engine and its queue together, without a time-out or a cap on answers",
         *evidence(answer),
     ]
