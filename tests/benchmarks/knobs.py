@@ -3,7 +3,7 @@
     python tests/benchmarks/knobs.py space TRACE [--profile NAME] [--runs 3] [-o results.json]
     python tests/benchmarks/knobs.py live TRACE --profile FILE [--config FILE]
         [--window peak:1.2s] [--limits 8/2048] [--kv 0.015,0.02] [--rounds 3] [--replays 3]
-        [-o results.json]
+        [--starts results.json] [-o results.json]
 
 `space` repeats TRACE until it lasts an hour, predicts the grid of limits and then all knobs
 beside the best, and tells of how many combinations, by how many predictions, in how much of
@@ -48,12 +48,15 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import Workload
+from tuner.run.evidence import change_bounds
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.predict import (
+    FEW_DRAWS,
     Predictions,
     at_own_speed,
+    compare_engines,
     draw,
     predict,
     predict_more,
@@ -203,18 +206,19 @@ def kinds(
 def foretold(
     predictor: Predictor, workload: Workload, limits: EngineLimits, changes: Sequence[Change]
 ) -> list[tuple[float, float, float]]:
-    """Return what each costs over nothing changed, with its 90 % interval."""
+    """Return what each costs over nothing changed, with the interval that `tune` tells."""
     made = []
     nothing = Predictions(workload, predictor.wrong_ratio, {})
     drawn = []
     for one in (predictor, *(change.engine(predictor) for change in changes)):
         found = predict_more(one, nothing, [limits])
         score = scored(workload, found.outcomes[limits])
-        drawn.append((score.value_in(Tier.GOOD), draw(one, found, [limits])))
+        drawn.append((score.value_in(Tier.GOOD), draw(one, found, [limits], FEW_DRAWS)))
     for value, draws in drawn[1:]:
-        _, _, _, here = draws.against(drawn[0][1])
-        low, high = (None, None) if here is None else (here.low, here.high)
-        made.append((value / drawn[0][0], low or math.nan, high or math.nan))
+        _, _, gain = compare_engines(draws, drawn[0][1], predictor.seed)
+        bounds = None if gain is None else change_bounds(gain)
+        low, high = (math.nan, math.nan) if bounds is None else bounds
+        made.append((value / drawn[0][0], 1 + low, 1 + high))
     return made
 
 
@@ -246,8 +250,12 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
     settings = {NOTHING: {}, **{name: change.values for name, change in tried.items()}}
     starts: dict[str, list[Start]] = {name: [] for name in settings}
     rows = []
-    for number in range(args.rounds):
-        for name in list(settings) if number % 2 == 0 else list(settings)[::-1]:
+    if args.starts:
+        kept = json.loads(Path(args.starts).read_text())["starts"]
+        starts = {name: [Start(**one) for one in kept[name]] for name in settings}
+    for number in range(1 if args.starts else args.rounds):
+        order = [] if args.starts else [*settings][:: 1 if number % 2 == 0 else -1]
+        for name in order:
             began_s = time.perf_counter()
             made = started(values, limits, workload, settings[name], args.replays)
             starts[name].append(made)
@@ -359,6 +367,7 @@ def main() -> None:
     parser.add_argument(
         "--kv", default="0.015,0.02", help="times as many KV blocks as there are"
     )
+    parser.add_argument("--starts", help="results of before, to be told anew")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--replays", type=int, default=3)
     parser.add_argument("--runs", type=int, default=3)
