@@ -48,7 +48,6 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import Workload
-from tuner.run.evidence import change_bounds
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
@@ -216,9 +215,8 @@ def foretold(
         drawn.append((score.value_in(Tier.GOOD), draw(one, found, [limits], FEW_DRAWS)))
     for value, draws in drawn[1:]:
         _, _, gain = compare_engines(draws, drawn[0][1], predictor.seed)
-        bounds = None if gain is None else change_bounds(gain)
-        low, high = (math.nan, math.nan) if bounds is None else bounds
-        made.append((value / drawn[0][0], 1 + low, 1 + high))
+        low, high = (None, None) if gain is None else (gain.low, gain.high)
+        made.append((value / drawn[0][0], low or math.nan, high or math.nan))
     return made
 
 
