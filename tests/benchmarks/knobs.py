@@ -2,7 +2,7 @@
 
     python tests/benchmarks/knobs.py space TRACE [--profile NAME] [--runs 3] [-o results.json]
     python tests/benchmarks/knobs.py live TRACE --profile FILE [--config FILE]
-        [--window peak:1.2s] [--limits 8/2048] [--kv 0.015,0.02] [--rounds 3] [--replays 3]
+        [--window peak:1.2s] [--limits 8/2048] [--kv 0.025,0.04] [--rounds 3] [--replays 3]
         [--starts results.json] [-o results.json]
 
 `space` repeats TRACE until it lasts an hour, predicts the grid of limits and then all knobs
@@ -283,7 +283,7 @@ def off_at_own_speed(
     plain = predictor.measure(workload.pieces, limits, workload.plan)
     if not isinstance(plain, Measurement):
         return []
-    for start in starts:
+    for start in (start for start in starts if math.isfinite(start.cost)):
         one = at_own_speed(predictor, workload, limits, start.step_s)
         if one is not None:
             cost = scored(workload, one).value_in(Tier.GOOD)
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--window", default="peak:1.2s")
     parser.add_argument("--limits", default="8/2048")
     parser.add_argument(
-        "--kv", default="0.015,0.02", help="times as many KV blocks as there are"
+        "--kv", default="0.025,0.04", help="times as many KV blocks as there are"
     )
     parser.add_argument("--starts", help="results of before, to be told anew")
     parser.add_argument("--rounds", type=int, default=3)

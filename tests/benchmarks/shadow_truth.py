@@ -39,7 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from truth_figures import limits_of, show, summary
+from truth_figures import at_limits, limits_of, show, summary
 
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
@@ -163,14 +163,9 @@ def calibrated(
     at: str = CURRENT,
 ) -> Profile:
     """Return the profile of a run of `tune` that is ended once it has calibrated."""
-    current = limits_of(at)
     options = TuningOptions(
         trace=window,
-        config={
-            **values,
-            "max-num-seqs": current.max_num_seqs,
-            "max-num-batched-tokens": current.max_num_batched_tokens,
-        },
+        config=at_limits(values, limits_of(at)),
         window="all",
         budget_s=budget_s,
         run_dir=folder,

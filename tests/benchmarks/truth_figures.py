@@ -7,6 +7,7 @@ Pure: kept results in, figures out. Measuring is done by `shadow_truth`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, permutations
 from statistics import mean, median
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, changed
 from tuner.search.trials import read_metric
 from tuner.stats import tail_statistic
 
@@ -38,6 +40,12 @@ def limits_of(text: str) -> EngineLimits:
     """Read `8/512`."""
     seqs, _, tokens = text.partition("/")
     return EngineLimits(int(seqs), int(tokens))
+
+
+def at_limits(values: Mapping[str, object], limits: EngineLimits) -> dict[str, object]:
+    """Return a configuration with these limits."""
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    return changed(values, {MAX_NUM_SEQS: seqs, MAX_NUM_BATCHED_TOKENS: tokens})
 
 
 @dataclass
