@@ -183,7 +183,8 @@ def told(
     keeps = mean(losses(costs, current))
     print(
         f"loss of the answers {mean(each):+.1%} in the mean, {max(each):+.1%} at most; of the "
-        f"best of a single round {single:+.1%}; of the current setting {keeps:+.1%}"
+        f"current setting {keeps:+.1%}"
+        + ("" if math.isnan(single) else f"; of the best of a single round {single:+.1%}")
     )
     covered, off = 0, []
     for run, limits in zip(runs, answers, strict=True):
