@@ -27,7 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.paths import SHARED_TRACES
 from support.planted_cases import Truth, apart, drawn_case, recordings
-from support.planted_judged import INFEASIBLE, PAYS_RATIO, Judged, judged_run
+from support.planted_judged import INFEASIBLE, PAYS_RATIO, Judged, Known, judged_run
 from tuner.run.listener import Listener
 from tuner.search.objective import Tier
 
@@ -179,12 +179,19 @@ def _of_losses(rows: Sequence[Judged], answered: Sequence[Judged]) -> list[Figur
         statistic(
             "loss of the current settings, mean", rows, lambda r: r.true.could_gain, np.mean
         ),
+        statistic(
+            "requests a second lost, where nothing sustains", answered, _rate_loss, np.mean
+        ),
         share("of a worse tier than the true best", answered, _is_worse_tier),
     ]
 
 
 def _sure_loss(row: Judged) -> float | None:
     return row.true.sure_loss
+
+
+def _rate_loss(row: Judged) -> float | None:
+    return row.true.rate_loss
 
 
 def _is_worse_tier(row: Judged) -> bool:
@@ -219,9 +226,11 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
     traces, missing = recordings(args.traces)
     for sentence in missing:
         print(sentence, file=sys.stderr)
-    rows = [row for path in args.also or () for row in _read(path)]
-    known = {int(row.case.partition(":")[0]) for row in rows}
+    earlier = [row for path in args.also or () for row in _read(path)]
+    known = {_number(row) for row in earlier}
     truths = {case: Truth.of(drawn_case(case, traces), args.cache) for case in sorted(known)}
+    # What was said stands; what is true of it is told anew.
+    rows = [replace(row, true=Known.of(truths[_number(row)], row.said)) for row in earlier]
     began_s = time.monotonic()
     for number in range(args.runs):
         case, seed = numbers[number % len(numbers)], args.seed + number // len(numbers)
@@ -247,6 +256,11 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
         _write(args, rows, table)
     for ended, count in Counter(row.ended for row in rows).most_common():
         print(f"{count} ended: {ended}")
+
+
+def _number(row: Judged) -> int:
+    """Return the number of a run's case."""
+    return int(row.case.partition(":")[0])
 
 
 def _percent(ratio: float | None) -> str:

@@ -24,7 +24,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import Slo
 from tuner.search.objective import (
-    RATE_TIE_RATIO,
+    RATE,
     Objective,
     Score,
     Scoring,
@@ -240,6 +240,12 @@ class Truth:
             return max(0.0, ratio - 1)
         return max(0.0, mine.value_in(Tier.GOOD) / its.value_in(Tier.GOOD) - 1)
 
+    def rate_loss(self, limits: EngineLimits) -> float | None:
+        """Return what share of the requests a second is lost to the grid's highest rate."""
+        values = [self.value(setting, RATE) for setting in (limits, *self.case.grid)]
+        known = [value for value in values if value is not None]
+        return None if values[0] is None else 1 - min(known) / values[0]
+
     def is_better(self, limits: EngineLimits, other: EngineLimits, times: float = 1.0) -> bool:
         """Whether a setting is truly judged better than another."""
         mine, its = self.score(limits, times), self.score(other, times)
@@ -253,13 +259,7 @@ class Truth:
         scores = {limits: self.score(limits) for limits in (*self.case.grid, *others)}
         tier = min(score.tier for score in scores.values())
         of_tier = {limits: score for limits, score in scores.items() if score.tier is tier}
-        best = min(of_tier, key=lambda limits: of_tier[limits].value)
-        # Among settings of about the same rate, of which none lasts, the tail decides.
-        for limits, score in of_tier.items():
-            ratio = ratio_of(score, of_tier[best])
-            if ratio is not None and ratio < 1:
-                best = limits
-        return best
+        return min(of_tier, key=lambda limits: _judged_by(of_tier[limits]))
 
     def value(self, limits: EngineLimits, metric: str) -> float | None:
         """Return a setting's true value by a metric as the tool names it; less is better."""
@@ -282,16 +282,19 @@ class Truth:
 
 
 def ratio_of(one: Score, other: Score) -> float | None:
-    """Return the ratio of the values, None where none compares.
-
-    Where neither sustains the load and both serve about the same rate, it is the tail's.
-    """
+    """Return the ratio of what decides between them, None where none compares."""
     if one.tier is not other.tier or one.metric != other.metric:
         return None
-    ours, theirs = one.value, other.value
-    if one.tier is Tier.NOT_SUSTAINED and abs(ours / theirs - 1) <= RATE_TIE_RATIO:
-        ours, theirs = one.value_in(Tier.GOOD), other.value_in(Tier.GOOD)
+    ours, theirs = _judged_by(one), _judged_by(other)
     return ours / theirs if 0 < ours < math.inf and 0 < theirs < math.inf else None
+
+
+def _judged_by(score: Score) -> float:
+    """Return what decides among settings of a tier: what is optimised, or how an SLO is missed.
+
+    As the tool does it, also where no setting sustains the load.
+    """
+    return score.value if score.tier is Tier.BREAKS_SLO else score.value_in(Tier.GOOD)
 
 
 def _alike(own: EngineLimits, measured: Measurement, limits: EngineLimits) -> bool:

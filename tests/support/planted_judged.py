@@ -78,7 +78,8 @@ class Known:
 
     `best` is of the grid and of what was said. `loss` is of what was said to run with against
     it and `could_gain` of the current setting; `sure_…` is what stays of each on machines 2 %
-    faster and slower. `gain` is that of a change by the metric that it was told by.
+    faster and slower. `gain` is that of a change by the metric that it was told by, and
+    `rate_loss` how much of the requests a second is lost where no setting sustains the load.
     """
 
     best: EngineLimits
@@ -93,6 +94,7 @@ class Known:
     is_ever_better: bool | None = None
     breaks_slo: bool | None = None
     surely_breaks_slo: bool | None = None
+    rate_loss: float | None = None
 
     @classmethod
     def of(cls, truth: Truth, said: Said) -> Known:
@@ -121,6 +123,7 @@ class Known:
             is_ever_better=any(better) if is_change else None,
             breaks_slo=breaks[0] if has_slo else None,
             surely_breaks_slo=all(breaks) if has_slo else None,
+            rate_loss=truth.rate_loss(limits) if tier is Tier.NOT_SUSTAINED else None,
         )
 
 
