@@ -130,6 +130,7 @@ class Caveat(StrEnum):
     ANSWERS_CUT = "answers_cut"
     EXPERTS_ON_RANDOM_TEXT = "experts_on_random_text"
     DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
+    ACCEPTANCE_GIVEN = "acceptance_given"
 
     @property
     def text(self) -> str:
@@ -206,6 +207,11 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.DRAFTS_ON_RANDOM_TEXT: (
         "speculative decoding was replayed on random text, of which drafts are accepted at "
         "another rate than of yours: do not go by these numbers"
+    ),
+    Caveat.ACCEPTANCE_GIVEN: (
+        "drafts were accepted at the rate that was given (rejection_sample_method synthetic), "
+        "whatever they were: what is emitted verifies them, and is as fast only where as many "
+        "of yours are accepted"
     ),
     Caveat.COLD_DIFFERS: "engines started cold showed another gain than the race did",
 }

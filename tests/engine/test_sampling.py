@@ -96,10 +96,12 @@ def facts_of(model: Path, **more: object) -> frozenset[Caveat]:
 
 def test_random_text_is_a_reason_to_doubt_experts_and_drafts_only(model: Path) -> None:
     assert facts_of(model) == frozenset()
-    drafts = json.dumps(
-        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    )
-    assert facts_of(model, **{"speculative-config": drafts}) == {Caveat.DRAFTS_ON_RANDOM_TEXT}
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    said = facts_of(model, **{"speculative-config": json.dumps(drafts)})
+    assert said == {Caveat.DRAFTS_ON_RANDOM_TEXT}
+    given = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.2}
+    said = facts_of(model, **{"speculative-config": json.dumps({**drafts, **given})})
+    assert said == {Caveat.ACCEPTANCE_GIVEN}
 
 
 def test_a_model_of_experts_gets_a_caveat(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tuner.engine.serve_config import (
     FLAGS_WITHOUT_NO,
     INTEGER_KEYS,
+    as_deployed,
     limits,
     parse_engine_args,
     read_config,
@@ -26,6 +27,13 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import has_secrets, is_secret, redacted
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2}
+GIVEN = {
+    **DRAFTS,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.2,
+    "synthetic_acceptance_rates": [0.8, 0.4],
+}
 SCALARS = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
@@ -139,6 +147,28 @@ def test_limits_are_whole_numbers_of_at_least_one_or_absent() -> None:
     for wrong in (0, -1, True, 8.0, "8.0", "many", [8]):
         with pytest.raises(UsageError, match="max-num-seqs must be a whole number"):
             limits({"max-num-seqs": wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "deployed"),
+    [
+        (
+            {"speculative-config": json.dumps(GIVEN)},
+            {"speculative-config": json.dumps(DRAFTS)},
+        ),
+        ({"speculative_config": GIVEN, "model": "m"}, {"speculative_config": DRAFTS, "model": "m"}),
+        (
+            {f"speculative-config.{key}": value for key, value in GIVEN.items()},
+            {f"speculative-config.{key}": value for key, value in DRAFTS.items()},
+        ),
+        ({"speculative-config": DRAFTS}, {"speculative-config": DRAFTS}),
+        ({"speculative-config": "{broken"}, {"speculative-config": "{broken"}),
+    ],
+)
+def test_drafts_accepted_at_a_given_rate_are_not_deployed(
+    given: dict[str, object], deployed: dict[str, object]
+) -> None:
+    assert as_deployed(given) == deployed
 
 
 def test_secrets_are_told_from_keys_that_only_sound_like_them() -> None:

@@ -49,6 +49,8 @@ def test_an_slo_nothing_meets_names_the_nearest_and_what_broke(trace: Path) -> N
     assert "nearest is " in caught.value.message
     assert "ttft_p50" in caught.value.message
     assert "exceeds 0.001 s" in caught.value.message
+    assert "with probability 0.00" in caught.value.message
+    assert "longer --budget" not in caught.value.hint
     result = json.loads((trace.parent / "run" / "result.json").read_text())
     assert result["recommendation"] is None
     assert {t["tier"] for t in result["trials"]} == {"2 breaks an SLO"}

@@ -270,6 +270,38 @@ def test_a_run_that_was_interrupted_goes_on_with_the_variants_that_are_left(
 
 
 @pytest.mark.slow
+def test_one_that_the_time_does_not_hold_is_told_as_not_started_and_started_by_a_resume(
+    tmp_path: Path,
+) -> None:
+    path, source, budget_s = tmp_path / "run", a_source(), 200.0
+    two = {name: VARIANTS[name] for name in ("quick", "slow")}
+    asked = options(path, budget_s=budget_s, variants=two)
+    with on_virtual_time(source.clock):
+        result = tune(asked, source=source)
+    assert source.clock.now_s < 1.1 * budget_s
+    assert finding(result, "quick").limits is not None
+    assert finding(result, "slow").verdict == "not started"
+    assert result.variants is not None
+    assert "s of the time are left, a start and the shortest" in result.variants.lines[1]
+    assert "not started" in report_of(path)
+    with on_virtual_time(source.clock):
+        result = tune(replace(asked, is_resumed=True), source=source)
+    assert finding(result, "slow").limits is not None
+
+
+@pytest.mark.slow
+def test_knobs_are_looked_at_in_the_run_of_each(tmp_path: Path) -> None:
+    path, source = tmp_path / "run", a_source()
+    asked = options(path, variants={"quick": VARIANTS["quick"]}, knobs=("long-prefill",))
+    with on_virtual_time(source.clock):
+        tune(asked, source=source)
+    for folder in (path, path / "variants" / "quick"):
+        knobs = read_result(folder).knobs
+        assert knobs is not None
+        assert [one.knob for one in knobs.findings] == ["long-prefill"]
+
+
+@pytest.mark.slow
 def test_where_nothing_meets_the_slos_as_it_is_those_that_do_are_named(
     folder: Path, tmp_path: Path
 ) -> None:

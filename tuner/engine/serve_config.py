@@ -19,6 +19,7 @@ from tuner.redact import redacted
 
 MAX_NUM_SEQS: Final = "max-num-seqs"
 MAX_NUM_BATCHED_TOKENS: Final = "max-num-batched-tokens"
+SPECULATIVE_CONFIG: Final = "speculative-config"
 LIVE_LIMIT_KEYS: Final = ("max-num-active-seqs", "max-num-scheduled-tokens")
 """Keys of vLLM 0.32 and later that cap admission and step budget below the two limits.
 
@@ -125,6 +126,52 @@ def changed(values: Mapping[str, object], changes: Mapping[str, object]) -> dict
     gone = {twin(key) for key in changes}
     spelled = {hyphenated(key): value for key, value in values.items()}
     return {key: value for key, value in spelled.items() if key not in gone} | dict(changes)
+
+
+def as_deployed(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a configuration as production may have it: its drafts are verified.
+
+    vLLM's synthetic rejection sampling accepts drafts at a given rate whatever they are. That
+    shows what speculation would bring at the rate, with answers that are not the model's.
+
+    Source: SpeculativeConfig in vLLM's vllm/config/speculative.py.
+
+    >>> drafts = {"method": "ngram", "rejection_sample_method": "synthetic"}
+    >>> as_deployed({"model": "m", "speculative-config": drafts})
+    {'model': 'm', 'speculative-config': {'method': 'ngram'}}
+    """
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        head, dot, name = key.partition(".")
+        if hyphenated(head) != SPECULATIVE_CONFIG:
+            found[key] = value
+        elif dot:
+            if not _is_given_acceptance(name, value):
+                found[key] = value
+        else:
+            found[key] = _verified(value)
+    return found
+
+
+def _verified(drafts: object) -> object:
+    """Return a speculative configuration, a mapping or its JSON, that verifies its drafts."""
+    if isinstance(drafts, str):
+        try:
+            read = json.loads(drafts)
+        except ValueError:
+            return drafts  # vLLM refuses it with its own words
+        kept = _verified(read)
+        return drafts if kept == read else json.dumps(kept)
+    if not isinstance(drafts, Mapping):
+        return drafts
+    return {k: v for k, v in drafts.items() if not _is_given_acceptance(str(k), v)}
+
+
+def _is_given_acceptance(name: str, value: object) -> bool:
+    name = name.replace("-", "_")
+    return name.startswith("synthetic_acceptance") or (
+        name == "rejection_sample_method" and value == "synthetic"
+    )
 
 
 def human_integer(text: str) -> int | None:

@@ -35,9 +35,7 @@ def variants(run: RunFiles) -> Section | None:
 
 
 def _row(one: VariantFinding, keys: list[str], *, has_price: bool) -> tuple[Cell, ...]:
-    limits = "does not run" if one.failure else "meets no SLOs"
-    if one.limits is not None:
-        limits = str(one.limits)
+    limits = one.verdict or str(one.limits)
     gain, better = one.gain_ratio, one.p_better
     gain_words = NOTHING if gain is None else f"{one.metric} {moved(one.metric, gain):+.1%}"
     cells = [

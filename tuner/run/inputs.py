@@ -17,6 +17,7 @@ from tuner.engine.demo import demo_engine_args
 from tuner.engine.serve_config import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
+    as_deployed,
     hyphenated,
     read_config,
 )
@@ -102,7 +103,7 @@ class EngineChoice:
     @property
     def deployed_values(self) -> dict[str, object]:
         """The configuration as it is deployed; what is lost is there, but hidden."""
-        return {**self.values, **dict.fromkeys(self.lost, REDACTED)}
+        return {**as_deployed(self.values), **dict.fromkeys(self.lost, REDACTED)}
 
     @property
     def model(self) -> str:

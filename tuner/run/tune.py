@@ -76,6 +76,9 @@ WritePage = Callable[[Path], None]
 RUNS = Path("runs")
 """Where runs are kept that are given no directory, below the working directory."""
 
+# What meets the SLOs at least so probably may yet turn out to: ours.
+MAYBE_MEETS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
@@ -230,7 +233,7 @@ class _Run:
             raise
         result = self._write(decision, "complete")
         if result is None or not result.feasible:
-            raise self._nothing_feasible()
+            raise self._nothing_feasible(decision)
         return result
 
     def _best_so_far(self) -> RaceDecision:
@@ -295,7 +298,8 @@ class _Run:
             clients=found.clients,
         )
 
-    def _nothing_feasible(self) -> NoFeasibleConfigError:
+    def _nothing_feasible(self, decision: RaceDecision) -> NoFeasibleConfigError:
+        """Say who is nearest to the SLOs, how probably it meets them, and what it breaks."""
         context = self._context
         records = decisive(context.journal.records())
         best = leader([t.observation for t in records])
@@ -304,14 +308,21 @@ class _Run:
                 "no configuration survived its replay",
                 f"see the causes in {context.run_dir.path / 'trials.jsonl'}",
             )
-        trial = next(t for t in records if t.number == best.number)
+        nearest, p_slo = best.limits, None
+        if decision.odds is not None and decision.odds.p_slo is not None:
+            nearest, p_slo = decision.best, decision.odds.p_slo
+        own = [t for t in records if t.limits == nearest]
+        trial = own[-1] if own else next(t for t in records if t.number == best.number)
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
-        broken = scoring.broken_in(trial.measurement or {})
+        said = [] if p_slo is None else [f"meets them with probability {p_slo:.2f}"]
+        said += scoring.broken_in(trial.measurement or {}) if own else []
+        hint = "relax an SLO, lower --load, or add replicas"
+        if p_slo is not None and p_slo >= MAYBE_MEETS:
+            hint += "; it may meet them yet, which a longer --budget would tell"
         return NoFeasibleConfigError(
-            f"no configuration meets the SLOs; nearest is {best.limits} "
-            f"(max_num_seqs/max_num_batched_tokens): {'; '.join(broken)}",
-            f"relax an SLO, lower --load, or add replicas; all trials are in "
-            f"{context.run_dir.path}",
+            f"no configuration is likely to meet the SLOs; nearest is {nearest} "
+            f"(max_num_seqs/max_num_batched_tokens): {'; '.join(said)}",
+            f"{hint}; all trials are in {context.run_dir.path}",
         )
 
 

@@ -256,7 +256,7 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
 def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
     """Return what is doubtful of replays here: what depends on the text, and a GPU's clocks.
 
-    Drafts that are accepted at a rate given beforehand do not depend on random text.
+    Drafts that are accepted at a rate given beforehand do not depend on the text, but on that rate.
     """
     found = set()
     if accelerator_name() is not None:
@@ -264,8 +264,9 @@ def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
     if _has_experts(vllm_config.model_config):
         found.add(Caveat.EXPERTS_ON_RANDOM_TEXT)
     drafts = vllm_config.speculative_config
-    if drafts is not None and getattr(drafts, "rejection_sample_method", "") != "synthetic":
-        found.add(Caveat.DRAFTS_ON_RANDOM_TEXT)
+    if drafts is not None:
+        is_given = getattr(drafts, "rejection_sample_method", "") == "synthetic"
+        found.add(Caveat.ACCEPTANCE_GIVEN if is_given else Caveat.DRAFTS_ON_RANDOM_TEXT)
     return frozenset(found)
 
 

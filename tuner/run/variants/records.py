@@ -109,8 +109,8 @@ def _check_key(name: str, key: str) -> None:
 class VariantFinding:
     """What the best limits of a variant bring, on the same traffic and at the same SLOs.
 
-    `settings` are the keys that make it. `limits` are None where it does not start (`failure`)
-    or where it meets the SLOs at none. The gain is that of the metric over what is recommended
+    `settings` are the keys that make it. `limits` are None where it does not start (`failure`),
+    where the time left held no start (`no_time`) or where it meets the SLOs at none. The gain is that of the metric over what is recommended
     for the configuration as it is, a share, -0.05 for 5 % less; `latencies_s` are those of the
     recorded traffic, by metric. `capacity_per_s` is how many requests a second hold within the
     SLOs at most, with a cap of its own (`capacity_limits`), `gpus` on how many devices,
@@ -135,6 +135,16 @@ class VariantFinding:
     cost_per_1000: float | None = None
     are_live: bool = False
     failure: str = ""
+    no_time: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two what came of one without limits, empty where it has some."""
+        if self.limits is not None:
+            return ""
+        if self.failure:
+            return "does not run"
+        return "not started" if self.no_time else "meets the SLOs at no limits"
 
     @property
     def capacity_per_gpu(self) -> float | None:
@@ -161,10 +171,8 @@ class VariantComparison:
 
     def _line(self, one: VariantFinding) -> str:
         head = f"variant {one.title}"
-        if one.failure:
-            return f"{head}: does not run: {one.failure}"
         if one.limits is None:
-            return f"{head}: meets the SLOs at no limits"
+            return ": ".join(filter(None, (head, one.verdict, one.failure or one.no_time)))
         parts = [self._gain(one)]
         if one.capacity_per_s is not None:
             base = self.as_it_is

@@ -48,6 +48,8 @@ from tuner.traffic.windows import whole
 
 # How much time a variant gets of what the configuration as it is gets: ours, nothing is raced.
 VARIANT_SHARE = 0.4
+# What the shortest blocks take of it after the start: ours.
+LEAST_BLOCKS_S = 5.0
 COMPLETE = "complete"
 
 
@@ -127,11 +129,13 @@ class _Runs:
     share: float
     found: list[Contender | VariantFinding] = field(default_factory=list)
     _began_s: float = field(default=0.0, init=False)
+    _start_s: float = field(default=0.0, init=False)
 
     def to_the_end(self) -> RunResult:
         """Run each in turn; what ended before Ctrl-C is compared all the same."""
         self._began_s = time.monotonic()
         base, unmet = self._as_it_is()
+        self._start_s = base.provenance.stages_s.get("start", 0.0)
         try:
             for name in self.values:
                 self.found.append(self._one(name))
@@ -169,6 +173,9 @@ class _Runs:
         result = read_result(path) if (path / RESULT_FILE).exists() else None
         if result is None or result.state != COMPLETE:
             prepared = self._prepared(name)
+            if no_time := self._no_time(prepared):
+                self.listener.note(f"variant {name}: not started: {no_time}")
+                return VariantFinding(name=name, settings=dict(values), no_time=no_time)
             budget = clock_text(prepared.budget_s)
             self.listener.note(f"variant {name}: a run of its own, at most {budget}")
             try:
@@ -198,7 +205,6 @@ class _Runs:
             whole_run.options,
             variants={},
             gpu_hour_price=None,
-            knobs=(),
             engine_args={**whole_run.options.engine_args, **values},
             method=Method.CALIBRATED if given is None else Method.SHADOW,
             profile=given,
@@ -219,9 +225,26 @@ class _Runs:
         )
 
     def _left_s(self) -> float:
-        """Return a variant's share of the time that is left, at least what holds a start."""
-        left_s = self.prepared.options.budget_s - (time.monotonic() - self._began_s)
-        return max(left_s / (len(self.values) - len(self.found)), MIN_BUDGET_S)
+        """Return a variant's share of the time that is left, at least what a run takes."""
+        return max(self._all_left_s() / (len(self.values) - len(self.found)), MIN_BUDGET_S)
+
+    def _all_left_s(self) -> float:
+        return self.prepared.options.budget_s - (time.monotonic() - self._began_s)
+
+    def _no_time(self, variant: PreparedRun) -> str:
+        """Say why there is no time for a variant, by what the engine as it is took to start.
+
+        Empty where there is, and where it is predicted without an engine.
+        """
+        if variant.options.method is Method.SHADOW:
+            return ""
+        left_s, needed_s = self._all_left_s(), self._start_s + LEAST_BLOCKS_S
+        if left_s >= needed_s:
+            return ""
+        return (
+            f"{max(left_s, 0):.0f} s of the time are left, a start and the shortest calibration "
+            f"take about {needed_s:.0f} s; --resume goes on with it"
+        )
 
     @property
     def _record(self) -> RunRecord:
