@@ -156,7 +156,10 @@ def test_limits_are_whole_numbers_of_at_least_one_or_absent() -> None:
             {"speculative-config": json.dumps(GIVEN)},
             {"speculative-config": json.dumps(DRAFTS)},
         ),
-        ({"speculative_config": GIVEN, "model": "m"}, {"speculative_config": DRAFTS, "model": "m"}),
+        (
+            {"speculative_config": GIVEN, "model": "m"},
+            {"speculative_config": DRAFTS, "model": "m"},
+        ),
         (
             {f"speculative-config.{key}": value for key, value in GIVEN.items()},
             {f"speculative-config.{key}": value for key, value in DRAFTS.items()},

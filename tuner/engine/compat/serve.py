@@ -256,7 +256,7 @@ def config_chunks_prefill(vllm_config: Any) -> bool:
 def config_caveats(vllm_config: Any) -> frozenset[Caveat]:
     """Return what is doubtful of replays here: what depends on the text, and a GPU's clocks.
 
-    Drafts that are accepted at a rate given beforehand do not depend on the text, but on that rate.
+    Drafts that are accepted at a rate given beforehand depend on that rate, not on the text.
     """
     found = set()
     if accelerator_name() is not None:

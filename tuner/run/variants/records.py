@@ -109,13 +109,14 @@ def _check_key(name: str, key: str) -> None:
 class VariantFinding:
     """What the best limits of a variant bring, on the same traffic and at the same SLOs.
 
-    `settings` are the keys that make it. `limits` are None where it does not start (`failure`),
-    where the time left held no start (`no_time`) or where it meets the SLOs at none. The gain is that of the metric over what is recommended
-    for the configuration as it is, a share, -0.05 for 5 % less; `latencies_s` are those of the
-    recorded traffic, by metric. `capacity_per_s` is how many requests a second hold within the
-    SLOs at most, with a cap of its own (`capacity_limits`), `gpus` on how many devices,
-    `cost_per_1000` what a thousand of them cost there. Figures of one that nothing could be
-    predicted of `are_live`, on the windows that raced.
+    `settings` are the keys that make it. `limits` are None where it does not start
+    (`failure`), where the time left held no start (`no_time`) or where it meets the SLOs at
+    none. The gain is that of the metric over what is recommended for the configuration as
+    it is, a share, -0.05 for 5 % less; `latencies_s` are those of the recorded traffic, by
+    metric. `capacity_per_s` is how many requests a second hold within the SLOs at most,
+    with a cap of its own (`capacity_limits`), `gpus` on how many devices, `cost_per_1000`
+    what a thousand of them cost there. Figures of one that nothing could be predicted of
+    `are_live`, on the windows that raced.
 
     Units: seconds, requests a second; the price's own currency.
     """

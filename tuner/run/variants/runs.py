@@ -242,8 +242,8 @@ class _Runs:
         if left_s >= needed_s:
             return ""
         return (
-            f"{max(left_s, 0):.0f} s of the time are left, a start and the shortest calibration "
-            f"take about {needed_s:.0f} s; --resume goes on with it"
+            f"{max(left_s, 0):.0f} s of the time are left, a start and the shortest "
+            f"calibration take about {needed_s:.0f} s; --resume goes on with it"
         )
 
     @property
