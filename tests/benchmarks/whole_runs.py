@@ -8,7 +8,7 @@
 Each run is the whole of `tune` on the window, with a seed of its own. Then one engine replays
 the window at every setting of the grid that the runs searched, and at each that was answered,
 once a round, in an order that is shuffled anew. The settings are held to each other by the
-objective's latency, which is p50 where there are few requests.
+objective's latency at the quantile that a run decides by: p50 where there are few requests.
 
 The best of a grid of noisy replays looks better than it is. So the best is chosen by some of
 the rounds and both it and the answer are judged by the others, each round once among these:
@@ -112,7 +112,7 @@ def live_grid(
     window: Trace, values: Mapping[str, object], settings: Sequence[EngineLimits], rounds: int
 ) -> dict[EngineLimits, list[float]]:
     """Replay the window at every setting, once a round; return the costs."""
-    workload = Workload.of_piece(window, ReplayPlan(), AIM)
+    workload = Workload.of_whole(window, AIM)
     ceiling = settings[0]
     for limits in settings:
         ceiling = ceiling.covering(limits)
