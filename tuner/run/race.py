@@ -449,7 +449,7 @@ def confirm_cold(
         deployed = predict(decision.winner)
         cold = _cold_of(context, plan, decision, deployed)
         is_odd = cold.deviations > COLD_DIFFERS
-        is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, decision)
+        is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, plan, decision)
         if is_odd and context.left_s >= cost_s:
             start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
@@ -464,7 +464,7 @@ def confirm_cold(
         return decision, cold
     if deployed is not None:
         decision = replace(decision, gain=deployed.gain, gain_here=deployed.here)
-    return _with_cold(context, decision, cold), cold
+    return _with_cold(context, plan, decision, cold), cold
 
 
 def start_all(
@@ -568,7 +568,7 @@ def _normal(gain: Estimate) -> tuple[float, float]:
     return math.log(gain.value), math.log(gain.high / gain.low) / (2 * 1.645)
 
 
-def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
+def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bool:
     """Whether the winner was of a lower tier in every cold start than it ever was before.
 
     And than the current one ever was cold: a single start near a bound may miss it by chance.
@@ -581,7 +581,11 @@ def _is_lower(context: RunContext, decision: RaceDecision) -> bool:
         for limits in (decision.winner, context.space.current)
     )
     raced = by_round(context.journal.race_runs(), decision.winner).values()
-    usual = max((_tier(run.score, is_stretch=is_stretch) for run in raced), default=Tier.GOOD)
+    before = [run.score for run in raced]
+    if isinstance(found := plan.predicted.get(decision.winner), Measurement):
+        # A stretch may break what the whole keeps, where it was said to beforehand.
+        before.append(plan.workload.scoring.score(found).times(1 + REPLAY_NOISE))
+    usual = max((_tier(score, is_stretch=is_stretch) for score in before), default=Tier.GOOD)
     if Tier.FAILED in ours and Tier.FAILED not in theirs:
         return True
     return min(ours) > max(*theirs, usual)
@@ -593,12 +597,14 @@ def _tier(score: Score, *, is_stretch: bool) -> Tier:
     return Tier.GOOD if is_growth else score.tier
 
 
-def _with_cold(context: RunContext, decision: RaceDecision, cold: Cold) -> RaceDecision:
+def _with_cold(
+    context: RunContext, plan: RacePlan, decision: RaceDecision, cold: Cold
+) -> RaceDecision:
     """Return the decision once both were measured cold."""
     # Who keeps what the current one does not need not be better in what is optimised.
     is_for_bounds = decision.odds is not None and decision.odds.meets_more
     is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS and not is_for_bounds
-    if _is_lower(context, decision) or is_none:
+    if _is_lower(context, plan, decision) or is_none:
         why = "the gain did not show on engines started cold"
         if cold.winner.tier is Tier.FAILED:
             cause = _cold_cause(context, decision.winner)
