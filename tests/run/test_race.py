@@ -22,6 +22,7 @@ from tuner.errors import Caveat, EngineError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
+from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import Deployed, at_own_speed, predict
@@ -149,6 +150,23 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
         assert found.verdict is verdict, folder
         # The gain that is told is theirs.
         assert (found.gain, found.gain_here) == (predicted.gain, whole)
+
+
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_a_stretch_may_break_an_slo_cold_where_that_was_predicted(
+    tmp_path: Path, *, is_predicted: bool
+) -> None:
+    """The winner, and not the current one, breaks on the window what it keeps on the whole."""
+    slos, odds = (Slo.parse("ttft_p95=150ms"),), Odds(0.99, 0.99, 1.0, 0.1, 0.99)
+    decision = replace(a_change(BETTER, known_ratio(BETTER)), odds=odds)
+    log = replay_toy(TRACE, BETTER, CROWDED_TOY)
+    found = {BETTER: measure([log], slos)} if is_predicted else {}
+    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, slos) as run:
+        plan = run.plan(BETTER, CURRENT, predicted=found)
+        answer, cold = confirm_cold(run.runner, plan, decision)
+    assert cold is not None
+    assert (cold.winner.tier, cold.current.tier) == (Tier.BREAKS_SLO, Tier.GOOD)
+    assert answer.verdict is (RaceVerdict.CHANGE if is_predicted else RaceVerdict.KEEP)
 
 
 def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
