@@ -29,7 +29,7 @@ from tuner.run.inputs import configured_engine, engine_of_profile, fit_lengths
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult
-from tuner.run.tune import PreparedRun
+from tuner.run.start import PreparedRun
 from tuner.run.variants import runs
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine

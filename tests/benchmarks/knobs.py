@@ -48,19 +48,11 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.replay.runner import EngineRunner
 from tuner.run.context import Workload
+from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.known import KNOBS, Change, Place, kv_times
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import (
-    FEW_DRAWS,
-    Predictions,
-    at_own_speed,
-    compare_engines,
-    draw,
-    predict,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, at_own_speed, predict, predict_more, scored
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Tier
 from tuner.search.space import SearchSpace, search_space

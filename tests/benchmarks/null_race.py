@@ -27,8 +27,8 @@ from tuner.engine.live import LiveSource
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
+from tuner.run.drawing import DRAWS
 from tuner.run.live_search import MIN_ROUNDS_LIVE
-from tuner.run.predict import DRAWS
 from tuner.run.race import is_settled
 from tuner.search.objective import Objective, make_scoring
 from tuner.search.posterior import Draws

@@ -17,7 +17,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
-from tuner.run.predict import Predictions, cross_check, decide, predict
+from tuner.run.drawing import decide
+from tuner.run.predict import Predictions, cross_check, predict
 from tuner.run.shadow_session import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier

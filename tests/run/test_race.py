@@ -24,8 +24,9 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.drawing import Deployed
 from tuner.run.live_search import LiveEvidence
-from tuner.run.predict import Deployed, at_own_speed, predict
+from tuner.run.predict import at_own_speed, predict
 from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.effects import Effects

@@ -14,7 +14,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import STARTING_POINTS, Method, TuningOptions
 from tuner.run.result import RunResult, read_result
-from tuner.run.tune import prepare
+from tuner.run.start import prepare
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import write_profile
 from tuner.traffic.formats import ReadOptions, read_traces

@@ -134,6 +134,44 @@ def test_a_linear_truth_stays_linear_and_extrapolates_to_twice_the_batch(seed: i
 
 
 @pytest.mark.parametrize("seed", range(2))
+def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_alone(
+    seed: int,
+) -> None:
+    truth = replace(
+        LINEAR,
+        decode_context_s=5e-8,
+        mixed_context_s=4e-8,
+        spread_s=2.4e-7,
+        mixed_spread_s=2.4e-7,
+    )
+    measured = replays(truth, lognormal(0.05), seed=seed, spread=2_500.0)
+    found = fit(measured).model
+    assert found.spread_s == pytest.approx(truth.spread_s, rel=0.1)
+    assert found.mixed_spread_s == pytest.approx(truth.mixed_spread_s, rel=0.3)
+
+    def off(model: StepModel) -> float:
+        """Return how far off 19 of 20 batches with a prompt are at the most."""
+        each = [np.abs(model.predict_s(m) / truth.predict_s(m) - 1) for m in measured]
+        mixed = [~m.is_decode_only for m in measured]
+        return np.quantile(
+            np.concatenate([e[k] for e, k in zip(each, mixed, strict=True)]), 0.95
+        )
+
+    assert off(found) < 0.01
+    assert off(replace(found, mixed_spread_s=0.0)) > 0.03
+
+
+def test_contexts_of_one_length_say_nothing_of_uneven_ones() -> None:
+    even = [
+        replace(m, decode_spread_tokens=np.zeros(len(m)))
+        for m in replays(LINEAR, lognormal(0.1))
+    ]
+    found = fit(even).model
+    assert (found.spread_s, found.mixed_spread_s) == (0.0, 0.0)
+    assert found.decode_context_s > 0.0
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_that_are_free_up_to_64_are_found(seed: int) -> None:
     found = fit(replays(KNEE, lognormal(0.1), seed=seed, stalled=0.03)).model
     assert found.token_knots == (0, 64)

@@ -31,6 +31,7 @@ def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:
         decode_context_s=0.1,
         mixed_context_s=0.2,
         spread_s=0.5,
+        mixed_spread_s=0.25,
         prefill_context_s=0.01,
         tidy_s=7.0,
         graphs=Graphs((2, 6)),
@@ -40,6 +41,8 @@ def test_the_seconds_of_a_batch_are_those_worked_out_by_hand() -> None:
     assert model.step_s(batch(3, 0, 9, 0, 6)) == pytest.approx(100 + 4 + 20 + 6 + 0.9 + 3)
     assert model.step_s(batch(7, 0, 0, 0)) == pytest.approx(100 + 4 + 30 + 14 + 30)
     assert model.step_s(batch(1, 3, 5, 20)) == pytest.approx(100 + 24 + 2 + 50 + 1.5 + 0.2)
+    apart = batch(1, 3, 5, 20, 8)
+    assert model.step_s(apart) == pytest.approx(100 + 24 + 2 + 50 + 1.5 + 6 + 0.2)
     assert model.step_s(batch(0, 9, 0, 0)) == pytest.approx(100 + 4 + 50 + 30 + 50)
 
 

@@ -41,6 +41,7 @@ MODEL = StepModel(
     decode_context_s=1.25e-08,
     mixed_context_s=5e-09,
     spread_s=2e-08,
+    mixed_spread_s=1e-08,
     prefill_context_s=3e-11,
     tidy_s=1e-05,
     graphs=SHAPE.graphs,

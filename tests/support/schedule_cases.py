@@ -196,6 +196,7 @@ def _model(rng: np.random.Generator) -> StepModel:
         decode_context_s=scale * rng.random() * 1e-4,
         mixed_context_s=scale * rng.random() * 1e-4,
         spread_s=scale * rng.random() * 1e-3,
+        mixed_spread_s=scale * rng.random() * 1e-3,
         prefill_context_s=scale * rng.random() * 1e-5,
         tidy_s=scale * 0.1 * rng.random(),
         graphs=Graphs(sizes, has_mixed=bool(rng.random() < 0.5)),

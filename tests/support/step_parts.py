@@ -53,7 +53,9 @@ def uniform(half_width: float) -> Noise:
     return lambda rng, n: rng.uniform(1 - half_width, 1 + half_width, n)
 
 
-def batches(rng: np.random.Generator, n: int, seqs: int, budget: int) -> StepColumns:
+def batches(
+    rng: np.random.Generator, n: int, seqs: int, budget: int, spread: float = 150.0
+) -> StepColumns:
     """Return batches such as a replay makes under the limits, each lasting one second."""
     decode = np.round(seqs * rng.beta(2, 1.2, n))
     prefill = np.minimum(np.ceil(rng.lognormal(5, 1.2, n)), budget - decode)
@@ -64,19 +66,25 @@ def batches(rng: np.random.Generator, n: int, seqs: int, budget: int) -> StepCol
         decode_seqs=decode,
         prefill_tokens=prefill,
         decode_context_tokens=np.round(decode * rng.lognormal(6, 0.3, n)),
-        decode_spread_tokens=np.sqrt(decode) * rng.lognormal(5, 0.5, n),
+        decode_spread_tokens=np.sqrt(decode) * spread * rng.lognormal(0, 0.5, n),
         prefill_context_tokens=np.round(prefill**2 / 2 + prefill * rng.integers(0, 500, n)),
     )
 
 
 def replays(
-    truth: StepModel, noise: Noise, *, seed: int = 0, steps: int = 3000, stalled: float = 0.0
+    truth: StepModel,
+    noise: Noise,
+    *,
+    seed: int = 0,
+    steps: int = 3000,
+    stalled: float = 0.0,
+    spread: float = 150.0,
 ) -> list[StepColumns]:
     """Return a measured replay for each of LIMITS, a share of whose steps stalled 5 to 20x."""
     rng = np.random.default_rng(seed)
     measured = []
     for seqs, budget in LIMITS:
-        plain = batches(rng, steps, seqs, budget)
+        plain = batches(rng, steps, seqs, budget, spread)
         stretch = np.where(rng.random(steps) < stalled, rng.uniform(5, 20, steps), 1.0)
         took_s = truth.predict_s(plain) * noise(rng, steps) * stretch
         measured.append(replace(plain, duration_s=took_s))

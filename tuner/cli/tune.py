@@ -31,8 +31,8 @@ from tuner.report.page import REPORT_FILE
 from tuner.run.directory import TRIALS_FILE, RunDir
 from tuner.run.options import DEFAULT_BUDGET_S, Method, TuningOptions
 from tuner.run.result import RunResult
+from tuner.run.start import PreparedRun, prepare
 from tuner.run.stored import read_record
-from tuner.run.tune import PreparedRun, prepare
 from tuner.run.variants.records import parse_variants
 from tuner.search.objective import Objective
 from tuner.search.space import DEFAULT_LADDER

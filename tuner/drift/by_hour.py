@@ -22,7 +22,7 @@ from tuner.drift.retune import Retune
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.run.context import Workload
-from tuner.run.predict import FEW_DRAWS
+from tuner.run.drawing import FEW_DRAWS
 from tuner.search.budget import Aim
 from tuner.search.objective import Scoring
 from tuner.search.posterior import Draws

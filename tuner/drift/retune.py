@@ -9,8 +9,9 @@ from tuner.drift.baseline import Baseline
 from tuner.engine.limits import EngineLimits
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.drawing import FEW_DRAWS, decide, draw
 from tuner.run.inputs import Config, ReplaySettings, engine_of_profile, fit_lengths
-from tuner.run.predict import FEW_DRAWS, Predictions, decide, draw, predict, predict_more
+from tuner.run.predict import Predictions, predict, predict_more
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.search.posterior import Draws

@@ -25,8 +25,9 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
 from tuner.run.context import Workload
+from tuner.run.drawing import contend
 from tuner.run.journal import Round
-from tuner.run.predict import contend, predict
+from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner

@@ -1,9 +1,7 @@
-"""Predict a whole space from a profile, how sure that is, and how it compares with live.
+"""Predict a whole space from a profile, and hold what was predicted to what was measured live.
 
 Every setting of the grid is predicted on the whole workload, then those halfway between the
-best and its neighbours. The few that could be best are predicted again on draws of other
-traffic of the kind and of models as wrong as this one may be; those of one draw replay the same
-requests.
+best and its neighbours. How sure that is, is found by `drawing`.
 """
 
 from __future__ import annotations
@@ -13,25 +11,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import zip_longest
 from typing import TypeVar
 
-import numpy as np
-
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError, TooFewSamplesError
-from tuner.replay.loop import ReplayLog
-from tuner.replay.metrics import Measurement, measure
-from tuner.replay.plan import ReplayPlan
-from tuner.replay.runner import Failure, measure_capacity
+from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.run.context import Workload
 from tuner.run.trial_runner import judged
-from tuner.search.effects import Effects, Spreads
-from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
-from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import (
     Observation,
@@ -43,10 +30,6 @@ from tuner.search.trials import (
 )
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.step_model import StepModel
-from tuner.stats import Estimate, Floats, even_normals
-from tuner.traffic.resample import Resampler, at_load
-from tuner.traffic.traces import LoadModel, Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
@@ -58,6 +41,10 @@ DISAGREEMENT = 3.0
 
 # How closely a replay's own speed is found: ours, a tenth of what two replays differ by.
 SPEED_RATIO, SPEED_PASSES, _SMALL = 0.002, 8, 1e-6
+
+# Threads that replay, where there are as many cores: ours. Half of a short replay holds
+# Python's lock; on two idle cores 600 of them took two threads 1.0 s, three 1.4 and six 1.6 s.
+THREADS = 4
 
 Outcome = Measurement | Failure
 
@@ -211,212 +198,6 @@ def at_own_speed(
     return found
 
 
-# How sure a prediction is: draws of other traffic, and of models that are as possible.
-
-# Draws: ours; a probability of 0.9 is then itself off by 2 %, and by 4 % where there are many
-# decisions to make. Of a capacity, for which each draw takes a dozen replays, fewer.
-DRAWS, FEW_DRAWS, CAPACITY_DRAWS = 200, 50, 24
-# Each model that is drawn counts in so many draws, with what is unexplained of each its own:
-# ours. Models are spread evenly over what is open of them, so that half as many say as much as
-# one for each draw (tests/test_stats.py).
-DRAWS_PER_MODEL = 2
-# Who could be the best is asked of all with this share of the draws, and with all draws of so
-# many of these, the likeliest; who is further than this from what is thought best is not, and
-# who may keep its bounds is whoever does so as often as not, and with room to spare who would
-# were so many times as much of them used up: ours.
-SIFT, SIFTED, FAR, POSSIBLE, SAFE = 0.2, 8, 1.0, 0.5, 1.1
-# By how much a replay differs from the simulation of the same requests at its own speed, from
-# setting to setting and from replay to replay, before any was compared: ours. Identical live
-# replays, each freed of its own speed, differ by 1.0 to 1.4 % in their tails.
-UNEXPLAINED = Spreads(effect=0.01, mood=0.0, noise=0.02, learns_effect=True)
-# Threads that replay, where there are as many cores: ours. Half of a short replay holds
-# Python's lock; on two idle cores 600 of them took two threads 1.0 s, three 1.4 and six 1.6 s.
-THREADS = 4
-# How far the steps of a setting are off what is learnt of all, in logarithms: ours. On planted
-# machines 1 % between two settings in the middle of 20 cases.
-OWN_SPEED = 0.007
-# Of a profile that does not say what it leaves open, the stated error counts as the interval of
-# 90 % of a ratio of two settings: ours, since it is the largest of several medians, and what it
-# has in common cancels. A setting has its share.
-_OWN_ERRORS = 1.645 * math.sqrt(2)
-
-
-def decide(
-    predictor: Predictor,
-    predictions: Predictions,
-    space: SearchSpace,
-    draws: int = DRAWS,
-    confidence: float = CONFIDENCE,
-) -> RaceDecision:
-    """Decide among the settings that could be the best, by draws of what was predicted.
-
-    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
-    """
-    drawing = Drawing(predictor, predictions)
-    found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS)
-    settings = [*found.settings, space.current]
-    return drawing.draws(settings, draws).decide(space.current, confidence)
-
-
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """Who could be the best by what is known, the likeliest first, without the current one.
-
-    `loss` is what choosing now is expected to lose, as a share of what the best costs.
-    """
-
-    settings: tuple[EngineLimits, ...]
-    loss: float
-
-
-def contend(
-    predictor: Predictor,
-    predictions: Predictions,
-    current: EngineLimits,
-    most: int = FINALISTS,
-    draws: int = FEW_DRAWS,
-) -> Contention:
-    """Return who could be the best by a few draws of what is open of the engine's speed.
-
-    Settings that make the same batches stand for each other. One at least, as long as any but
-    the current one was predicted; none where all make the current one's batches.
-
-    Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
-    """
-    return _contend(Drawing(predictor, predictions), current, most, draws)
-
-
-def _contend(drawing: Drawing, current: EngineLimits, most: int, draws: int) -> Contention:
-    inside = _distinct(drawing.predictions.observations, current)
-    few = max(1, int(SIFT * drawing.count(draws)))
-    drawn = drawing.draws(inside, few, is_here=True)
-    inside = [*_likeliest(drawn, current, SIFTED, 0.0), current]
-    drawn = drawing.draws(inside, draws, is_here=True)
-    found = _likeliest(drawn, current, most, CONTENDS)
-    return Contention(tuple(found[:most]), drawn.regret(current))
-
-
-def _likeliest(
-    drawn: Draws, current: EngineLimits, most: int, share: float
-) -> list[EngineLimits]:
-    """Return who is the best of those that surely keep their bounds, and of those that may.
-
-    In turns, so many of each at most, since who may keep them may turn out not to; and the best
-    of those that keep their SLOs with room to spare, should neither.
-    """
-    sides = [
-        drawn.contenders(current, confidence, most, share)[:-1]
-        for confidence in (CONFIDENCE, POSSIBLE)
-    ]
-    if drawn.has_slos:
-        safe = drawn.with_margin(SAFE).contenders(current, CONFIDENCE, 1, share)[:-1]
-        costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
-        sides.append([s for s in safe if costs[s] <= (1 + FAR) * min(costs.values())])
-    turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]
-    return list(dict.fromkeys(turns))
-
-
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """A setting over the current one, as predicted of engines started with either.
-
-    `gain` is the ratio on other traffic of the kind, `here` on the traffic as recorded, and
-    `log_window` the logarithm of that on the window that raced.
-    """
-
-    gain: Estimate
-    here: Estimate
-    log_window: float
-
-
-def predict_deployed(
-    predictor: Predictor,
-    predictions: Predictions,
-    window: Workload,
-    pair: tuple[EngineLimits, EngineLimits],
-) -> Deployed | None:
-    """Predict one setting over another on engines started with either.
-
-    None where one of them fails.
-
-    Raises: ShadowError, UsageError.
-    """
-    own, nothing = predictor.as_deployed(), replace(predictions, outcomes={})
-    try:
-        draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS)
-        gain, here = draws.ratios(*pair)
-    except EngineError:
-        return None
-    values = []
-    for limits in pair:
-        found = own.measure(window.pieces, limits, window.plan, window.slos)
-        if isinstance(found, Measurement):
-            values.append(window.scoring.score(found).value_in(Tier.GOOD))
-    is_known = len(values) == len(pair) and all(0 < v < math.inf for v in values)
-    if gain is None or here is None or not is_known:
-        return None
-    return Deployed(gain, here, math.log(values[0] / values[1]))
-
-
-def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:
-    """Return one of each kind that is not far from the best, and the current one first."""
-    whole = [o for o in seen if o.is_whole]
-    best = leader(whole)
-    mine = [o for o in whole if o.limits == current]
-    chosen: list[Observation] = []
-    for o in sorted(whole, key=lambda o: (o.score.order, o.limits)):
-        is_near = best is None or o.score.could_beat(best.score, FAR)
-        if is_near and not any(alike(o, other) for other in (*mine, *chosen)):
-            chosen.append(o)
-    return [current, *(o.limits for o in chosen)]
-
-
-def draw(
-    predictor: Predictor,
-    predictions: Predictions,
-    settings: Sequence[EngineLimits],
-    draws: int = DRAWS,
-    unexplained: Effects | None = None,
-    engine: int = 0,
-) -> Draws:
-    """Return draws of settings of which everything was predicted.
-
-    `unexplained` is what live replays showed to be off beyond their own speed, in logarithms,
-    setting by setting. What is open of the speed of another `engine` has nothing to do with
-    that of the first; the traffic of a draw is the same. Where vLLM's own scheduler is asked,
-    which takes too long, and where the traffic is too little to draw from, only the model's
-    error is drawn.
-
-    Raises: ShadowError, UsageError.
-    """
-    return Drawing(predictor, predictions, engine).draws(settings, draws, unexplained)
-
-
-def compare_engines(
-    ours: Draws, theirs: Draws, seed: int, confidence: float = CONFIDENCE
-) -> tuple[Odds, str, Estimate | None]:
-    """Return how sure a setting of one engine is better than one of another.
-
-    Of draws that both share, each of one setting; what no model knows of either engine, which
-    draws of one place have in common, counts against it. Beside it stands by what they are
-    judged, and by how much of it.
-    """
-    effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
-    rng = np.random.default_rng(seed)
-    off = np.array([effects.draw(rng) for _ in range(count)])
-    return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)[:3]
-
-
-def _resamplers(workload: Workload) -> list[Resampler | None]:
-    """Return what draws other traffic of each piece, None where it cannot be drawn."""
-    if workload.plan.load_model is LoadModel.CLOSED:
-        return [None] * len(workload.pieces)
-    try:
-        return [Resampler(piece) for piece in workload.pieces]
-    except TooFewSamplesError:
-        return [None] * len(workload.pieces)
-
-
 def capacity_per_s(
     predictor: Predictor, workload: Workload, limits: EngineLimits
 ) -> float | None:
@@ -439,229 +220,3 @@ def scored(workload: Workload, outcome: Measurement | Failure) -> Score:
     if isinstance(outcome, Failure):
         return Score(Tier.FAILED, math.inf, outcome.cause)
     return workload.scoring.score(outcome)
-
-
-# What of a draw has random numbers of its own.
-_COMMON, _OWN, _TRAFFIC, _UNEXPLAINED = range(4)
-
-
-class Drawing:
-    """Draws of what is open, the same for whoever is in them; what was replayed is kept.
-
-    The model of a draw is the same for all settings but for what the batches of each have that
-    no model knows, and so are its requests. Draws of another `engine` share these alone.
-    """
-
-    def __init__(self, predictor: Predictor, predictions: Predictions, engine: int = 0) -> None:
-        self.predictions, self._predictor, self._engine = predictions, predictor, engine
-        self._workload = workload = predictions.workload
-        self._resamplers = _resamplers(workload)
-        self._recorded = Replays(workload, workload.pieces)
-        self._shared: list[StepModel] = []
-        self._here: dict[tuple[EngineLimits, int], Floats] = {}
-        self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
-
-    def count(self, draws: int) -> int:
-        """Return how many draws are made where so many are asked for."""
-        is_capacity = self._workload.scoring.objective is Objective.CAPACITY
-        return min(draws, CAPACITY_DRAWS) if is_capacity else draws
-
-    def draws(
-        self,
-        settings: Sequence[EngineLimits],
-        draws: int,
-        unexplained: Effects | None = None,
-        *,
-        is_here: bool = False,
-    ) -> Draws:
-        """Return draws of settings, with `is_here` of the model's error alone.
-
-        Raises: ShadowError, UsageError.
-        """
-        if unexplained is None:
-            unexplained = Effects.of(len(settings), (), UNEXPLAINED)
-        count, means = self.count(draws), np.exp(unexplained.mean)
-        off = np.array([unexplained.draw(self._rng(_UNEXPLAINED, k)) for k in range(count)])
-        times, learnable = np.exp(off), Learnable(unexplained, off)
-        point = [
-            scored(self._workload, self.predictions.outcomes[limits]).times(t)
-            for limits, t in zip(settings, means.tolist(), strict=True)
-        ]
-        if self._predictor.doubt:
-            own = [self._own_errors(limits, count) for limits in settings]
-            slower = np.transpose(own) * times / means
-            drawn = drawn_of(point) * slower[:, :, None]
-            return Draws.of(settings, point, drawn, learnable=learnable)
-        here = self._replayed_here(settings, count) * times[:, :, None]
-        stretches = sum(r.stretches for r in self._resamplers if r is not None)
-        if is_here or not stretches:
-            return Draws.of(settings, point, here, learnable=learnable)
-
-        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
-            places = [settings.index(limits) for limits in some]
-            drawn = self._replayed_elsewhere(some, count)
-            drawn *= times[:, places, None]
-            return drawn
-
-        return Draws.of(settings, point, here, elsewhere, stretches, learnable)
-
-    def _replayed_here(self, settings: Sequence[EngineLimits], count: int) -> Floats:
-        """Return what replays of the recorded traffic bring, each model's in several draws.
-
-        Shapes: [draws, settings, 3].
-        """
-        models = -(-count // DRAWS_PER_MODEL)
-        engines = {limits: self._engines(limits, models) for limits in settings}
-        places = [(x, k) for x in settings for k in range(models) if (x, k) not in self._here]
-
-        def replay(place: tuple[EngineLimits, int]) -> Floats:
-            limits, k = place
-            return self._counted(self._recorded, limits, engines[limits][k])
-
-        replayed = at_once(self._predictor, self._workload, replay, places)
-        self._here.update(zip(places, replayed, strict=True))
-        found = [[self._here[limits, k] for limits in settings] for k in range(models)]
-        drawn: Floats = np.array(found)[np.arange(count) % models]
-        return drawn
-
-    def _replayed_elsewhere(self, some: Sequence[EngineLimits], count: int) -> Floats:
-        """Return what replays of other traffic bring, drawn anew for each draw.
-
-        Shapes: [draws, settings, 3].
-        """
-        models = -(-count // DRAWS_PER_MODEL)
-        missing = [x for x in dict.fromkeys(some) if (x, count) not in self._elsewhere]
-        engines = {limits: self._engines(limits, models) for limits in missing}
-
-        def replay(k: int) -> list[Floats]:
-            replays = self._other_traffic(k)
-            return [self._counted(replays, x, engines[x][k % models]) for x in missing]
-
-        if missing:
-            replayed = at_once(self._predictor, self._workload, replay, range(count))
-            for limits, column in zip(missing, zip(*replayed, strict=True), strict=True):
-                self._elsewhere[limits, count] = np.array(column)
-        return np.stack([self._elsewhere[limits, count] for limits in some], axis=1)
-
-    def possible(
-        self, limits: EngineLimits, count: int
-    ) -> list[tuple[Replays, simulator.SimulatedEngine]]:
-        """Return draws of other traffic, each with an engine of the setting as it may be."""
-        engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
-        return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
-
-    def _other_traffic(self, k: int) -> Replays:
-        """Return the traffic of a draw."""
-        rng = self._rng(_TRAFFIC, k)
-        pairs = zip(self._workload.pieces, self._resamplers, strict=True)
-        return Replays(self._workload, [p if r is None else r.draw(rng) for p, r in pairs])
-
-    def _counted(
-        self, replays: Replays, limits: EngineLimits, engine: simulator.SimulatedEngine
-    ) -> Floats:
-        """Return what counts of a replay; what failed, as in its live replay, always fails."""
-        outcome = self.predictions.outcomes[limits]
-        if isinstance(outcome, Failure):
-            score = scored(self._workload, outcome)
-        else:
-            score = replays.score(engine, limits)
-        counted: Floats = drawn_of([score])[0]
-        return counted
-
-    def _engines(self, limits: EngineLimits, models: int) -> list[simulator.SimulatedEngine]:
-        """Return the engine of a setting with each step model that is as possible."""
-        profile, engine = self._predictor.profile, self._predictor.simulated(limits)
-        if profile.uncertainty is None:
-            shared = [engine.step_model] * models
-            times = self._own_errors(limits, models)
-        else:
-            shared = self._shared_models(models)
-            times = np.exp(
-                OWN_SPEED
-                * self._normals(
-                    models, _OWN, limits.max_num_seqs, limits.max_num_batched_tokens
-                )
-            )
-        graphs = engine.step_model.graphs  # those of the setting's own start
-        return [
-            replace(engine, step_model=replace(model.scaled(t), graphs=graphs))
-            for model, t in zip(shared, times.tolist(), strict=True)
-        ]
-
-    def _shared_models(self, models: int) -> list[StepModel]:
-        """Return step models that are as possible for all settings as the stated one."""
-        profile = self._predictor.profile
-        uncertainty = profile.uncertainty
-        if uncertainty is None or len(self._shared) >= models:
-            return self._shared[:models]
-        ways = range(1 + len(uncertainty.table))
-        numbers = np.column_stack([self._normals(models, _COMMON, i) for i in ways])
-        self._shared = [uncertainty.moved(profile.step_model, row) for row in numbers]
-        return self._shared
-
-    def _own_errors(self, limits: EngineLimits, count: int) -> Floats:
-        """Return how many times as long a setting's own steps may take."""
-        error = math.log1p(self._predictor.wrong_ratio) / _OWN_ERRORS
-        found: Floats = np.exp(
-            error
-            * self._normals(count, _OWN, limits.max_num_seqs, limits.max_num_batched_tokens)
-        )
-        return found
-
-    def _normals(self, count: int, *place: int) -> Floats:
-        """Return normal numbers of what has a place among what is drawn, evenly spread."""
-        slices = DRAWS // FEW_DRAWS
-        size = FEW_DRAWS // DRAWS_PER_MODEL
-        blocks = range(-(-count // (slices * size)))
-        place = (*place, self._engine) if self._engine else place
-        parts = [even_normals(self._rng(*place, block), slices, size) for block in blocks]
-        return np.concatenate(parts)[:count]
-
-    def _rng(self, *place: int) -> np.random.Generator:
-        """Return a generator of what has a place among what is drawn."""
-        return np.random.default_rng(
-            np.random.SeedSequence(self._predictor.seed, spawn_key=place)
-        )
-
-
-class Replays:
-    """Replays of the pieces of one draw, laid out once for each load and cap of answers."""
-
-    def __init__(self, workload: Workload, traffic: Sequence[Trace]) -> None:
-        self._workload, self._traffic = workload, traffic
-        self._laid_out: dict[tuple[float, int | None], list[simulator.PreparedTrace]] = {}
-
-    def traffic_at(self, plan: ReplayPlan) -> list[simulator.PreparedTrace]:
-        """Return the pieces at the load of a plan."""
-        place = plan.load, None if plan.gate is None else plan.gate.max_output_tokens
-        if place not in self._laid_out:
-            self._laid_out[place] = [
-                simulator.PreparedTrace(at_load(piece, plan.load), plan)
-                for piece in self._traffic
-            ]
-        return self._laid_out[place]
-
-    def logs(
-        self, engine: simulator.SimulatedEngine, limits: EngineLimits, plan: ReplayPlan
-    ) -> list[ReplayLog]:
-        """Return the replay of each piece by a plan. Raises: EngineError."""
-        pieces = self.traffic_at(plan)
-        return [simulator.simulate(engine, piece, limits, plan) for piece in pieces]
-
-    def score(self, engine: simulator.SimulatedEngine, limits: EngineLimits) -> Score:
-        """Return the score of a setting on the drawn traffic."""
-        workload, load = self._workload, self._workload.plan.load
-        at = partial(self._measure, engine, limits)
-        if workload.scoring.objective is Objective.CAPACITY:
-            return scored(workload, measure_capacity(at, load, workload.slos))
-        return scored(workload, at(load))
-
-    def _measure(
-        self, engine: simulator.SimulatedEngine, limits: EngineLimits, load: float
-    ) -> Measurement | Failure:
-        try:
-            logs = self.logs(engine, limits, replace(self._workload.plan, load=load))
-        except EngineError as error:
-            return Failure(error.message)
-        measured = measure(logs, self._workload.slos, self._workload.scoring.statistics)
-        return replace(measured, load=load * self._traffic[0].load)

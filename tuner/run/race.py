@@ -23,17 +23,9 @@ from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import RunContext, Workload
+from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, Deployed, draw
 from tuner.run.journal import Round
-from tuner.run.predict import (
-    DISAGREEMENT,
-    DRAWS,
-    FEW_DRAWS,
-    UNEXPLAINED,
-    Deployed,
-    Predictions,
-    at_own_speed,
-    draw,
-)
+from tuner.run.predict import DISAGREEMENT, Predictions, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner

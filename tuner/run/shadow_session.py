@@ -18,19 +18,13 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
+from tuner.run.drawing import decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
-from tuner.run.predict import (
-    Differences,
-    Predictions,
-    decide,
-    predict,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Differences, Predictions, predict, predict_more, scored
 from tuner.run.result import StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge

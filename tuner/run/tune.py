@@ -12,17 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 
-from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
-from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
-from tuner.engine.protocol import EngineFacts, EngineInfo, EngineSource
-from tuner.engine.serve_config import changed, hyphenated
+from tuner.engine.protocol import EngineSource
 from tuner.errors import (
     Caveat,
     EngineError,
@@ -32,171 +27,41 @@ from tuner.errors import (
     TunerError,
     UsageError,
 )
-from tuner.redact import REDACTED, redacted, redacted_text
-from tuner.replay.plan import doubts
+from tuner.redact import redacted, redacted_text
 from tuner.replay.process import EngineProcess
-from tuner.replay.runner import EngineRunner
-from tuner.run.context import RunContext, Stopwatch
-from tuner.run.directory import PROFILE_FILE, RESULT_FILE, RunDir, new_run_path
+from tuner.run.context import RunContext
+from tuner.run.directory import RESULT_FILE, RunDir
 from tuner.run.inputs import (
     DEMO_NOTE,
-    EngineChoice,
-    Traffic,
-    check_model,
-    configured_engine,
-    engine_of_profile,
-    fit_lengths,
-    traffic_of,
 )
-from tuner.run.journal import open_journal
-from tuner.run.knobs.known import check_has
-from tuner.run.listener import Listener, clock_text
-from tuner.run.options import STARTING_POINTS, Method, TuningOptions
+from tuner.run.listener import Listener
+from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
-from tuner.run.session import AnySession, Session
-from tuner.run.shadow_session import RunFindings, ShadowSession
-from tuner.run.stored import RunRecord, StoredOptions, read_record
-from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Aim, Budget, window_text
+from tuner.run.session import AnySession
+from tuner.run.shadow_session import RunFindings
+from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
+from tuner.run.stored import StoredOptions, read_record
+from tuner.search.budget import window_text
 from tuner.search.objective import Scoring
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.search.trials import decisive, leader
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiled import ProfiledEngine
-from tuner.shadow.profiles import Profile, read_profile, write_profile
+from tuner.shadow.profiles import Profile
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
-from tuner.traffic.traces import LoadModel, TooLong, Trace
-from tuner.traffic.windows import Window
+from tuner.traffic.traces import TooLong
 
 WritePage = Callable[[Path], None]
 """Writes the page of the run in a directory. Raises: UsageError."""
 
-RUNS = Path("runs")
-"""Where runs are kept that are given no directory, below the working directory."""
-
 # What meets the SLOs at least so probably may yet turn out to: ours.
 MAYBE_MEETS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """Options whose files were read and found good, before any engine starts.
-
-    `budget_share` is how much of its time this run may take, where others follow. `windows` are
-    those to replay where nothing can be predicted, chosen by the run that it is compared with.
-    """
-
-    options: TuningOptions
-    engine: EngineChoice
-    traffic: Traffic
-    run_path: Path
-    profile: Profile | None
-    budget_share: float = 1.0
-    windows: tuple[Window, ...] = ()
-
-    @property
-    def budget_s(self) -> float:
-        """How long this run may take, in seconds."""
-        return self.options.budget_s * self.budget_share
-
-
-def prepare(options: TuningOptions) -> PreparedRun:
-    """Check everything that can be checked without an engine. Raises: TunerError."""
-    profile = _profile(options)
-    engine = _started_from(options, _engine(options, profile), profile)
-    traffic = traffic_of(
-        read_traffic(options),
-        options.load,
-        options.window_choice,
-        largest_cap=max(options.ladder) * PAST_LADDER,
-    )
-    options.plan(traffic.trace)
-    return PreparedRun(
-        options,
-        engine,
-        traffic,
-        Path(options.run_dir) if options.run_dir else new_run_path(RUNS),
-        profile,
-    )
-
-
-def _started_from(
-    options: TuningOptions, engine: EngineChoice, profile: Profile | None
-) -> EngineChoice:
-    """Return the configuration with the limits of the starting point, if one is named.
-
-    A profile speaks for the memory that it was made with, which then stays.
-    """
-    if options.start is None:
-        return engine
-    point = STARTING_POINTS[options.start].values(with_memory=profile is None)
-    return replace(engine, values=changed(engine.values, point), names_limits=True)
-
-
-def read_traffic(options: TuningOptions) -> Trace:
-    """Return the trace that the options hold or name. Raises: TraceError, UsageError."""
-    trace = options.trace
-    if isinstance(trace, Trace):
-        return trace
-    return options.reading.read([trace] if isinstance(trace, (str, Path)) else trace)
-
-
-def _profile(options: TuningOptions) -> Profile | None:
-    """Return the profile that is named, where one is wanted. Raises: UsageError."""
-    named = options.profile
-    if named is None or isinstance(named, Profile):
-        return named
-    if options.is_resumed and options.run_dir:
-        copy = Path(options.run_dir) / PROFILE_FILE
-        # The run has its own copy; what was named may be gone, or another by now.
-        return read_profile(copy if copy.exists() else Path(named))
-    return read_profile(Path(named))
-
-
-def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
-    """Return what is to be measured, the profile's own engine where none is named."""
-    given = (options.config, options.model, options.engine_args)
-    if profile is None:
-        return configured_engine(*given)
-    engine = engine_of_profile(profile, *given)
-    if options.method is Method.SHADOW:
-        return engine
-    if is_demo_model(engine.values.get("model")):
-        values = {**engine.values, "model": str(DEMO_MODEL_DIR)}
-        return replace(engine, values=values, is_demo=True)
-    check_model(engine.values)
-    there = {hyphenated(key) for key in options.engine_args}
-    hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
-    missing = [key for key in hidden if options.config is None and hyphenated(key) not in there]
-    if missing:
-        raise UsageError(
-            f"the profile keeps no secrets, so these are missing: {', '.join(missing)}",
-            "give them again with --engine-arg, or the whole configuration with --config",
-        )
-    return engine
 
 
 _TOO_LONG_CAVEATS = {
     TooLong.REFUSE: Caveat.REQUESTS_REFUSED,
     TooLong.CLIP: Caveat.REQUESTS_CLIPPED,
 }
-
-
-def run_record(
-    prepared: PreparedRun, study: str, ceiling: EngineLimits, facts: EngineFacts
-) -> RunRecord:
-    """Return what the run is begun with."""
-    return RunRecord(
-        study=study,
-        options=StoredOptions.of(prepared.options),
-        trace_sha256=prepared.traffic.trace.sha256,
-        config_sha256=prepared.engine.config_sha256,
-        ceiling=ceiling,
-        vllm_version=facts.vllm_version,
-        device=facts.device,
-    )
 
 
 class _Run:
@@ -279,7 +144,7 @@ class _Run:
             info=found.info,
             cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
-            current_source=_origin(prepared),
+            current_source=origin_of(prepared),
             model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
             engine_starts=found.engine_starts,
@@ -368,7 +233,7 @@ def tune(
         stored = read_record(held_dir.path) if prepared.options.is_resumed else None
         if stored is not None:
             check_same(prepared, stored)
-        start = _Start(prepared, held_dir, stored, listener, predictor_of)
+        start = Start(prepared, held_dir, stored, listener, predictor_of)
         with ExitStack() as held:
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
                 session, message = start.predicted(prepared.profile)
@@ -386,207 +251,3 @@ def tune(
     finally:
         if run_dir is None:
             held_dir.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """What a session is made of, whatever its method."""
-
-    prepared: PreparedRun
-    run_dir: RunDir
-    stored: RunRecord | None
-    listener: Listener
-    predictor_of: Callable[[Profile], Predictor] | None
-
-    def predicted(self, profile: Profile) -> tuple[AnySession, str]:
-        """Return a run on predictions alone, and what is said of the trace.
-
-        Raises: ShadowError if the profile was made elsewhere; UsageError.
-        """
-        options = self.prepared.options
-        source = ProfiledEngine(profile, is_forced=options.is_forced)
-        facts = source.facts(self.prepared.engine.values)
-        check_has(options.knobs, facts.vllm_version)
-        context, message = self._context(facts)
-        predictor = self._predictor(profile, context.space.ceiling).as_deployed()
-        return ShadowSession(context, predictor, is_forced=options.is_forced), message
-
-    def live(self, host: EngineProcess) -> tuple[AnySession, str]:
-        """Return a run on a live engine, and what is said of the trace. Raises: TunerError."""
-        prepared, options = self.prepared, self.prepared.options
-        facts = host.facts(prepared.engine.values)
-        check_has(options.knobs, facts.vllm_version)
-        self._check_variants(host, facts)
-        context, message = self._context(facts)
-        engine = EngineRunner(
-            host,
-            prepared.engine.values,
-            context.space.ceiling,
-            options.seed,
-            self.listener.note,
-        )
-        session = Session(
-            TrialRunner(context, engine),
-            redacted(prepared.engine.values),
-            lambda profile: self._predictor(profile, engine.ceiling, engine.info),
-            options.method,
-            chosen=self.stored.windows if self.stored else prepared.windows,
-        )
-        return session, message
-
-    def _check_variants(self, host: EngineProcess, facts: EngineFacts) -> None:
-        """Refuse what no vLLM would take, and other requests, before anything is measured.
-
-        A variant that this vLLM refuses on this device may be one that does not run.
-
-        Raises: UsageError.
-        """
-        for name, values in self.prepared.options.variants.items():
-            try:
-                found = host.facts(changed(self.prepared.engine.values, values))
-            except RefusedConfigError:
-                continue
-            except UsageError as error:
-                raise UsageError(f"variant {name}: {error.message}", error.hint) from error
-            if found.max_model_len != facts.max_model_len:
-                raise UsageError(
-                    f"variant {name} takes requests of {found.max_model_len} tokens, the "
-                    f"configuration as it is of {facts.max_model_len}",
-                    "set max-model-len in the configuration to what both can take",
-                )
-
-    def _predictor(
-        self, profile: Profile, ceiling: EngineLimits, info: EngineInfo | None = None
-    ) -> Predictor:
-        if self.predictor_of is not None:
-            return self.predictor_of(profile)
-        has_own_graphs = info is None or info.has_own_graphs
-        return Predictor(profile, ceiling, self.prepared.options.seed, has_own_graphs)
-
-    def _context(self, facts: EngineFacts) -> tuple[RunContext, str]:
-        """Return what the run's stages are given. Raises: TunerError."""
-        prepared, options, listener = self.prepared, self.prepared.options, self.listener
-        trace, message = fit_lengths(
-            prepared.traffic.trace, facts.max_model_len, options.too_long
-        )
-        if message:
-            listener.note(message)
-        space = search_space(facts, trace, tuple(options.ladder), facts.current_limits)
-        aim, budget = aim_of(options, trace), Budget(prepared.budget_s)
-        # Storage may be shared, and another run may have a directory of the same name.
-        new_study = f"tune {prepared.run_path.name} {uuid4().hex[:8]}"
-        study = self.stored.study if self.stored else new_study
-        storage = options.storage or self.run_dir.storage_url
-        journal, restored = open_journal(
-            storage, study, self.run_dir, aim.slos, listener.note, is_resumed=options.is_resumed
-        )
-        for line in restored:
-            listener.note(line)
-        for trial in journal.records():
-            listener.trial_recalled(trial)
-        _tell_plan(prepared, facts, space, listener)
-        context = RunContext(
-            trace,
-            space,
-            aim,
-            budget,
-            Stopwatch(budget.total_s),
-            journal,
-            self.run_dir,
-            listener,
-            run_record(prepared, journal.study_name, space.ceiling, facts),
-            is_shared=options.storage is not None and options.method is not Method.SHADOW,
-            caveats=_first_caveats(prepared, aim, facts),
-        )
-        if prepared.profile is not None:
-            _take_profile(prepared, prepared.profile, context, facts)
-        return self._begun(context), message
-
-    def _begun(self, context: RunContext) -> RunContext:
-        """Put a new run on disk; one that goes on starts no higher than it did."""
-        if self.stored is None:
-            context.keep_windows()
-        elif self.stored.ceiling != context.space.ceiling:
-            return context.below(self.stored.ceiling)
-        return context
-
-
-def _first_caveats(prepared: PreparedRun, aim: Aim, facts: EngineFacts) -> set[Caveat]:
-    """Return what is doubtful before anything is replayed."""
-    found = {Caveat.UNIFORM_TRACE, Caveat.QUANTISED_CLOCK} & prepared.traffic.caveats
-    found |= doubts(facts, aim.plan)
-    if prepared.engine.is_demo and prepared.options.method is not Method.SHADOW:
-        found.add(Caveat.DEMO_MODEL)
-    if aim.plan.load_model is LoadModel.CLOSED:
-        found.add(Caveat.CLOSED_LOOP)
-    return found
-
-
-def _take_profile(
-    prepared: PreparedRun, profile: Profile, context: RunContext, facts: EngineFacts
-) -> None:
-    """Keep the profile that was given, if it speaks for this engine. Raises: ShadowError."""
-    if prepared.options.is_forced:
-        context.caveats.add(Caveat.PROFILE_FORCED)
-    else:
-        ProfiledEngine(profile).check(prepared.engine.values, facts.vllm_version, facts.device)
-    if not prepared.options.is_resumed:
-        write_profile(context.run_dir.path / PROFILE_FILE, profile)
-
-
-def aim_of(options: TuningOptions, trace: Trace) -> Aim:
-    """Return what the run is after on this trace. Raises: UsageError, TraceError."""
-    chosen = options.window_choice
-    return Aim(
-        options.objective,
-        tuple(options.slos),
-        options.plan(trace),
-        None if chosen is None else chosen.resolve(trace),
-        options.confidence,
-    )
-
-
-def _origin(prepared: PreparedRun) -> str:
-    """Return who had set the current limits."""
-    if prepared.options.start is not None:
-        return f"starting point {prepared.options.start}"
-    return "configuration" if prepared.engine.names_limits else "vLLM's default"
-
-
-def _tell_plan(
-    prepared: PreparedRun, facts: EngineFacts, space: SearchSpace, listener: Listener
-) -> None:
-    """Say what will be done, and for how long at most."""
-    listener.current_known(facts.current_limits)
-    listener.note(
-        f"current configuration {facts.current_limits} (max_num_seqs/max_num_batched_tokens), "
-        f"from {_origin(prepared)}; "
-        f"vLLM {facts.vllm_version} on {facts.device}"
-    )
-    caps = ", ".join(map(str, space.ladder))
-    learnt = "a few settings live, " if prepared.profile is None else ""
-    how = {
-        Method.AUTO: f"{learnt}all of them predicted, the best live",
-        Method.CALIBRATED: f"{learnt}all of them predicted, none raced",
-        Method.LIVE: "every setting live, on one engine start",
-        Method.SHADOW: "predicted alone, nothing is measured",
-    }[prepared.options.method]
-    listener.note(
-        f"plan: caps {caps} and past the edge while it wins, token budgets "
-        f"{', '.join(map(str, space.budgets))}; {how}; at most "
-        f"{clock_text(prepared.budget_s)}; everything goes to {prepared.run_path}"
-    )
-
-
-def check_same(prepared: PreparedRun, stored: RunRecord) -> None:
-    """Refuse to resume on another trace, another configuration or with other options."""
-    stored.options.check_goes_on(prepared.options)
-    for what, before, now in (
-        ("trace", stored.trace_sha256, prepared.traffic.trace.sha256),
-        ("config", stored.config_sha256, prepared.engine.config_sha256),
-    ):
-        if before != now:
-            raise UsageError(
-                f"the {what} is not the one that {prepared.run_path} was begun with",
-                "resume with the same files, or start a new run",
-            )

@@ -19,8 +19,8 @@ from tuner.replay.runner import EngineRunner
 from tuner.run.inputs import fit_lengths
 from tuner.run.journal import Journal
 from tuner.run.rounds import POLL_S, STEPS, packed, replay_round, workloads_of
+from tuner.run.start import aim_of, prepare
 from tuner.run.stored import RunRecord, read_record
-from tuner.run.tune import aim_of, prepare
 from tuner.search.budget import Aim
 from tuner.search.trials import Phase
 from tuner.traffic.traces import Trace

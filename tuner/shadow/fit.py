@@ -204,7 +204,7 @@ def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))
     part = rows.take(np.sort(every[:MAX_STEPS]))
     tokens, loads = part.loads()
-    grid, tied = _supported(tokens), _tied()
+    grid, tied = _supported(tokens), _tied() * loads.any(axis=0)
     weighted = _settled(part, np.column_stack([loads @ tied, *_segments(tokens, grid)]))
     knots = _chosen(grid, weighted)
     scalars_s, slopes_s = np.split(
@@ -229,10 +229,11 @@ def _tied() -> Floats:
     Who is dearer beside a prompt, or where contexts are apart, is dear by its context too.
     """
     tied = np.eye(len(SCALARS))
-    context, mixed, spread = map(
-        SCALARS.index, ("decode_context_s", "mixed_context_s", "spread_s")
+    context, mixed, spread, both = map(
+        SCALARS.index, ("decode_context_s", "mixed_context_s", "spread_s", "mixed_spread_s")
     )
     tied[context, mixed], tied[context, spread] = 1 / MIXED_TIMES, 1 / SPREAD_TIMES
+    tied[:, both] += tied[:, spread] / MIXED_TIMES
     return tied
 
 

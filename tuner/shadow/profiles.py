@@ -30,7 +30,7 @@ from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, Factors, FitError, StepModel
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 """The form of the file; a file of another form is refused, for it may mean other units."""
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
@@ -279,6 +279,7 @@ class _StepModel(
         "decode_context_s": "decode_context_s_per_token",
         "mixed_context_s": "mixed_context_s_per_token",
         "spread_s": "spread_s_per_token",
+        "mixed_spread_s": "mixed_spread_s_per_token",
         "prefill_context_s": "prefill_context_s_per_token_pair",
     },
 ):
@@ -291,6 +292,7 @@ class _StepModel(
     decode_context_s: _Amount
     mixed_context_s: _Amount
     spread_s: _Amount
+    mixed_spread_s: _Amount
     prefill_context_s: _Amount
     tidy_s: _Amount
     factors: tuple[tuple[_Amount, ...], ...] = Factors().rows

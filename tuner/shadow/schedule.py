@@ -58,15 +58,15 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
-    PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, PREFILL_CONTEXT_S, TIDY_S,
-    BATCH_WAIT_S, LEAD_S, GATE_WAIT_S, STEPS_N, STEPS_S,
+    PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, MIXED_SPREAD_S,
+    PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, GATE_WAIT_S, STEPS_N, STEPS_S,
     CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
     PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(37)  # fmt: skip
+) = range(38)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -1114,7 +1114,7 @@ def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread):
     """Return the seconds of a batch, as StepModel.step_s does."""
     if decodes == 0 and prefill == 0:
         return x[TIDY_S]
-    decode_s, prefill_s = x[DECODE_CONTEXT_S], 0.0
+    decode_s, apart_s, prefill_s = x[DECODE_CONTEXT_S], x[SPREAD_S], 0.0
     if prefill:
         tokens = decodes + prefill
         if g[AT_MIXED] + tokens < g[AT_KNOTS]:
@@ -1123,11 +1123,12 @@ def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread):
             work_s = _tokens_s(g, t, tokens) + x[SEQ_S] * decodes + x[EAGER_S]
         factor = _factor(g, t, decodes, prefill)
         decode_s += x[MIXED_CONTEXT_S]
+        apart_s += x[MIXED_SPREAD_S]
         prefill_s = x[PREFILL_BASE_S] + x[PREFILL_CONTEXT_S] * prefill_context
     else:
         work_s, factor = t[decodes], t[g[CAP] + 1 + decodes]
     context_s = decode_s * decode_context
-    context_s += x[SPREAD_S] * spread + prefill_s
+    context_s += apart_s * spread + prefill_s
     return (x[BASE_S] + work_s + context_s) * factor
 
 

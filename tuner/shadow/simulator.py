@@ -664,8 +664,9 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
     x[s.END_S] = prepared.end_s
     x[s.BASE_S], x[s.SEQ_S], x[s.TIDY_S] = model.base_s, model.seq_s, model.tidy_s
     x[s.EAGER_S] = model.eager_s if model.graphs.sizes else 0.0
-    x[s.PREFILL_BASE_S], x[s.SPREAD_S] = model.prefill_base_s, model.spread_s
+    x[s.PREFILL_BASE_S] = model.prefill_base_s
     x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
+    x[s.SPREAD_S], x[s.MIXED_SPREAD_S] = model.spread_s, model.mixed_spread_s
     x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
     x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s

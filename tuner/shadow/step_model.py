@@ -29,6 +29,7 @@ SCALARS = (
     "decode_context_s",
     "mixed_context_s",
     "spread_s",
+    "mixed_spread_s",
     "prefill_context_s",
 )
 """The coefficients that are one number each."""
@@ -152,9 +153,10 @@ class StepModel(_Curves):
     Besides, `seq_s` counts for each decoding sequence, `prefill_base_s` for a prompt in the
     batch, `decode_context_s` for each token that decodes attend to and `mixed_context_s` for
     each beside a prompt, since one kernel then serves both; `spread_s` for each token by which
-    their contexts are apart, since the longest is ready last; `prefill_context_s` for each
-    token that prefilled ones attend to. `factors` is what is left of the measured times, by
-    what is in a batch. `tidy_s` is a turn that completes no batch.
+    their contexts are apart, since the longest is ready last, and `mixed_spread_s` for each
+    beside a prompt; `prefill_context_s` for each token that prefilled ones attend to. `factors`
+    is what is left of the measured times, by what is in a batch. `tidy_s` is a turn that
+    completes no batch.
 
     Units: knots in tokens, slopes in seconds per token; contexts and spread as Batch has them.
     Raises: UsageError if knots do not ascend from 0 with a slope each, or a coefficient is
@@ -170,6 +172,7 @@ class StepModel(_Curves):
     decode_context_s: float
     mixed_context_s: float
     spread_s: float
+    mixed_spread_s: float
     prefill_context_s: float
     tidy_s: float
     graphs: Graphs = NO_GRAPHS
@@ -209,13 +212,14 @@ class StepModel(_Curves):
         work_s = self._tokens.at(padded or seqs + prefill) + self.seq_s * seqs
         if self.graphs.sizes and padded is None:
             work_s += self.eager_s
-        decode_s = self.decode_context_s
+        decode_s, apart_s = self.decode_context_s, self.spread_s
         prefill_s = self.prefill_context_s * batch.prefill_context_tokens
         if prefill:
             decode_s += self.mixed_context_s
+            apart_s += self.mixed_spread_s
             prefill_s += self.prefill_base_s
         context_s = decode_s * batch.decode_context_tokens
-        context_s += self.spread_s * batch.decode_spread_tokens + prefill_s
+        context_s += apart_s * batch.decode_spread_tokens + prefill_s
         return (self.base_s + work_s + context_s) * self.factors.at(seqs, prefill)
 
     def predict_s(self, steps: StepColumns) -> Floats:
@@ -320,6 +324,7 @@ def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
     """
     seqs, prefill = steps.decode_seqs, steps.prefill_tokens
     has_prompt, context = prefill > 0, steps.decode_context_tokens
+    spread = steps.decode_spread_tokens
     padded, is_eager = _run_as(seqs + prefill, has_prompt, graphs)
     loads = (
         np.ones(len(steps)),
@@ -328,7 +333,8 @@ def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
         has_prompt,
         context,
         context * has_prompt,
-        steps.decode_spread_tokens,
+        spread,
+        spread * has_prompt,
         steps.prefill_context_tokens,
     )
     return padded, np.column_stack(loads).astype(np.float64)

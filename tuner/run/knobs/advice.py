@@ -17,6 +17,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
+from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.knobs.known import Change, Knob, Place, knob_named, kv_times, least_blocks
 from tuner.run.knobs.records import (
@@ -28,16 +29,7 @@ from tuner.run.knobs.records import (
     moved,
     settings_text,
 )
-from tuner.run.predict import (
-    FEW_DRAWS,
-    Predictions,
-    capacity_per_s,
-    compare_engines,
-    draw,
-    predict,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, capacity_per_s, predict, predict_more, scored
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective, Score, Tier

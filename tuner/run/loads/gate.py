@@ -23,7 +23,8 @@ from tuner.replay.metrics import Measurement, good_requests, measure
 from tuner.replay.slo import Slo
 from tuner.replay.timeline import Outcome
 from tuner.run.context import Workload
-from tuner.run.predict import FEW_DRAWS, Drawing, Predictions, Replays, at_once
+from tuner.run.drawing import FEW_DRAWS, Drawing, Replays
+from tuner.run.predict import Predictions, at_once
 from tuner.search.race import CONFIDENCE
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.simulator import SimulatedEngine

@@ -15,9 +15,10 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
+from tuner.run.drawing import FEW_DRAWS, decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
-from tuner.run.predict import FEW_DRAWS, Outcome, Predictions, decide, predict, predict_more
+from tuner.run.predict import Outcome, Predictions, predict, predict_more
 from tuner.run.trial_runner import judged
 from tuner.search.objective import Score
 from tuner.search.race import RaceDecision, RaceVerdict

@@ -15,16 +15,9 @@ from typing import Any
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.run.context import Workload
+from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
 from tuner.run.evidence import change_bounds
-from tuner.run.predict import (
-    FEW_DRAWS,
-    Predictions,
-    capacity_per_s,
-    compare_engines,
-    draw,
-    predict_more,
-    scored,
-)
+from tuner.run.predict import Predictions, capacity_per_s, predict_more, scored
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier

@@ -29,15 +29,9 @@ from tuner.run.inputs import fit_lengths
 from tuner.run.listener import Listener, clock_text
 from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunResult, read_result
+from tuner.run.start import PreparedRun, aim_of, check_same, prepare
 from tuner.run.stored import RunRecord, read_record
-from tuner.run.tune import (
-    PreparedRun,
-    WritePage,
-    aim_of,
-    check_same,
-    prepare,
-    write_the_page,
-)
+from tuner.run.tune import WritePage, write_the_page
 from tuner.run.tune import tune as tune_one
 from tuner.run.variants.comparison import Comparing, Contender
 from tuner.run.variants.records import AS_IT_IS, VARIANTS_DIR, VariantFinding

@@ -16,7 +16,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.predict import DRAWS, FEW_DRAWS, Predictions, contend, decide, draw, predict
+from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw
+from tuner.run.predict import Predictions, predict
 from tuner.search.budget import Aim
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
