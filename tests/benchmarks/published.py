@@ -33,7 +33,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay.arrivals import StaticBatches
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.run.strategies import strategies, uniform
+from tuner.run.loads.strategies import strategies, uniform
 from tuner.shadow.derived import Wanted, derive, gpu_of
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile

@@ -157,8 +157,8 @@ def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_a
             np.concatenate([e[k] for e, k in zip(each, mixed, strict=True)]), 0.95
         )
 
-    assert off(found) < 0.01
-    assert off(replace(found, mixed_spread_s=0.0)) > 0.03
+    assert off(found) < 0.03
+    assert off(replace(found, mixed_spread_s=0.0)) > 0.2
 
 
 def test_contexts_of_one_length_say_nothing_of_uneven_ones() -> None:

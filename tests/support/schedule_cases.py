@@ -55,6 +55,9 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
         blocks = max(blocks, 2 * least)
     model, plan = _model(rng), _plan(rng, trace)
     # Drawn apart too.
+    rng = np.random.default_rng([seed, 4])
+    if rng.random() < 0.5:
+        model = replace(model, mixed_spread_s=2 * rng.random() * model.spread_s)
     rng = np.random.default_rng([seed, 3])
     interval = int(rng.choice([2, 3, 8])) if rng.random() < 0.2 else 1
     shape = replace(shape, scheduler={**shape.scheduler, "prefill_schedule_interval": interval})
@@ -196,7 +199,7 @@ def _model(rng: np.random.Generator) -> StepModel:
         decode_context_s=scale * rng.random() * 1e-4,
         mixed_context_s=scale * rng.random() * 1e-4,
         spread_s=scale * rng.random() * 1e-3,
-        mixed_spread_s=scale * rng.random() * 1e-3,
+        mixed_spread_s=0.0,
         prefill_context_s=scale * rng.random() * 1e-5,
         tidy_s=scale * 0.1 * rng.random(),
         graphs=Graphs(sizes, has_mixed=bool(rng.random() < 0.5)),

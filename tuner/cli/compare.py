@@ -39,7 +39,7 @@ from tuner.report.page import REPORT_FILE
 from tuner.report.run_files import read_run
 from tuner.run.directory import COMPARE_FILE
 from tuner.run.inputs import EngineChoice, engine_of_profile
-from tuner.run.strategies import (
+from tuner.run.loads.strategies import (
     Strategy,
     StrategyRow,
     pooled,

@@ -13,7 +13,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.arrivals import StaticBatches
 from tuner.replay.plan import ReplayPlan
-from tuner.run.strategies import strategies, uniform
+from tuner.run.loads.strategies import strategies, uniform
 from tuner.traffic.traces import LoadModel
 
 ROOM = EngineLimits(64, 4096)
