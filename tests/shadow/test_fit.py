@@ -152,10 +152,8 @@ def test_what_uneven_contexts_cost_beside_a_prompt_is_told_from_what_they_cost_a
     def off(model: StepModel) -> float:
         """Return how far off 19 of 20 batches with a prompt are at the most."""
         each = [np.abs(model.predict_s(m) / truth.predict_s(m) - 1) for m in measured]
-        mixed = [~m.is_decode_only for m in measured]
-        return np.quantile(
-            np.concatenate([e[k] for e, k in zip(each, mixed, strict=True)]), 0.95
-        )
+        mixed = [e[~m.is_decode_only] for e, m in zip(each, measured, strict=True)]
+        return float(np.quantile(np.concatenate(mixed), 0.95))
 
     assert off(found) < 0.03
     assert off(replace(found, mixed_spread_s=0.0)) > 0.2
