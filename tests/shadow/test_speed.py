@@ -135,7 +135,7 @@ def test_a_step_for_which_the_machine_stood_still_is_not_how_it_usually_runs() -
     took_s = plain_s.copy()
     took_s[7] = 20.0
     found_s = learn(LINEAR, [a_replay(parts, took_s)]).model.predict_s(a_replay(parts, took_s))
-    assert found_s.sum() == pytest.approx(plain_s.sum() + 9 * plain_s[7], rel=0.01)
+    assert found_s.sum() == pytest.approx(plain_s.sum(), rel=0.03)
 
 
 def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:
