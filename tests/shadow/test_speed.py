@@ -119,23 +119,14 @@ def test_a_machine_without_moods_or_misfit_is_learnt_as_it_is() -> None:
     np.testing.assert_allclose(speed.model.predict_s(steps), steps.duration_s, rtol=0.01)
 
 
-def test_a_stall_does_not_look_like_a_slow_batch_but_its_time_is_lost() -> None:
+def test_a_stall_does_not_look_like_a_slow_batch() -> None:
     parts = batches((8, 512), 400, np.random.default_rng(1))
-    plain_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
-    took_s = plain_s.copy()
+    took_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
     took_s[::40] *= 3.0
-    found_s = learn(LINEAR, [a_replay(parts, took_s)]).model.predict_s(a_replay(parts, took_s))
-    assert found_s.sum() == pytest.approx(took_s.sum(), rel=0.01)
-    np.testing.assert_allclose(found_s / plain_s, found_s.sum() / plain_s.sum(), rtol=0.01)
-
-
-def test_a_step_for_which_the_machine_stood_still_is_not_how_it_usually_runs() -> None:
-    parts = batches((8, 512), 400, np.random.default_rng(1))
-    plain_s = LINEAR.predict_s(a_replay(parts, np.ones(400)))
-    took_s = plain_s.copy()
-    took_s[7] = 20.0
-    found_s = learn(LINEAR, [a_replay(parts, took_s)]).model.predict_s(a_replay(parts, took_s))
-    assert found_s.sum() == pytest.approx(plain_s.sum(), rel=0.03)
+    speed = learn(LINEAR, [a_replay(parts, took_s)])
+    took_s[::40] /= 3.0
+    found_s = speed.model.predict_s(a_replay(parts, took_s))
+    assert found_s.sum() / took_s.sum() == pytest.approx(1.0, abs=0.01)
 
 
 def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tuner.engine.shape import Graphs
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
-from tuner.shadow.fit import undistorted
+from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
 from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
 from tuner.stats import Floats
 
@@ -52,9 +52,6 @@ _PRIOR_SPREADS = np.log([3.0, 3.0, 3.0, 3.0, 3.0, 1.5])
 _FREEDOM = 4.0
 # Standard deviations are learnt from about so many cells, of whole spans: ours, for time.
 MAX_CELLS = 500
-# As how many times as long as predicted a step counts at most: ours. Stalls are time that an
-# engine loses; one step for which the machine stood still is not how it usually runs.
-LONGEST_STALL = 10.0
 # Passes of Gauss and Newton, since a term's share depends on the terms.
 _PASSES = 3
 
@@ -176,18 +173,18 @@ def learn(
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
-    """Return how many times as long as the model says all steps took.
+    """Return how many times as long as the model says all steps took that were not stretched.
 
-    How batches differ is learnt of each kind alike, however seldom it is, and of steps that the
-    machine did not stretch; how long a replay takes is a matter of all their time.
+    How batches differ is learnt of each kind alike, however seldom it is; how long a replay
+    takes is a matter of all their time.
     """
     took_s = predicted_s = 0.0
     for columns, ran_with in zip(replays, graphs, strict=True):
         each_s = replace(model, graphs=ran_with).predict_s(columns) * columns.repeats
         has_batch = columns.decode_seqs + columns.prefill_tokens > 0
-        counted_s = np.minimum(columns.duration_s, LONGEST_STALL * each_s)
-        took_s += float(counted_s[has_batch].sum())
-        predicted_s += float(each_s[has_batch].sum())
+        kept = has_batch & (columns.duration_s < MIN_STALL_RATIO * each_s)
+        took_s += float(columns.duration_s[kept].sum())
+        predicted_s += float(each_s[kept].sum())
     return took_s / predicted_s if took_s > 0 else 1.0
 
 
