@@ -148,6 +148,18 @@ def test_keeping_what_one_has_is_said_first_of_all() -> None:
     assert "best that was found, 8/2048" in text
 
 
+def test_a_winner_that_did_not_race_is_not_said_to_have_been_measured() -> None:
+    raced = made()
+    assert raced.how_raced == "3 rounds in turns"
+    assert "measured live, 3 rounds in turns" in "\n".join(
+        comments(raced, "best.yaml", "runs/x")
+    )
+    rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
+    told = "\n".join(comments(replace(raced, evidence=rows), "best.yaml", "runs/x"))
+    assert "predicted, corrected by 3 rounds of others" in told
+    assert "measured live" not in told
+
+
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
     text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
     assert "interrupted: best so far, not raced against the current values" in text

@@ -265,7 +265,7 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
     if advice.shown != outcome.current:
-        how = advice.rounds_text if advice.rounds else "predicted, not raced"
+        how = outcome.how_raced
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")

@@ -100,11 +100,6 @@ class Advice(LimitsRecord):
         return self.limits if self.is_change else self.best_measured
 
     @property
-    def rounds_text(self) -> str:
-        """On how many rounds of live replays it rests."""
-        return f"{self.rounds} round{'' if self.rounds == 1 else 's'} in turns"
-
-    @property
     def decided_text(self) -> str:
         """By how much the latency that decided changes; empty where something else decided."""
         is_latency = f"{self.gain_metric.rpartition('_')[0]}_s" in LATENCIES
@@ -315,6 +310,28 @@ class RunResult:
         """Whose gain is shown: the current configuration where nothing is recommended."""
         advice = self.recommendation
         return self.current if advice is None else advice.shown
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether whose gain is shown was replayed live beside the current configuration.
+
+        What a round has shown of others may make best who did not race.
+        """
+        advice = self.recommendation
+        if advice is None or not advice.rounds:
+            return False
+        return not self.evidence or any(row.rounds for row in self.evidence)
+
+    @property
+    def how_raced(self) -> str:
+        """On which live replays the gain that is shown rests, in words."""
+        advice = self.recommendation
+        if advice is None or not advice.rounds:
+            return "predicted, not raced"
+        rounds = f"{advice.rounds} round{'' if advice.rounds == 1 else 's'}"
+        if self.is_raced:
+            return f"{rounds} in turns"
+        return f"predicted, corrected by {rounds} of others"
 
     @property
     def deployed(self) -> EngineLimits:
@@ -595,7 +612,8 @@ def _how(result: RunResult, advice: Advice) -> str:
     cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
     if advice.is_predicted:
         return f"{first}PREDICTED, not raced{cold}"
-    return f"{first}measured live, {advice.rounds_text}{cold}"
+    measured = "measured live, " if result.is_raced else ""
+    return f"{first}{measured}{result.how_raced}{cold}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ _JOINS = 20
 # By how much more than a token of context a decode takes at most for one beside a prompt, and
 # for one by which contexts are apart: ours. Fits of recorded runs of two GPUs have 0.96 and
 # 1.08 of the first, 0 and 0.55 of the second. Whatever few batches seem to say, and is the
-# fault of other terms, goes no further.
+# fault of other terms, goes no further. Uneven contexts are dearer beside a prompt by no more
+# than a token of context is.
 MIXED_TIMES, SPREAD_TIMES = 1.5, 5.0
 # Rows of a block of a QR: ours; 20,000 rows took 5.9 ms at once and 2.2 ms in such blocks.
 _BLOCK = 1024
@@ -204,6 +205,7 @@ def _learn(rows: _Rows, graphs: Graphs) -> StepModel:
     every = np.random.default_rng(_SEED).permutation(len(rows.steps))
     part = rows.take(np.sort(every[:MAX_STEPS]))
     tokens, loads = part.loads()
+    # What no step has anything of stays 0: tied, it would look like its context.
     grid, tied = _supported(tokens), _tied() * loads.any(axis=0)
     weighted = _settled(part, np.column_stack([loads @ tied, *_segments(tokens, grid)]))
     knots = _chosen(grid, weighted)
