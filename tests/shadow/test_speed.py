@@ -14,7 +14,7 @@ from support.step_parts import LINEAR, columns
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import Speed, Uncertainty, learn, lowest
+from tuner.shadow.speed import START, Speed, Uncertainty, learn, lowest
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
 
@@ -109,6 +109,41 @@ def test_the_stated_spread_holds_the_truth_and_is_not_idle() -> None:
             spreads.append(logs.std())
     assert held >= 24  # of 30
     assert max(spreads) < 0.03
+
+
+def wandering(n: int, sd: float, rng: np.random.Generator) -> Floats:
+    """Return the logarithm of a speed, second by second, that stays alike for 90 s or so."""
+    keeps, off = np.exp(-1 / 90), [sd * rng.standard_normal()]
+    while len(off) < n:
+        off.append(keeps * off[-1] + sd * (1 - keeps**2) ** 0.5 * rng.standard_normal())
+    return np.array(off)
+
+
+def seen_for_minutes(sd: float, seed: int) -> tuple[float, float]:
+    """Return how far two minutes are off the machine's mean, and its stated deviation."""
+    rng = np.random.default_rng(seed)
+    parts = batches((16, 2048), 2400, rng)
+    truly_s = LINEAR.predict_s(a_replay(parts, np.ones(2400)))
+    truly_s *= 0.05 / truly_s.mean()
+    at = np.minimum(np.cumsum(truly_s), 300).astype(np.int64)
+    noise = rng.normal(0.0, 0.02, 2400)
+    steps = a_replay(parts, truly_s * np.exp(wandering(301, sd, rng)[at] + noise))
+    speed = learn(fit([steps]).model, [steps])
+    off = np.log(speed.model.predict_s(steps).sum() / truly_s.sum())
+    return float(off), speed.uncertainty.start
+
+
+def test_minutes_of_a_mood_do_not_pass_for_how_fast_the_machine_is() -> None:
+    off, stated = np.transpose([seen_for_minutes(0.08, seed) for seed in range(16)])
+    is_held = abs(off) < 1.645 * stated
+    assert (abs(off) < 1.645 * START).sum() <= 3  # of 16
+    assert 9 <= is_held.sum() < 16
+
+
+def test_of_a_calm_machine_little_is_open_but_a_start() -> None:
+    off, stated = np.transpose([seen_for_minutes(0.005, seed) for seed in range(4)])
+    assert max(abs(off)) < 0.01
+    assert max(stated) < 0.015
 
 
 def test_a_machine_without_moods_or_misfit_is_learnt_as_it_is() -> None:

@@ -31,8 +31,9 @@ from tuner.stats import Floats
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
 SEGMENT_S, MAX_SEGMENTS = 2.0, 128
-# Replays within so many seconds of each other share a slower mood: ours.
-SPAN_S = 30.0
+# Replays within so many seconds of each other share a slower mood; it stays much the same for
+# so long, so that few minutes show little of how fast the machine is on other days: ours.
+SPAN_S, MOOD_S = 30.0, 90.0
 # How far a fitted coefficient may be off, in logarithms: ours. What is off by more shows in the
 # factors. Base and tokens are in every batch; what the others add few batches tell apart.
 PRIOR_TERM, PRIOR_OTHER = 0.1, 0.5
@@ -63,8 +64,8 @@ class Uncertainty:
     A model that is as possible as the stated one is off by a sum of the directions, each times
     a standard normal number, in the logarithms of `TERMS` and then of the factors, row by row.
     `directions` are the numbers, half-precision floats, little-endian, one direction of `width`
-    numbers after the other. `start` is the standard deviation of the logarithm of a start's
-    speed.
+    numbers after the other. `start` is the standard deviation of the logarithm of the speed of
+    a start at another time.
 
     Raises: UsageError if the numbers are no whole directions, or one is not finite.
     """
@@ -167,9 +168,30 @@ def learn(
     shape = seen.shape
     made = replace(model, factors=Factors(tuple((1.0,) * shape[1] for _ in range(shape[0]))))
     learnt = _changed(made, moved + terms, factors.reshape(shape))
-    uncertainty = Uncertainty.of(found.directions(seen.design))
+    moods = MoodSpreads(*found.sds[1:5])
+    uncertainty = replace(
+        Uncertainty.of(found.directions(seen.design)),
+        start=math.hypot(START, moods.span * _unseen_moods(len(np.unique(seen.span)))),
+    )
     learnt = learnt.scaled(_level(learnt, replays, graphs))
-    return Speed(learnt, uncertainty, MoodSpreads(*found.sds[1:5]))
+    return Speed(learnt, uncertainty, moods)
+
+
+def _unseen_moods(spans: int) -> float:
+    """Return how far the mean mood of so many spans may be off that of all time.
+
+    As a multiple of how far spans were seen to be apart, which is the less the fewer there are,
+    and beyond what is left open if they had nothing to do with each other, as the posterior has
+    it. Of one span as little is known as of two.
+
+    >>> [round(_unseen_moods(spans), 2) for spans in (2, 4, 20, 1000)]
+    [1.59, 1.2, 0.53, 0.07]
+    """
+    places = np.arange(max(spans, 2))
+    count, apart = len(places), np.abs(np.subtract.outer(places, places))
+    alike = float(np.exp(-apart * SPAN_S / MOOD_S).mean())
+    apart_of_seen = (1 - 1 / count) / (1 - alike)
+    return math.sqrt(alike * apart_of_seen - 1 / count)
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
