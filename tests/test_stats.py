@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 from scipy.stats import binom
+from threadpoolctl import threadpool_info
 
 from tuner.errors import TooFewSamplesError
 from tuner.stats import (
     CONFIDENCE,
     carries_quantile,
     mean,
+    one_thread,
     order_interval,
     quantile,
     student_quantile,
@@ -152,3 +154,14 @@ def test_the_ends_of_a_quantiles_interval_are_those_of_scipys_binomial(
         below, upto = binom.cdf([end - 1, end], n, q)
         assert upto >= p - 1e-10
         assert below < p + 1e-10
+
+
+def test_linear_algebra_is_kept_on_one_thread_and_given_back() -> None:
+    def threads() -> list[int]:
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    before = threads()
+    assert before
+    with one_thread():
+        assert set(threads()) == {1}
+    assert threads() == before

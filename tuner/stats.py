@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import NormalDist
@@ -21,6 +22,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from tuner.errors import TooFewSamplesError
 
@@ -35,6 +37,16 @@ BEYOND_TAIL = 10
 # Batches for a mean's interval: ours, 20 as Schmeiser (1982) found 10 to 30 to be enough.
 MEAN_BATCHES = 20
 CONFIDENCE = 0.95
+
+
+def one_thread() -> AbstractContextManager[object]:
+    """Return what keeps the process's linear algebra on one thread while it is held.
+
+    Several make matrices of hundreds no faster, and wait for each other where other processes
+    run: learning took five times as long on two cores beside a second one.
+    """
+    limits: AbstractContextManager[object] = threadpool_limits(1, "blas")
+    return limits
 
 
 @dataclass(frozen=True, slots=True)

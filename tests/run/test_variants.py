@@ -6,6 +6,7 @@ shorter, longer, or the start fail.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -172,9 +173,12 @@ def test_each_is_told_as_it_truly_is_at_its_own_best_limits(folder: Path) -> Non
         true = truly(found.capacity_limits, times)
         assert true.capacity is not None
         assert true.capacity >= (truly(found.limits, times).capacity or 0.0)
-        assert found.capacity_per_s == pytest.approx(
-            true.capacity * REQUESTS / a_trace().duration_s, rel=0.1
-        )
+        true_per_s = true.capacity * REQUESTS / a_trace().duration_s
+        assert found.capacity_per_s == pytest.approx(true_per_s, rel=0.1)
+        assert found.capacity_interval is not None
+        low, high = found.capacity_interval
+        assert low < true_per_s < high
+        assert high < 1.5 * low
         assert found.cost_per_1000 == pytest.approx(
             PRICE / 3.6 / (found.capacity_per_s or 0), rel=1e-9
         )
@@ -196,6 +200,7 @@ def test_one_that_does_not_start_is_a_result_beside_the_others(folder: Path) -> 
     assert result.variants is not None
     lines = result.variants.lines
     assert lines[2].startswith("variant broken (planted-breaks true): does not run: the engine")
+    assert re.search(r"bears [\d.]+ requests/s, interval [\d.]+ … [\d.]+,? ?(at|\()", lines[0])
     assert "requests cost" in lines[0]
     assert "P(better)" in lines[0]
     page = report_of(folder)

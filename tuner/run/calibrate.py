@@ -24,7 +24,7 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.process import EngineStart
-from tuner.run.context import Workload
+from tuner.run.context import TRACE, Workload
 from tuner.run.drawing import contend
 from tuner.run.journal import Round
 from tuner.run.predict import predict
@@ -41,8 +41,9 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, Visited
 from tuner.shadow.step_model import StepModel
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import Window, busiest
+from tuner.traffic.windows import Window, busiest, whole
 
 # The share of the budget that calibrating may take, and where nothing is raced: ours; mostly it
 # ends before.
@@ -67,6 +68,8 @@ SETTLED, WORTH = 0.002, 0.0003
 CONTENDERS, BLOCK_DRAWS = 4, 20
 # How much traffic vLLM's own scheduler is asked about in the time, in seconds: ours.
 ASKED_S = 60.0
+# On so many requests it is asked who could bear most: ours, each load is a replay.
+LOADED_REQUESTS = 1000
 
 
 @dataclass(slots=True)
@@ -177,8 +180,9 @@ def replay_longer(
 class Blocks:
     """Blocks of the traffic that are replayed until it is known who is the best.
 
-    They `are_alone` where nothing is raced: then they may take most of the budget. `ends_s` is
-    when the time for them is over. `count` is how many were replayed.
+    They `are_alone` where nothing is raced: then they may take most of the budget. Where it is
+    told how much settings bear (`tells_capacity`) they are of fuller batches too, as more load
+    makes them. `ends_s` is when the time for them is over. `count` is how many were replayed.
 
     Units: seconds.
     """
@@ -189,12 +193,15 @@ class Blocks:
     trace: Trace
     rng: np.random.Generator
     are_alone: bool = False
+    tells_capacity: bool = False
     ends_s: float = 0.0
     count: int = 0
     _request_s: float = 0.0
     _rounds: int = 0
     _asked: int = 0
     _taken: set[int] = field(default_factory=set)
+    _loads: dict[EngineLimits, float] = field(default_factory=dict)
+    _loaded: dict[float, Trace] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -204,11 +211,14 @@ class Blocks:
         predictor_of: Callable[[Profile], Predictor],
         *,
         are_alone: bool = False,
+        tells_capacity: bool = False,
     ) -> Self:
         """Return blocks of what is predicted."""
-        trace = predicted_part(runner.context.trace, runner.context.aim)
-        rng = np.random.default_rng(0)
-        return cls(runner, calibrator, predictor_of, trace, rng, are_alone)
+        aim = runner.context.aim
+        trace, rng = predicted_part(runner.context.trace, aim), np.random.default_rng(0)
+        tells_capacity = tells_capacity or aim.objective is Objective.CAPACITY
+        parts = (runner, calibrator, predictor_of, trace, rng)
+        return cls(*parts, are_alone=are_alone, tells_capacity=tells_capacity)
 
     def calibrate(self) -> Pilot:
         """Replay blocks live until it is known who is the best, or their share is over.
@@ -333,28 +343,89 @@ class Blocks:
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
             settings = [space.current, space.ceiling, *more]
             return self._predicted(predictor, settings), math.inf
-        # A capacity takes a dozen replays each, and is decided by the same batches.
-        aim = replace(context.aim, objective=Objective.BALANCED)
-        deployed = predictor.as_deployed()
-        predicted = predict(deployed, space, Workload.of_whole(context.trace, aim))
-        if not isinstance(predicted.outcomes[space.current], Measurement):
+        deployed, current = predictor.as_deployed(), space.current
+        workload = self._decided_on(deployed)
+        predicted = predict(deployed, space, workload)
+        if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
-        found = contend(deployed, predicted, space.current, CONTENDERS, BLOCK_DRAWS)
-        return self._predicted(predictor, [*found.settings, space.current]), found.loss
+        found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS)
+        settings = [*found.settings, current]
+        if context.aim.objective is Objective.CAPACITY:
+            return self._predicted(predictor, settings, self._load_of(deployed)), found.loss
+        visited = self._predicted(predictor, settings)
+        if self.tells_capacity:
+            widest = [
+                space.at(space.ceiling.max_num_seqs, x.max_num_batched_tokens)
+                for x in (settings[0], current)
+            ]
+            visited += self._predicted(predictor, widest, self._load_of(deployed))
+        return visited, found.loss
+
+    def _decided_on(self, deployed: Predictor) -> Workload:
+        """Return what is predicted to see who could be the best: all, at the recorded load.
+
+        A capacity takes a dozen replays each: who could have the largest is asked of fewer
+        requests, at the load that the setting with the largest batches bears.
+        """
+        context = self.runner.context
+        aim = replace(context.aim, objective=Objective.BALANCED)
+        if context.aim.objective is not Objective.CAPACITY:
+            return Workload.of_whole(context.trace, aim)
+        load = self._load_of(deployed)(context.space.ceiling)
+        part = self._few
+        plan = replace(aim.plan, load=load)
+        return Workload.of(TRACE, part, (whole(part),), replace(aim, plan=plan, window=None))
+
+    @property
+    def _few(self) -> Trace:
+        """Return the busiest requests, so few that a capacity is soon found."""
+        share = LOADED_REQUESTS / len(self.trace)
+        if share >= 1:
+            return self.trace
+        return busiest(self.trace, share * self.trace.duration_s).of(self.trace)
+
+    def _load_of(self, deployed: Predictor) -> Callable[[EngineLimits], float]:
+        """Return what says how much load a setting bears, as by the first model of it.
+
+        As a multiple of what is predicted; 1 where it bears less, or fails.
+        """
+        aim, few = self.runner.context.aim, self._few
+        plan = replace(aim.plan, load=1.0)
+
+        def load(limits: EngineLimits) -> float:
+            if limits not in self._loads:
+                found = deployed.measure_capacity([few], limits, plan, aim.slos)
+                borne = found.capacity if isinstance(found, Measurement) else None
+                self._loads[limits] = max(1.0, (borne or 0.0) / few.load)
+            return self._loads[limits]
+
+        return load
+
+    def _at(self, load: float) -> Trace:
+        """Return what is predicted, at a multiple of its load."""
+        if load == 1.0:
+            return self.trace
+        if load not in self._loaded:
+            self._loaded[load] = at_load(self.trace, load)
+        return self._loaded[load]
 
     def _predicted(
-        self, predictor: Predictor, settings: Iterable[EngineLimits]
+        self,
+        predictor: Predictor,
+        settings: Iterable[EngineLimits],
+        load_of: Callable[[EngineLimits], float] = lambda _: 1.0,
     ) -> list[_Predicted]:
         """Return the predicted replays of settings. Raises: ShadowError, UsageError."""
         plan = replace(self.runner.context.aim.plan, load=1.0, keep_steps=True)
-        found = {}
+        found = []
         for limits in dict.fromkeys(settings):
+            load = load_of(limits)
             try:
-                log = predictor.replay(self.trace, limits, plan)
+                log = predictor.replay(self._at(load), limits, plan)
             except EngineError:
                 continue  # its own replay will tell
-            found[limits] = _Predicted.of(limits, predictor.step_model_at(limits), log)
-        return list(found.values())
+            found.append(_Predicted.of(limits, predictor.step_model_at(limits), log, load))
+        return found
 
     def _offered(
         self, predictor: Predictor, one: _Predicted
@@ -367,19 +438,20 @@ class Blocks:
         step_s = float(steps.duration_s.sum() / max(steps.repeats.sum(), 1))
         fit = BLOCK_S / max(step_s, 1e-9)
         counts = {int(min(FEW_STEPS, max(2, fit / 4))), int(min(MANY_STEPS, max(4, fit)))}
-        timelines = one.log.timelines
+        timelines, trace = one.log.timelines, self._at(one.load)
         for at_s in instants_s(steps.end_s, steps.duration_s, INSTANTS, self.rng):
             for count in sorted(counts):
-                block = Block.at(one.limits, self.trace, timelines, at_s, count)
+                block = Block.at(one.limits, trace, timelines, at_s, count)
                 if block is None:
                     continue
+                block = replace(block, load=one.load)
                 try:
-                    inside = predictor.replay(block.of(self.trace), one.limits, plan)
+                    inside = predictor.replay(block.of(trace), one.limits, plan)
                     after_s = float(np.nanmax(inside.timelines.first_s))
                     block = block.followed(
-                        self.trace, timelines, at_s, after_s, count * step_s, count
+                        trace, timelines, at_s, after_s, count * step_s, count
                     )
-                    inside = predictor.replay(block.of(self.trace), one.limits, plan)
+                    inside = predictor.replay(block.of(trace), one.limits, plan)
                 except EngineError:
                     continue  # its first requests do not fit beside each other
                 found.append((block, _kept(inside)))
@@ -418,7 +490,7 @@ class Blocks:
         self.runner.measure(
             block.limits,
             Phase.CALIBRATE,
-            Workload.of_piece(block.of(self.trace), ReplayPlan(), context.aim),
+            Workload.of_piece(block.of(self._at(block.load)), ReplayPlan(), context.aim),
             CutRule(max_wall_s=most_s),
             on_log=partial(self.calibrator.observe, block.limits),
         )
@@ -429,7 +501,7 @@ class Blocks:
 
         def workloads(one: Round) -> list[Workload]:
             return [
-                Workload.of_piece(block.of(self.trace), ReplayPlan(), context.aim)
+                Workload.of_piece(block.of(self._at(block.load)), ReplayPlan(), context.aim)
                 for block in one.blocks
             ]
 
@@ -445,18 +517,19 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Predicted:
-    """A setting's predicted replay, and the batches in it."""
+    """A setting's predicted replay at a multiple of the load, and the batches in it."""
 
     limits: EngineLimits
     log: ReplayLog
     steps: StepColumns
     visited: Visited
+    load: float
 
     @classmethod
-    def of(cls, limits: EngineLimits, model: StepModel, log: ReplayLog) -> Self:
+    def of(cls, limits: EngineLimits, model: StepModel, log: ReplayLog, load: float) -> Self:
         """Return what is made of a log with its steps."""
         steps = _kept(log)
-        return cls(limits, log, steps, Visited.of(model, steps))
+        return cls(limits, log, steps, Visited.of(model, steps), load)
 
 
 def _kept(log: ReplayLog) -> StepColumns:

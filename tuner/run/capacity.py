@@ -14,6 +14,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import Workload
+from tuner.run.drawing import draw_capacity
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
@@ -30,10 +31,11 @@ ASIDE_SHARE = 0.1
 class CapacityResult:
     """The loads that winner and current configuration bear, as multiples of the recorded one.
 
-    None where the SLOs hold at no load. `is_shown` says whether what was replayed is long
-    enough to show what becomes of a queue at the winner's load, `live` whether the SLOs held at
-    it on the engine itself, None where nobody looked. `replay_s` is how long the replay at
-    it is predicted to take.
+    None where the SLOs hold at no load. `interval` is where the winner's lies, nine times in
+    ten, on other traffic of the kind; None where it was not drawn. `is_shown` says whether what
+    was replayed is long enough to show what becomes of a queue at the winner's load, `live`
+    whether the SLOs held at it on the engine itself, None where nobody looked. `replay_s` is
+    how long the replay at it is predicted to take.
     """
 
     winner: float | None
@@ -41,6 +43,7 @@ class CapacityResult:
     live: bool | None
     is_shown: bool = True
     replay_s: float = 0.0
+    interval: tuple[float, float] | None = None
 
     @property
     def text(self) -> str:
@@ -48,6 +51,8 @@ class CapacityResult:
 
         >>> CapacityResult(1.7, 1.2, None).text
         "holds up to 1.7 x today's load (the current one 1.2 x), predicted"
+        >>> CapacityResult(1.7, 1.2, None, interval=(1.52, 1.88)).text
+        "holds up to 1.7 x today's load, interval 1.5 … 1.9 (the current one 1.2 x), predicted"
         """
         if self.winner is None:
             return "the SLOs hold at no load, predicted"
@@ -63,12 +68,16 @@ class CapacityResult:
                 f"above {self.winner:.2g} x today's load (the current one {before}), {judged}"
             )
         holds = f"holds up to {self.winner:.2g} x today's load"
+        if self.interval is not None:
+            low, high = self.interval
+            holds += f", interval {low:.2g} … {high:.2g}"
         return f"{holds} (the current one {before}), {judged}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the loads for result.json."""
         return {
             "winner": self.winner,
+            "interval": self.interval,
             "current": self.current,
             "confirmed_live": self.live,
             "is_shown": self.is_shown,
@@ -83,21 +92,25 @@ def predict_capacity(
 
     Raises: ShadowError, UsageError.
     """
-    found = {}
+    found: dict[EngineLimits, Measurement] = {}
     for limits in dict.fromkeys([decision.winner, current]):
         outcome = predictor.measure_capacity(
             workload.pieces, limits, workload.plan, workload.slos
         )
-        holds_at_all = isinstance(outcome, Measurement) and outcome.capacity
-        found[limits] = outcome if holds_at_all else None
-    best, before = found[decision.winner], found[current]
-    recorded = workload.pieces[0].load
+        if isinstance(outcome, Measurement) and outcome.capacity:
+            found[limits] = outcome
+    best, before = found.get(decision.winner), found.get(current)
+    current_load = before.capacity if before is not None else None
+    if best is None:
+        return CapacityResult(None, current_load, None)
+    is_shown = _is_shown(best, workload.pieces[0].load)
     return CapacityResult(
-        best.capacity if isinstance(best, Measurement) else None,
-        before.capacity if isinstance(before, Measurement) else None,
+        best.capacity,
+        current_load,
         None,
-        is_shown=not isinstance(best, Measurement) or _is_shown(best, recorded),
-        replay_s=best.busy_s if isinstance(best, Measurement) else 0.0,
+        is_shown=is_shown,
+        replay_s=best.busy_s,
+        interval=draw_capacity(predictor, workload, decision.winner) if is_shown else None,
     )
 
 

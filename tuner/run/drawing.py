@@ -21,7 +21,13 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.run.context import Workload
-from tuner.run.predict import Predictions, at_once, predict_more, scored
+from tuner.run.predict import (
+    Predictions,
+    at_once,
+    offered_per_s,
+    predict_more,
+    scored,
+)
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
@@ -227,6 +233,26 @@ def compare_engines(
     return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)[:3]
 
 
+def draw_capacity(
+    predictor: Predictor, workload: Workload, limits: EngineLimits, engine: int = 0
+) -> tuple[float, float] | None:
+    """Return between which loads a setting's capacity lies, nine times in ten.
+
+    On other traffic of the kind and by models as possible as this one, as multiples of the
+    recorded load. None where vLLM's own scheduler is asked, which takes too long.
+
+    Raises: ShadowError, UsageError.
+    """
+    if predictor.doubt:
+        return None
+    nothing = Predictions(workload, predictor.wrong_ratio, {})
+    found = Drawing(predictor, nothing, engine).capacities(limits, CAPACITY_DRAWS)
+    if not found:
+        return None
+    low, high = np.quantile(found, [0.05, 0.95]).tolist()
+    return low, high
+
+
 def _resamplers(workload: Workload) -> list[Resampler | None]:
     """Return what draws other traffic of each piece, None where it cannot be drawn."""
     if workload.plan.load_model is LoadModel.CLOSED:
@@ -346,6 +372,27 @@ class Drawing:
         engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
         return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
 
+    def capacities(self, limits: EngineLimits, count: int) -> list[float]:
+        """Return how much each draw bears, as a multiple of the recorded load.
+
+        That other traffic comes at another rate by chance is taken out. Where a setting fails,
+        there is none.
+        """
+        pieces, slos = self._workload.pieces, self._workload.slos
+        possible, recorded_per_s = self.possible(limits, count), offered_per_s(pieces)
+
+        def bears(k: int) -> float | None:
+            replays, engine = possible[k]
+            at = partial(replays.measure, engine, limits)
+            found = measure_capacity(at, self._workload.plan.load, slos)
+            if isinstance(found, Failure):
+                return None
+            rate = offered_per_s(replays.traffic) / recorded_per_s
+            return (found.capacity or 0.0) * rate
+
+        found = at_once(self._predictor, self._workload, bears, range(count))
+        return [load for load in found if load is not None]
+
     def _other_traffic(self, k: int) -> Replays:
         """Return the traffic of a draw."""
         rng = self._rng(_TRAFFIC, k)
@@ -424,7 +471,7 @@ class Replays:
     """Replays of the pieces of one draw, laid out once for each load and cap of answers."""
 
     def __init__(self, workload: Workload, traffic: Sequence[Trace]) -> None:
-        self._workload, self._traffic = workload, traffic
+        self._workload, self.traffic = workload, traffic
         self._laid_out: dict[tuple[float, int | None], list[simulator.PreparedTrace]] = {}
 
     def traffic_at(self, plan: ReplayPlan) -> list[simulator.PreparedTrace]:
@@ -433,7 +480,7 @@ class Replays:
         if place not in self._laid_out:
             self._laid_out[place] = [
                 simulator.PreparedTrace(at_load(piece, plan.load), plan)
-                for piece in self._traffic
+                for piece in self.traffic
             ]
         return self._laid_out[place]
 
@@ -447,17 +494,18 @@ class Replays:
     def score(self, engine: simulator.SimulatedEngine, limits: EngineLimits) -> Score:
         """Return the score of a setting on the drawn traffic."""
         workload, load = self._workload, self._workload.plan.load
-        at = partial(self._measure, engine, limits)
+        at = partial(self.measure, engine, limits)
         if workload.scoring.objective is Objective.CAPACITY:
             return scored(workload, measure_capacity(at, load, workload.slos))
         return scored(workload, at(load))
 
-    def _measure(
+    def measure(
         self, engine: simulator.SimulatedEngine, limits: EngineLimits, load: float
     ) -> Measurement | Failure:
+        """Return what a setting does at a multiple of the recorded load."""
         try:
             logs = self.logs(engine, limits, replace(self._workload.plan, load=load))
         except EngineError as error:
             return Failure(error.message)
         measured = measure(logs, self._workload.slos, self._workload.scoring.statistics)
-        return replace(measured, load=load * self._traffic[0].load)
+        return replace(measured, load=load * self.traffic[0].load)

@@ -30,6 +30,7 @@ from tuner.search.trials import (
 )
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
+from tuner.traffic.traces import Trace
 
 # Rounds of looking between the best cap and its neighbours: ours; each halves the gap.
 REFINEMENTS = 2
@@ -211,8 +212,12 @@ def capacity_per_s(
     outcome = predictor.measure_capacity(pieces, limits, workload.plan, workload.slos)
     if isinstance(outcome, Failure):
         return None
-    offered = sum(map(len, pieces)) / sum(piece.duration_s for piece in pieces)
-    return (outcome.capacity or 0.0) / pieces[0].load * offered
+    return (outcome.capacity or 0.0) / pieces[0].load * offered_per_s(pieces)
+
+
+def offered_per_s(pieces: Sequence[Trace]) -> float:
+    """Return how many requests a second come in all the pieces."""
+    return sum(map(len, pieces)) / sum(piece.duration_s for piece in pieces)
 
 
 def scored(workload: Workload, outcome: Measurement | Failure) -> Score:

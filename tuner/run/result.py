@@ -135,13 +135,17 @@ class ColdConfirmation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRecord:
-    """At which multiples of the recorded load the SLOs hold, and the sentence that says so."""
+    """At which multiples of the recorded load the SLOs hold, and the sentence that says so.
+
+    `interval` is where the winner's lies, nine times in ten; None where nothing was drawn.
+    """
 
     winner: float | None
     current: float | None
     confirmed_live: bool | None
     is_shown: bool
     text: str
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,11 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
     """Return what a round replays at each of its settings. Raises: TooFewSamplesError."""
     if one.phase is Phase.CALIBRATE:
         part = predicted_part(trace, aim)
-        return [Workload.of_piece(block.of(part), ReplayPlan(), aim) for block in one.blocks]
+        loaded = {load: at_load(part, load) for load in {block.load for block in one.blocks}}
+        return [
+            Workload.of_piece(block.of(loaded[block.load]), ReplayPlan(), aim)
+            for block in one.blocks
+        ]
     at_load = replace(aim, plan=replace(aim.plan, load=one.load))
     return [Workload.of(WINDOW, trace, one.windows, at_load)] * len(one.settings)
 

@@ -93,7 +93,7 @@ class Session:
 
     With Method.LIVE nothing is predicted to rank by, with Method.CALIBRATED nothing is raced
     where it can be predicted. `chosen` are the windows that an earlier process of the run has
-    chosen, if any.
+    chosen, if any. With `is_compared` the load that it bears stands beside that of others.
     """
 
     runner: TrialRunner
@@ -101,6 +101,7 @@ class Session:
     predictor_of: Callable[[Profile], Predictor]
     method: Method = Method.AUTO
     chosen: tuple[Window, ...] = ()
+    is_compared: bool = False
     cold: Cold | None = None
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
@@ -181,7 +182,7 @@ class Session:
                 self._calibrator = self._begun(started)
                 is_alone = self.method is Method.CALIBRATED
                 parts = (self.runner, self._calibrator, self.predictor_of)
-                blocks = Blocks.of(*parts, are_alone=is_alone)
+                blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
                 rate = blocks.calibrate().wall_per_trace_s
                 profile = self._fitted(self._calibrator)
             profile = self._compared(profile)

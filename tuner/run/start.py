@@ -56,7 +56,8 @@ class PreparedRun:
     """Options whose files were read and found good, before any engine starts.
 
     `budget_share` is how much of its time this run may take, where others follow. `windows` are
-    those to replay where nothing can be predicted, chosen by the run that it is compared with.
+    those to replay where nothing can be predicted, chosen by the run that it is compared with;
+    `is_compared` says whether there is one, or others are compared with this one.
     """
 
     options: TuningOptions
@@ -66,6 +67,7 @@ class PreparedRun:
     profile: Profile | None
     budget_share: float = 1.0
     windows: tuple[Window, ...] = ()
+    is_compared: bool = False
 
     @property
     def budget_s(self) -> float:
@@ -240,6 +242,7 @@ class Start:
             lambda profile: self._predictor(profile, engine.ceiling, engine.info),
             options.method,
             chosen=self.stored.windows if self.stored else prepared.windows,
+            is_compared=prepared.is_compared,
         )
         return session, message
 

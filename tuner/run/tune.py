@@ -47,6 +47,7 @@ from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
+from tuner.stats import one_thread
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import TooLong
@@ -235,6 +236,7 @@ def tune(
             check_same(prepared, stored)
         start = Start(prepared, held_dir, stored, listener, predictor_of)
         with ExitStack() as held:
+            held.enter_context(one_thread())
             if prepared.options.method is Method.SHADOW and prepared.profile is not None:
                 session, message = start.predicted(prepared.profile)
             else:

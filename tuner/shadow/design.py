@@ -35,7 +35,8 @@ LEVEL = 0.25
 class Block:
     """Requests of a trace that are replayed for a moment at some limits.
 
-    `rows` are theirs in the trace, in the order in which they are sent, at `due_s`.
+    `rows` are theirs in the trace at `load` times its arrivals, in the order in which they are
+    sent, at `due_s`.
     """
 
     limits: EngineLimits
@@ -43,6 +44,7 @@ class Block:
     due_s: tuple[float, ...]
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[int, ...]
+    load: float = 1.0
 
     @classmethod
     def burst(
@@ -70,8 +72,9 @@ class Block:
         if trace.hashes is None:
             prompts = np.maximum(1, prompts - meanwhile)
         outputs = np.clip(steps + meanwhile, 1, np.maximum(1, longest - prompts))
-        due_s = np.zeros(len(rows))
-        return cls(limits, *(tuple(x.tolist()) for x in (rows, due_s, prompts, outputs)))
+        due_s = (0.0,) * len(rows)
+        at, asked, answers = (tuple(x.tolist()) for x in (rows, prompts, outputs))
+        return cls(limits, at, due_s, asked, answers)
 
     @classmethod
     def at(
@@ -122,7 +125,7 @@ class Block:
         )
 
     def of(self, trace: Trace) -> Trace:
-        """Return the requests as a trace of their own."""
+        """Return the requests as a trace of their own, of the trace at the block's load."""
         rows, prompts = np.array(self.rows), np.array(self.prompt_tokens)
         is_whole = bool((prompts == trace.prompt_tokens[rows]).all())
         return Trace(

@@ -15,9 +15,15 @@ from typing import Any
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
 from tuner.run.context import Workload
-from tuner.run.drawing import FEW_DRAWS, compare_engines, draw
+from tuner.run.drawing import FEW_DRAWS, compare_engines, draw, draw_capacity
 from tuner.run.evidence import change_bounds
-from tuner.run.predict import Predictions, capacity_per_s, predict_more, scored
+from tuner.run.predict import (
+    Predictions,
+    capacity_per_s,
+    offered_per_s,
+    predict_more,
+    scored,
+)
 from tuner.run.result import RunResult
 from tuner.run.variants.records import VariantComparison, VariantFinding
 from tuner.search.objective import Tier
@@ -122,11 +128,14 @@ class Comparing:
         if not isinstance(outcome, Measurement):
             return _Side(contender, replace(finding, limits=None, failure=outcome.cause))
         capacity, where = self._capacity(contender, predictor, limits)
+        lies = draw_capacity(predictor, self.workload, where, place) if capacity else None
+        rate = offered_per_s(self.workload.pieces) / self.workload.pieces[0].load
         finding = replace(
             finding,
             metric=scored(self.workload, outcome).own_metric,
             latencies_s=_latencies([outcome.as_json()], self.workload.scoring.tail),
             capacity_per_s=capacity,
+            capacity_interval=None if lies is None else (rate * lies[0], rate * lies[1]),
             capacity_limits=where,
             cost_per_1000=self._cost(capacity, finding.gpus),
         )

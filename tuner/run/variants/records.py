@@ -114,9 +114,10 @@ class VariantFinding:
     none. The gain is that of the metric over what is recommended for the configuration as
     it is, a share, -0.05 for 5 % less; `latencies_s` are those of the recorded traffic, by
     metric. `capacity_per_s` is how many requests a second hold within the SLOs at most,
-    with a cap of its own (`capacity_limits`), `gpus` on how many devices, `cost_per_1000`
-    what a thousand of them cost there. Figures of one that nothing could be predicted of
-    `are_live`, on the windows that raced.
+    with a cap of its own (`capacity_limits`), nine times in ten within `capacity_interval`
+    on other traffic of the kind (None where nothing was drawn), `gpus` on how many devices,
+    `cost_per_1000` what a thousand of them cost there. Figures of one that nothing could be
+    predicted of `are_live`, on the windows that raced.
 
     Units: seconds, requests a second; the price's own currency.
     """
@@ -131,6 +132,7 @@ class VariantFinding:
     p_slo: float | None = None
     latencies_s: dict[str, float | None] = field(default_factory=dict)
     capacity_per_s: float | None = None
+    capacity_interval: tuple[float, float] | None = None
     capacity_limits: EngineLimits | None = None
     gpus: int = 1
     cost_per_1000: float | None = None
@@ -198,4 +200,6 @@ def _bears(one: VariantFinding, unit: str = "") -> str:
     """Return how many requests a second one bears, and where if not at its own limits."""
     is_elsewhere = one.capacity_limits not in (None, one.limits)
     where = f" at {one.capacity_limits}" if is_elsewhere else ""
-    return f"{one.capacity_per_s:.3g}{unit}{where}"
+    lies = one.capacity_interval
+    within = "" if lies is None or not unit else f", interval {lies[0]:.3g} … {lies[1]:.3g},"
+    return f"{one.capacity_per_s:.3g}{unit}{within}{where}"

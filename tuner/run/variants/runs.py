@@ -153,7 +153,7 @@ class _Runs:
                 check_same(self.prepared, self._record)
                 unmet = NoFeasibleConfigError("no configuration meets the SLOs as it is")
                 return result, None if result.feasible else unmet
-        prepared = replace(self.prepared, budget_share=self.share)
+        prepared = replace(self.prepared, budget_share=self.share, is_compared=True)
         try:
             return self.run_one(prepared, self.listener, run_dir=self.run_dir), None
         except NoFeasibleConfigError as unmet:
@@ -216,6 +216,7 @@ class _Runs:
             profile=given,
             budget_share=self._left_s() / options.budget_s,
             windows=self._record.windows,
+            is_compared=True,
         )
 
     def _left_s(self) -> float:

@@ -1,0 +1,26 @@
+"""A capacity is told as it truly is, though the recorded traffic never comes near it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.planted_capacity import CEILING, truly_borne, tuned_for_capacity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_capacity_is_told_as_it_truly_is(tmp_path: Path, seed: int) -> None:
+    """The recorded traffic has 15 in flight, what is borne at the edge more than 100."""
+    result = tuned_for_capacity(tmp_path / "run", seed)
+    assert result.recommendation is not None
+    true = truly_borne(result.recommendation.limits)
+    assert true > 0.95 * truly_borne(CEILING)
+    told = result.capacity
+    assert told is not None
+    assert told.winner == pytest.approx(true, rel=0.1)
+    assert told.interval is not None
+    low, high = told.interval
+    assert low < true < high
+    assert high < 1.5 * low
