@@ -20,13 +20,13 @@ from support.emit_parts import (
     an_outcome,
 )
 from tuner.cli import run
+from tuner.emit.comments import comments
 from tuner.emit.names import Format
 from tuner.emit.registry import emit
 from tuner.emit.sources import read_emitted, read_run, read_source
 from tuner.emit.target import Names
 from tuner.emit.vllm import render
 from tuner.errors import UsageError
-from tuner.run.result import comments
 from tuner.search.objective import Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 

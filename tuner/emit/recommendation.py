@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
+from tuner.emit.comments import SET_BESIDE
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
     LIVE_LIMIT_KEYS,
@@ -24,7 +25,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import SET_BESIDE, Advice, RunResult
+from tuner.run.result import Advice, RunResult
 
 CAPPED: Final = "which would cap the tuned limits"
 """How the remark on a key ends that is left out because it would undo the tuning."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from tuner.emit.comments import SET_BESIDE, comments
 from tuner.emit.recommendation import (
     CAPPED,
     EXACT,
@@ -31,14 +32,7 @@ from tuner.engine.serve_config import (
 )
 from tuner.engine.serve_config import limits as limits_of
 from tuner.errors import Caveat, UsageError
-from tuner.run.result import (
-    NOTHING_FEASIBLE,
-    RELAX,
-    SET_BESIDE,
-    RunResult,
-    comments,
-    read_result,
-)
+from tuner.run.result import NOTHING_FEASIBLE, RELAX, RunResult, read_result
 
 _NAME_A_SOURCE: Final = "name a run directory, or a YAML file that tune wrote"
 

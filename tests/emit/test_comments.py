@@ -1,0 +1,72 @@
+"""The comments above emitted values carry what was decided, and how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.result_parts import CHANGE, CURRENT, WINNER, made
+from tuner.emit.comments import comments
+from tuner.errors import Caveat
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
+
+
+def test_comments_carry_what_a_reader_needs_years_later() -> None:
+    lines = comments(made(), "best.yaml", "runs/x")
+    assert lines[0] == "vllm serve --config best.yaml"
+    text = "\n".join(lines)
+    for words in (
+        "1,234 requests of toy.jsonl (sha256 01234567…), the whole trace, 9 s",
+        "vLLM 0.32.0",
+        "against the current max-num-seqs 32, max-num-batched-tokens 4096:",
+        "limited by: ",
+        f"caveat: {Caveat.WINDOWED.text}",
+    ):
+        assert words in text
+    assert lines[-1] == "evidence: runs/x"
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (
+            "e2e_p95",
+            "decided by e2e_p95: -20.0% (90% interval -25.0% … -15.0% over this)",
+        ),
+        ("e2e_p99", ""),
+        ("capacity", ""),
+    ],
+)
+def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
+    """Of a window too small for the tail; and of no rate, which stands as its inverse."""
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
+    lines = comments(made(replace(CHANGE, metric=metric, odds=odds)), "best.yaml", "runs/x")
+    assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)
+
+
+def test_keeping_what_one_has_is_said_first_of_all() -> None:
+    kept = RaceDecision(
+        RaceVerdict.KEEP, CURRENT, WINNER, (), None, 3, "the gain is within noise"
+    )
+    text = "\n".join(comments(made(kept), "best.yaml", "runs/x"))
+    assert "KEEP WHAT YOU HAVE: max-num-seqs 32" in text
+    assert "the gain is within noise" in text
+    assert "best that was found, 8/2048" in text
+
+
+def test_a_winner_that_did_not_race_is_not_said_to_have_been_measured() -> None:
+    raced = made()
+    assert raced.how_raced == "3 rounds in turns"
+    assert "measured live, 3 rounds in turns" in "\n".join(
+        comments(raced, "best.yaml", "runs/x")
+    )
+    rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
+    told = "\n".join(comments(replace(raced, evidence=rows), "best.yaml", "runs/x"))
+    assert "predicted, corrected by 3 rounds of others" in told
+    assert "measured live" not in told
+
+
+def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
+    text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
+    assert "interrupted: best so far, not raced against the current values" in text

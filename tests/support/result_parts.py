@@ -1,0 +1,59 @@
+"""Results of runs with an invented outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from support.traffic import a_trace
+from tuner.engine.limits import EngineLimits
+from tuner.engine.protocol import EngineInfo
+from tuner.errors import Caveat
+from tuner.run.result import RunProvenance, RunResult, make_outcome
+from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.trials import Phase, Trial
+from tuner.stats import Estimate
+
+WINNER, CURRENT = EngineLimits(8, 2048), EngineLimits(32, 4096)
+GOAL = Scoring(Objective.BALANCED, (), "p99")
+CHANGE = RaceDecision(
+    RaceVerdict.CHANGE, WINNER, WINNER, (WINNER,), Estimate(0.8, 0.75, 0.85, 3), 3, "better"
+)
+INFO = EngineInfo(
+    *("toy", "m", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, CURRENT),
+    can_change_limits=True,
+    asynchronous=False,
+)
+AROUND = RunProvenance(
+    trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),
+    replayed_requests=1234,
+    window="the whole trace, 9 s",
+    info=INFO,
+    current_source="configuration",
+    model="m",
+    options={},
+    engine_starts=1,
+    wall_s=9.0,
+)
+
+
+def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> Trial:
+    measured = {
+        "e2e_s": {"p50": 1.0, "p99": 2.0},
+        "tpot_s": {"p50": 0.01, "p99": 0.02},
+        "requests_per_s": 1.0,
+        "gpu_cache_usage_perc": {"max": 0.3},
+        "preemptions": 0,
+        "running": {"mean": 2.0, "max": 8},
+        "cut_reason": None,
+    }
+    phase = Phase.RACE if round_ else Phase.LADDER
+    return Trial.of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
+
+
+def made(
+    decision: RaceDecision = CHANGE, tier: Tier = Tier.GOOD, state: str = "complete"
+) -> RunResult:
+    records = [a_record(limits, tier, n) for limits in (WINNER, CURRENT) for n in (0, 1, 2)]
+    caveats = [Caveat.WINDOWED]
+    return make_outcome(decision, CURRENT, GOAL, records, caveats, AROUND, state)

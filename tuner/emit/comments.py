@@ -1,0 +1,85 @@
+"""The comment lines above the values of an emitted file: what was decided, how and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tuner.errors import UsageError
+from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult
+from tuner.search.trials import ranked
+
+SET_BESIDE: Final = "set beside the limits: "
+"""How the comment begins that names the keys of knobs, by which the next reader finds them."""
+
+
+def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
+    """Return the comment lines that stand above the emitted values.
+
+    Raises: UsageError if the run recommends nothing.
+    """
+    advice, made = result.recommendation, result.provenance
+    if advice is None:
+        raise UsageError(f"{run_dir} recommends nothing: {NOTHING_FEASIBLE}", RELAX)
+    trace, current = made.trace, result.current
+    vllm_version, device = (
+        (None, None) if made.engine is None else (made.engine.vllm_version, made.engine.device)
+    )
+    lines = [
+        f"vllm serve --config {file_name}",
+        f"tuned {made.made_at[:10]} on {trace.replayed_requests:,} requests of {trace.source} "
+        f"(sha256 {trace.sha256[:8]}…), {trace.window}",
+        f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
+    ]
+    if result.state != "complete":
+        lines.append(f"{result.state}: best so far, not raced against the current values")
+    before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
+    before += str(current.max_num_batched_tokens)
+    rows = [f"  {row.text}" for row in result.evidence]
+    knobs = result.knobs
+    if knobs is not None and knobs.is_deployed:
+        lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
+    if advice.is_change:
+        lines += [f"against the current {before}:", *rows]
+    else:
+        lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")
+        if advice.best_measured != current and rows:
+            best = advice.best_measured
+            lines += [f"best that was found, {best}, against the current values:", *rows]
+    if advice.gain_metric not in {row.metric for row in result.evidence}:
+        lines.append(advice.decided_text)
+    if advice.odds is not None:
+        lines.append(advice.odds.text)
+    lines = [*filter(None, [*lines, result.load, result.kv])]
+    lines.append(f"limited by: {result.limited_by}")
+    return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def _beside(result: RunResult) -> list[str]:
+    """Return what is said beside the gain: starting points, knobs, capacity and caveats."""
+    lines = [point.text for point in result.starting_points]
+    lines += [] if result.knobs is None else result.knobs.below
+    lines += [] if result.variants is None else result.variants.lines
+    if result.capacity is not None:
+        lines.append(f"capacity at the SLOs: {result.capacity.text}")
+    return [*lines, *(f"caveat: {caveat.text}" for caveat in result.caveats)]
+
+
+def set_beside(settings: Mapping[str, Any]) -> str:
+    """Return the comment that names the keys that are set beside the limits."""
+    return f"{SET_BESIDE}{', '.join(settings)}" if settings else ""
+
+
+def _how(result: RunResult, advice: Advice) -> str:
+    """Say how the answer was found: measured or predicted, and on what it rests."""
+    if result.method == "shadow":
+        profile = result.provenance.profile
+        made_at = "" if profile is None else profile.made_at[:10]
+        return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
+    made = [t for t in ranked(result.trials) if not t.is_live]
+    first = f"{len(made)} settings replayed in the shadow, " if made else ""
+    cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
+    if advice.is_predicted:
+        return f"{first}PREDICTED, not raced{cold}"
+    measured = "measured live, " if result.is_raced else ""
+    return f"{first}{measured}{result.how_raced}{cold}"
