@@ -21,7 +21,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.planted_capacity import CEILING, truly_borne, tuned_for_capacity
+from support.capacity_parts import CEILING, truly_borne, tuned_for_capacity
 
 
 def main() -> None:

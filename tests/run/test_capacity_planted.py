@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.planted_capacity import CEILING, truly_borne, tuned_for_capacity
+from support.capacity_parts import CEILING, truly_borne, tuned_for_capacity
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, Self
 
 import numpy as np
@@ -26,7 +27,7 @@ from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
 from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
-from tuner.stats import Floats
+from tuner.stats import Floats, student_quantile
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
@@ -51,8 +52,10 @@ _PRIOR_SDS = np.log([0.04, 0.03, 0.02, 0.02, 0.01, 2.0])
 _PRIOR_SPREADS = np.log([3.0, 3.0, 3.0, 3.0, 3.0, 1.5])
 # A segment as far off as nine in ten are not counts less: degrees of freedom of Student's t.
 _FREEDOM = 4.0
-# Standard deviations are learnt from about so many cells, of whole spans: ours, for time.
+# Standard deviations are learnt from about so many cells, of whole segments: ours, for time.
 MAX_CELLS = 500
+# Below this quantile lies the upper end of an interval that holds nine in ten.
+_NINE_IN_TEN = 0.95
 # Passes of Gauss and Newton, since a term's share depends on the terms.
 _PASSES = 3
 
@@ -182,16 +185,19 @@ def _unseen_moods(spans: int) -> float:
 
     As a multiple of how far spans were seen to be apart, which is the less the fewer there are,
     and beyond what is left open if they had nothing to do with each other, as the posterior has
-    it. Spans are taken to have followed each other; of one as little is known as of two.
+    it. Spans are taken to have followed each other; of one as little is known as of two. How
+    far they are apart is itself known from so few: it has the tails of Student's t, with as
+    many degrees of freedom as spans, what is taken for granted before counting as one.
 
     >>> [round(_unseen_moods(spans), 2) for spans in (2, 4, 20, 1000)]
-    [1.59, 1.2, 0.53, 0.07]
+    [2.82, 1.56, 0.56, 0.07]
     """
     places = np.arange(max(spans, 2))
     count, apart = len(places), np.abs(np.subtract.outer(places, places))
     alike = float(np.exp(-apart * SPAN_S / MOOD_S).mean())
     apart_of_seen = (1 - 1 / count) / (1 - alike)
-    return math.sqrt(alike * apart_of_seen - 1 / count)
+    tails = student_quantile(count, _NINE_IN_TEN) / NormalDist().inv_cdf(_NINE_IN_TEN)
+    return tails * math.sqrt(alike * apart_of_seen - 1 / count)
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:
@@ -350,8 +356,11 @@ class _Cells:
         )
 
     def part(self, cells: int) -> _Cells:
-        """Return the cells of every second span, or third, and so on: about so many."""
-        kept = self.span % -(-len(self.off) // cells) == 0
+        """Return the cells of every second segment, or third, and so on: about so many.
+
+        Of all spans, since how far they are apart is learnt of no more than there are.
+        """
+        kept = self.segment % -(-len(self.off) // cells) == 0
         return _Cells(
             self.design[kept],
             self.off[kept],
