@@ -1,291 +1,36 @@
-"""A change is recommended only if it shows on engines started cold, and in time."""
+"""Finalists race until it is settled, and no longer than it is worth."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import ToyRun, a_profile, a_run, a_space
-from support.toy import ToyCosts, ToyEngine, ToySource
+from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, FragileSource
-from support.traffic import replay_toy, steady
+from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, EngineError
+from tuner.errors import Caveat
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import CutRule
-from tuner.replay.slo import Slo
 from tuner.run.context import Workload
-from tuner.run.drawing import Deployed
 from tuner.run.live_search import LiveEvidence
 from tuner.run.predict import at_own_speed, predict
-from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race
+from tuner.run.race import PredictedEvidence, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.effects import Effects
-from tuner.search.objective import Objective, Score, Scoring, Tier
+from tuner.search.objective import Score, Tier
 from tuner.search.posterior import Draws, Learnable, drawn_of
-from tuner.search.race import MAX_ROUNDS, Odds, RaceDecision, RaceVerdict
+from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Estimate
-
-CURRENT, BETTER, WORSE = EngineLimits(16, 2048), EngineLimits(9, 2048), EngineLimits(24, 2048)
-TRACE = steady(240, per_s=14.0, prompt=110, output=35)
-GOAL = Scoring(Objective.BALANCED, (), "p95")
-CROWDED_TOY = ToySource(CROWDED)
-
-
-def known_ratio(winner: EngineLimits) -> float:
-    """Return the score's ratio to the current one, by replays on fresh toys."""
-    ours, theirs = (
-        GOAL.score(measure([replay_toy(TRACE, limits, CROWDED_TOY)]))
-        for limits in (winner, CURRENT)
-    )
-    assert ours.tier is theirs.tier is Tier.GOOD
-    return ours.value / theirs.value
-
-
-def a_change(winner: EngineLimits, gain: float | None) -> RaceDecision:
-    estimate = None if gain is None else Estimate(gain, gain * 0.98, gain * 1.02, 3)
-    why = "better beyond noise"
-    return RaceDecision(RaceVerdict.CHANGE, winner, winner, (winner,), estimate, 3, why)
-
-
-def cold_of(
-    run: ToyRun, decision: RaceDecision, deployed: Deployed | None = None
-) -> tuple[RaceDecision, Cold | None]:
-    """Start both cold, as at the end of a race of the winner."""
-    plan = run.plan(decision.winner, CURRENT)
-    return confirm_cold(run.runner, plan, decision, partial(_always, deployed))
-
-
-def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
-    gain = known_ratio(BETTER)
-    assert gain < 0.95
-    decision = a_change(BETTER, gain)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        run.engine.ensure_started()
-        found, cold = cold_of(run, decision)
-        records = run.context.journal.records()
-        assert run.engine.starts == 3
-        assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
-    assert found == decision
-    assert cold is not None
-    assert cold.ratio == pytest.approx(gain, rel=1e-6)
-    assert run.context.caveats == set()
-    assert [(r.phase, r.engine, r.max_num_seqs) for r in records] == [
-        ("cold", "live", BETTER.max_num_seqs),
-        ("cold", "live", CURRENT.max_num_seqs),
-    ]
-    assert cold.as_json()["winner"] == records[0].value
-    assert cold.as_json()["current"] == records[1].value
-    assert run.context.stopwatch.stages_s["cold"] > 0
-
-
-def test_each_cold_engine_is_started_with_the_values_it_would_be_deployed_with(
-    tmp_path: Path,
-) -> None:
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        run.engine.ensure_started()
-        cold_of(run, a_change(BETTER, 0.9))
-        # What raced is another engine than those two, and stays the one that is told of.
-        assert run.engine.info is not None
-        assert run.engine.info.ceiling == run.context.space.ceiling
-        assert set(run.engine.cold_blocks) == {BETTER, CURRENT}
-        # The next replay needs an engine that takes any limits again.
-        assert run.engine.ensure_started().info.ceiling == run.context.space.ceiling
-
-
-@pytest.mark.parametrize("winner", [WORSE, CURRENT])
-def test_a_winner_that_is_not_better_cold_is_not_recommended(
-    tmp_path: Path, winner: EngineLimits
-) -> None:
-    assert known_ratio(winner) > 0.99
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        found, cold = cold_of(run, a_change(winner, 0.8))
-    assert (found.verdict, found.winner, found.best) == (RaceVerdict.KEEP, CURRENT, winner)
-    assert found.why == "the gain did not show on engines started cold"
-    assert cold is not None
-
-
-def _always(predicted: Deployed | None, winner: EngineLimits) -> Deployed | None:
-    _ = winner
-    return predicted
-
-
-def test_who_keeps_bounds_that_the_current_one_breaks_need_not_be_faster_cold(
-    tmp_path: Path,
-) -> None:
-    odds = Odds(0.99, 0.99, 1.0, 0.1, 0.99)
-    slower = replace(a_change(WORSE, 1.3), odds=odds)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        assert cold_of(run, slower)[0].verdict is RaceVerdict.KEEP
-        kept = cold_of(run, replace(slower, odds=replace(odds, meets_more=True)))[0]
-    assert (kept.verdict, kept.winner) == (RaceVerdict.CHANGE, WORSE)
-
-
-def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks(
-    tmp_path: Path,
-) -> None:
-    """A window on which both are alike says nothing of the whole if that was to be expected."""
-    seen = math.log(known_ratio(WORSE))
-    for folder, ratio, window, verdict in (
-        ("as predicted", 0.6, seen, RaceVerdict.CHANGE),
-        ("no gain predicted", 1.05, seen, RaceVerdict.KEEP),
-        ("far from predicted", 0.9, seen - 0.5, RaceVerdict.KEEP),
-    ):
-        (tmp_path / folder).mkdir()
-        whole = Estimate(ratio, ratio * 0.98, ratio * 1.02, 200)
-        with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-            predicted = Deployed(replace(whole, value=ratio * 0.99), whole, window)
-            found, _ = cold_of(run, a_change(WORSE, 0.8), predicted)
-        assert found.verdict is verdict, folder
-        # The gain that is told is theirs.
-        assert (found.gain, found.gain_here) == (predicted.gain, whole)
-
-
-@pytest.mark.parametrize("is_predicted", [True, False])
-def test_a_stretch_may_break_an_slo_cold_where_that_was_predicted(
-    tmp_path: Path, *, is_predicted: bool
-) -> None:
-    """The winner, and not the current one, breaks on the window what it keeps on the whole."""
-    slos, odds = (Slo.parse("ttft_p95=150ms"),), Odds(0.99, 0.99, 1.0, 0.1, 0.99)
-    decision = replace(a_change(BETTER, known_ratio(BETTER)), odds=odds)
-    log = replay_toy(TRACE, BETTER, CROWDED_TOY)
-    found = {BETTER: measure([log], slos)} if is_predicted else {}
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY, slos) as run:
-        plan = run.plan(BETTER, CURRENT, predicted=found)
-        answer, cold = confirm_cold(run.runner, plan, decision)
-    assert cold is not None
-    assert (cold.winner.tier, cold.current.tier) == (Tier.BREAKS_SLO, Tier.GOOD)
-    assert answer.verdict is (RaceVerdict.CHANGE if is_predicted else RaceVerdict.KEEP)
-
-
-def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
-    gain = known_ratio(BETTER)
-    for folder, claimed, shown in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
-        (tmp_path / folder).mkdir()
-        with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-            found, _ = cold_of(run, a_change(BETTER, claimed))
-        assert found.verdict is RaceVerdict.CHANGE
-        assert (Caveat.COLD_DIFFERS in run.context.caveats) is shown
-
-
-def test_without_time_nothing_is_started_and_that_is_told(tmp_path: Path) -> None:
-    decision = a_change(BETTER, 0.8)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        run.engine.ensure_started()
-        run.engine.start_s = 1e6
-        assert cold_of(run, decision) == (decision, None)
-        assert run.engine.starts == 1
-        assert run.context.journal.observations() == []
-    assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
-
-
-def test_what_is_kept_needs_no_confirmation(tmp_path: Path) -> None:
-    kept = replace(a_change(BETTER, 0.99), verdict=RaceVerdict.KEEP, winner=CURRENT)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
-        assert cold_of(run, kept) == (kept, None)
-        assert run.engine.starts == 0
-    assert run.context.caveats == set()
-
-
-def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Path) -> None:
-    decision = a_change(BETTER, 0.8)
-    source = replace(CROWDED_TOY, hides_limits=True)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
-        run.engine.ensure_started(CURRENT)
-        starts = run.engine.starts
-        assert cold_of(run, decision) == (decision, None)
-        assert run.engine.starts == starts
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bool) -> None:
-    source = FragileSource(CROWDED, fails_above=16, dies=dies)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
-        run.trial(CURRENT, Phase.RACE, 1)
-        found, cold = cold_of(run, a_change(WORSE, 0.8))
-    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
-    assert cold is not None
-    assert cold.winner.tier is Tier.FAILED
-    assert cold.ratio is None
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedSource(ToySource):
-    """A toy that writes down each start at the limits, and may refuse the first of them."""
-
-    log: str = ""
-    refuses: int = 0
-
-    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:
-        """Start a toy, unless it is to be refused. Raises: EngineError."""
-        with Path(self.log).open("a") as log:
-            log.write(f"{ceiling} {os.getpid()}\n")
-        tries = [
-            line for line in Path(self.log).read_text().splitlines() if f"{BETTER} " in line
-        ]
-        if ceiling == BETTER and len(tries) <= self.refuses:
-            raise EngineError("the device has 1 of 80 GiB free")
-        return ToySource.start(self, values, ceiling)
-
-
-def logged(folder: Path, refuses: int = 0) -> LoggedSource:
-    return LoggedSource(CROWDED, log=str(folder / "starts"), refuses=refuses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("refuses", [0, 1])
-def test_every_cold_engine_starts_in_a_fresh_process_and_has_a_second_chance(
-    tmp_path: Path, refuses: int
-) -> None:
-    with a_run(tmp_path, TRACE, a_space(CURRENT), logged(tmp_path, refuses)) as run:
-        run.engine.ensure_started()
-        found, _ = cold_of(run, a_change(BETTER, known_ratio(BETTER)))
-    assert found.verdict is RaceVerdict.CHANGE
-    starts = [line.split() for line in (tmp_path / "starts").read_text().splitlines()]
-    assert [limits for limits, _ in starts[1:]] == [str(BETTER)] * (1 + refuses) + [
-        str(CURRENT)
-    ]
-    assert len({pid for _, pid in starts}) == len(starts)
-
-
-@pytest.mark.slow
-def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
-    with a_run(tmp_path, TRACE, a_space(CURRENT), logged(tmp_path, refuses=2)) as run:
-        run.engine.ensure_started()
-        found, cold = cold_of(run, a_change(BETTER, 0.8))
-    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
-    assert found.why == "it failed when it was started cold: the device has 1 of 80 GiB free"
-    assert cold is not None
-
-
-def test_a_current_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
-    tmp_path: Path,
-) -> None:
-    source = FragileSource(CROWDED, fails_above=15)
-    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
-        found, cold = cold_of(run, a_change(BETTER, None))
-        assert found.verdict is RaceVerdict.CHANGE
-        assert cold is not None
-        assert cold.ratio is None
-        run.context.run_dir.write_json("cold.json", cold.as_json())
-        written = (run.context.run_dir.path / "cold.json").read_text()
-    json.loads(written, parse_constant=_refuse)
-
-
-def _refuse(name: str) -> object:
-    raise AssertionError(f"{name} is no JSON")
 
 
 def raced(run: ToyRun, plan: RacePlan, observe: Observe | None = None) -> RaceDecision:

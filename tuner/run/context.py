@@ -66,6 +66,8 @@ class Stopwatch:
         self.stages_s[name] = self.stages_s.get(name, 0.0) + took_s
 
 
+# A replay may always take so long, in seconds: ours.
+SHORT_S = 30.0
 # The names of what the live search, the race and the cold engines replay, and of blocks that
 # calibrate.
 WINDOW, CALIBRATION = "window", "calibration"
@@ -173,6 +175,11 @@ class RunContext:
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
         return self.stopwatch.left_s
+
+    @property
+    def within_time(self) -> CutRule:
+        """What cuts a replay that the time that is left does not hold, but no short one."""
+        return CutRule(max_wall_s=max(SHORT_S, self.left_s))
 
     def below(self, ceiling: EngineLimits) -> Self:
         """Return the context of an engine that starts at no more than a ceiling."""

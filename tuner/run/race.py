@@ -1,4 +1,4 @@
-"""The live end of a run: finalists replayed in turns until it is settled, then cold engines.
+"""The race of a run: finalists are replayed live in turns until it is settled.
 
 What replays say is weighed in `search.posterior`: beside a prediction they tell how far it is
 off, without one they are all there is.
@@ -10,8 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,32 +18,29 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
-from tuner.replay.plan import CutRule
 from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
-from tuner.run.context import RunContext, Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, Deployed, draw
+from tuner.run.context import Workload
+from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, draw
 from tuner.run.journal import Round
 from tuner.run.predict import DISAGREEMENT, Predictions, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Effects
-from tuner.search.objective import Score, Tier
-from tuner.search.posterior import LIKELY, TIE_LOSS, Draws
+from tuner.search.objective import Tier
+from tuner.search.posterior import TIE_LOSS, Draws
 from tuner.search.race import (
     CONFIDENCE,
     MAX_ROUNDS,
     RaceDecision,
     RaceRun,
     RaceVerdict,
-    by_round,
     missing_in,
     whole_rounds,
 )
 from tuner.search.trials import Phase, Trial
 from tuner.shadow.predictor import Predictor
-from tuner.stats import Estimate
 
 # With a prediction one round tells whether it holds: ours.
 MIN_ROUNDS_PREDICTED = 1
@@ -53,14 +49,6 @@ MIN_ROUNDS_PREDICTED = 1
 WORTH_PER_S = 4e-5
 # How many times what the cold engines should take is kept for them: ours, a start differs.
 COLD_MARGIN = 1.1
-# By how much the gain on engines started cold usually differs from that on one engine, in
-# logarithms: ours, for KV-cache blocks and captured graphs follow the start-up values.
-COLD_EFFECT = 0.02
-# How far replays of one setting on one engine differ where it was replayed but once: ours.
-REPLAY_NOISE = 0.05
-# A cold gain so many standard deviations from the race's is a caveat, and with so many what is
-# deployed is another engine than what raced, and counts alone: ours.
-COLD_DIFFERS, COLD_ALONE = 2.0, 2.5
 
 
 class Evidence(Protocol):
@@ -328,7 +316,7 @@ def _share_rounds(
     context, workload = runner.context, plan.workload
     racers = {run.attempt for run in runs} | {context.attempt}
     begun = {run.round for run in runs}
-    most_s = _within_time(context).max_wall_s or math.inf
+    most_s = context.within_time.max_wall_s or math.inf
     offered = [
         Round(
             Phase.RACE,
@@ -348,10 +336,6 @@ def _share_rounds(
         time.sleep(POLL_S)
 
 
-def _within_time(context: RunContext) -> CutRule:
-    return CutRule(max_wall_s=max(30.0, context.left_s))
-
-
 def _replay(
     runner: TrialRunner,
     workload: Workload,
@@ -368,251 +352,6 @@ def _replay(
         if observe is not None:
             observe(limits, log)
 
-    runner.measure(limits, Phase.RACE, workload, _within_time(runner.context), number, keep)
+    runner.measure(limits, Phase.RACE, workload, runner.context.within_time, number, keep)
     if windows:
         runner.context.keep_timelines(limits, "live", windows)
-
-
-# Engines started cold.
-
-
-@dataclass(frozen=True, slots=True)
-class Cold:
-    """What the winner and the current configuration measured on engines of their own.
-
-    `ratio` is winner / current of what the objective optimises, on the window that raced, the
-    geometric mean over the starts of each; None where one has no value. `p_better` is how
-    probable a gain is by all that is known, and `log_gain` the logarithm of the ratio by that,
-    None as `ratio`; `deviations` is how far what these showed is from what the race had shown,
-    and `starts` how many engines there were of each.
-    """
-
-    winner: Score
-    current: Score
-    ratio: float | None
-    p_better: float | None = None
-    starts: int = 1
-    deviations: float = 0.0
-    log_gain: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the comparison for result.json."""
-        return {
-            "metric": self.winner.metric,
-            "winner": self.winner.value,
-            "current_metric": self.current.metric,
-            "current": self.current.value,
-            "ratio": self.ratio,
-            "p_better": self.p_better,
-            "starts": self.starts,
-        }
-
-
-PredictDeployed = Callable[[EngineLimits], Deployed | None]
-"""Predicts a setting over the current one, their blocks known; None where nothing can be."""
-
-
-def confirm_cold(
-    runner: TrialRunner,
-    plan: RacePlan,
-    decision: RaceDecision,
-    predict: PredictDeployed = lambda _: None,
-) -> tuple[RaceDecision, Cold | None]:
-    """Start winner and current configuration as they would be deployed, and compare them.
-
-    Each once, and once more in the opposite order where they are not what was expected and the
-    time holds it. What they show is weighed with what is predicted of such engines, or with
-    what the race has shown; a winner that is then not thought to be better is not recommended.
-    The gain is from then on that of engines started with either.
-
-    Raises: EngineError when the engine cannot be kept alive.
-    """
-    context, current = runner.context, runner.context.space.current
-    if decision.verdict is RaceVerdict.KEEP or runner.engine.restarts_per_config:
-        return decision, None
-    pair = (decision.winner, current)
-    cost_s = cold_cost_s(runner, plan, pair)
-    missing = [limits for limits in pair if not _known_cold(context, limits)]
-    if missing and context.left_s < cold_cost_s(runner, plan, missing):
-        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
-        return decision, None
-    with context.stopwatch.stage("cold"):
-        start_all(runner, plan.workload, pair, 1)
-        deployed = predict(decision.winner)
-        cold = _cold_of(context, plan, decision, deployed)
-        is_odd = cold.deviations > COLD_DIFFERS
-        is_odd |= cold.winner.tier is not Tier.FAILED and _is_lower(context, plan, decision)
-        if is_odd and context.left_s >= cost_s:
-            start_all(runner, plan.workload, pair[::-1], 2)
-            cold = _cold_of(context, plan, decision, deployed)
-    ours, theirs = (_known_cold(context, limits) for limits in pair)
-    tiers = {score.tier for score in (*ours, *theirs)}
-    if Tier.CUT in tiers or (cold.current.tier is Tier.FAILED is not cold.winner.tier):
-        who = decision.winner if Tier.CUT in {s.tier for s in ours} else current
-        context.listener.note(
-            f"nothing to compare, {who} started cold: {_cold_cause(context, who)}"
-        )
-        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
-        return decision, cold
-    if deployed is not None:
-        decision = replace(decision, gain=deployed.gain, gain_here=deployed.here)
-    return _with_cold(context, plan, decision, cold), cold
-
-
-def start_all(
-    runner: TrialRunner, workload: Workload, order: Sequence[EngineLimits], starts: int
-) -> None:
-    """Replay each on an engine started with its limits, until it has had so many starts."""
-    for limits in order:
-        if len(_known_cold(runner.context, limits)) < starts:
-            cut = _within_time(runner.context)
-            runner.measure(limits, Phase.COLD, workload, cut, is_cold=True)
-
-
-def _known_cold(context: RunContext, limits: EngineLimits) -> list[Score]:
-    """Return what cold engines have shown, also before this run was resumed."""
-    return [
-        o.score
-        for o in context.journal.observations()
-        if o.phase is Phase.COLD and o.limits == limits
-    ]
-
-
-def _noise(context: RunContext) -> float:
-    """Return how far replays of one setting differ, in logarithms, as the race has seen it."""
-    by_setting: dict[EngineLimits, list[float]] = {}
-    for run in context.journal.race_runs():
-        value = run.score.value_in(Tier.GOOD)
-        if 0 < value < math.inf:
-            by_setting.setdefault(run.limits, []).append(math.log(value))
-    off = [np.array(v) - np.mean(v) for v in by_setting.values() if len(v) > 1]
-    freedom = sum(len(v) - 1 for v in off)
-    squares = sum(float(v @ v) for v in off)
-    return math.sqrt((4 * REPLAY_NOISE**2 + squares) / (4 + freedom))
-
-
-def _cold_of(
-    context: RunContext, plan: RacePlan, decision: RaceDecision, deployed: Deployed | None
-) -> Cold:
-    """Return the two beside each other, with how probable a gain is by all that is known.
-
-    What they show is of the window that raced, and the gain of the whole trace: it is by how
-    much the cold ones differ there from what was predicted of them, or else from what raced,
-    that moves the gain.
-    """
-    current = context.space.current
-    ours, theirs = _known_cold(context, decision.winner), _known_cold(context, current)
-    starts, noise = min(len(ours), len(theirs)), _noise(context)
-    logs = [_log_ratio(a, b) for a, b in zip(ours[:starts], theirs[:starts], strict=True)]
-    worst = max(ours, key=lambda s: s.order), max(theirs, key=lambda s: s.order)
-    if not logs or not np.isfinite(logs).all():
-        return Cold(*worst, None, starts=starts)
-    seen, seen_sd = float(np.mean(logs)), noise * math.sqrt(2 / starts)
-    cold = Cold(*worst, math.exp(seen), NormalDist().cdf(-seen / seen_sd), starts)
-    raced, raced_sd = _raced_ratio(context, plan, decision.winner, noise)
-    gain = decision.gain_here or decision.gain
-    if deployed is not None:
-        gain, raced, raced_sd = deployed.here, deployed.log_window, REPLAY_NOISE
-    if gain is None:
-        return cold
-    known, known_sd = _normal(gain)
-    if not math.isfinite(raced):
-        raced, raced_sd = known, known_sd
-    effect, effect_sd = seen - raced, math.hypot(seen_sd, raced_sd)
-    deviations = abs(effect) / math.hypot(effect_sd, COLD_EFFECT)
-    if deviations <= COLD_ALONE:
-        believed = COLD_EFFECT**2 / (COLD_EFFECT**2 + effect_sd**2)
-        effect, effect_sd = believed * effect, math.sqrt(believed) * effect_sd
-    mean, sd = known + effect, math.hypot(known_sd, effect_sd)
-    p_better = NormalDist().cdf(-mean / sd)
-    return replace(cold, p_better=p_better, deviations=deviations, log_gain=mean)
-
-
-def _log_ratio(ours: Score, theirs: Score) -> float:
-    """Return the logarithm of the ratio by what the objective optimises, NaN without one."""
-    a, b = ours.value_in(Tier.GOOD), theirs.value_in(Tier.GOOD)
-    return math.log(a / b) if 0 < a < math.inf and 0 < b < math.inf else math.nan
-
-
-def _raced_ratio(
-    context: RunContext, plan: RacePlan, winner: EngineLimits, noise: float
-) -> tuple[float, float]:
-    """Return the logarithm of the winner's ratio to the current one on the window that raced.
-
-    And how sure it is: as replayed live in the same rounds, or as predicted where it was not.
-    """
-    runs, current = context.journal.race_runs(), context.space.current
-    ours, theirs = by_round(runs, winner), by_round(runs, current)
-    logs = [_log_ratio(ours[n].score, theirs[n].score) for n in set(ours) & set(theirs)]
-    logs = [log for log in logs if math.isfinite(log)]
-    if logs:
-        return float(np.mean(logs)), noise * math.sqrt(2 / len(logs))
-    if not {winner, current} <= set(plan.predicted):
-        return math.nan, math.nan
-    score = plan.workload.scoring.score
-    return _log_ratio(score(plan.predicted[winner]), score(plan.predicted[current])), noise
-
-
-def _normal(gain: Estimate) -> tuple[float, float]:
-    """Return mean and standard deviation of the logarithm of a ratio with its 90 % interval."""
-    if gain.low is None or gain.high is None:
-        return math.log(gain.value), COLD_EFFECT
-    return math.log(gain.value), math.log(gain.high / gain.low) / (2 * 1.645)
-
-
-def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bool:
-    """Whether the winner was of a lower tier in every cold start than it ever was before.
-
-    And than the current one ever was cold: a single start near a bound may miss it by chance.
-    One that fails does not. A stretch that grows over the load that is sustained in all of the
-    traffic says nothing of the tier, but in its tail.
-    """
-    is_stretch = decision.odds is not None and decision.odds.p_sustained >= LIKELY
-    ours, theirs = (
-        [_tier(score, is_stretch=is_stretch) for score in _known_cold(context, limits)]
-        for limits in (decision.winner, context.space.current)
-    )
-    raced = by_round(context.journal.race_runs(), decision.winner).values()
-    before = [run.score for run in raced]
-    if isinstance(found := plan.predicted.get(decision.winner), Measurement):
-        # A stretch may break what the whole keeps, where it was said to beforehand.
-        before.append(plan.workload.scoring.score(found).times(1 + REPLAY_NOISE))
-    usual = max((_tier(score, is_stretch=is_stretch) for score in before), default=Tier.GOOD)
-    if Tier.FAILED in ours and Tier.FAILED not in theirs:
-        return True
-    return min(ours) > max(*theirs, usual)
-
-
-def _tier(score: Score, *, is_stretch: bool) -> Tier:
-    """Return the tier of a replay, in which a stretch may not sustain what the whole does."""
-    is_growth = is_stretch and score.tier is Tier.NOT_SUSTAINED
-    return Tier.GOOD if is_growth else score.tier
-
-
-def _with_cold(
-    context: RunContext, plan: RacePlan, decision: RaceDecision, cold: Cold
-) -> RaceDecision:
-    """Return the decision once both were measured cold."""
-    # Who keeps what the current one does not need not be better in what is optimised.
-    is_for_bounds = decision.odds is not None and decision.odds.meets_more
-    is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS and not is_for_bounds
-    if _is_lower(context, plan, decision) or is_none:
-        why = "the gain did not show on engines started cold"
-        if cold.winner.tier is Tier.FAILED:
-            cause = _cold_cause(context, decision.winner)
-            why = f"it failed when it was started cold: {cause}"
-        current = context.space.current
-        return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
-    if cold.deviations > COLD_DIFFERS:
-        context.caveats.add(Caveat.COLD_DIFFERS)
-    return decision
-
-
-def _cold_cause(context: RunContext, limits: EngineLimits) -> str:
-    """Return what went wrong on the last cold engine with these limits."""
-    mine = (
-        record
-        for record in reversed(context.journal.records())
-        if record.phase is Phase.COLD and record.limits == limits
-    )
-    return next((record.cause or "its replay was cut short" for record in mine), "")

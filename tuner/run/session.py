@@ -13,17 +13,18 @@ from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.run.calibrate import Blocks, Calibrator, replay_longer
-from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
+from tuner.run.cold import Cold, confirm_cold, start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.drawing import DRAWS, Deployed, contend, predict_deployed
 from tuner.run.knobs.advice import confirm_knobs
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
+from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Predictions, cross_check, predict_more
-from tuner.run.race import Cold, PredictedEvidence, confirm_cold, race, start_all
+from tuner.run.race import PredictedEvidence, race
 from tuner.run.result import StartFinding
 from tuner.run.shadow_session import (
     RunFindings,

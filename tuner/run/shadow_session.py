@@ -16,12 +16,12 @@ from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat, EngineError, ShadowError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
-from tuner.run.capacity import CapacityResult, predict_capacity
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
+from tuner.run.loads.capacity import CapacityResult, predict_capacity
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.predict import Differences, Predictions, predict, predict_more, scored

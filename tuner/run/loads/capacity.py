@@ -11,7 +11,6 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import Measurement
-from tuner.replay.plan import CutRule
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import Workload
 from tuner.run.drawing import draw_capacity
@@ -153,9 +152,8 @@ def confirm_capacity(
             replay_s = predicted.busy_s
         if left_s < start_s + COST_RATIO * replay_s:
             continue
-        cut = CutRule(max_wall_s=max(30.0, context.left_s))
         at_load = replace(workload, plan=plan)
-        outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, cut)
+        outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, context.within_time)
         did_hold = not isinstance(outcome, Failure) and holds(outcome, workload.slos)
         return replace(found, live=did_hold)
     return found

@@ -16,7 +16,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo, parse_slo
-from tuner.run.capacity import CapacityResult, confirm_capacity, predict_capacity
+from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.predict import predict
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
