@@ -16,9 +16,10 @@ from tuner.engine.steps import StepColumns
 from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.agreement import compare, first_departure, singly, together
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay, replay_reference
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.shadow.simulator import SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace

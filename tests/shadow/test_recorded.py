@@ -26,16 +26,11 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.process import RECORD_FILE
 from tuner.shadow import recorded as reading
+from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
-from tuner.shadow.recorded import (
-    RecordedRequests,
-    RecordedSteps,
-    learn_profile,
-    read_steps,
-    rebuild,
-    steps_beside,
-)
+from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, steps_beside
 from tuner.shadow.step_model import StepModel
 
 NOW_S = 1_763_726_400.0

@@ -28,7 +28,8 @@ from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulator import SimulatedEngine, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns

@@ -29,7 +29,8 @@ from tuner.files import parse_yaml
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.shadow.fit import Fit, fit
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulator import SimulatedEngine, simulate
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 

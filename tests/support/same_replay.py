@@ -11,7 +11,8 @@ from support.traffic import kept
 from tuner.engine.steps import StepColumns
 from tuner.errors import TunerError
 from tuner.replay.loop import ReplayLog, replay
-from tuner.shadow.simulator import PreparedTrace, simulate
+from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulator import simulate
 from tuner.stats import Floats, WeightedSamples
 from tuner.traffic.prompts import PromptSource
 

@@ -17,7 +17,8 @@ from tuner.shadow.correction import Anchor, Correction, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, write_profile
-from tuner.shadow.recorded import RecordedRequests, check_usable, read_steps, rebuild
+from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.recorded import RecordedRequests, check_usable, read_steps
 from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Aborted

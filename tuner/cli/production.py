@@ -15,15 +15,10 @@ from tuner.errors import EngineError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
 from tuner.shadow.derived import EXPECTED, MEMORY_SHARE, Wanted, derive, gpu_of
+from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, write_profile
-from tuner.shadow.recorded import (
-    HOW,
-    RecordedRequests,
-    learn_profile,
-    read_steps,
-    steps_beside,
-)
+from tuner.shadow.recorded import HOW, RecordedRequests, read_steps, steps_beside
 from tuner.shadow.served import off_recorded
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.traces import Aborted

@@ -37,6 +37,7 @@ from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
@@ -472,15 +473,14 @@ class Replays:
 
     def __init__(self, workload: Workload, traffic: Sequence[Trace]) -> None:
         self._workload, self.traffic = workload, traffic
-        self._laid_out: dict[tuple[float, int | None], list[simulator.PreparedTrace]] = {}
+        self._laid_out: dict[tuple[float, int | None], list[PreparedTrace]] = {}
 
-    def traffic_at(self, plan: ReplayPlan) -> list[simulator.PreparedTrace]:
+    def traffic_at(self, plan: ReplayPlan) -> list[PreparedTrace]:
         """Return the pieces at the load of a plan."""
         place = plan.load, None if plan.gate is None else plan.gate.max_output_tokens
         if place not in self._laid_out:
             self._laid_out[place] = [
-                simulator.PreparedTrace(at_load(piece, plan.load), plan)
-                for piece in self.traffic
+                PreparedTrace(at_load(piece, plan.load), plan) for piece in self.traffic
             ]
         return self._laid_out[place]
 

@@ -18,9 +18,10 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import EngineError
 from tuner.replay.plan import CutRule, ReplayPlan
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay
-from tuner.shadow.simulator import PreparedTrace, SimulatedEngine, simulate
+from tuner.shadow.simulator import SimulatedEngine, simulate
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 

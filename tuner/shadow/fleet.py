@@ -23,8 +23,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow import routing as r
 from tuner.shadow import schedule as s
 from tuner.shadow.compiled import warms_up
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.simulator import (
-    PreparedTrace,
     SimulatedEngine,
     Simulation,
     check_sizes,

@@ -19,10 +19,10 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.replay.slo import Slo
 from tuner.shadow.calibration import error_ratio
+from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
 from tuner.shadow.simulator import (
-    PreparedTrace,
     SimulatedEngine,
     room_for,
     simulate,

@@ -30,7 +30,7 @@ from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.simulator import PreparedTrace
+from tuner.shadow.prepared import PreparedTrace
 from tuner.stats import Floats
 from tuner.traffic.resample import at_load
 from tuner.traffic.reshape import Router

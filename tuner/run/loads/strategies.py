@@ -22,7 +22,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.simulator import PreparedTrace
+from tuner.shadow.prepared import PreparedTrace
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 

@@ -1,0 +1,158 @@
+"""The profile of a served engine, learnt from what was recorded of its steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from tuner.engine.limits import EngineLimits
+from tuner.engine.shape import EngineShape
+from tuner.engine.steps import StepColumns, joined
+from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.shadow.calibration import Calibration
+from tuner.shadow.fit import MIN_STEPS
+from tuner.shadow.profiles import Profile
+from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, check_usable
+from tuner.stats import Floats
+
+MIN_SEEN: Final = 20
+"""Ours: fewer steps do not tell how long batches so full take."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearntSteps:
+    """What steps of production have taught, and where they say nothing.
+
+    `most_seqs` and `most_prefill` are the fullest batches that came often enough to count,
+    beyond which a prediction extends the last slope. `off` is how far the replayed recording is
+    off what was recorded, by metric, relative and signed, on requests that taught nothing but
+    their steps.
+    """
+
+    steps: int
+    left_out: dict[str, int]
+    span_s: float
+    most_seqs: int
+    most_prefill: int
+    has_details: bool
+    off: dict[str, float]
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was learnt for people."""
+        yield f"learnt from {self.steps:,} steps in {self.span_s:.0f} s"
+        for reason, count in self.left_out.items():
+            yield f"left out {count:,} {reason}"
+        if not self.has_details:
+            yield (
+                "the server told no details of its steps, so that prompts in several pieces "
+                "taught nothing: add --enable-logging-iteration-details"
+            )
+        yield (
+            f"batches of up to {self.most_seqs} decoding sequences and {self.most_prefill:,} "
+            "prefilled tokens were seen; beyond them predictions extrapolate"
+        )
+        if self.off:
+            yield "the recording itself, replayed on the profile, is off by:"
+            for name, value in self.off.items():
+                yield f"  {name:<9} {value:+7.1%}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for --json."""
+        return {
+            "steps": self.steps,
+            "left_out": self.left_out,
+            "span_s": self.span_s,
+            "most_decode_seqs": self.most_seqs,
+            "most_prefill_tokens": self.most_prefill,
+            "has_details": self.has_details,
+            "off": self.off,
+        }
+
+
+def learn_profile(
+    recorded: Sequence[RecordedSteps],
+    requests: RecordedRequests,
+    serve_values: Mapping[str, object],
+) -> tuple[Profile, LearntSteps]:
+    """Return the profile of the engine that production serves with, and what taught it.
+
+    Of several starts of one server the last says what is current. `off` is left empty: the
+    recording is replayed by whoever holds it as a trace.
+
+    Raises: ShadowError where nothing can be predicted of such an engine; TooFewSamplesError.
+    """
+    kinds = _of_one_engine(recorded)
+    shape, current = kinds[-1]
+    calibration = Calibration(shape, (), (), current, serve_values)
+    left_out: Counter[str] = Counter()
+    parts: list[StepColumns] = []
+    for steps, (_, limits) in zip(recorded, kinds, strict=True):
+        calibration = calibration.and_start(limits, steps.server.num_blocks)
+        found = rebuild(steps, requests)
+        left_out.update(found.left_out)
+        calibration = calibration.and_steps(limits, found.stretches())
+        parts.append(found.steps)
+    seen = joined(parts)
+    try:
+        profile = calibration.profile()
+    except TooFewSamplesError as few:
+        raise _too_quiet(recorded, len(seen), left_out) from few
+    return profile, LearntSteps(
+        steps=len(seen),
+        left_out=dict(left_out),
+        span_s=sum(float(part.end_s[-1] - part.end_s[0]) for part in parts if len(part)),
+        most_seqs=_often(seen.decode_seqs),
+        most_prefill=_often(seen.prefill_tokens),
+        has_details=all(steps.server.has_details for steps in recorded),
+        off={},
+    )
+
+
+def _of_one_engine(
+    recorded: Sequence[RecordedSteps],
+) -> list[tuple[EngineShape, EngineLimits]]:
+    """Return each start's shape and limits. Raises: ShadowError; TooFewSamplesError."""
+    if not recorded:
+        raise TooFewSamplesError("no steps were recorded", HOW)
+    kinds = [check_usable(steps) for steps in recorded]
+    shape, _ = kinds[-1]
+    others = {f"{kind.model} on {kind.device}" for kind, _ in kinds if _differs(kind, shape)}
+    if others:
+        names = ", ".join(sorted(others))
+        raise ShadowError(
+            f"the steps are of different engines, of {shape.model} on {shape.device} and of "
+            f"{names}",
+            "name the files of one with --steps",
+        )
+    return kinds
+
+
+def _too_quiet(
+    recorded: Sequence[RecordedSteps], known: int, left_out: Mapping[str, int]
+) -> TooFewSamplesError:
+    """Return the error of steps that are too few to learn from, and what to do about it."""
+    total = sum(map(len, recorded))
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    has_details = all(steps.server.has_details for steps in recorded)
+    more = "" if has_details else "; --enable-logging-iteration-details times each of them"
+    return TooFewSamplesError(
+        f"{known} of {total} recorded steps teach how long a step takes, and "
+        f"{MIN_STEPS} are wanted{f' ({why})' if why else ''}",
+        f"record for longer, over a stretch in which several requests run at once{more}",
+    )
+
+
+def _differs(one: EngineShape, other: EngineShape) -> bool:
+    return (one.model, one.device, one.dtype, one.block_size) != (
+        *(other.model, other.device, other.dtype, other.block_size),
+    )
+
+
+def _often(values: Floats) -> int:
+    """Return the largest that `MIN_SEEN` steps reach."""
+    return int(np.sort(values)[-min(MIN_SEEN, values.size)]) if values.size else 0

@@ -1,0 +1,248 @@
+"""The batches of a served engine, rebuilt from what its recorder kept of steps and requests.
+
+Which requests decoded in a step, and so how much context it attended to, follows from the
+recorded requests: a request ends with the step that the engine stamped its end with, and each
+step before brought out one of its tokens. What does not come together is left out and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+
+from tuner.engine.steps import StepColumns
+from tuner.errors import TooFewSamplesError
+from tuner.shadow.recorded import UNKNOWN, RecordedRequests, RecordedSteps
+from tuner.stats import Bools, Floats, Ints
+
+LATE_S: Final = 0.03
+"""Ours: a first token is this much, or a step, from where its later tokens say it was."""
+
+STRETCH_S: Final = 30.0
+"""Ours: steps of so long a time share a mood of the machine, as a replay's do."""
+
+MANY_S: Final = 600.0
+"""Ours: a step that took longer is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """The steps whose batches are known, and how many are left out for which reason."""
+
+    steps: StepColumns
+    left_out: dict[str, int]
+
+    def stretches(self) -> list[StepColumns]:
+        """Return the steps in stretches that share a mood of the machine."""
+        if not len(self.steps):
+            return []
+        number = ((self.steps.end_s - self.steps.end_s[0]) // STRETCH_S).astype(np.int64)
+        return [_taken(self.steps, number == n) for n in np.unique(number)]
+
+
+def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
+    """Return what was in each step, with the contexts of its sequences.
+
+    Raises: TooFewSamplesError if nothing of the requests belongs to the steps.
+    """
+    spans = _Spans.of(steps, requests)
+    if not spans.is_whole.any():
+        raise TooFewSamplesError(
+            f"none of {len(requests)} requests ends with one of {len(steps)} recorded steps",
+            "name the recording that the steps lie beside",
+        )
+    decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
+    prefill, prefill_context = spans.prefills(steps)
+    duration_s = _durations(steps)
+    is_timed = np.isfinite(duration_s) & (duration_s > 0) & (duration_s < MANY_S)
+    reasons = {
+        "without a time": ~is_timed,
+        "with a prompt whose pieces are unknown": ~np.isfinite(prefill_context),
+        "with requests that are not in the recording": ~is_decode_known,
+    }
+    usable, left_out = np.ones(len(steps), dtype=np.bool_), {}
+    for reason, is_out in reasons.items():
+        left_out[reason] = int((usable & is_out).sum())
+        usable &= ~is_out
+    nothing = np.zeros(len(steps))
+    columns = StepColumns(
+        end_s=steps.ended_s,
+        duration_s=duration_s,
+        repeats=np.ones(len(steps)),
+        decode_seqs=steps.generating.astype(np.float64),
+        prefill_tokens=prefill,
+        decode_context_tokens=decode_context,
+        prefill_context_tokens=prefill_context,
+        decode_spread_tokens=spread,
+        running=(steps.generating + np.maximum(steps.context_requests, 0)).astype(np.float64),
+        waiting=nothing,
+        kv_usage_ratio=nothing,
+        kv_peak_ratio=nothing,
+        preempted=np.maximum(steps.preempted, 0).astype(np.float64),
+        cached_tokens=nothing,
+    )
+    usable &= (columns.decode_seqs > 0) | (columns.prefill_tokens > 0)
+    return Rebuilt(_taken(columns, usable), {k: n for k, n in left_out.items() if n})
+
+
+def _durations(steps: RecordedSteps) -> Floats:
+    """Return how long each step took: the interval, or what the core waited and usually adds.
+
+    What the core waits for the model leaves its own work out, which the intervals hold.
+    """
+    both = np.isfinite(steps.interval_s) & np.isfinite(steps.elapsed_s)
+    added_s = (
+        float(np.median((steps.interval_s - steps.elapsed_s)[both])) if both.any() else 0.0
+    )
+    from_core: Floats = steps.elapsed_s + max(added_s, 0.0)
+    return np.where(np.isfinite(steps.interval_s), steps.interval_s, from_core)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Between which steps each request ran: scheduled, first token, last token.
+
+    `is_whole` marks those that ended with a recorded step.
+
+    Shapes: all [requests]; `tokens_per_step` is 1 for who was never set aside.
+    """
+
+    begin: Ints
+    first: Ints
+    last: Ints
+    tokens_per_step: Floats
+    is_whole: Bools
+    steps: int
+    prompt_tokens: Ints
+    cached_tokens: Ints
+
+    @classmethod
+    def of(cls, steps: RecordedSteps, requests: RecordedRequests) -> Self:
+        ended_s, n = steps.ended_s, len(steps)
+        last = np.clip(np.searchsorted(ended_s, requests.ends_s + 2e-5, "right") - 1, 0, n - 1)
+        is_whole = np.abs(ended_s[last] - requests.ends_s) < 1e-4
+        # Each step in which anything decodes brings out a token of all who do.
+        counted = np.concatenate([[0], np.cumsum(steps.generating > 0)])
+        wanted = counted[last + 1] - (requests.output_tokens - 1)
+        # The step after a first token decodes.
+        by_count = np.searchsorted(counted, np.maximum(wanted, 0), "right") - 2
+        single = requests.output_tokens == 1
+        by_count = np.where(single, last, by_count)
+        first_s = requests.ends_s - np.nan_to_num(requests.decode_s)
+        by_time = np.clip(np.searchsorted(ended_s, first_s - LATE_S / 2), 0, n - 1)
+        by_count = np.clip(by_count, 0, n - 1)
+        usual_s = float(np.nanmedian(steps.interval_s)) if n else 0.0
+        late_s = np.abs(ended_s[by_count] - first_s)
+        agrees = (late_s < LATE_S + usual_s) & (wanted >= 0)
+        first = np.where(agrees, by_count, np.minimum(by_time, last))
+        between = np.maximum(counted[last + 1] - counted[first + 1], 1)
+        rate = np.where(agrees, 1.0, np.minimum(1.0, (requests.output_tokens - 1) / between))
+        begin_s = first_s - np.nan_to_num(requests.prefill_s)
+        begin = np.minimum(np.searchsorted(ended_s, begin_s + 1e-4, "right"), first)
+        return cls(
+            begin,
+            first,
+            last,
+            rate,
+            is_whole & (requests.ends_s >= ended_s[0]) if n else is_whole,
+            n,
+            requests.prompt_tokens,
+            requests.cached_tokens,
+        )
+
+    def decode_contexts(self, generating: Ints) -> tuple[Floats, Floats, Bools]:
+        """Return the contexts that each step's decodes attend to, and where they are known.
+
+        Their sum, and how far they are apart. Where a request or two are missing the others
+        stand for them.
+
+        Shapes: [steps] each.
+        """
+        use = self.is_whole & (self.last > self.first)
+        after, until, rate = self.first[use] + 1, self.last[use] + 1, self.tokens_per_step[use]
+        level = self.prompt_tokens[use] - rate * self.first[use]
+
+        def over(values: Floats) -> Floats:
+            total = np.zeros(self.steps + 1)
+            np.add.at(total, after, values)
+            np.add.at(total, until, -values)
+            return np.cumsum(total)[:-1]
+
+        count, step = over(np.ones(after.size)), np.arange(self.steps)
+        context = over(level) + over(rate) * step
+        squares = over(level**2) + (2 * over(level * rate) + over(rate**2) * step) * step
+        is_known = np.abs(count - generating) <= np.maximum(1, 0.1 * generating)
+        is_known &= (count > 0) | (generating == 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = np.where(count > 0.5, context / count, 0.0)
+            apart = np.where(count > 0.5, squares / count - mean**2, 0.0)
+        seqs = np.maximum(generating, 0)
+        return mean * seqs, np.sqrt(np.maximum(apart, 0.0) * seqs), is_known
+
+    def prefills(self, steps: RecordedSteps) -> tuple[Floats, Floats]:
+        """Return the tokens that each step prefilled, and their contexts; nan where unknown.
+
+        Who gets its first token with a step is prefilled to its end in it; what is left goes to
+        the others in the order in which they were scheduled.
+
+        Shapes: [steps] each.
+        """
+        tokens = steps.context_tokens.astype(np.float64)
+        context = np.where(steps.context_tokens == 0, 0.0, np.nan)
+        by_first: dict[int, list[int]] = {}
+        for row in np.flatnonzero(self.is_whole).tolist():
+            by_first.setdefault(int(self.first[row]), []).append(row)
+        left = (self.prompt_tokens - self.cached_tokens).astype(np.int64)
+        done = self.cached_tokens.astype(np.int64).copy()
+        waiting = sorted(
+            np.flatnonzero(self.is_whole).tolist(), key=lambda row: self.begin[row]
+        )
+        at, open_rows = 0, list[int]()
+        for step in np.flatnonzero(steps.context_tokens != 0).tolist():
+            while at < len(waiting) and self.begin[waiting[at]] <= step:
+                open_rows.append(waiting[at])
+                at += 1
+            open_rows = [row for row in open_rows if self.first[row] >= step and left[row] > 0]
+            ending = [row for row in by_first.get(step, ()) if left[row] > 0]
+            if steps.context_tokens[step] == UNKNOWN:
+                found = self._single(step, ending, left)
+            else:
+                others = [row for row in open_rows if self.first[row] > step]
+                found = _dealt(int(steps.context_tokens[step]), ending, others, left)
+            if found is None:
+                continue
+            tokens[step] = sum(found.values())
+            context[step] = sum(n * done[r] + n * (n + 1) // 2 for r, n in found.items())
+            for row, n in found.items():
+                left[row] -= n
+                done[row] += n
+        return np.maximum(tokens, 0.0), context
+
+    def _single(self, step: int, ending: list[int], left: Ints) -> dict[int, int] | None:
+        """Return what a step without details prefilled, None if prompts came in pieces."""
+        if not ending or any(self.begin[row] < step for row in ending):
+            return None
+        return {row: int(left[row]) for row in ending}
+
+
+def _dealt(
+    tokens: int, ending: list[int], others: list[int], left: Ints
+) -> dict[int, int] | None:
+    """Return who was prefilled by how much, None if it does not come together."""
+    found = {row: int(left[row]) for row in ending}
+    rest = tokens - sum(found.values())
+    if rest < 0:
+        # A first token that is stamped a step off: nothing is known of either step.
+        return None
+    for row in others:
+        part = min(rest, int(left[row]) - 1)
+        if part > 0:
+            found[row], rest = part, rest - part
+    return found if rest == 0 else None
+
+
+def _taken(steps: StepColumns, rows: Bools) -> StepColumns:
+    names: Any = StepColumns.__dataclass_fields__
+    return StepColumns(**{name: getattr(steps, name)[rows] for name in names})
