@@ -1,6 +1,7 @@
 """How far a told capacity is from the true one, on a planted machine in its moods.
 
-    python tests/benchmarks/capacity_truth.py [--seeds 12] [--mood usual] [-o results.json]
+    python tests/benchmarks/capacity_truth.py [--seeds 12] [--mood usual]
+        [--objective capacity] [-o results.json]
 
 The recorded traffic has some 15 requests in flight; what is borne within the SLO at the edge,
 more than 100. Each run is by predictions from blocks on the machine in a mood of its own; the
@@ -22,6 +23,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.capacity_parts import CEILING, truly_borne, tuned_for_capacity
+from tuner.search.objective import Objective
 
 
 def main() -> None:
@@ -29,12 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--mood", default="usual")
+    parser.add_argument("--objective", type=Objective, default=Objective.CAPACITY)
     parser.add_argument("-o", "--output", type=Path)
     asked = parser.parse_args()
     most = truly_borne(CEILING, asked.mood)
     runs = []
     for seed in range(asked.seeds):
-        runs.append(one_run(seed, asked.mood))
+        runs.append(one_run(seed, asked.mood, asked.objective))
         print(json.dumps(asdict(runs[-1])), flush=True)
     off = [abs(run.told / run.true - 1) for run in runs]
     print(
@@ -63,10 +66,10 @@ class Told:
         return self.interval is not None and self.interval[0] < self.true < self.interval[1]
 
 
-def one_run(seed: int, mood: str) -> Told:
+def one_run(seed: int, mood: str, objective: Objective) -> Told:
     """Tune the machine in a mood of its own, and return what was told beside the truth."""
     with tempfile.TemporaryDirectory() as folder:
-        result = tuned_for_capacity(Path(folder) / "run", seed, mood)
+        result = tuned_for_capacity(Path(folder) / "run", seed, mood, objective)
     told, advice = result.capacity, result.recommendation
     if told is None or told.winner is None or advice is None:
         raise SystemExit(f"seed {seed}: the run told no capacity")

@@ -60,8 +60,10 @@ def truly_borne(limits: EngineLimits, mood: str = "usual") -> float:
     return found.capacity
 
 
-def tuned_for_capacity(path: Path, seed: int, mood: str = "usual") -> RunResult:
-    """Tune the machine for the largest load, by predictions, and return the result."""
+def tuned_for_capacity(
+    path: Path, seed: int, mood: str = "usual", objective: Objective = Objective.CAPACITY
+) -> RunResult:
+    """Tune the machine by predictions, for the largest load if for nothing else."""
     source = a_source(seed, mood)
     options = TuningOptions(
         trace=a_trace(),
@@ -71,7 +73,7 @@ def tuned_for_capacity(path: Path, seed: int, mood: str = "usual") -> RunResult:
             "max-num-batched-tokens": CURRENT.max_num_batched_tokens,
         },
         slos=SLOS,
-        objective=Objective.CAPACITY,
+        objective=objective,
         budget_s=BUDGET_S,
         ladder=(8, 32),
         run_dir=path,

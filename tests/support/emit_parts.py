@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from support.result_parts import MEASURED
 from support.traffic import a_trace
 from tuner.cli import run
 from tuner.engine.limits import EngineLimits
@@ -80,15 +81,6 @@ def an_outcome(
         "engine_starts": 1,
         "wall_s": 9.0,
     }
-    measured = {
-        "e2e_s": {"p50": 1.0, "p99": 2.0},
-        "tpot_s": {"p50": 0.01, "p99": 0.02},
-        "requests_per_s": 1.0,
-        "gpu_cache_usage_perc": {"max": 0.3},
-        "preemptions": 0,
-        "running": {"mean": 2.0, "max": 8},
-        "cut_reason": None,
-    }
     records = [
         Trial.of(
             0,
@@ -96,7 +88,7 @@ def an_outcome(
             Phase.RACE if round_ else Phase.LADDER,
             round_,
             Score(tier, 2.0, "e2e_p99"),
-            {**measured, "e2e_s": {"p50": 1.0 * slow, "p99": (2.0 + round_ / 10) * slow}},
+            {**MEASURED, "e2e_s": {"p50": 1.0 * slow, "p99": (2.0 + round_ / 10) * slow}},
         )
         for limits, slow in ((WINNER, 0.8), (CURRENT, 1.0))
         for round_ in (0, 1, 2, 3)

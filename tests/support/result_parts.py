@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
@@ -37,18 +38,21 @@ AROUND = RunProvenance(
 )
 
 
+MEASURED: dict[str, Any] = {
+    "e2e_s": {"p50": 1.0, "p99": 2.0},
+    "tpot_s": {"p50": 0.01, "p99": 0.02},
+    "requests_per_s": 1.0,
+    "gpu_cache_usage_perc": {"max": 0.3},
+    "preemptions": 0,
+    "running": {"mean": 2.0, "max": 8},
+    "cut_reason": None,
+}
+"""What an invented replay measured."""
+
+
 def a_record(limits: EngineLimits, tier: Tier = Tier.GOOD, round_: int = 0) -> Trial:
-    measured = {
-        "e2e_s": {"p50": 1.0, "p99": 2.0},
-        "tpot_s": {"p50": 0.01, "p99": 0.02},
-        "requests_per_s": 1.0,
-        "gpu_cache_usage_perc": {"max": 0.3},
-        "preemptions": 0,
-        "running": {"mean": 2.0, "max": 8},
-        "cut_reason": None,
-    }
     phase = Phase.RACE if round_ else Phase.LADDER
-    return Trial.of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), measured)
+    return Trial.of(0, limits, phase, round_, Score(tier, 2.0, "e2e_p99"), MEASURED)
 
 
 def made(

@@ -200,8 +200,16 @@ class Blocks:
     _rounds: int = 0
     _asked: int = 0
     _taken: set[int] = field(default_factory=set)
+    _few: Trace = field(init=False)
     _loads: dict[EngineLimits, float] = field(default_factory=dict)
     _loaded: dict[float, Trace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        share = LOADED_REQUESTS / len(self.trace)
+        self._few = self.trace
+        if self.tells_capacity and share < 1:
+            length_s = max(share * self.trace.duration_s, 1e-3)
+            self._few = busiest(self.trace, length_s).of(self.trace)
 
     @classmethod
     def of(
@@ -342,23 +350,20 @@ class Blocks:
             self.trace = busiest(self.trace, ASKED_S).of(self.trace)
             more = calibration_settings(space, space.ceiling.max_num_seqs / 2)
             settings = [space.current, space.ceiling, *more]
-            return self._predicted(predictor, settings), math.inf
+            return self._predicted(predictor, dict.fromkeys(settings, 1.0)), math.inf
         deployed, current = predictor.as_deployed(), space.current
-        workload = self._decided_on(deployed)
-        predicted = predict(deployed, space, workload)
+        predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
         found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS)
-        settings = [*found.settings, current]
+        settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
         if context.aim.objective is Objective.CAPACITY:
-            return self._predicted(predictor, settings, self._load_of(deployed)), found.loss
-        visited = self._predicted(predictor, settings)
+            return self._predicted(predictor, self._borne(deployed, settings)), found.loss
+        visited = self._predicted(predictor, dict.fromkeys(settings, 1.0))
         if self.tells_capacity:
-            widest = [
-                space.at(space.ceiling.max_num_seqs, x.max_num_batched_tokens)
-                for x in (settings[0], current)
-            ]
-            visited += self._predicted(predictor, widest, self._load_of(deployed))
+            budgets = (x.max_num_batched_tokens for x in (settings[0], current))
+            fullest = [space.at(widest, budget) for budget in budgets]
+            visited += self._predicted(predictor, self._borne(deployed, fullest))
         return visited, found.loss
 
     def _decided_on(self, deployed: Predictor) -> Workload:
@@ -371,35 +376,27 @@ class Blocks:
         aim = replace(context.aim, objective=Objective.BALANCED)
         if context.aim.objective is not Objective.CAPACITY:
             return Workload.of_whole(context.trace, aim)
-        load = self._load_of(deployed)(context.space.ceiling)
-        part = self._few
-        plan = replace(aim.plan, load=load)
-        return Workload.of(TRACE, part, (whole(part),), replace(aim, plan=plan, window=None))
+        ceiling = context.space.ceiling
+        plan = replace(aim.plan, load=self._borne(deployed, [ceiling])[ceiling])
+        few = self._few
+        return Workload.of(TRACE, few, (whole(few),), replace(aim, plan=plan, window=None))
 
-    @property
-    def _few(self) -> Trace:
-        """Return the busiest requests, so few that a capacity is soon found."""
-        share = LOADED_REQUESTS / len(self.trace)
-        if share >= 1:
-            return self.trace
-        return busiest(self.trace, share * self.trace.duration_s).of(self.trace)
+    def _borne(
+        self, deployed: Predictor, settings: Iterable[EngineLimits]
+    ) -> dict[EngineLimits, float]:
+        """Return how much load settings bear, by the first model that was asked.
 
-    def _load_of(self, deployed: Predictor) -> Callable[[EngineLimits], float]:
-        """Return what says how much load a setting bears, as by the first model of it.
-
-        As a multiple of what is predicted; 1 where it bears less, or fails.
+        As multiples of what is predicted; 1 of one that bears less, or fails.
         """
-        aim, few = self.runner.context.aim, self._few
-        plan = replace(aim.plan, load=1.0)
-
-        def load(limits: EngineLimits) -> float:
+        aim = self.runner.context.aim
+        plan, found = replace(aim.plan, load=1.0), {}
+        for limits in dict.fromkeys(settings):
             if limits not in self._loads:
-                found = deployed.measure_capacity([few], limits, plan, aim.slos)
-                borne = found.capacity if isinstance(found, Measurement) else None
-                self._loads[limits] = max(1.0, (borne or 0.0) / few.load)
-            return self._loads[limits]
-
-        return load
+                outcome = deployed.measure_capacity([self._few], limits, plan, aim.slos)
+                borne = outcome.capacity if isinstance(outcome, Measurement) else None
+                self._loads[limits] = max(1.0, (borne or 0.0) / self.trace.load)
+            found[limits] = self._loads[limits]
+        return found
 
     def _at(self, load: float) -> Trace:
         """Return what is predicted, at a multiple of its load."""
@@ -410,16 +407,15 @@ class Blocks:
         return self._loaded[load]
 
     def _predicted(
-        self,
-        predictor: Predictor,
-        settings: Iterable[EngineLimits],
-        load_of: Callable[[EngineLimits], float] = lambda _: 1.0,
+        self, predictor: Predictor, loads: Mapping[EngineLimits, float]
     ) -> list[_Predicted]:
-        """Return the predicted replays of settings. Raises: ShadowError, UsageError."""
+        """Return the predicted replays of settings, each at a multiple of the load.
+
+        Raises: ShadowError, UsageError.
+        """
         plan = replace(self.runner.context.aim.plan, load=1.0, keep_steps=True)
         found = []
-        for limits in dict.fromkeys(settings):
-            load = load_of(limits)
+        for limits, load in loads.items():
             try:
                 log = predictor.replay(self._at(load), limits, plan)
             except EngineError:

@@ -210,9 +210,12 @@ def capacity_per_s(
     """
     pieces = workload.pieces
     outcome = predictor.measure_capacity(pieces, limits, workload.plan, workload.slos)
-    if isinstance(outcome, Failure):
-        return None
-    return (outcome.capacity or 0.0) / pieces[0].load * offered_per_s(pieces)
+    return None if isinstance(outcome, Failure) else per_s(workload, outcome.capacity or 0.0)
+
+
+def per_s(workload: Workload, load: float) -> float:
+    """Return how many requests a second come at a multiple of the recorded load."""
+    return load / workload.pieces[0].load * offered_per_s(workload.pieces)
 
 
 def offered_per_s(pieces: Sequence[Trace]) -> float:

@@ -20,7 +20,7 @@ from tuner.run.evidence import change_bounds
 from tuner.run.predict import (
     Predictions,
     capacity_per_s,
-    offered_per_s,
+    per_s,
     predict_more,
     scored,
 )
@@ -129,13 +129,14 @@ class Comparing:
             return _Side(contender, replace(finding, limits=None, failure=outcome.cause))
         capacity, where = self._capacity(contender, predictor, limits)
         lies = draw_capacity(predictor, self.workload, where, place) if capacity else None
-        rate = offered_per_s(self.workload.pieces) / self.workload.pieces[0].load
         finding = replace(
             finding,
             metric=scored(self.workload, outcome).own_metric,
             latencies_s=_latencies([outcome.as_json()], self.workload.scoring.tail),
             capacity_per_s=capacity,
-            capacity_interval=None if lies is None else (rate * lies[0], rate * lies[1]),
+            capacity_interval=None
+            if lies is None
+            else (per_s(self.workload, lies[0]), per_s(self.workload, lies[1])),
             capacity_limits=where,
             cost_per_1000=self._cost(capacity, finding.gpus),
         )
