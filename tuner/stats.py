@@ -43,7 +43,8 @@ def one_thread() -> AbstractContextManager[object]:
     """Return what keeps the process's linear algebra on one thread while it is held.
 
     Several make matrices of hundreds no faster, and wait for each other where other processes
-    run: learning took five times as long on two cores beside a second one.
+    run: learning took five times as long on two cores beside a second one. No engine's process
+    inherits it.
     """
     limits: AbstractContextManager[object] = threadpool_limits(1, "blas")
     return limits

@@ -18,7 +18,7 @@ from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile
 from support.toy_tune import CROWDED
 from support.traffic import a_trace
-from tuner.cli.commands import plan
+from tuner.cli.predict.commands import plan
 from tuner.cli.predict.plan import PlanOptions, run_plan
 from tuner.drift.by_hour import (
     Hour,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 
 import click
 
@@ -19,7 +19,6 @@ _COMPLETE = "_TUNE_COMPLETE"
 """The variable by which a shell asks for completions, named as click's own scripts do."""
 
 
-_THREADS = "OPENBLAS_NUM_THREADS"
 _HELPS = {"-h", "--help", "--version"}
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -34,16 +33,11 @@ def hear_no_more() -> None:
         signal.signal(kind, signal.SIG_IGN)
 
 
-def _import_numpy() -> None:
-    """Import numpy with its linear algebra on one thread, for this process alone.
+def _one_thread() -> AbstractContextManager[object]:
+    """Return `tuner.stats.one_thread`, imported here since help needs no numpy."""
+    from tuner.stats import one_thread
 
-    Matrices are small here, and threads that wait for each other took a check 0.1 s of
-    processor time on two busy cores. No engine's process inherits it.
-    """
-    if _THREADS not in os.environ:
-        os.environ[_THREADS] = "1"
-        importlib.import_module("numpy")
-        del os.environ[_THREADS]
+    return one_thread()
 
 
 def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to end
@@ -51,11 +45,10 @@ def run(arguments: list[str]) -> int:  # noqa: PLR0911 - one return per way to e
     for kind in _ENDING:
         signal.signal(kind, signal.default_int_handler)
     try:
-        if not _HELPS.intersection(arguments):
-            _import_numpy()
-        context = tune_command.make_context("tune", list(arguments))
-        with context:
-            code = tune_command.invoke(context)
+        with nullcontext() if _HELPS.intersection(arguments) else _one_thread():
+            context = tune_command.make_context("tune", list(arguments))
+            with context:
+                code = tune_command.invoke(context)
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as complaint:

@@ -17,7 +17,6 @@ from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn
-from tuner.stats import one_thread
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -65,10 +64,8 @@ class Calibration:
         """
         by_limits, ran_with = self._by_limits(), [self.graphs_of(at) for at, _ in self.steps]
         own = [self.graphs_of(limits) for limits in by_limits]
-        columns = [columns for _, columns in self.steps]
-        with one_thread():
-            found = fit(list(by_limits.values()), self.shape.graphs, own)
-            return found, learn(found.model, columns, ran_with)
+        found = fit(list(by_limits.values()), self.shape.graphs, own)
+        return found, learn(found.model, [columns for _, columns in self.steps], ran_with)
 
     def profile(self) -> Profile:
         """Learn from the steps and put the profile together.
