@@ -6,11 +6,13 @@
 Each call runs the stages that have no result yet, in order, for as long as the slice lasts; a
 stage that would not fit is left to the next call. Each runs in a process of its own, is ended
 when it takes twice what it should, and leaves OUT/STAGE.json, whatever became of it; --again
-runs those named by --only once more. All of it is meant to fit three slices of ten minutes on
-a card of 80 GB. A table of what is known ends each call.
+runs those named by --only once more. What teaches most comes first: `tune` itself, then live
+replays of other settings beside what the profile that it learnt foretold. A table of what is
+known ends each call.
 
-DIR holds azure_2023_conv.open.csv, azure_2023_code.open.csv and
-mooncake_conversation.open.jsonl; models are shapes with random weights (examples/*-shape). With
+DIR holds azure_2023_conv.open, azure_2023_code.open and mooncake_conversation.open, as CSV or
+as JSON Lines (`tune trace convert`; CSV needs Polars); models are shapes with random weights
+(examples/*-shape). With
 --small everything is done on the bundled demo model and the sample traces, as its test does:
 the figures then mean nothing.
 
@@ -53,10 +55,11 @@ from tuner.traffic.windows import parse_duration
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = (
-    *("torch", "vllm", "transformers", "numba", "scipy", "optuna", "polars"),
+    *("torch", "vllm", "transformers", "numba", "scipy", "optuna"),
     *("msgspec", "ruamel.yaml", "prometheus_client", "prometheus_api_client", "sqlalchemy"),
     "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
-    *("rich", "click", "cloup", "filelock", "jinja2", "plotext", "aiohttp", "pynvml"),
+    *("rich", "click", "cloup", "filelock", "jinja2", "plotext", "aiohttp", "threadpoolctl"),
+    "pynvml",
 )
 """What the tool imports on such a machine, and SciPy for the figures; pynvml, which is of
 nvidia-ml-py, may be missing."""
@@ -70,7 +73,8 @@ class Size:
 
     `values` are common to all engines, `current` is where `tune` begins, `starts` those whose
     KV blocks are told by the first two. `runs` of each setting are replayed in the first stage
-    of truth and one in the others, which calibrate with `budgets_s`.
+    of truth, which takes the profile that the race has learnt where there is one, and one in
+    the others, which calibrate with `budgets_s`.
 
     Units: seconds.
     """
@@ -103,18 +107,23 @@ def large(traces: Path) -> Size:
             "max-model-len": 16384,
             "gpu-memory-utilization": 0.85,
         },
-        conv=(str(traces / "azure_2023_conv.open.csv"), 8.0, 6.0),
-        code=(str(traces / "azure_2023_code.open.csv"), 8.0, 3.0),
-        mooncake=(str(traces / "mooncake_conversation.open.jsonl"), 8.0, 1.0),
+        conv=(_trace(traces, "azure_2023_conv"), 12.0, 2.5),
+        code=(_trace(traces, "azure_2023_code"), 8.0, 3.0),
+        mooncake=(_trace(traces, "mooncake_conversation"), 8.0, 1.0),
         settings=("256/8192", "32/2048", "64/1024", "16/4096", "128/2048", "192/512"),
         current="16/2048",
         starts=("256/16384", "8/2048", "64/8192"),
         tight_bytes=4 << 30,
         runs=2,
         budgets_s=(200.0, 100.0),
-        race_s=240.0,
+        race_s=390.0,
         requests=300,
     )
+
+
+def _trace(traces: Path, name: str) -> str:
+    """Return the file of a trace, whatever its format."""
+    return str(next(iter(sorted(traces.glob(f"{name}.open.*"))), traces / f"{name}.open.csv"))
 
 
 def small(_traces: Path) -> Size:
@@ -265,10 +274,12 @@ def truth(stage: str, make: Callable[[Campaign], Scenario]) -> Callable[[Campaig
         budget_s = campaign.size.budgets_s[0 if is_first else 1]
         scenario = make(campaign)
         with tempfile.TemporaryDirectory() as folder:
-            found = shadow_truth.run(
-                scenario, runs, Path(folder), budget_s, campaign.ends_s - LEFT_S
-            )
+            raced = campaign.profile_path("race")
             learnt = Path(folder) / scenario.name.replace(" ", "_") / "profile.yaml"
+            if is_first and raced.exists():
+                learnt = raced
+            until_s = campaign.ends_s - LEFT_S
+            found = shadow_truth.run(scenario, runs, Path(folder), budget_s, until_s, learnt)
             campaign.profile_path(stage).write_bytes(learnt.read_bytes())
         found["trace_path"] = scenario.trace
         found["figures"] = truth_figures.summary([found])
@@ -301,7 +312,7 @@ TRUTH = tuple(_scenarios())
 
 
 def race(campaign: Campaign) -> dict[str, Any]:
-    """Run the command itself: race and cold engines, with the profile of the first stage."""
+    """Run the command itself: it calibrates, races and starts cold engines."""
     size, folder = campaign.size, campaign.out / "race"
     trace, window_s, load = size.conv
     current = truth_figures.limits_of(size.current)
@@ -310,7 +321,6 @@ def race(campaign: Campaign) -> dict[str, Any]:
         max_num_seqs=current.max_num_seqs,
         max_num_batched_tokens=current.max_num_batched_tokens,
     )
-    profile = campaign.profile_path(TRUTH[0])
     ladder = sorted({truth_figures.limits_of(one).max_num_seqs for one in size.settings})
     command = [
         *(sys.executable, "-m", "tuner.cli", "--trace", trace, "--load", f"{load:g}"),
@@ -321,11 +331,12 @@ def race(campaign: Campaign) -> dict[str, Any]:
             for key, value in values.items()
             for word in ("--engine-arg", _pair(key, value))
         ),
-        *(("--profile", str(profile)) if profile.exists() else ()),
         *("--run-dir", str(folder), "-o", str(campaign.out / "best.yaml")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    result = folder / "result.json"
+    result, learnt = folder / "result.json", folder / "profile.yaml"
+    if learnt.exists():
+        campaign.profile_path("race").write_bytes(learnt.read_bytes())
     if not result.exists():
         raise RuntimeError(f"tune ended with {done.returncode}: {done.stderr[-2000:]}")
     (folder / "report.html").unlink(missing_ok=True)
@@ -498,14 +509,9 @@ def stages() -> tuple[Stage, ...]:
             40,
             lambda r: f"{r['card'] or 'no card'}; missing: {', '.join(r['missing']) or 'none'}",
         ),
-        Stage(
-            "starts",
-            starts,
-            140,
-            _starts_row,
-        ),
-        true("truth-qwen", 280),
-        Stage("race", race, 280, _race_row),
+        Stage("race", race, 420, _race_row),
+        true("truth-qwen", 180),
+        Stage("starts", starts, 140, _starts_row),
         true("truth-kv", 190),
         true("truth-eager", 140),
         true("truth-llama", 190),

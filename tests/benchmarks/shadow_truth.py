@@ -181,10 +181,12 @@ def run(
     folder: Path,
     budget_s: float = BUDGET_S,
     until_s: float = math.inf,
+    learnt: Path | None = None,
 ) -> dict[str, Any]:
     """Measure one scenario and return everything.
 
-    No further run begins once the monotonic clock says `until_s`.
+    No further run begins once the monotonic clock says `until_s`. Where there is a profile at
+    `learnt`, nothing is calibrated.
     """
     window = traffic(scenario)
     settings = [limits_of(text) for text in scenario.settings]
@@ -197,7 +199,10 @@ def run(
     walls: dict[str, float] = {}
     began_s = time.monotonic()
     name = scenario.name.replace(" ", "_")
-    profile = calibrated(window, values, folder / name, budget_s, scenario.current)
+    if learnt is not None and learnt.exists():
+        profile = read_profile(learnt)
+    else:
+        profile = calibrated(window, values, folder / name, budget_s, scenario.current)
     walls["start and calibrate"] = time.monotonic() - began_s
     live: dict[EngineLimits, list[Measurement]] = {limits: [] for limits in settings}
     with EngineProcess(LiveSource(), folder / "live.log") as host:
@@ -205,15 +210,16 @@ def run(
         host.load("window", window, 0)
         began_s = time.monotonic()
         order = random.Random(0)
-        for number in range(runs):
-            if number and time.monotonic() > until_s:
-                break
+        for _ in range(runs):
             turn = [*settings]
             order.shuffle(turn)
             for limits in turn:
+                if any(live.values()) and time.monotonic() > until_s:
+                    break
                 log = host.replay("window", limits, ReplayPlan())
                 print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
                 live[limits].append(measure([log]))
+        live = {limits: found for limits, found in live.items() if found}
         made = sum(map(len, live.values()))
         walls["live, each"] = (time.monotonic() - began_s) / max(1, made)
         info = started.info
@@ -243,7 +249,7 @@ def run(
         "live": {str(limits): [m.as_json() for m in found] for limits, found in live.items()},
         "shadow": shadow,
         "own_speed": own,
-        "predicted": [str(limits) for limits in settings],
+        "predicted": [str(limits) for limits in live],
     }
     show(result)
     return result
