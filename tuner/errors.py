@@ -129,6 +129,7 @@ class Caveat(StrEnum):
     RECORDING_ENDED = "recording_ended"
     ANSWERS_CUT = "answers_cut"
     EXPERTS_ON_RANDOM_TEXT = "experts_on_random_text"
+    STEPS_SET_ASIDE = "steps_set_aside"
     DRAFTS_ON_RANDOM_TEXT = "drafts_on_random_text"
     ACCEPTANCE_GIVEN = "acceptance_given"
 
@@ -170,6 +171,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.FULL_CLOCKS: (
         "idle time was skipped, so that the GPU ran at the clocks of full load: traffic that "
         "leaves it idle now and then may see other step times"
+    ),
+    Caveat.STEPS_SET_ASIDE: (
+        "the machine stretched many steps: measured replays take longer than predicted ones"
     ),
     Caveat.DEMO_MODEL: "the bundled demo model with random weights was measured, not yours",
     Caveat.NOT_CONFIRMED_COLD: "not confirmed on an engine started with these values",

@@ -3,6 +3,9 @@
     python tests/benchmarks/gpu_campaign.py --traces DIR --out DIR [--slice 9m] [--only NAME …]
     python tests/benchmarks/gpu_campaign.py --out DIR --table
 
+Begin it when nothing else computes on the card, and carry OUT away whole: the steps that were
+measured lie in it, from which later versions may learn.
+
 Each call runs the stages that have no result yet, in order, for as long as the slice lasts; a
 stage that would not fit is left to the next call. Each runs in a process of its own, is ended
 when it takes twice what it should, and leaves OUT/STAGE.json, whatever became of it; --again
@@ -49,6 +52,7 @@ from shadow_truth import Scenario
 from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
+from tuner.run.directory import STEPS_FILE
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, bundled_profiles, read_profile
 from tuner.traffic.windows import parse_duration
@@ -281,6 +285,13 @@ def truth(stage: str, make: Callable[[Campaign], Scenario]) -> Callable[[Campaig
             until_s = campaign.ends_s - LEFT_S
             found = shadow_truth.run(scenario, runs, Path(folder), budget_s, until_s, learnt)
             campaign.profile_path(stage).write_bytes(learnt.read_bytes())
+            for part, steps in (
+                ("live", Path(folder) / STEPS_FILE),
+                ("blocks", learnt.parent / STEPS_FILE),
+            ):
+                if steps.exists():
+                    to = campaign.out / f"{stage}.{part}.{STEPS_FILE}"
+                    to.write_bytes(steps.read_bytes())
         found["trace_path"] = scenario.trace
         found["figures"] = truth_figures.summary([found])
         return found

@@ -45,13 +45,16 @@ from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.live import LiveSource
 from tuner.recorder.rows import own_version
+from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.process import EngineProcess
 from tuner.run.context import Workload
+from tuner.run.directory import STEPS_FILE
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.predict import at_own_speed
+from tuner.run.rounds import packed
 from tuner.run.tune import tune
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
@@ -216,7 +219,8 @@ def run(
             for limits in turn:
                 if any(live.values()) and time.monotonic() > until_s:
                     break
-                log = host.replay("window", limits, ReplayPlan())
+                log = host.replay("window", limits, ReplayPlan(keep_steps=True))
+                _keep_steps(folder / STEPS_FILE, limits, log)
                 print(f"  {limits}: {log.wall_s:.1f} s", file=sys.stderr, flush=True)
                 live[limits].append(measure([log]))
         live = {limits: found for limits, found in live.items() if found}
@@ -253,6 +257,15 @@ def run(
     }
     show(result)
     return result
+
+
+def _keep_steps(path: Path, limits: EngineLimits, log: ReplayLog) -> None:
+    """Add a replay's steps to a file, so that more may be learnt from them later."""
+    if log.kept_steps is not None:
+        with path.open("a") as file:
+            file.writelines(
+                json.dumps(row) + "\n" for row in packed([(limits, log.kept_steps)])
+            )
 
 
 def _workload(window: Trace) -> Workload:

@@ -32,6 +32,7 @@ from tuner.replay.metrics import measure
 from tuner.report.run_files import read_run
 from tuner.report.sweep import rung_points
 from tuner.run.calibrate import Calibrator
+from tuner.run.rounds import unpacked
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.traffic.formats import read_trace
@@ -130,6 +131,16 @@ def test_it_calibrates_ranks_races_and_confirms_in_this_order(tuned: Run) -> Non
     asked = {"start", "calibrate", "fit", "shadow", "draw", "race", "cold", "clients"}
     assert set(stages) == asked
     assert all(wall_s > 0 for wall_s in stages.values())
+
+
+def test_every_step_that_taught_is_kept(tuned: Run) -> None:
+    lines = (tuned.run_dir / "steps.jsonl").read_text().splitlines()
+    kept = unpacked([json.loads(line) for line in lines])
+    taught = [*by_phase(tuned, "calibrate"), *by_phase(tuned, "race")]
+    seen = Counter((limits.max_num_seqs, limits.max_num_batched_tokens) for limits, _ in kept)
+    assert not Counter(key_of(trial) for trial in taught) - seen
+    steps = sum(int(columns.has_batch.sum()) for _, columns in kept)
+    assert steps == read_profile(tuned.run_dir / "profile.yaml").fit.steps
 
 
 def test_what_was_predicted_of_the_race_stands_beside_what_was_measured(tuned: Run) -> None:

@@ -50,6 +50,17 @@ def test_lines_come_back_as_they_were_written(tmp_path: Path) -> None:
     run_dir.close()
 
 
+def test_a_line_is_added_behind_half_of_one(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, resume=False)
+    run_dir.add_line("steps.jsonl", {"n": 1})
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"n": 2, "colu')
+    run_dir.add_line("steps.jsonl", {"n": 3})
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines[::2]] == [{"n": 1}, {"n": 3}]
+    run_dir.close()
+
+
 def test_a_full_disk_leaves_the_last_state_whole(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, resume=False)
     run_dir.write_json("result.json", {"state": "good"})

@@ -198,6 +198,8 @@ def _columns(batches: Sequence[Batch], took_s: Sequence[float]) -> StepColumns:
         kv_peak_ratio=nothing,
         preempted=nothing,
         cached_tokens=nothing,
+        launch_s=nothing,
+        is_late=nothing,
     )
 
 

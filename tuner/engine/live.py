@@ -109,8 +109,9 @@ class LiveEngine:
         check_busy(self)
         between_s = self._between.stop()
         turn = core.turn()
-        self._between.start(is_on_its_way=core.batches_in_flight())
-        step = compat_core.step_of(*turn)
+        is_on_its_way = core.batches_in_flight()
+        self._between.start(is_on_its_way=is_on_its_way)
+        step = compat_core.step_of(*turn, is_on_its_way=is_on_its_way)
         step = replace(step, duration_s=step.duration_s + between_s)
         self._progress.check(step)
         return step

@@ -132,8 +132,11 @@ class Step:
 
     `batch` is None when the turn completed no batch: an asynchronous engine returns before
     its first batch is done, and every engine takes a turn to tidy up after the last.
+    `launch_s` is how long the host was busy with launching the batch, 0 where nobody knows.
+    With `is_late` it was done before the host, who launched the next one, came to look; or the
+    turn completed none and launched the first.
 
-    Units: duration_s in seconds; kv_usage_ratio in 0 to 1.
+    Units: duration_s and launch_s in seconds; kv_usage_ratio in 0 to 1.
     """
 
     duration_s: float
@@ -142,6 +145,8 @@ class Step:
     running: int
     waiting: int
     kv_usage_ratio: float
+    launch_s: float = 0.0
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

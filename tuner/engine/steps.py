@@ -24,6 +24,9 @@ DISTORTED_RATIO = 1.5
 LIKE_STEPS = 8
 # Steps that are kept before they are counted into the summary: ours, about two megabytes.
 _CHUNK_STEPS = 16384
+NO_WAIT_S = 3e-4
+"""An asynchronous host that waited for no longer came to look when a batch was done: ours, a
+thread that hands a result over takes less."""
 LEVELS = ("running", "waiting", "kv_usage_ratio")
 _NO_BATCH = Batch(0, 0, 0, 0, 0, 0, 0)
 
@@ -33,7 +36,10 @@ class StepColumns:
     """One row per step that completed a batch or passed time, or per run of like steps.
 
     `repeats` is the number of like steps that a row stands for, duration_s their sum; the
-    contexts are those of the first.
+    contexts are those of the first. `launch_s` is what launching the batch took the host, 0
+    where nobody knows. `is_late` marks with 1 a batch whose end the host noticed late, since it
+    was launching the next one, and a turn that launched the first: some of the time that the
+    row says is that of the row after.
 
     Shapes: every column is [rows].
     Units: seconds on the replay's clock, tokens, sequences, ratios in 0 to 1.
@@ -53,6 +59,8 @@ class StepColumns:
     kv_peak_ratio: Floats
     preempted: Floats
     cached_tokens: Floats
+    launch_s: Floats
+    is_late: Floats
 
     def __len__(self) -> int:
         return int(self.end_s.size)
@@ -230,6 +238,8 @@ class StepLog:
                 step.kv_usage_ratio,
                 batch.preempted,
                 batch.cached_tokens,
+                step.launch_s,
+                step.is_late,
             )
         )
         if len(self._rows) >= _CHUNK_STEPS * _WIDTH:
@@ -263,7 +273,10 @@ class StepLog:
         self._decode.add(each_s, times)
         if self._predicted:
             return
-        seqs = rows.decode_seqs[alone]
+        # What is late was not stretched: the next step is as much shorter.
+        in_time = (rows.is_late == 0)[alone]
+        each_s, times = each_s[in_time], times[in_time]
+        seqs = rows.decode_seqs[alone][in_time]
         for n in np.unique(seqs):
             like = self._by_batch.setdefault(int(n), LogHistogram())
             like.add(each_s[seqs == n], times[seqs == n])

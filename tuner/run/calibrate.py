@@ -76,11 +76,13 @@ LOADED_REQUESTS = 1000
 class Calibrator:
     """What live replays have shown of an engine's steps so far.
 
-    `is_own` says whether this run has calibrated, not an earlier one.
+    `is_own` says whether this run has calibrated, not an earlier one. `keep` receives the steps
+    of each replay, to put them on disk.
     """
 
     calibration: Calibration
     is_own: bool = False
+    keep: Callable[[EngineLimits, StepColumns], None] = lambda *_: None
 
     @classmethod
     def of(
@@ -112,6 +114,7 @@ class Calibrator:
     def observe(self, limits: EngineLimits, log: ReplayLog) -> None:
         """Take in the steps of a live replay."""
         if log.kept_steps is not None:
+            self.keep(limits, log.kept_steps)
             self.observe_steps(limits, log.kept_steps)
 
     def observe_steps(self, limits: EngineLimits, columns: StepColumns) -> None:

@@ -2,13 +2,16 @@
 
 Files: `run.json` (options and choices, without secrets), `study.db` (the Optuna study),
 `trials.jsonl` (one line per trial), `result.json` (the outcome so far), `profile.yaml` (what
-was learned of the engine), `traffic.json` (a sketch of the trace), `timelines.json`,
-`report.html`, `engine.log`. Every file is replaced whole, so a kill at any instant leaves the
-last state. No secret stands in any of them but the engine's log, which its owner alone reads.
+was learned of the engine), `steps.jsonl` (every step that it was learned from, packed),
+`traffic.json` (a sketch of the trace), `timelines.json`, `report.html`, `engine.log`. Every
+file is replaced whole, so a kill at any instant leaves the last state; steps alone are added,
+and their last line may be half a line. No secret stands in any of them but the engine's log,
+which its owner alone reads.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -31,6 +34,7 @@ RUN_FILE = "run.json"
 RESULT_FILE = "result.json"
 PROFILE_FILE = "profile.yaml"
 TRIALS_FILE = "trials.jsonl"
+STEPS_FILE = "steps.jsonl"
 LOCK_FILE = ".lock"
 STUDY_FILE = "study.db"
 ENGINE_LOG = "engine.log"
@@ -136,6 +140,25 @@ class RunDir:
         before = path.read_bytes() if path.exists() else b""
         shown = redacted_content(msgspec.to_builtins(row))
         self._replace(name, before + msgspec.json.encode(shown) + b"\n")
+
+    def add_line(self, name: str, row: object) -> None:
+        """Add a row to a large JSON Lines file, which is not written anew for it.
+
+        Behind half a line, as a kill may leave it, it begins another.
+        """
+        path = self.path / name
+        line = msgspec.json.encode(msgspec.to_builtins(row)) + b"\n"
+        try:
+            with path.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else b"\n" + line
+                file.write(line)
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be written: {error.strerror or error}",
+                f"free space and go on with --resume {self.path}",
+            ) from error
 
     def read_json(self, name: str, kind: type[T]) -> T:
         """Return a JSON file's content. Raises: UsageError if it is missing or damaged."""

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner.engine.limits import EngineLimits
+from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.cold import Cold, confirm_cold, start_all
 from tuner.run.context import WINDOW, RunContext, Workload
-from tuner.run.directory import PROFILE_FILE
+from tuner.run.directory import PROFILE_FILE, STEPS_FILE
 from tuner.run.drawing import DRAWS, Deployed, contend, predict_deployed
 from tuner.run.knobs.advice import confirm_knobs
 from tuner.run.knobs.records import KnobAdvice
@@ -26,6 +27,7 @@ from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Predictions, cross_check, predict_more
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.result import StartFinding
+from tuner.run.rounds import packed
 from tuner.run.shadow_session import (
     RunFindings,
     ShadowSession,
@@ -68,6 +70,9 @@ NOTHING_ELSE = (
 # The share of the time that is left which finalists are looked at for where it holds no race:
 # ours, the rest is for predicting them anew.
 LONGER_SHARE = 0.7
+# Steps set aside as stretched that are more than this share of the time are told: ours, as much
+# as what two live replays of one setting differ by on a quiet machine and more.
+SET_ASIDE = 0.05
 # How many times as much as starting the current setting has to be left for it: ours, the
 # winner's start comes after.
 OWN_BLOCKS_WORTH = 2.5
@@ -225,7 +230,13 @@ class Session:
 
     def _begun(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         current = self.context.space.current
-        return Calibrator.of(started, current, self.serve_values, stored)
+        begun = Calibrator.of(started, current, self.serve_values, stored)
+        return replace(begun, keep=self._keep_steps)
+
+    def _keep_steps(self, limits: EngineLimits, columns: StepColumns) -> None:
+        """Put steps on disk: another tool, or a later one, may learn more from them."""
+        for row in packed([(limits, columns)]):
+            self.context.run_dir.add_line(STEPS_FILE, row)
 
     def _taken_over(self, stored: Profile, started: EngineStart) -> Profile:
         """Return a profile of before for the engine at hand, whose steps may yet correct it."""
@@ -262,6 +273,13 @@ class Session:
         self.context.listener.note(
             f"step model from {profile.fit.steps} steps, wrong by {wrong:.1%}"
         )
+        left_out = calibrator.calibration.times_of(profile) - 1 if given is None else 0.0
+        if left_out > SET_ASIDE:
+            self.context.caveats.add(Caveat.STEPS_SET_ASIDE)
+            self.context.listener.note(
+                f"all steps took {left_out:.0%} longer than it says: it leaves out those that "
+                "the machine stretched"
+            )
         return profile
 
     def _compared(self, profile: Profile) -> Profile:

@@ -15,8 +15,10 @@ from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit
+from tuner.shadow.launches import PASSES, told_apart
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn
+from tuner.shadow.step_model import StepModel
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -24,6 +26,9 @@ LARGEST_ERROR_RATIO = 0.20
 # No shadow is trusted to less than this, however well it fits: ours, what two live replays of
 # the same configuration differ by on a quiet machine.
 MIN_ERROR_RATIO = 0.03
+
+_Steps = tuple[tuple[EngineLimits, StepColumns], ...]
+"""What was measured at each of some limits, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class Calibration:
 
     shape: EngineShape
     starts: tuple[KvStart, ...]
-    steps: tuple[tuple[EngineLimits, StepColumns], ...]
+    steps: _Steps
     current: EngineLimits
     serve_values: Mapping[str, object]
     has_own_graphs: bool = True
@@ -62,10 +67,23 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
-        by_limits, ran_with = self._by_limits(), [self.graphs_of(at) for at, _ in self.steps]
-        own = [self.graphs_of(limits) for limits in by_limits]
-        found = fit(list(by_limits.values()), self.shape.graphs, own)
-        return found, learn(found.model, [columns for _, columns in self.steps], ran_with)
+        own = [self.graphs_of(limits) for limits in _by_limits(self.steps)]
+        apart = self.steps
+        found = fit(list(_by_limits(apart).values()), self.shape.graphs, own)
+        if any(columns.is_late.any() for _, columns in apart):
+            for _ in range(PASSES):
+                apart = self._told_apart(found.model)
+                found = fit(list(_by_limits(apart).values()), self.shape.graphs, own)
+        ran_with = [self.graphs_of(limits) for limits, _ in apart]
+        return found, learn(found.model, [columns for _, columns in apart], ran_with)
+
+    def _told_apart(self, model: StepModel) -> _Steps:
+        """Return the steps with the times of late ones as a model tells them apart."""
+        ran_with = [replace(model, graphs=self.graphs_of(limits)) for limits, _ in self.steps]
+        return tuple(
+            (limits, told_apart(seen, own.predict_s(seen)))
+            for (limits, seen), own in zip(self.steps, ran_with, strict=True)
+        )
 
     def profile(self) -> Profile:
         """Learn from the steps and put the profile together.
@@ -106,16 +124,17 @@ class Calibration:
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         took_s = predicted_s = 0.0
-        for limits, seen in self._by_limits().items():
+        for limits, seen in _by_limits(self.steps).items():
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
             took_s += float(seen.duration_s[seen.has_batch].sum())
             predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())
         return took_s / predicted_s
 
-    def _by_limits(self) -> dict[EngineLimits, StepColumns]:
-        """Return the steps by setting, so that one left out is left out of all rounds."""
-        seen = dict.fromkeys(limits for limits, _ in self.steps)
-        return {at: joined([c for limits, c in self.steps if limits == at]) for at in seen}
+
+def _by_limits(steps: _Steps) -> dict[EngineLimits, StepColumns]:
+    """Return the steps by setting, so that one left out is left out of all rounds."""
+    seen = dict.fromkeys(limits for limits, _ in steps)
+    return {at: joined([c for limits, c in steps if limits == at]) for at in seen}
 
 
 def error_ratio(profile: Profile) -> float:

@@ -21,6 +21,7 @@ from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.shadow.fit import MIN_STEPS, undistorted
+from tuner.shadow.launches import told_apart
 from tuner.shadow.profiles import Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
@@ -279,7 +280,8 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
     Raises: TooFewSamplesError with fewer than MIN_STEPS; ShadowError where they are too far
         from the profile.
     """
-    seen = joined(list(stretches))
+    expected, seen = profile.step_model_at(profile.current_limits), joined(list(stretches))
+    seen = told_apart(seen, expected.predict_s(seen))
     rows = np.flatnonzero(seen.has_batch)
     count = rows.size
     if count < MIN_STEPS:
@@ -287,7 +289,6 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
             f"{count} recorded steps have a known batch, at least {MIN_STEPS} are needed",
             "record for longer",
         )
-    expected = profile.step_model_at(profile.current_limits)
     took_s, predicted_s = seen.duration_s[rows], expected.predict_s(seen)[rows]
     kept = undistorted(took_s, predicted_s, seen.is_decode_only[rows])
 

@@ -324,6 +324,8 @@ def _asked(wanted: Wanted, shape: EngineShape, held_tokens: int) -> StepColumns:
         kv_peak_ratio=nothing,
         preempted=nothing,
         cached_tokens=nothing,
+        launch_s=nothing,
+        is_late=nothing,
     )
 
 

@@ -157,7 +157,8 @@ def _gather(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> tuple
             f"a step-time model wants {MIN_STEPS} steps with a batch, got {has_batch.sum()}",
             "calibrate for longer, or with more requests",
         )
-    tidy_s = float(np.median(took_s[~has_batch])) if not has_batch.all() else 0.0
+    tidies = ~has_batch & (steps.is_late == 0)
+    tidy_s = float(np.median(took_s[tidies])) if tidies.any() else 0.0
     return _Rows(steps, config, tuple(ran_with)).take(has_batch), tidy_s
 
 

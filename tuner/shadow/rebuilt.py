@@ -12,8 +12,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tuner.engine.steps import StepColumns
+from tuner.engine.steps import NO_WAIT_S, StepColumns
 from tuner.errors import TooFewSamplesError
+from tuner.shadow.launches import chains
 from tuner.shadow.recorded import UNKNOWN, RecordedRequests, RecordedSteps
 from tuner.stats import Bools, Floats, Ints
 
@@ -67,6 +68,9 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         left_out[reason] = int((usable & is_out).sum())
         usable &= ~is_out
     nothing = np.zeros(len(steps))
+    is_late, shape = nothing, steps.server.shape
+    if shape is not None and shape.asynchronous:
+        is_late = (steps.elapsed_s < NO_WAIT_S).astype(np.float64)
     columns = StepColumns(
         end_s=steps.ended_s,
         duration_s=duration_s,
@@ -82,8 +86,14 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         kv_peak_ratio=nothing,
         preempted=np.maximum(steps.preempted, 0).astype(np.float64),
         cached_tokens=nothing,
+        launch_s=nothing,
+        is_late=is_late,
     )
-    usable &= (columns.decode_seqs > 0) | (columns.prefill_tokens > 0)
+    usable &= columns.has_batch
+    # The time of a chain is that of all its batches.
+    chain = chains(columns)
+    known_whole = np.bincount(chain, usable) == np.bincount(chain)
+    usable &= known_whole[chain]
     return Rebuilt(_taken(columns, usable), {k: n for k, n in left_out.items() if n})
 
 

@@ -86,7 +86,7 @@ OPEN, CAUSAL, CLOSED, BATCHES = range(4)
 PIPE = 4  # batches that the arrays hold at once, a power of two: more than are on their way
 
 # The columns of the log: those of engine.steps.StepColumns, of which two are in blocks here.
-LOG_FIELDS, USED_COLUMNS = 14, (10, 11)
+LOG_FIELDS, USED_COLUMNS = 16, (10, 11)
 # Histograms: gaps between tokens, steps that decode alone, running, waiting, used blocks.
 GAPS, DECODE_STEPS, H_RUNNING, H_WAITING, H_USED, HISTOGRAMS = range(6)
 # A bin for each key of stats.LogHistogram from 2^-33 to 2^26, those at the ends hold what lies
@@ -1183,6 +1183,7 @@ def _note_steps(
         log[at, 5], log[at, 6], log[at, 7] = decode_context, prefill_context, spread
         log[at, 8], log[at, 9], log[at, 10], log[at, 11] = running, waiting, used, most_used
         log[at, 12], log[at, 13] = preempted, cached
+        log[at, 14] = log[at, 15] = 0.0
         g[LOGGED] = at + 1
 
 

@@ -7,10 +7,12 @@ the cores that a served engine's worker would have.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tuner.engine.compat import graphs
@@ -26,6 +28,7 @@ from tuner.engine.compat.shape import captured_sizes, read_shape
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch, Emitted, EngineInfo, Step, spread_tokens
 from tuner.engine.shape import EngineShape
+from tuner.engine.steps import NO_WAIT_S
 from tuner.errors import EngineError
 
 _ALLOWED: Final = frozenset(os.sched_getaffinity(0))
@@ -91,7 +94,10 @@ class Core:
         self._sampling_text = sampling_text(self._sampling, model, is_greedy=is_greedy)
         self._scheduler: Any = self._core.scheduler
         self._cap_name, self._budget_name = limit_names(self._scheduler)
-        self._pending: deque[tuple[Any, int, int, float]] = deque()
+        self._pending: deque[_Sent] = deque()
+        self._turn_began_s = 0.0
+        self._launched_at_s: float | None = None
+        self._waited_s = math.inf
         self._hook()
         self._captured = captured_sizes(config)
         self._has_own_graphs = self._show_graphs(self._ceiling)
@@ -99,16 +105,31 @@ class Core:
     def _hook(self) -> None:
         """Look at each batch as it leaves for the model, and cost it next to nothing."""
         executor = self._core.model_executor
-        execute = executor.execute_model
+        execute, sample = executor.execute_model, executor.sample_tokens
         scheduler, pending = self._scheduler, self._pending
-        manager = scheduler.kv_cache_manager
+        manager, update = scheduler.kv_cache_manager, scheduler.update_from_output
 
         def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             running, waiting = scheduler.get_request_counts()
-            pending.append((scheduler_output, running, waiting, manager.usage))
-            return execute(scheduler_output, *args, **kwargs)
+            pending.append(_Sent(scheduler_output, running, waiting, manager.usage))
+            return self._launched(execute(scheduler_output, *args, **kwargs))
 
-        executor.execute_model = watched
+        def watched_sample(*args: Any, **kwargs: Any) -> Any:
+            return self._launched(sample(*args, **kwargs))
+
+        def watched_update(*args: Any, **kwargs: Any) -> Any:
+            if self._launched_at_s is not None and len(pending) > 1:
+                self._waited_s = time.perf_counter() - self._launched_at_s
+            return update(*args, **kwargs)
+
+        executor.execute_model, executor.sample_tokens = watched, watched_sample
+        scheduler.update_from_output = watched_update
+
+    def _launched(self, result: Any) -> Any:
+        """Note how long launching the newest batch took the host."""
+        self._launched_at_s = time.perf_counter()
+        self._pending[-1].launch_s = self._launched_at_s - self._turn_began_s
+        return result
 
     @property
     def _ceiling(self) -> EngineLimits:
@@ -218,9 +239,10 @@ class Core:
             getattr(self._core, "batch_queue", None)
         )
 
-    def turn(self) -> tuple[float, list[Emitted], tuple[Any, int, int, float] | None]:
+    def turn(self) -> tuple[float, list[Emitted], _Sent | None]:
         """Run one turn of the core's loop: its seconds, tokens out and completed batch."""
-        started_s = time.perf_counter()
+        self._turn_began_s = started_s = time.perf_counter()
+        self._launched_at_s, self._waited_s = None, math.inf
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         took_s = time.perf_counter() - started_s
@@ -235,6 +257,8 @@ class Core:
             for out in client.outputs
         ]
         done = self._pending.popleft() if outputs is not None and self._pending else None
+        if done is not None:
+            done.is_late = self._waited_s < NO_WAIT_S
         return took_s, emitted, done
 
     def batches_in_flight(self) -> bool:
@@ -255,6 +279,22 @@ class Core:
     def shutdown(self) -> None:
         """Let vLLM's client end the engine, which would do it again when it is collected."""
         self._engine.engine_core.shutdown()
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A batch that left for the model, and the scheduler's state as it did.
+
+    `launch_s` is the time from the turn's beginning until it was launched, `is_late` whether it
+    was done before the host had launched the next one.
+    """
+
+    scheduled: Any
+    running: int
+    waiting: int
+    usage: float
+    launch_s: float = 0.0
+    is_late: bool = False
 
 
 # What a model runner's output waits for: runner V1 and V2.
@@ -343,10 +383,21 @@ def read_batch(scheduler_output: Any) -> Batch | None:
 
 
 def step_of(
-    took_s: float, emitted: list[Emitted], done: tuple[Any, int, int, float] | None
+    took_s: float, emitted: list[Emitted], done: _Sent | None, *, is_on_its_way: bool = False
 ) -> Step:
-    """Return one turn of the core as a step of the protocol."""
+    """Return one turn of the core as a step of the protocol.
+
+    A turn that completed nothing and left a batch on its way has launched it.
+    """
     if done is None:
-        return Step(took_s, emitted, None, 0, 0, 0.0)
-    scheduler_output, running, waiting, usage = done
-    return Step(took_s, emitted, read_batch(scheduler_output), running, waiting, usage)
+        return Step(took_s, emitted, None, 0, 0, 0.0, is_late=is_on_its_way)
+    return Step(
+        took_s,
+        emitted,
+        read_batch(done.scheduled),
+        done.running,
+        done.waiting,
+        done.usage,
+        done.launch_s,
+        done.is_late,
+    )
