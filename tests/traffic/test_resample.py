@@ -14,7 +14,7 @@ from support.traffic import a_trace, steady
 from tuner.errors import TooFewSamplesError, UsageError
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.resample import Resampler, at_load, sessions_of
-from tuner.traffic.traces import Trace, Turns
+from tuner.traffic.traces import TooLong, Trace, Turns
 
 SIZE = 16
 SYSTEM = 7
@@ -120,6 +120,40 @@ def test_equal_prompts_of_strangers_are_no_session() -> None:
 
 def test_the_load_of_a_load_is_their_product() -> None:
     assert at_load(at_load(steady(60, 2.0), 1.5), 2).load == 3.0
+
+
+def bursts() -> Trace:
+    """Return eight requests a second with bursts of forty."""
+    quiet_s = np.arange(0.0, 200.0, 0.125)
+    return a_trace(np.sort(np.concatenate([quiet_s, np.repeat(np.arange(5, 200, 20.0), 40)])))
+
+
+def busiest_second(trace: Trace) -> int:
+    return int(np.histogram(trace.due_s, np.arange(0.0, 201.0))[0].max())
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.7])
+def test_more_of_a_part_is_more_of_what_was_recorded(part: float) -> None:
+    whole = bursts()
+    thinned = at_load(whole, part)
+    again = at_load(thinned, 1 / part)
+    assert (again.due_s == whole.due_s).all()
+    assert busiest_second(at_load(thinned, 1.5 / part)) == busiest_second(at_load(whole, 1.5))
+    # So it is within a window, and of traffic drawn of the same kind.
+    window = at_load(thinned.between(50.0, 120.0), 1 / part)
+    assert (window.due_s == whole.between(50.0, 120.0).due_s).all()
+    rng = np.random.default_rng(4)
+    of_part, of_whole = Resampler(thinned).draw(rng), Resampler(whole).draw(rng)
+    assert len(of_part) == pytest.approx(part * len(of_whole), rel=0.15)
+    assert busiest_second(at_load(of_part, 1 / part)) >= 0.8 * busiest_second(of_whole)
+
+
+@pytest.mark.parametrize("policy", [TooLong.CLIP, TooLong.DROP])
+def test_lengths_are_limited_in_what_a_part_is_of_too(policy: TooLong) -> None:
+    whole = a_trace(np.arange(100.0), np.arange(1, 101), 10)
+    again = at_load(at_load(whole, 0.5).limit_lengths(60, policy), 2)
+    expected = whole.limit_lengths(60, policy)
+    assert again.prompt_tokens.tolist() == expected.prompt_tokens.tolist()
 
 
 def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:

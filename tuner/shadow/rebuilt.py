@@ -68,9 +68,6 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         left_out[reason] = int((usable & is_out).sum())
         usable &= ~is_out
     nothing = np.zeros(len(steps))
-    is_late, shape = nothing, steps.server.shape
-    if shape is not None and shape.asynchronous:
-        is_late = (steps.elapsed_s < NO_WAIT_S).astype(np.float64)
     columns = StepColumns(
         end_s=steps.ended_s,
         duration_s=duration_s,
@@ -87,14 +84,26 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         preempted=np.maximum(steps.preempted, 0).astype(np.float64),
         cached_tokens=nothing,
         launch_s=nothing,
-        is_late=is_late,
+        is_late=_noticed_late(steps),
     )
-    usable &= columns.has_batch
-    # The time of a chain is that of all its batches.
-    chain = chains(columns)
-    known_whole = np.bincount(chain, usable) == np.bincount(chain)
-    usable &= known_whole[chain]
+    usable = _of_whole_chains(columns, usable & columns.has_batch)
     return Rebuilt(_taken(columns, usable), {k: n for k, n in left_out.items() if n})
+
+
+def _noticed_late(steps: RecordedSteps) -> Floats:
+    """Mark the batches of an asynchronous core that were done before it came to look."""
+    shape = steps.server.shape
+    if shape is None or not shape.asynchronous:
+        return np.zeros(len(steps))
+    return (steps.elapsed_s < NO_WAIT_S).astype(np.float64)
+
+
+def _of_whole_chains(steps: StepColumns, usable: Bools) -> Bools:
+    """Leave out rows that share their time with one that is left out."""
+    chain = chains(steps)
+    is_whole: Bools = np.bincount(chain, usable) == np.bincount(chain)
+    found: Bools = usable & is_whole[chain]
+    return found
 
 
 def _durations(steps: RecordedSteps) -> Floats:

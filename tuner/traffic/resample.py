@@ -32,14 +32,17 @@ def at_load(trace: Trace, load: float) -> Trace:
     end comes at the beginning, as if recording had begun in its midst. A part of a copy, and
     anything below 1, keeps whole sessions at random. Prefixes that several sessions share stay
     shared; what only one session has, its copy has of its own, or it would find all of itself
-    in the cache. A recorded number in flight is multiplied.
+    in the cache. A recorded number in flight is multiplied. More of a part is more of what it
+    is a part of: a few sessions copied often have no bursts but their own.
 
     Raises: UsageError if load is not above 0.
     """
     if not (math.isfinite(load) and load > 0):
         raise UsageError(f"load must be a number above 0, got {load}", "1 is as recorded")
-    if load == 1:
+    if math.isclose(load, 1.0):
         return trace
+    if trace.recorded is not None:
+        return at_load(trace.recorded, trace.load / trace.recorded.load * load)
     if trace.concurrency is not None:
         flow = trace.concurrency.scaled(load)
         return replace(trace, concurrency=flow, load=trace.load * load)
@@ -54,6 +57,7 @@ def at_load(trace: Trace, load: float) -> Trace:
         copies.joined(parts, due_s),
         notes=trace.notes.with_remark(f"{load:g} times the recorded load, in the same time"),
         load=trace.load * load,
+        recorded=trace if load < 1 else None,
     )
 
 
@@ -68,7 +72,8 @@ class Resampler:
     """Draws other traffic of the same kind: stretches of a trace in another order.
 
     Stretches begin anywhere, go round at the end, and come with the sessions that begin in
-    them, whole. `stretches` is how many make a trace.
+    them, whole. `stretches` is how many make a trace. Of a part the whole is drawn, and a part
+    taken of that.
 
     Raises: TooFewSamplesError if the trace holds fewer requests than MIN_STRETCHES of them
         need, or has no arrivals.
@@ -76,6 +81,8 @@ class Resampler:
     """
 
     def __init__(self, trace: Trace) -> None:
+        whole = trace.recorded or trace
+        self._share, trace = trace.load / whole.load, whole
         self.stretches = min(MAX_STRETCHES, len(trace) // MIN_PER_STRETCH)
         if self.stretches < MIN_STRETCHES or trace.concurrency or trace.duration_s <= 0:
             need = MIN_STRETCHES * MIN_PER_STRETCH
@@ -101,7 +108,7 @@ class Resampler:
         parts, due_s = self._drawn(rng)
         while not sum(rows.size for rows in parts):
             parts, due_s = self._drawn(rng)
-        return self._copies.joined(parts, due_s)
+        return at_load(self._copies.joined(parts, due_s), self._share)
 
     def _drawn(self, rng: np.random.Generator) -> tuple[list[Ints], list[Floats]]:
         """Return the requests of stretches that are drawn, and when they are due."""
@@ -234,6 +241,7 @@ class _Copies:
             turns=_turns_of_copies(trace.turns, rows, number, due_s),
             request_ids=_names(trace.request_ids, rows, number),
             priorities=None if trace.priorities is None else trace.priorities[rows],
+            recorded=None,
         )
 
     def _own_hashes(self, rows: Ints, number: Ints) -> HashIds | None:

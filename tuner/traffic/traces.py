@@ -220,8 +220,9 @@ class Trace:
     arrivals, which only a closed loop can replay. `zero_s` is what the recording's own clock
     showed at 0, and `origin` what that clock is. Equal hash ids of two recordings are the same
     block if their `hash_scope` is the same, which is empty for ids of a whole data set. `load`
-    is the multiple of the recorded arrivals that these are (`scaling.at_load`). Of `priorities`
-    the smallest is served first, as in vLLM; None where all are alike.
+    is the multiple of the recorded arrivals that these are (`resample.at_load`); below 1
+    `recorded` is what they are a part of, so that more of them is more of that, bursts and all.
+    Of `priorities` the smallest is served first, as in vLLM; None where all are alike.
 
     Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s, priorities are [n], n >= 1;
         due_s ascends.
@@ -248,6 +249,7 @@ class Trace:
     hash_scope: str = ""
     load: float = 1.0
     priorities: Ints | None = None
+    recorded: Trace | None = None
 
     def __post_init__(self) -> None:
         n = len(self.due_s)
@@ -287,7 +289,8 @@ class Trace:
     def slice_rows(self, indices: npt.ArrayLike) -> Trace:
         """Return the given rows (ascending indices or a mask), their due times unchanged.
 
-        A turn whose predecessor is left out comes at its recorded time.
+        A turn whose predecessor is left out comes at its recorded time. What they are a part
+        of is not known any more.
         """
         rows = np.asarray(indices)
         rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
@@ -302,6 +305,7 @@ class Trace:
             turns=self.turns.take(rows) if self.turns is not None else None,
             request_ids=_pick(self.request_ids, rows),
             priorities=self.priorities[rows] if self.priorities is not None else None,
+            recorded=None,
         )
 
     def between(self, start_s: float, end_s: float) -> Trace:
@@ -320,15 +324,27 @@ class Trace:
             )
         part = self.slice_rows(np.arange(low, high))
         flow = self.concurrency and self.concurrency.between(start_s, end_s)
-        zero_s = self.zero_s + start_s
-        return replace(part, due_s=part.due_s - start_s, concurrency=flow, zero_s=zero_s)
+        zero_s, whole = self.zero_s + start_s, self.recorded
+        return replace(
+            part,
+            due_s=part.due_s - start_s,
+            concurrency=flow,
+            zero_s=zero_s,
+            recorded=whole and whole.between(start_s, end_s),
+        )
 
     def shifted(self) -> Trace:
         """Return the trace with its first request due at 0; its own clock is kept in zero_s."""
         first_s = float(self.due_s[0])
         flow = self.concurrency and self.concurrency.between(first_s, math.inf)
-        zero_s = self.zero_s + first_s
-        return replace(self, due_s=self.due_s - first_s, zero_s=zero_s, concurrency=flow)
+        zero_s, whole = self.zero_s + first_s, self.recorded
+        return replace(
+            self,
+            due_s=self.due_s - first_s,
+            zero_s=zero_s,
+            concurrency=flow,
+            recorded=whole and whole.between(first_s, math.inf),
+        )
 
     def recorded_concurrency(self) -> tuple[Floats, Ints]:
         """Return when the recorded number of requests in flight changed, and to what.
@@ -370,9 +386,10 @@ class Trace:
         if not count or policy is TooLong.REFUSE:
             return self
         reason = f"over max_model_len {max_model_len}"
+        whole = self.recorded and self.recorded.limit_lengths(max_model_len, policy)
         if policy is TooLong.DROP:
             notes = self.notes.with_dropped(reason, count)
-            return replace(self, notes=notes).slice_rows(~over)
+            return replace(self.slice_rows(~over), notes=notes, recorded=whole)
         room = np.maximum(max_model_len - self.output_tokens, 1)
         prompt = np.where(over, room, self.prompt_tokens)
         output = np.minimum(self.output_tokens, max_model_len - prompt)
@@ -382,6 +399,7 @@ class Trace:
             output_tokens=output,
             hashes=_cover(self.hashes, prompt) if self.hashes is not None else None,
             notes=self.notes.with_clipped(reason, count),
+            recorded=whole,
         )
 
 

@@ -221,7 +221,7 @@ def _priority(place: Place) -> Sequence[Change] | str:
                 "by arrival",
                 {"scheduling-policy": "fcfs"},
                 lambda predictor: _with_policy(predictor, "fcfs"),
-                lambda trace: replace(trace, priorities=None),
+                lambda trace: replace(trace, priorities=None, recorded=None),
             )
         ]
     return [
@@ -243,7 +243,9 @@ def _with_policy(predictor: Predictor, policy: str) -> Predictor:
 def short_first(trace: Trace) -> Trace:
     """Return the trace with a class for each doubling of the tokens, short ones first."""
     tokens = trace.prompt_tokens + trace.output_tokens
-    return replace(trace, priorities=np.log2(np.maximum(tokens, 1)).astype(np.int64))
+    return replace(
+        trace, recorded=None, priorities=np.log2(np.maximum(tokens, 1)).astype(np.int64)
+    )
 
 
 def _asynchronous(_: Place) -> str:
