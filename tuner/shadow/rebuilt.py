@@ -57,16 +57,6 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
     decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
     prefill, prefill_context = spans.prefills(steps)
     duration_s = _durations(steps)
-    is_timed = np.isfinite(duration_s) & (duration_s > 0) & (duration_s < MANY_S)
-    reasons = {
-        "without a time": ~is_timed,
-        "with a prompt whose pieces are unknown": ~np.isfinite(prefill_context),
-        "with requests that are not in the recording": ~is_decode_known,
-    }
-    usable, left_out = np.ones(len(steps), dtype=np.bool_), {}
-    for reason, is_out in reasons.items():
-        left_out[reason] = int((usable & is_out).sum())
-        usable &= ~is_out
     nothing = np.zeros(len(steps))
     columns = StepColumns(
         end_s=steps.ended_s,
@@ -86,8 +76,25 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         launch_s=nothing,
         is_late=_noticed_late(steps),
     )
-    usable = _of_whole_chains(columns, usable & columns.has_batch)
-    return Rebuilt(_taken(columns, usable), {k: n for k, n in left_out.items() if n})
+    return _usable(columns, is_decode_known)
+
+
+def _usable(columns: StepColumns, is_decode_known: Bools) -> Rebuilt:
+    """Leave out the steps of which something is unknown, and count them by reason."""
+    took_s = columns.duration_s
+    reasons = {
+        "without a time": ~(np.isfinite(took_s) & (took_s > 0) & (took_s < MANY_S)),
+        "with a prompt whose pieces are unknown": ~np.isfinite(columns.prefill_context_tokens),
+        "with requests that are not in the recording": ~is_decode_known,
+    }
+    usable, left_out = np.ones(len(columns), dtype=np.bool_), {}
+    for reason, is_out in reasons.items():
+        left_out[reason] = int((usable & is_out).sum())
+        usable &= ~is_out
+    usable &= columns.has_batch
+    whole = _of_whole_chains(columns, usable)
+    left_out["whose time is shared with one of these"] = int((usable & ~whole).sum())
+    return Rebuilt(_taken(columns, whole), {k: n for k, n in left_out.items() if n})
 
 
 def _noticed_late(steps: RecordedSteps) -> Floats:
