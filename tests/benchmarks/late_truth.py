@@ -70,7 +70,10 @@ METRICS = {
     "e2e_p50": lambda m: m.latency("e2e_s", "p50"),
     "e2e_p99": lambda m: m.latency("e2e_s", "p99"),
     "tpot_p50": lambda m: m.latency("tpot_s", "p50"),
+    "tpot_p99": lambda m: m.latency("tpot_s", "p99"),
+    "itl_p99": lambda m: m.latency("itl_s", "p99"),
     "ttft_p50": lambda m: m.latency("ttft_s", "p50"),
+    "ttft_p99": lambda m: m.latency("ttft_s", "p99"),
 }
 
 
