@@ -19,7 +19,7 @@ from tuner.run.context import Workload
 from tuner.run.directory import TRIALS_FILE
 from tuner.run.drawing import decide
 from tuner.run.predict import Predictions, cross_check, predict
-from tuner.run.shadow_session import predict_space
+from tuner.run.sessions.shadow import predict_space
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.search.race import RaceVerdict

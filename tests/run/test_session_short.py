@@ -14,7 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.options import Method
-from tuner.run.session import NOTHING_ELSE, Session
+from tuner.run.sessions.live import NOTHING_ELSE, Session
 from tuner.search.race import RaceVerdict
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO
 from tuner.shadow.predictor import Predictor
@@ -33,7 +33,7 @@ def out_of_time(folder: Path, method: Method = Method.AUTO) -> Iterator[Session]
         write_profile(run.context.run_dir.path / PROFILE_FILE, unfit)
         run.context.stopwatch.total_s = 0.0
         windows = run.workload.windows
-        yield Session(run.runner, {}, toy_predictor, method, chosen=windows)
+        yield Session.of(run.runner, {}, toy_predictor, method, chosen=windows)
 
 
 def toy_predictor(profile: Profile) -> Predictor:

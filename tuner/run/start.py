@@ -35,8 +35,8 @@ from tuner.run.journal import open_journal
 from tuner.run.knobs.known import check_has
 from tuner.run.listener import Listener, clock_text
 from tuner.run.options import STARTING_POINTS, Method, TuningOptions
-from tuner.run.session import AnySession, Session
-from tuner.run.shadow_session import ShadowSession
+from tuner.run.sessions.live import AnySession, Session
+from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
@@ -236,7 +236,7 @@ class Start:
             options.seed,
             self.listener.note,
         )
-        session = Session(
+        session = Session.of(
             TrialRunner(context, engine),
             redacted(prepared.engine.values),
             lambda profile: self._predictor(profile, engine.ceiling, engine.info),

@@ -37,8 +37,8 @@ from tuner.run.inputs import (
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
 from tuner.run.result import RunProvenance, RunResult, make_outcome
-from tuner.run.session import AnySession
-from tuner.run.shadow_session import RunFindings
+from tuner.run.sessions.live import AnySession
+from tuner.run.sessions.shadow import RunFindings
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text

@@ -1,0 +1,1 @@
+"""One run from facts to decision, with an engine or without."""

@@ -1,0 +1,274 @@
+"""One run from facts to recommendation: calibrate, predict, race, confirm, decide.
+
+Ties the stages together. A listener receives everything that there is to say on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.replay.process import EngineStart
+from tuner.run.cold import Cold, confirm_cold
+from tuner.run.context import WINDOW, RunContext, Workload
+from tuner.run.knobs.advice import confirm_knobs
+from tuner.run.knobs.records import KnobAdvice
+from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
+from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
+from tuner.run.loads.records import ClientAdvice
+from tuner.run.options import Method
+from tuner.run.predict import predict_more
+from tuner.run.race import race
+from tuner.run.result import StartFinding
+from tuner.run.sessions.learning import Learning
+from tuner.run.sessions.predicted import PredictedSearch
+from tuner.run.sessions.shadow import (
+    RunFindings,
+    ShadowSession,
+    advise_clients,
+    advise_on_knobs,
+    compare_starting_points,
+    profile_facts,
+)
+from tuner.run.time_plan import search_windows
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.ladder import at_edge, disturbed
+from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.trials import Observation, Trial, predictions
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import Profile
+from tuner.traffic.windows import Window, whole
+
+NOTHING_ELSE = (
+    "only the current configuration was replayed in the time: nothing can be said of others; "
+    "give --budget more"
+)
+
+
+@dataclass(slots=True)
+class Session:
+    """A run with a live engine.
+
+    With Method.LIVE nothing is predicted to rank by; what a live search has shown may yet be
+    predicted from where it had no time to race.
+    """
+
+    search: PredictedSearch
+    cold: Cold | None = None
+    capacity: CapacityResult | None = None
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
+    clients: ClientAdvice | None = None
+
+    @classmethod
+    def of(
+        cls,
+        runner: TrialRunner,
+        serve_values: Mapping[str, object],
+        predictor_of: Callable[[Profile], Predictor],
+        method: Method = Method.AUTO,
+        *,
+        chosen: tuple[Window, ...] = (),
+        is_compared: bool = False,
+    ) -> Self:
+        """Return a run that has not begun.
+
+        `chosen` are the windows that an earlier process of the run has chosen, if any. With
+        `is_compared` the load that it bears stands beside that of others.
+        """
+        learning = Learning(runner, serve_values, predictor_of)
+        return cls(PredictedSearch(learning, method, chosen, is_compared))
+
+    @property
+    def runner(self) -> TrialRunner:
+        """What replays on the run's engine."""
+        return self.search.runner
+
+    @property
+    def context(self) -> RunContext:
+        """What the run was given."""
+        return self.runner.context
+
+    @property
+    def method(self) -> Method:
+        """How it searches."""
+        return self.search.method
+
+    def run(self) -> RaceDecision:
+        """Search, race and confirm; every trial is on disk before the next begins.
+
+        Raises: EngineError when the engine cannot be kept alive; TooFewSamplesError when the
+            window cannot carry what was asked.
+        """
+        self.context.stopwatch.begin()
+        started = self._started()
+        context = self.context
+        context.listener.note(
+            f"engine started in {started.start_s:.1f} s, warmed up in {started.warm_up_s:.1f} s"
+        )
+        context.stopwatch.add("start", started.start_s + started.warm_up_s)
+        is_live = self.method is Method.LIVE
+        decision = None if is_live else self.search.run(started)
+        if decision is None:
+            decision = self._search_live(started)
+        if self.search.plan is not None and self.method is not Method.CALIBRATED:
+            decision, self.cold = confirm_cold(
+                self.runner, self.search.plan, decision, self.search.predict_cold
+            )
+            self.search.learning.keep_starts()
+        self._turn_knobs(decision)
+        self._find_capacity(decision)
+        context.journal.set_state("done")
+        return decision
+
+    def _started(self) -> EngineStart:
+        """Return the engine at the largest limits that it starts at; nothing above is tried.
+
+        Raises: EngineError if it does not start at the current ones.
+        """
+        engine, space = self.runner.engine, self.context.space
+        started = engine.start_below(space.current)
+        if engine.ceiling != space.ceiling:
+            self.runner.context = self.context.below(engine.ceiling)
+            self.context.keep_windows(self.search.chosen)
+        if started.others:
+            self.context.caveats.add(Caveat.GPU_SHARED)
+        if not started.info.has_own_graphs:
+            self.context.caveats.add(Caveat.GRAPHS_OF_CEILING)
+            self.context.listener.note(
+                "this vLLM shows no way to hide CUDA graphs: all settings run with those that "
+                f"were captured at {engine.ceiling}; --format vllm-exact deploys them too"
+            )
+        return started
+
+    def _search_live(self, started: EngineStart) -> RaceDecision:
+        """Search and race live; where the time was too short, predict from the steps seen."""
+        context, runner = self.context, self.runner
+        observe = self.search.learning.observer(started)
+        windows = self.search.chosen or search_windows(runner)
+        self.search.choose(windows)
+        workload = Workload.of(WINDOW, context.trace, windows, context.aim)
+        plan = self.search.plan = search_live(runner, workload, observe)
+        confidence = context.aim.confidence
+        decision = race(runner, plan, LiveEvidence(plan), confidence=confidence)
+        profile = self.search.learning.profile_of_search()
+        if not has_searched(context):
+            decision = replace(decision, why=NOTHING_ELSE)
+        elif not decision.rounds and len(plan.settings) > 1:
+            decision = replace(decision, why="there was no time to race")
+        if profile is None or decision.rounds or self.method is Method.LIVE:
+            return decision
+        try:
+            self.search.finalists(profile)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            context.listener.note(f"no prediction either: {unfit.message}")
+            return decision
+        context.caveats.discard(Caveat.SHADOW_UNFIT)
+        context.listener.note("the time held no race: what the steps seen predict decides")
+        return self.search.decide()
+
+    def _turn_knobs(self, decision: RaceDecision) -> None:
+        """Find which knobs pay beside the answer and try them cold; and what else to say."""
+        predictor, predicted = self.search.predictor, self.search.predicted
+        names = self.context.record.options.knobs
+        if predictor is None or predicted is None:
+            if names:
+                self.context.listener.note("no knob is turned: nothing could be predicted")
+            return
+        if decision.winner not in predicted.outcomes:
+            predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
+        self.starting_points = compare_starting_points(predictor, predicted, decision)
+        self.clients = advise_clients(self.context, predictor, predicted, decision.winner)
+        advice = advise_on_knobs(self.context, predictor, predicted, decision)
+        if advice is not None and self.search.plan is not None:
+            advice = confirm_knobs(self.runner, self.search.plan, advice)
+            if advice.settings:
+                self.context.listener.note(advice.lines[-1])
+        self.knobs = advice
+
+    def _find_capacity(self, decision: RaceDecision) -> None:
+        """Find how much load the answer bears, where there is an SLO and a prediction."""
+        search, context = self.search, self.context
+        predictor, predicted = search.predictor, search.predicted
+        is_possible = predictor is not None and predicted is not None and context.aim.slos
+        if not is_possible or predictor is None or predicted is None or context.left_s <= 0:
+            return
+        workload = predicted.workload
+        with context.stopwatch.stage("capacity"):
+            found = predict_capacity(predictor, workload, decision, context.space.current)
+        if self.method is Method.CALIBRATED:
+            self.capacity = found
+            return
+        windows = [workload] if search.plan is None else [workload, search.plan.workload]
+        self.capacity = confirm_capacity(
+            self.runner, predictor, windows, decision.winner, found
+        )
+
+    def findings(self) -> RunFindings:
+        """Return what stands in the result beside the decision."""
+        search, engine = self.search, self.runner.engine
+        plan, predicted, predictor = search.plan, search.predicted, search.predictor
+        workload = plan.workload if plan is not None else None
+        if workload is None and predicted is not None:
+            workload = predicted.workload
+        return RunFindings(
+            windows=search.chosen or (() if workload is None else workload.windows),
+            scoring=None if workload is None else workload.scoring,
+            cold=None if self.cold is None else self.cold.as_json(),
+            capacity=None if self.capacity is None else self.capacity.as_json(),
+            profile=None if predictor is None else profile_facts(predictor),
+            compared=search.compared,
+            predicted={}
+            if plan is None
+            else {limits: m.as_json() for limits, m in plan.predicted.items()},
+            info=engine.info,
+            engine_starts=engine.starts,
+            cold_blocks=engine.cold_blocks,
+            knobs=self.knobs,
+            starting_points=self.starting_points,
+            clients=self.clients,
+        )
+
+    def caveats(self, decision: RaceDecision) -> list[Caveat]:
+        """Return the caveats of the whole run, in a fixed order."""
+        context, engine = self.context, self.runner.engine
+        found = set(context.caveats)
+        mine = self._trials_of(decision.winner)
+        said = [Caveat(c) for t in mine for c in (t.measurement or {})["caveats"]]
+        # One disturbed replay of many does not speak for all of them.
+        found.update(caveat for caveat in said if 2 * said.count(caveat) >= len(mine))
+        is_kept = decision.verdict is RaceVerdict.KEEP
+        if is_kept and decision.best != context.space.current:
+            found.add(Caveat.WITHIN_NOISE)
+        if decision.is_predicted and len(self._seen()) > 1:
+            found.add(Caveat.NOT_RACED)
+        if disturbed(searched(context)):
+            found.add(Caveat.NOISY_MACHINE)
+        if at_edge(decision.winner, searched(context) or self._seen()):
+            found.add(Caveat.AT_SPACE_EDGE)
+        if engine.restarts_per_config:
+            found.add(Caveat.RESTARTED_PER_CONFIG)
+        if self.search.chosen != (whole(context.trace),):
+            found.add(Caveat.WINDOWED)
+        is_change = decision.verdict is RaceVerdict.CHANGE
+        if is_change and self.cold is None and not engine.restarts_per_config:
+            found.add(Caveat.NOT_CONFIRMED_COLD)
+        return [caveat for caveat in Caveat if caveat in found]
+
+    def _seen(self) -> list[Observation]:
+        """Return what was predicted last."""
+        return [t.observation for t in predictions(self.context.journal.records())]
+
+    def _trials_of(self, limits: EngineLimits) -> Sequence[Trial]:
+        return [
+            t
+            for t in self.context.journal.records()
+            if t.measurement and t.phase.is_on_windows and t.limits == limits
+        ]
+
+
+AnySession = ShadowSession | Session
+"""A run as its caller sees it, with or without an engine."""

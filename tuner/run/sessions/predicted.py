@@ -1,0 +1,364 @@
+"""The search that predicts: calibrate, predict the space, race who may be the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.replay.metrics import Measurement
+from tuner.replay.process import EngineStart
+from tuner.run.calibrate import Blocks, Calibrator, replay_longer
+from tuner.run.cold import start_all
+from tuner.run.context import RunContext, Workload
+from tuner.run.directory import PROFILE_FILE
+from tuner.run.drawing import DRAWS, Deployed, contend, predict_deployed
+from tuner.run.options import Method
+from tuner.run.predict import DISAGREEMENT, Differences, Predictions, cross_check, predict_more
+from tuner.run.race import PredictedEvidence, race
+from tuner.run.sessions.learning import Learning
+from tuner.run.sessions.shadow import decide_predicted, predict_space, predicted_text
+from tuner.run.time_plan import (
+    RacePlan,
+    cold_cost_s,
+    fitting,
+    fly_pilot,
+    plan_race,
+    race_on,
+    race_windows,
+)
+from tuner.run.trial_runner import TrialRunner
+from tuner.search.budget import Aim, window_text
+from tuner.search.objective import Objective, Tier
+from tuner.search.race import RaceDecision
+from tuner.search.trials import leader
+from tuner.shadow.calibration import check_rank_by
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import KvStart, Profile, read_profile
+from tuner.traffic.windows import Window
+
+# The share of the time that is left which finalists are looked at for where it holds no race:
+# ours, the rest is for predicting them anew.
+LONGER_SHARE = 0.7
+# How many times as much as starting the current setting has to be left for it: ours, the
+# winner's start comes after.
+OWN_BLOCKS_WORTH = 2.5
+# From how full a KV cache on it binds: ours, a request more and it does.
+KV_FULL = 0.95
+# How many times as long as its middle request a window lasts at least that is not the whole
+# trace: ours, so that most of it is past the engine's start.
+LIFETIMES = 3.0
+
+
+@dataclass(slots=True)
+class PredictedSearch:
+    """The search that predicts, and how far it is.
+
+    With Method.CALIBRATED nothing is raced where it can be predicted. `chosen` are the windows
+    that are replayed, those that an earlier process of the run has chosen at first; `plan` is
+    who races on them. `predictor` and `predicted` are None until something is predicted, and
+    once it turns out to be wrong. `compared` is what was measured beside what was predicted.
+    """
+
+    learning: Learning
+    method: Method
+    chosen: tuple[Window, ...] = ()
+    is_compared: bool = False
+    plan: RacePlan | None = None
+    predictor: Predictor | None = None
+    predicted: Predictions | None = None
+    compared: Differences = field(default_factory=dict)
+
+    @property
+    def runner(self) -> TrialRunner:
+        """What replays on the run's engine."""
+        return self.learning.runner
+
+    @property
+    def context(self) -> RunContext:
+        """What the run was given."""
+        return self.runner.context
+
+    def run(self, started: EngineStart) -> RaceDecision | None:
+        """Return the decision, None where nothing can be predicted and all must be searched.
+
+        Raises: EngineError, UsageError.
+        """
+        context, path = self.context, self.context.run_dir.path / PROFILE_FILE
+        try:
+            rate, given = None, None
+            if path.exists():
+                # The run is resumed, or was given a profile: the calibration is done.
+                profile = given = self.learning.take_over(read_profile(path), started)
+            else:
+                calibrator = self.learning.begin(started)
+                is_alone = self.method is Method.CALIBRATED
+                parts = (self.runner, calibrator, self.learning.predictor_of)
+                blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
+                rate = blocks.calibrate().wall_per_trace_s
+                profile = self.learning.fitted(calibrator)
+            profile = self.learning.compared(profile)
+            settings = self.finalists(profile)
+            if self.method is Method.CALIBRATED:
+                return self.decide()
+            plan = self._race_plan(settings, rate)
+            if plan is None and given is not None:
+                plan = self._plan_beside_a_pilot(given, rate)
+            elif plan is None and rate is not None and self.learning.calibrator is not None:
+                self._look_longer(self.learning.calibrator, profile, settings, rate)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            context.caveats.add(Caveat.SHADOW_UNFIT)
+            self.predicted = self.predictor = None
+            context.listener.note(f"no predictions: {unfit.message}; searching live")
+            return None
+        if plan is None:
+            context.caveats.add(Caveat.BUDGET_SPENT)
+            return self.decide()
+        self.plan = fitting(self.runner, plan)
+        return self._race(self.plan)
+
+    def _look_longer(
+        self,
+        calibrator: Calibrator,
+        profile: Profile,
+        settings: Sequence[EngineLimits],
+        rate: float,
+    ) -> None:
+        """Spend the time that holds no race on the finalists' steps, and predict them anew.
+
+        Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
+        """
+        time_s = LONGER_SHARE * self.context.left_s
+        if time_s <= 0 or self.runner.engine.restarts_per_config:
+            return
+        replay_longer(self.runner, calibrator, settings, rate, time_s)
+        self.finalists(self.learning.fitted(calibrator, None, profile.agreement))
+
+    def finalists(self, profile: Profile) -> list[EngineLimits]:
+        """Predict the whole space and return who lies within the profile's error of the best.
+
+        Raises: ShadowError if the profile is too wrong to rank by; TooFewSamplesError.
+        """
+        check_rank_by(profile)
+        context, predictor = self.context, self.learning.predictor_of(profile)
+        self.predictor = predictor
+        predicted = self.predicted = predict_space(context, predictor)
+        with context.stopwatch.stage("draw"):
+            found = contend(predictor.as_deployed(), predicted, context.space.current)
+        context.listener.note(
+            f"{predicted_text(context, predicted)}; could be the best: "
+            f"{', '.join(map(str, found.settings)) or 'only the current one'}"
+        )
+        return [*found.settings, context.space.current]
+
+    @property
+    def _race_aim(self) -> Aim:
+        """What the race is after: where capacity is, it offers what the best can bear."""
+        aim = self.context.aim
+        best = None if self.predicted is None else leader(self.predicted.observations)
+        if aim.objective is not Objective.CAPACITY or best is None:
+            return aim
+        load = 1 / best.score.value if best.score.tier is Tier.GOOD else 1.0
+        return replace(aim, plan=replace(aim.plan, load=load))
+
+    def _race_plan(
+        self, settings: Sequence[EngineLimits], rate: float | None
+    ) -> RacePlan | None:
+        """Return who races on what, None where the time holds no race.
+
+        On the windows of before where the run goes on, else on what the time holds.
+        """
+        context, predictor, aim = self.context, self.predictor, self._race_aim
+        if predictor is None:
+            return None
+        if aim.objective is Objective.CAPACITY:
+            context.listener.note(f"racing at {aim.plan.load:.3g} x the recorded load")
+        if self.chosen:
+            plan: RacePlan | None = race_on(context, predictor, aim, settings, self.chosen)
+        else:
+            wanted = race_windows(self.runner, rate)
+            plan = plan_race(context, predictor, aim, settings, wanted)
+        if plan is not None:
+            self.choose(plan.workload.windows)
+        return plan
+
+    def choose(self, windows: tuple[Window, ...]) -> None:
+        """Keep what is replayed, so that a resumed run replays the same."""
+        self.chosen = windows
+        predicted = () if self.predicted is None else self.predicted.workload.windows
+        self.context.keep_windows(windows, predicted)
+        text = window_text(windows, self.context.trace)
+        self.context.listener.note(f"replaying {text}")
+
+    def _plan_beside_a_pilot(self, given: Profile, rate: float | None) -> RacePlan | None:
+        """Measure whether a given profile is right that there is no time to race.
+
+        Where it is not, it is corrected by the pilot's steps, and the race planned anew.
+        """
+        calibrator, predictor = self.learning.calibrator, self.predictor
+        if calibrator is None or predictor is None:
+            return None
+        fly_pilot(self.runner, calibrator.observe)
+        if not calibrator.calibration.steps:
+            return None
+        times = calibrator.calibration.times_of(given)
+        if abs(1 / times - 1) <= DISAGREEMENT * predictor.wrong_ratio:
+            return None
+        self.context.listener.note(
+            f"live and predicted disagree: steps of the pilot take {times:.2g} times what the "
+            "profile says; correcting it"
+        )
+        return self._race_plan(self.finalists(self.learning.fitted(calibrator, given)), rate)
+
+    def _race(self, plan: RacePlan) -> RaceDecision:
+        """Replay who may be the best, live, and learn from each round.
+
+        Raises: EngineError, ShadowError, UsageError.
+        """
+        calibrator, predictor, predicted = (
+            self.learning.calibrator,
+            self.predictor,
+            self.predicted,
+        )
+        if calibrator is None or predictor is None or predicted is None:
+            raise ShadowError("nothing was predicted")
+        self._check_lifetimes(plan)
+        evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
+        decision = race(
+            self.runner, plan, evidence, calibrator.observe, self.context.aim.confidence
+        )
+        self.plan = evidence.plan
+        self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
+        if differ := evidence.disagreement():
+            self.context.listener.note(f"live and predicted disagree: {differ}")
+            self.context.caveats.add(Caveat.SHADOW_DISAGREES)
+        return self._with_own_blocks(evidence, decision)
+
+    def _check_lifetimes(self, plan: RacePlan) -> None:
+        """Say it where the windows that race are short beside the life of a request."""
+        if plan.lives is None or plan.lives[0] >= LIFETIMES * plan.lives[1]:
+            return
+        window_s, life_s = plan.lives
+        self.context.listener.note(
+            f"the window of {window_s:.0f} s lasts {window_s / life_s:.1f} times as long as "
+            f"its middle request, {life_s:.1f} s; at least {LIFETIMES:g} times are wanted, "
+            "give --budget or --window more"
+        )
+        self.context.caveats.add(Caveat.SHORT_WINDOW)
+
+    def _with_own_blocks(
+        self, evidence: PredictedEvidence, decision: RaceDecision
+    ) -> RaceDecision:
+        """Decide anew by the KV blocks that engines started with each setting will have.
+
+        Where the KV cache is what binds, and no start but the largest has shown how many blocks
+        its size costs: the current setting is started cold, as it will be once more to no end
+        if the answer is to keep it.
+
+        Raises: EngineError, ShadowError, UsageError.
+        """
+        plan, context, calibrator = evidence.plan, self.context, self.learning.calibrator
+        current, predictions = context.space.current, evidence.predictions
+        cost_s = cold_cost_s(self.runner, plan, [current])
+        if (
+            calibrator is None
+            or not decision.rounds
+            or evidence.predictor.doubt
+            or self.runner.engine.restarts_per_config
+            or len({s.limits.max_num_batched_tokens for s in calibrator.calibration.starts}) > 1
+            or not _kv_binds(predictions, evidence.settings())
+            or context.left_s < OWN_BLOCKS_WORTH * cost_s
+        ):
+            return decision
+        context.listener.note("the KV cache binds: the current setting shows its own blocks")
+        with context.stopwatch.stage("cold"):
+            start_all(self.runner, plan.workload, [current], 1)
+        self.learning.keep_starts()
+        profile = read_profile(context.run_dir.path / PROFILE_FILE)
+        settings = self.finalists(profile)
+        predictor, predicted = self.predictor, self.predicted
+        if predictor is None or predicted is None:
+            raise ShadowError("nothing was predicted")
+        evidence.predictor, evidence.predictions = predictor, predicted
+        raced = evidence.settings()
+        field = list(dict.fromkeys([*settings[:-1], *raced, current]))
+        evidence.predictions = predict_more(predictor.as_deployed(), predicted, field)
+        draws = evidence.draws_of(field, DRAWS)
+        anew = draws.decide(current, context.aim.confidence, decision.rounds)
+        is_raced = anew.winner in raced
+        return anew if is_raced else replace(anew, rounds=0, is_predicted=True)
+
+    def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
+        """Fit anew with every step seen; predict anew, and who may be the best by that.
+
+        None where no step was seen, as by a worker, or there is no time for it.
+        """
+        context, plan, calibrator = self.context, self.plan, self.learning.calibrator
+        cost_s = sum(context.stopwatch.stages_s.get(name, 0.0) for name in ("fit", "shadow"))
+        if plan is None or calibrator is None or not calibrator.calibration.steps:
+            return None
+        if cost_s > context.left_s / 2:
+            context.listener.note("there is no time to learn from the replays")
+            return None
+        if self.predictor is None or self.predicted is None:
+            return None
+        before, workload = self.predictor.profile, self.predicted.workload
+        try:
+            return self._predicted_anew(plan, calibrator, before, workload)
+        except (ShadowError, TooFewSamplesError) as unfit:
+            # What was predicted before, and how far off replays show it to be, still stands.
+            context.listener.note(f"nothing is learnt of the replays: {unfit.message}")
+            self.learning.keep(before)
+            return None
+
+    def _predicted_anew(
+        self, plan: RacePlan, calibrator: Calibrator, before: Profile, workload: Workload
+    ) -> tuple[RacePlan, Predictor, Predictions]:
+        """Fit and predict anew. Raises: ShadowError, TooFewSamplesError, UsageError."""
+        context, is_own = self.context, calibrator.is_own
+        profile = self.learning.fitted(calibrator, None if is_own else before, before.agreement)
+        settings, predictor = list(plan.settings), self.learning.predictor_of(profile)
+        predicted = Predictions(workload, predictor.wrong_ratio, {})
+        if len({run.round for run in context.journal.race_runs()}) == 1:
+            # The first round may show that others are better; later ones move little.
+            settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))
+            predicted = self.predicted or predicted
+        windows = plan.workload.windows
+        plan = race_on(context, predictor, self._race_aim, settings, windows)
+        predicted = predict_more(predictor.as_deployed(), predicted, plan.settings)
+        self.plan, self.predictor, self.predicted = plan, predictor, predicted
+        return plan, predictor, predicted
+
+    def predict_cold(self, winner: EngineLimits) -> Deployed | None:
+        """Predict the winner over the current one on engines with the blocks that each has."""
+        predictor, predicted, plan = self.predictor, self.predicted, self.plan
+        pair, blocks = (winner, self.context.space.current), self.runner.engine.cold_blocks
+        if predictor is None or predicted is None or plan is None or predictor.doubt:
+            return None
+        if not set(pair) <= blocks.keys():
+            return None
+        profile = predictor.profile
+        known = [KvStart(limits, blocks[limits]) for limits in pair]
+        others = [start for start in profile.kv_starts if start.limits not in pair]
+        own = replace(profile, kv_starts=(*known, *others))
+        return predict_deployed(replace(predictor, profile=own), predicted, plan.workload, pair)
+
+    def decide(self) -> RaceDecision:
+        """Decide by what was predicted alone, where the time held no race.
+
+        Raises: NoFeasibleConfigError if nothing could be predicted.
+        """
+        if self.predicted is None or self.predictor is None:
+            raise ShadowError("nothing was predicted")
+        if not self.chosen or self.method is Method.CALIBRATED:
+            self.chosen = windows = self.predicted.workload.windows
+            self.context.keep_windows(windows, windows)
+        return decide_predicted(self.context, self.predictor, self.predicted)
+
+
+def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
+    """Whether the size of the KV cache matters to any of the settings."""
+    found = [predictions.outcomes.get(limits) for limits in settings]
+    measured = [m for m in found if isinstance(m, Measurement)]
+    return any(m.preemptions > 0 or m.kv_usage.max >= KV_FULL for m in measured)
