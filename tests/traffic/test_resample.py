@@ -150,7 +150,7 @@ def test_more_of_a_part_is_more_of_what_was_recorded(part: float) -> None:
 
 @pytest.mark.parametrize("policy", [TooLong.CLIP, TooLong.DROP])
 def test_lengths_are_limited_in_what_a_part_is_of_too(policy: TooLong) -> None:
-    whole = a_trace(np.arange(100.0), np.arange(1, 101), 10)
+    whole = a_trace([float(i) for i in range(100)], list(range(1, 101)), 10)
     again = at_load(at_load(whole, 0.5).limit_lengths(60, policy), 2)
     expected = whole.limit_lengths(60, policy)
     assert again.prompt_tokens.tolist() == expected.prompt_tokens.tolist()
