@@ -32,6 +32,7 @@ from tuner.shadow.profiles import KvStart
 from tuner.shadow.rebuilt import rebuild
 from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, steps_beside
 from tuner.shadow.step_model import StepModel
+from tuner.stats import Floats
 
 NOW_S = 1_763_726_400.0
 LIMITS = EngineLimits(16, 256)
@@ -104,8 +105,14 @@ def recorded(
             (round((NOW_S + end_s) * 1e6), int(seqs), *known[:2], interval, known[2], 0)
         )
     lines = log.timelines
+
+    def seen(instants_s: Floats) -> Floats:
+        """Return when the core noticed what ended at the instants."""
+        row = np.minimum(np.searchsorted(true.end_s, instants_s - 1e-9), len(true) - 1)
+        return instants_s + early_s[row]
+
     due_s, first_s, last_s = (
-        column.tolist() for column in (lines.due_s, lines.first_s, lines.last_s)
+        column.tolist() for column in (lines.due_s, seen(lines.first_s), seen(lines.last_s))
     )
     rows = [
         Row(
@@ -210,10 +217,7 @@ def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) ->
 def test_what_an_asynchronous_core_noticed_late_is_told_apart(tmp_path: Path) -> None:
     off = []
     for is_asynchronous in (True, False):
-        config = a_config()
-        config["scheduler_config"]["async_scheduling"] = is_asynchronous
-        server = a_server(config=config)
-        true, steps, rows = recorded(served(), server=server, late_ratio=0.6)
+        true, steps, rows = late(is_asynchronous=is_asynchronous)
         found, requests = read(tmp_path, steps, rows)
         model = learn_profile(found, requests, {"model": "toy"})[0].step_model
         prompts = true.prefill_tokens > 0
@@ -221,6 +225,25 @@ def test_what_an_asynchronous_core_noticed_late_is_told_apart(tmp_path: Path) ->
     # The same lines of an engine that launches nothing ahead mean what they say.
     assert off[0] == pytest.approx(1.0, abs=0.05)
     assert off[1] < 0.8
+
+
+def test_without_details_what_may_have_been_late_is_left_out(tmp_path: Path) -> None:
+    true, steps, rows = late(is_asynchronous=True, has_details=False)
+    (found,), requests = read(tmp_path, steps, rows)
+    rebuilt = rebuild(found, requests)
+    at = np.searchsorted(found.ended_s, rebuilt.steps.end_s)
+    assert len(at) > 0.7 * len(true)
+    assert rebuilt.steps.duration_s == pytest.approx(true.duration_s[at], abs=2e-6)
+
+
+def late(
+    *, is_asynchronous: bool, has_details: bool = True
+) -> tuple[StepColumns, list[bytes], list[bytes]]:
+    """Return steps of which six tenths of a prompt's time were taken for the step before."""
+    config = a_config()
+    config["scheduler_config"]["async_scheduling"] = is_asynchronous
+    server = a_server(config=config)
+    return recorded(served(), server=server, late_ratio=0.6, has_details=has_details)
 
 
 def test_a_request_that_is_missing_is_stood_for_and_many_leave_steps_out(

@@ -98,11 +98,17 @@ def _usable(columns: StepColumns, is_decode_known: Bools) -> Rebuilt:
 
 
 def _noticed_late(steps: RecordedSteps) -> Floats:
-    """Mark the batches of an asynchronous core that were done before it came to look."""
+    """Mark the batches of an asynchronous core that were done before it came to look.
+
+    Where nobody knows what it waited, those before a prompt, which is slowest to launch: their
+    time and that of the prompt are known together whoever was late.
+    """
     shape = steps.server.shape
     if shape is None or not shape.asynchronous:
         return np.zeros(len(steps))
-    return (steps.elapsed_s < NO_WAIT_S).astype(np.float64)
+    is_before_prompt = np.append(steps.context_tokens[1:] != 0, [False])
+    is_known = np.isfinite(steps.elapsed_s)
+    return np.where(is_known, steps.elapsed_s < NO_WAIT_S, is_before_prompt).astype(np.float64)
 
 
 def _of_whole_chains(steps: StepColumns, usable: Bools) -> Bools:
