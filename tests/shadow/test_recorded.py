@@ -109,7 +109,8 @@ def recorded(
     def seen(instants_s: Floats) -> Floats:
         """Return when the core noticed what ended at the instants."""
         row = np.minimum(np.searchsorted(true.end_s, instants_s - 1e-9), len(true) - 1)
-        return instants_s + early_s[row]
+        found: Floats = instants_s + early_s[row]
+        return found
 
     due_s, first_s, last_s = (
         column.tolist() for column in (lines.due_s, seen(lines.first_s), seen(lines.last_s))
