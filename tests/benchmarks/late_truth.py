@@ -1,6 +1,7 @@
 """How true predictions are of an asynchronous engine whose host is slow to launch a batch.
 
     python tests/benchmarks/late_truth.py --trace azure_2023_conv.open.csv -o results.json
+    python tests/benchmarks/late_truth.py --trace azure_2023_conv.open.csv --tune 16/2048 …
 
 The engine is vLLM's own scheduler with a device and a host whose times are known. The device
 computes one batch after the other, none before its launch has ended; the host launches the next
@@ -9,6 +10,10 @@ batch takes and what launching takes are of the order of an H200 with 7 billion 
 (results/gpu_h200): 4.6 ms and 18 us a token, 13 ms to launch a batch without a graph. Three
 settings teach a step model, with noise of 2 %, and seven are foretold and compared with what
 the engine then does, with and without knowing which steps the host noticed late.
+
+With --tune the whole of `tune` runs on such an engine, on time that the engine alone moves,
+once from each of the current settings, and once more with an engine that does not say which
+steps were noticed late; what is told is held to all of the traffic, replayed without noise.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -18,25 +23,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections import deque
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from truth_figures import limits_of
+
+from support.planted import VirtualClock
 from support.profile_parts import SHAPE
+from support.virtual_time import on_virtual_time
 from tuner.engine.compat import serve
 from tuner.engine.compat.core import read_batch
 from tuner.engine.compat.scheduler import SchedulerCore
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch, Step
+from tuner.engine.protocol import Batch, EngineFacts, Step
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
+from tuner.run.listener import Listener
+from tuner.run.options import TuningOptions
+from tuner.run.tune import tune
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
@@ -80,14 +95,34 @@ METRICS = {
 class LaunchingEngine(ReferenceEngine):
     """vLLM's scheduler on a device and a host of which everything is known."""
 
-    def __init__(self, limits: EngineLimits, noise: float, seed: int) -> None:
-        graphs = LIKE_H200.graphs_at(limits, [CEILING])
-        super().__init__(LIKE_H200, CEILING, NUM_BLOCKS, replace(DEVICE, graphs=graphs))
+    def __init__(
+        self,
+        limits: EngineLimits,
+        noise: float,
+        seed: int,
+        *,
+        ceiling: EngineLimits = CEILING,
+        clock: VirtualClock | None = None,
+        says_late: bool = True,
+    ) -> None:
+        captured = LIKE_H200.graphs_at(ceiling, [CEILING])
+        shape = replace(LIKE_H200, captured_sizes=captured.sizes)
+        super().__init__(shape, ceiling, NUM_BLOCKS, DEVICE)
+        self._info = replace(
+            self._info, kind="live", captured_sizes=captured.sizes, has_own_graphs=True
+        )
         self.set_limits(limits)
-        self._graphs, self._noise = graphs, noise
+        self._noise, self._clock = noise, clock or VirtualClock()
+        self._says_late = says_late
         self._rng = np.random.default_rng(seed)
         self._now_s = self._done_s = 0.0
         self._ends_s: deque[float] = deque()
+
+    def set_limits(self, limits: EngineLimits) -> None:
+        """Take new limits, with the graphs of an engine of its own."""
+        super().set_limits(limits)
+        self._graphs = LIKE_H200.graphs_at(limits, [CEILING])
+        self.timer = replace(DEVICE, graphs=self._graphs)
 
     def _turn(self, core: SchedulerCore) -> Step:
         launched_s, is_late = self._now_s, False
@@ -103,14 +138,17 @@ class LaunchingEngine(ReferenceEngine):
             self._ends_s.append(self._done_s)
             goes_on = batch is not None or core.has_requests()
             if len(self._sent) < core.queue_size and goes_on:
-                return Step(self._until(launched_s), (), None, 0, 0, 0.0, is_late=True)
+                took_s = self._until(launched_s)
+                return Step(took_s, (), None, 0, 0, 0.0, is_late=self._says_late)
         done, ended_s = self._sent.popleft(), self._ends_s.popleft()
         took_s = self._until(max(ended_s, launched_s) + 1e-5)
         emitted = core.update(done.scheduled, done.output)
+        is_late &= self._says_late
         return replace(done.step, duration_s=took_s, emitted=emitted, is_late=is_late)
 
     def _until(self, instant_s: float) -> float:
         took_s, self._now_s = instant_s - self._now_s, instant_s
+        self._clock.pass_s(took_s)
         return took_s
 
     def _launch_s(self, batch: Batch | None) -> float:
@@ -121,6 +159,79 @@ class LaunchingEngine(ReferenceEngine):
         if batch.tokens <= max(self._graphs.sizes):
             return MIXED_S
         return EAGER_S + EAGER_TOKEN_S * batch.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchingSource:
+    """Starts such engines, each in 45 s."""
+
+    current: EngineLimits
+    says_late: bool
+    clock: VirtualClock = field(default_factory=VirtualClock)
+
+    def facts(self, values: Mapping[str, object]) -> EngineFacts:
+        """Return what is known before a start: the current limits stand in the source."""
+        _ = values
+        return EngineFacts(self.current, BARE.max_model_len, True, BARE.vllm_version, "planted")
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> LaunchingEngine:
+        """Start an engine, which takes its time."""
+        _ = values
+        self.clock.pass_s(45.0)
+        return LaunchingEngine(
+            ceiling, 0.02, 0, ceiling=ceiling, clock=self.clock, says_late=self.says_late
+        )
+
+
+class _Printer(Listener):
+    def note(self, text: str) -> None:
+        print(f"    {text}", flush=True)
+
+
+def tuned(
+    trace: Trace, current: EngineLimits, budget_s: float, *, says_late: bool
+) -> dict[str, Any]:
+    """Run `tune` from a current setting, and hold what it tells to the truth."""
+    source = LaunchingSource(current, says_late)
+    values: dict[str, object] = {
+        "model": "planted",
+        "max-num-seqs": current.max_num_seqs,
+        "max-num-batched-tokens": current.max_num_batched_tokens,
+    }
+    with tempfile.TemporaryDirectory() as folder, on_virtual_time(source.clock):
+        options = TuningOptions(
+            trace=trace,
+            config=values,
+            budget_s=budget_s,
+            ladder=(8, 16, 32),
+            run_dir=Path(folder) / "run",
+        )
+        outcome = tune(options, _Printer(), source=cast("Any", source))
+        result = msgspec.to_builtins(outcome)
+    advice, (first, *_) = result["recommendation"], result["evidence"]
+    winner = EngineLimits(advice["max_num_seqs"], advice["max_num_batched_tokens"])
+    kind, _, quantile = first["metric"].rpartition("_")
+    true = {
+        limits: measure([replayed(trace, limits, 0.0)]).latency(f"{kind}_s", quantile)
+        for limits in dict.fromkeys((current, winner))
+    }
+    found = {
+        "says_late": says_late,
+        "current": str(current),
+        "winner": str(winner),
+        "metric": first["metric"],
+        "told": [first["before"], first["after"]],
+        "true": [true[current], true[winner]],
+        "told_gain": advice["gain_ratio"],
+        "told_interval": advice["gain_interval"],
+        "told_here": advice["gain_here_interval"],
+        "true_gain": (true[winner] or 0.0) / (true[current] or 1.0) - 1,
+        "cold": result["confirmed_cold"],
+        "caveats": result["caveats"],
+        "engine_s": source.clock.now_s,
+    }
+    print(json.dumps(found, indent=1))
+    return found
 
 
 def replayed(window: Trace, limits: EngineLimits, noise: float, seed: int = 0) -> ReplayLog:
@@ -155,10 +266,23 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--load", type=float, default=2.5)
     parser.add_argument("--window", type=float, default=12.0)
+    parser.add_argument("--tune", nargs="+", default=[], metavar="SEQS/TOKENS")
+    parser.add_argument("--length", type=float, default=120.0, help="seconds that are tuned on")
+    parser.add_argument("--budget", type=float, default=600.0)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     serve.prepare_environment()
     trace = at_load(read_trace(args.trace), args.load)
+    if args.tune:
+        part = trace.between(0.0, args.length)
+        runs = [
+            tuned(part, limits_of(text), args.budget, says_late=says_late)
+            for says_late in (True, False)
+            for text in args.tune
+        ]
+        if args.output:
+            args.output.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        return
     window = busiest(trace, args.window).of(trace)
     true = {}
     for setting in FORETOLD:
