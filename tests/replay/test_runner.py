@@ -49,6 +49,20 @@ def test_an_engine_that_hides_its_limits_is_started_at_each_configuration(
     assert bench.starts == 1 + len(SWEEP)
 
 
+def test_a_cold_start_is_warmed_up_no_further_than_its_limits(tmp_path: Path) -> None:
+    host, bench = a_bench(ToySource(), tmp_path / "engine.log")
+    with host:
+        bench.ensure_started()
+        bench.start_s, bench.warm_up_s = 20.0, 12.0
+        whole_s = bench.process_s + 20.0
+        assert bench.cold_start_s(CEILING) == pytest.approx(whole_s)
+        assert bench.cold_start_s(EngineLimits(8, 512)) == pytest.approx(whole_s - 9.0)
+        assert bench.cold_start_s(EngineLimits(16, 512)) == pytest.approx(whole_s - 6.0)
+        # What a cold engine took says nothing of the one that measures.
+        bench.measure_cold(["all"], EngineLimits(8, 512), ReplayPlan(), ())
+        assert (bench.start_s, bench.warm_up_s) == (20.0, 12.0)
+
+
 def test_limits_above_the_ceiling_raise_it_by_a_restart(tmp_path: Path) -> None:
     host, bench = a_bench(ToySource(), tmp_path / "engine.log")
     with host:

@@ -147,6 +147,8 @@ class EngineRunner:
         """The engine that configurations are measured on; those started cold are others."""
         self.start_s = 0.0
         """What starting and warming up that engine took."""
+        self.warm_up_s = 0.0
+        """The part of that which warming up took."""
         self.starts = 0
         self.cold_blocks: dict[EngineLimits, int] = {}
 
@@ -174,7 +176,8 @@ class EngineRunner:
         is_fixed = not started.info.can_change_limits
         if limits is not None and is_fixed and started.info.ceiling != limits:
             started = self._start(limits)
-        self.info, self.start_s = started.info, started.start_s + started.warm_up_s
+        self.info, self.warm_up_s = started.info, started.warm_up_s
+        self.start_s = started.start_s + started.warm_up_s
         return started
 
     def start_below(self, least: EngineLimits) -> EngineStart:
@@ -222,6 +225,18 @@ class EngineRunner:
     def process_s(self) -> float:
         """Seconds until a process that was just started answers."""
         return self._process.first_answer_s
+
+    def cold_start_s(self, limits: EngineLimits) -> float:
+        """Return what starting at the limits in a process of its own should take.
+
+        As it took at the ceiling, but for batches that such an engine is not warmed up with.
+        """
+        top = self.ceiling
+        share = max(
+            limits.max_num_seqs / top.max_num_seqs,
+            limits.max_num_batched_tokens / top.max_num_batched_tokens,
+        )
+        return self.process_s + self.start_s - self.warm_up_s * (1 - min(1.0, share))
 
     @property
     def restarts_per_config(self) -> bool:
@@ -293,11 +308,11 @@ class EngineRunner:
             return Failure(started.message)
         if not changes:
             self.cold_blocks[limits] = started.info.num_blocks
-        self.started, before = started, (self.info, self.start_s)
+        self.started, before = started, (self.info, self.start_s, self.warm_up_s)
         outcome = self.measure(names, limits, plan, slos, on_progress, on_log)
         # The next replay needs an engine that can take any limits again.
         self.started = None
-        self.info, self.start_s = before
+        self.info, self.start_s, self.warm_up_s = before
         return outcome
 
     def _start_cold(

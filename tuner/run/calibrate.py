@@ -551,7 +551,8 @@ def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
         except UsageError:
             windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
     replay_s = sum(w.length_s for w in windows) * pilot.wall_per_trace_s
-    cold_s = 2 * (engine.process_s + engine.start_s)
+    current = context.space.current
+    cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)
     return outlook(context.budget, context.left_s, CALIBRATION_SHARE, replay_s, cold_s)
 
 

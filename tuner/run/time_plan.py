@@ -115,8 +115,8 @@ def duration_s(workload: Workload, predicted: Measurement) -> float:
 
 def cold_cost_s(runner: TrialRunner, plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
     """Return what starting and replaying settings cold will take."""
-    start_s = runner.engine.process_s + runner.engine.start_s
-    return sum(start_s + plan.replay_s(limits) for limits in settings)
+    engine = runner.engine
+    return sum(engine.cold_start_s(limits) + plan.replay_s(limits) for limits in settings)
 
 
 def reserve_s(runner: TrialRunner, plan: RacePlan) -> float:
