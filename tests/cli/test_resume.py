@@ -104,9 +104,12 @@ def test_a_run_shares_its_directory_with_none_and_on_ctrl_c_writes_the_best_so_f
     run_dir, emitted = trace.parent / "run", trace.parent / "best.yaml"
     with running(arguments_for(trace)) as process:
         wait_for(lambda: has_trials(run_dir, 3), process)
+        # It waits meanwhile: on a busy machine it might else be done by then.
+        process.send_signal(signal.SIGSTOP)
         with pytest.raises(UsageError, match="another run is using"):
             job_on(ToySource(CROWDED), ["--resume", str(run_dir)])
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert (out, err.splitlines()[-1]) == ("", "interrupted")
