@@ -151,9 +151,18 @@ def test_more_of_a_part_is_more_of_what_was_recorded(part: float) -> None:
 @pytest.mark.parametrize("policy", [TooLong.CLIP, TooLong.DROP])
 def test_lengths_are_limited_in_what_a_part_is_of_too(policy: TooLong) -> None:
     whole = a_trace([float(i) for i in range(100)], list(range(1, 101)), 10)
-    again = at_load(at_load(whole, 0.5).limit_lengths(60, policy), 2)
+    part = at_load(whole, 0.5)
+    again = at_load(part.limit_lengths(60, policy), 2)
     expected = whole.limit_lengths(60, policy)
     assert again.prompt_tokens.tolist() == expected.prompt_tokens.tolist()
+    # Also where the part itself holds nothing that is too long.
+    most = int((part.prompt_tokens + part.output_tokens).max())
+    longer = replace(
+        whole, prompt_tokens=np.where(np.arange(100) == 99, 500, whole.prompt_tokens)
+    )
+    few = replace(part, recorded=longer).limit_lengths(most, policy)
+    again = at_load(few, 2)
+    assert int((again.prompt_tokens + again.output_tokens).max()) <= most
 
 
 def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:

@@ -14,7 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.shadow.fit import Fit, fit
+from tuner.shadow.fit import Fit, fit, model_of
 from tuner.shadow.launches import PASSES, told_apart
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn
@@ -68,12 +68,12 @@ class Calibration:
         Raises: TooFewSamplesError with too few steps.
         """
         own = [self.graphs_of(limits) for limits in _by_limits(self.steps)]
-        apart = self.steps
-        found = fit(list(_by_limits(apart).values()), self.shape.graphs, own)
+        graphs, apart = self.shape.graphs, self.steps
         if any(columns.is_late.any() for _, columns in apart):
             for _ in range(PASSES):
-                apart = self._told_apart(found.model)
-                found = fit(list(_by_limits(apart).values()), self.shape.graphs, own)
+                model = model_of(list(_by_limits(apart).values()), graphs, own)
+                apart = self._told_apart(model)
+        found = fit(list(_by_limits(apart).values()), graphs, own)
         ran_with = [self.graphs_of(limits) for limits, _ in apart]
         return found, learn(found.model, [columns for _, columns in apart], ran_with)
 

@@ -138,6 +138,17 @@ def fit(
     return Fit(model, error)
 
 
+def model_of(
+    configs: Sequence[StepColumns], graphs: Graphs, ran_with: Sequence[Graphs]
+) -> StepModel:
+    """Return the model of `fit` alone, which is not asked how wrong it is.
+
+    Raises: as `fit`.
+    """
+    rows, tidy_s = _gather(configs, ran_with)
+    return replace(_learn(rows, graphs), tidy_s=tidy_s)
+
+
 def _gather(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> tuple[_Rows, float]:
     """Return the steps with a batch, and the median turn without one."""
     steps = joined([*configs])

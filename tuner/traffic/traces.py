@@ -322,28 +322,21 @@ class Trace:
                 f"the trace ends at {float(self.due_s[-1]):g} s",
                 "choose a window that holds requests",
             )
-        part = self.slice_rows(np.arange(low, high))
-        flow = self.concurrency and self.concurrency.between(start_s, end_s)
-        zero_s, whole = self.zero_s + start_s, self.recorded
-        return replace(
-            part,
-            due_s=part.due_s - start_s,
-            concurrency=flow,
-            zero_s=zero_s,
-            recorded=whole and whole.between(start_s, end_s),
-        )
+        return self._counted_from(self.slice_rows(np.arange(low, high)), start_s, end_s)
 
     def shifted(self) -> Trace:
         """Return the trace with its first request due at 0; its own clock is kept in zero_s."""
-        first_s = float(self.due_s[0])
-        flow = self.concurrency and self.concurrency.between(first_s, math.inf)
-        zero_s, whole = self.zero_s + first_s, self.recorded
+        return self._counted_from(self, float(self.due_s[0]), math.inf)
+
+    def _counted_from(self, part: Trace, start_s: float, end_s: float) -> Trace:
+        """Return rows due in [start_s, end_s), counted from start_s."""
+        flow, whole = self.concurrency, self.recorded
         return replace(
-            self,
-            due_s=self.due_s - first_s,
-            zero_s=zero_s,
-            concurrency=flow,
-            recorded=whole and whole.between(first_s, math.inf),
+            part,
+            due_s=part.due_s - start_s,
+            zero_s=self.zero_s + start_s,
+            concurrency=flow and flow.between(start_s, end_s),
+            recorded=whole and whole.between(start_s, end_s),
         )
 
     def recorded_concurrency(self) -> tuple[Floats, Ints]:
@@ -381,12 +374,14 @@ class Trace:
         """
         if max_model_len < 2:
             raise UsageError(f"max_model_len must be at least 2, got {max_model_len}")
+        if policy is TooLong.REFUSE:
+            return self
         over = self.too_long(max_model_len)
         count = int(over.sum())
-        if not count or policy is TooLong.REFUSE:
-            return self
-        reason = f"over max_model_len {max_model_len}"
         whole = self.recorded and self.recorded.limit_lengths(max_model_len, policy)
+        if not count:
+            return self if whole is self.recorded else replace(self, recorded=whole)
+        reason = f"over max_model_len {max_model_len}"
         if policy is TooLong.DROP:
             notes = self.notes.with_dropped(reason, count)
             return replace(self.slice_rows(~over), notes=notes, recorded=whole)
