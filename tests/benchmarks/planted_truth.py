@@ -1,12 +1,15 @@
 """How often `tune` is right on machines whose truth is known, and what being wrong costs.
 
     python tests/benchmarks/planted_truth.py --traces DIR --cache DIR --runs 200 -o results.json
+    python tests/benchmarks/planted_truth.py --asynchronous --traces DIR --cache DIR --runs 200
     python tests/benchmarks/planted_truth.py --only 3 --cache DIR
 
 A case is a slice of a recording, a machine, its mood, a load, a KV cache, SLOs or none, and a
 current configuration (`support/planted_cases.py`). The machine schedules as vLLM does
 (`support/planted.py`); its steps take what the tool's step model cannot say, times drift,
-noise, stalls and bursts of other work (`support/planted_machine.py`). A run is the whole of
+noise, stalls and bursts of other work (`support/planted_machine.py`). With --asynchronous every
+machine is a GPU whose host launches the next batch while one is computed, as vLLM's does by
+default: slower than the device where it launches without a graph. A run is the whole of
 `tune` on it, with a seed of its own, on time that the engine alone moves. The truth is the
 whole traffic at every setting on the machine at its mean speed; what is said to hold at any
 speed, or least, holds 2 % above and below it too, since near overload one replay is chaotic.
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import combinations
@@ -40,10 +43,12 @@ from scipy.stats import binomtest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.paths import SHARED_TRACES
-from support.planted_cases import Truth, apart, drawn_case, recordings
+from support.planted_cases import PlantedCase, Truth, apart, drawn_case, recordings
 from support.planted_judged import INFEASIBLE, PAYS_RATIO, Judged, Known, judged_run
+from support.planted_machine import ASYNCHRONOUS
 from tuner.run.listener import Listener
 from tuner.search.objective import Tier
+from tuner.traffic.traces import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIDENCE = 0.90
@@ -227,19 +232,21 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
     for sentence in missing:
         print(sentence, file=sys.stderr)
     earlier = [row for path in args.also or () for row in _read(path)]
-    known = {_number(row) for row in earlier}
-    truths = {case: Truth.of(drawn_case(case, traces), args.cache) for case in sorted(known)}
+    drawn = {row.case: _drawn(row, traces) for row in earlier}
+    truths = {name: Truth.of(case, args.cache) for name, case in sorted(drawn.items())}
     # What was said stands; what is true of it is told anew.
-    rows = [replace(row, true=Known.of(truths[_number(row)], row.said)) for row in earlier]
+    rows = [replace(row, true=Known.of(truths[row.case], row.said)) for row in earlier]
     began_s = time.monotonic()
     for number in range(args.runs):
-        case, seed = numbers[number % len(numbers)], args.seed + number // len(numbers)
         if time.monotonic() - began_s > args.most_s:
             print(f"stopped after {number} runs: {args.most_s:g} s are over", file=sys.stderr)
             break
-        if case not in truths:
-            truths[case] = Truth.of(drawn_case(case, traces), args.cache)
-        truth = truths[case]
+        case = drawn_case(
+            numbers[number % len(numbers)], traces, asynchronous=args.asynchronous
+        )
+        seed = args.seed + number // len(numbers)
+        truth = truths.get(case.name) or Truth.of(case, args.cache)
+        truths[case.name] = truth
         row = judged_run(truth, seed, Printer() if args.only is not None else None)
         truth.keep()
         rows.append(row)
@@ -258,9 +265,10 @@ def run_all(args: argparse.Namespace, numbers: Sequence[int]) -> None:
         print(f"{count} ended: {ended}")
 
 
-def _number(row: Judged) -> int:
-    """Return the number of a run's case."""
-    return int(row.case.partition(":")[0])
+def _drawn(row: Judged, traces: Mapping[str, Trace]) -> PlantedCase:
+    """Return the case of an earlier run."""
+    number, machine, *_ = row.case.split(":")
+    return drawn_case(int(number), traces, asynchronous=machine.endswith(ASYNCHRONOUS))
 
 
 def _percent(ratio: float | None) -> str:
@@ -296,6 +304,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=SHARED_TRACES)
     parser.add_argument("--runs", type=int, help="100, or 1 with --only")
     parser.add_argument("--cases", type=int, default=24)
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-s", type=float, default=float("inf"))

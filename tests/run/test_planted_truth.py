@@ -49,12 +49,12 @@ def replayed(source: PlantedSource, plan: ReplayPlan | None = None) -> ReplayLog
         return replay(engine, trace, PromptSource(trace, 1000), plan or ReplayPlan())
 
 
-def plain(case: Case) -> Case:
+def plain(case: Case, *, asynchronous: bool) -> Case:
     """Return a case of the scheduler without what the planted engine does not have."""
     shape = replace(
         case.engine.shape,
         prefix_caching=False,
-        asynchronous=False,
+        asynchronous=asynchronous,
         scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
     )
     return replace(case, engine=replace(case.engine, shape=shape))
@@ -69,16 +69,20 @@ def planted(case: Case) -> ReplayLog:
         like.num_blocks,
         max_model_len=like.shape.max_model_len,
         block_size=like.shape.block_size,
+        asynchronous=like.shape.asynchronous,
     )
     engine = source.start({}, like.ceiling)
     engine.set_limits(case.limits)
     return replay(engine, case.trace, PromptSource(case.trace, 1000), case.plan)
 
 
-def test_the_planted_engine_schedules_as_the_simulator_step_for_step() -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_planted_engine_schedules_as_the_simulator_step_for_step(
+    asynchronous: bool,
+) -> None:
     compared = preempted = 0
     for seed in range(250):
-        case = plain(random_case(seed))
+        case = plain(random_case(seed), asynchronous=asynchronous)
         wanted = simulated_case(case)
         if not isinstance(wanted, ReplayLog):
             continue

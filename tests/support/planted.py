@@ -1,7 +1,9 @@
 """An engine on a machine whose truth is known: what the tool decides can be held to it.
 
 It schedules as vLLM does, step for step, without a prefix cache; what a step takes is what its
-machine says in the mood of the moment. Time passes on a clock that the engine alone moves.
+machine says in the mood of the moment. Where its host launches ahead it schedules as vLLM's
+asynchronous scheduler does, and the end of a batch may be noticed late. Time passes on a clock
+that the engine alone moves.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tuner.engine.protocol import (
     spread_tokens,
 )
 from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.steps import NO_WAIT_S
 from tuner.errors import EngineError
 
 VLLM_VERSION: Final = "0.20.2"
@@ -50,7 +53,7 @@ class PlantedSource:
 
     Without a mood every step takes `times`, of its fixed and of its growing part, what the
     formula says: the truth at the mean of a mood. `num_blocks` is the KV cache of an engine
-    whose token budget takes no memory.
+    whose token budget takes no memory. With `asynchronous` the host launches ahead.
     """
 
     formula: StepFormula
@@ -63,6 +66,7 @@ class PlantedSource:
     blocks_per_token: float = 0.0
     max_model_len: int = 32768
     block_size: int = 16
+    asynchronous: bool = False
 
     @classmethod
     def of(
@@ -82,6 +86,7 @@ class PlantedSource:
             times=sizes.mean_ratios() if seed is None else (1.0, 1.0),
             start_s=machine.start_s,
             blocks_per_token=machine.blocks_per_token,
+            asynchronous=machine.host is not None,
         )
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
@@ -103,7 +108,11 @@ class PlantedSource:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request inside the engine; `computed` counts tokens whose attention is done."""
+    """A request inside the engine; `computed` counts tokens that were scheduled.
+
+    Of its answer `answered` tokens are out and `ahead` on their way; `preempted` counts how
+    often it was, for what was on its way then still comes out.
+    """
 
     row: int
     prompt_tokens: int
@@ -111,12 +120,20 @@ class _Sequence:
     out: Emitted
     computed: int = 0
     answered: int = 0
+    ahead: int = 0
     blocks: int = 0
+    preempted: int = 0
+    is_gone: bool = False
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens of the answer that are out or on their way."""
+        return self.answered + self.ahead
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before the next one comes out."""
-        return self.prompt_tokens + self.answered - self.computed
+        """Tokens to schedule before the next one comes out."""
+        return self.prompt_tokens + self.answered + self.ahead - self.computed
 
 
 @dataclass(slots=True)
@@ -130,6 +147,23 @@ class _Plan:
     def take(self, seq: _Sequence, tokens: int) -> None:
         self.chunks.append((seq, tokens))
         self.budget -= tokens
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A batch on its way, done at `ends_s`; nothing is computed where `batch` is None.
+
+    `answers` are the sequences that a token comes out of, each with how often it had been
+    preempted; None where it is every one of a stretch.
+    """
+
+    batch: Batch | None
+    answers: list[tuple[_Sequence, int]] | None
+    running: int
+    waiting: int
+    usage: float
+    launch_s: float
+    ends_s: float
 
 
 @dataclass(slots=True)
@@ -152,7 +186,8 @@ class _Stretch:
 class PlantedEngine:
     """The Engine protocol over a formula: first come first served, chunked prefill, preemption.
 
-    Source: vllm/v1/core/sched/scheduler.py, Scheduler.schedule; held to the simulator.
+    Source: vllm/v1/core/sched/scheduler.py, Scheduler.schedule, and async_scheduler.py;
+        vllm/v1/engine/core.py, EngineCore.step_with_batch_queue; held to the simulator.
     """
 
     def __init__(self, source: PlantedSource, ceiling: EngineLimits, speed: float) -> None:
@@ -163,6 +198,9 @@ class PlantedEngine:
         self._blocks = source.blocks_at(ceiling) - 1
         self._free = self._blocks
         self._stretch: _Stretch | None = None
+        self._sent: deque[_Sent] = deque()
+        self._queue = 2 if source.asynchronous else 1
+        self._idle_from_s = 0.0
         self._has_to_tidy = False
         self._info = EngineInfo(
             kind="planted",
@@ -176,7 +214,7 @@ class PlantedEngine:
             num_blocks=source.blocks_at(ceiling),
             ceiling=ceiling,
             can_change_limits=True,
-            asynchronous=False,
+            asynchronous=source.asynchronous,
         )
         self._shape = self._made_shape()
 
@@ -206,7 +244,7 @@ class PlantedEngine:
             block_size=info.block_size,
             kv_kind="full_attention",
             prefix_caching=False,
-            asynchronous=False,
+            asynchronous=info.asynchronous,
             captured_sizes=(),
             scheduler={"policy": "fcfs", "enable_chunked_prefill": True},
         )
@@ -246,74 +284,121 @@ class PlantedEngine:
         """Drop requests; unknown rows are ignored."""
         self._end_stretch()
         gone = set(rows)
-        known = {seq.row for seq in (*self._running, *self._waiting)}
-        self._has_to_tidy |= not gone.isdisjoint(known)
-        for seq in self._running:
+        for seq in (*self._running, *self._waiting):
             if seq.row in gone:
-                self._give_back(seq)
-        self._running = [seq for seq in self._running if seq.row not in gone]
-        self._waiting = deque(seq for seq in self._waiting if seq.row not in gone)
+                self._end(seq)
+        self._forget_ended()
 
     def has_work(self) -> bool:
         """Whether anything is queued, running or to be tidied up."""
+        return bool(self._sent) or self._has_requests()
+
+    def _has_requests(self) -> bool:
         return bool(self._running or self._waiting or self._has_to_tidy)
 
     def close(self) -> None:
         """Let go of every request."""
         self._running.clear()
         self._waiting.clear()
+        self._sent.clear()
 
     def step(self) -> Step:
-        """Schedule one batch, and let the time pass that it takes."""
+        """Launch a batch, and let the time pass until the one whose turn it is is noticed.
+
+        The device computes one batch after the other, none before its launch has ended.
+        """
         if not self.has_work():
             raise EngineError("a step was asked of an engine without work")
+        clock = self._source.clock
+        began_s, has_launched = clock.now_s, self._has_requests()
+        if has_launched:
+            sent = self._launched()
+            self._sent.append(sent)
+            clock.pass_s(sent.launch_s)
+            goes_on = sent.batch is not None or self._has_requests()
+            if len(self._sent) < self._queue and goes_on:
+                return Step(sent.launch_s, (), None, 0, 0, 0.0, is_late=True)
+        done = self._sent.popleft()
+        waited_s = done.ends_s - clock.now_s
+        if waited_s > 0:
+            clock.pass_s(waited_s)
+        return Step(
+            clock.now_s - began_s,
+            self._answered(done),
+            *(done.batch, done.running, done.waiting, done.usage, done.launch_s),
+            is_late=bool(self._sent) and has_launched and waited_s < NO_WAIT_S,
+        )
+
+    def _launched(self) -> _Sent:
+        """Schedule a batch, or nothing where everything is on its way or to be tidied up."""
         if self._stretch is None:
             self._begin_stretch()
-        if self._stretch is not None and (step := self._next_of(self._stretch)) is not None:
-            return step
+        if self._stretch is not None and (sent := self._next_of(self._stretch)) is not None:
+            return sent
         self._has_to_tidy = False
-        if not (self._running or self._waiting):
-            return self._tidied()
         plan = _Plan(budget=self._limits.max_num_batched_tokens)
         self._go_on(plan)
         if not plan.preempted:
             self._admit(plan)
         if not plan.chunks:
-            raise EngineError("a request is larger than the KV cache")
+            if self._waiting and not (self._sent or self._running):
+                raise EngineError("a request is larger than the KV cache")
+            return self._timed(None, 0, [])
         batch, longest = _batch_of(plan)
-        took_s = self._timed(batch, longest)
-        running, waiting = len(self._running), len(self._waiting)
-        usage = 1 - self._free / self._blocks
-        return Step(took_s, self._compute(plan), batch, running, waiting, usage)
+        answers = []
+        for seq, tokens in plan.chunks:
+            seq.computed += tokens
+            if not seq.missing:
+                seq.ahead += 1
+                answers.append((seq, seq.preempted))
+        return self._timed(batch, longest, answers)
 
-    def _tidied(self) -> Step:
-        """Take the turn in which vLLM forgets what has ended, where nothing else is to do."""
-        took_s = self._source.formula.tidy_s
-        self._source.clock.pass_s(took_s)
-        return Step(took_s, (), None, 0, 0, 1 - self._free / self._blocks)
+    def _timed(
+        self, batch: Batch | None, longest: int, answers: list[tuple[_Sequence, int]] | None
+    ) -> _Sent:
+        """Return a batch with what launching it takes from now on, and when it is done."""
+        source, now_s = self._source, self._source.clock.now_s
+        launch_s, took_s = self._takes_s(batch, longest)
+        done_s = max(self._idle_from_s, now_s) + took_s
+        if source.asynchronous:
+            done_s = max(done_s, now_s + launch_s)
+        self._idle_from_s = done_s
+        return _Sent(
+            *(batch, answers, len(self._running), len(self._waiting)),
+            usage=1 - self._free / self._blocks,
+            launch_s=launch_s,
+            ends_s=done_s,
+        )
 
-    def _timed(self, batch: Batch, longest: int) -> float:
-        """Return how long a batch takes now, and let that time pass."""
+    def _takes_s(self, batch: Batch | None, longest: int) -> tuple[float, float]:
+        """Return what a batch takes now, of the host to launch it and of the device."""
         source, mood = self._source, self._source.mood
-        fixed_s, grows_s = source.formula.parts_s(batch, longest, self._graphs)
+        formula = source.formula
+        if batch is None:
+            return (formula.tidy_s if source.asynchronous else 0.0), formula.tidy_s
+        fixed_s, grows_s = formula.parts_s(batch, longest, self._graphs)
+        launch_s = formula.launch_s(batch, self._graphs) if source.asynchronous else 0.0
         if mood is None:
-            took_s = source.times[0] * fixed_s + source.times[1] * grows_s
-        else:
-            fixed, grows = mood.at(source.clock.now_s)
-            took_s = (fixed * fixed_s + grows * grows_s) * self._speed * mood.of_a_step()
-        source.clock.pass_s(took_s)
-        return took_s
+            fixed, grows = source.times
+            return fixed * launch_s, fixed * fixed_s + grows * grows_s
+        fixed, grows = mood.at(source.clock.now_s)
+        took_s = (fixed * fixed_s + grows * grows_s) * self._speed * mood.of_a_step()
+        return fixed * launch_s * self._speed, took_s
 
     def _go_on(self, plan: _Plan) -> None:
         """Give what runs its next tokens; the last to come is the first to be preempted."""
         at = 0
         while at < len(self._running) and plan.budget > 0:
             seq = self._running[at]
+            if seq.ahead and seq.scheduled >= seq.output_tokens:
+                at += 1
+                continue
             tokens = min(seq.missing, plan.budget)
             while at < len(self._running) and not self._reserve(seq, tokens):
                 victim = self._running.pop()
                 self._give_back(victim)
-                victim.computed = 0
+                victim.computed = victim.ahead = 0
+                victim.preempted += 1
                 self._waiting.appendleft(victim)
                 plan.preempted += 1
             if at < len(self._running):
@@ -343,24 +428,36 @@ class PlantedEngine:
         self._free += seq.blocks
         seq.blocks = 0
 
-    def _compute(self, plan: _Plan) -> list[Emitted]:
-        """Let the batch pass and say which tokens came out."""
+    def _answered(self, done: _Sent) -> Sequence[Emitted]:
+        """Say which tokens came out of a batch, and let go of the requests that they end."""
+        if done.answers is None:
+            assert self._stretch is not None, "what a stretch sent is told apart at its end"
+            return self._stretch.emitted
         emitted, has_ended = [], False
-        for seq, tokens in plan.chunks:
-            seq.computed += tokens
-            if seq.missing:
+        for seq, preempted in done.answers:
+            if seq.is_gone:
                 continue
             seq.answered += 1
+            seq.ahead -= seq.preempted == preempted
             if seq.answered < seq.output_tokens:
                 emitted.append(seq.out)
                 continue
             emitted.append(Emitted(seq.row, 1, is_last=True))
-            self._give_back(seq)
+            self._end(seq)
             has_ended = True
         if has_ended:
-            self._running = [s for s in self._running if s.answered < s.output_tokens]
-            self._has_to_tidy = True
+            self._end_stretch()
+            self._forget_ended()
         return emitted
+
+    def _end(self, seq: _Sequence) -> None:
+        self._give_back(seq)
+        seq.is_gone = self._has_to_tidy = True
+
+    def _forget_ended(self) -> None:
+        self._running = [seq for seq in self._running if not seq.is_gone]
+        if any(seq.is_gone for seq in self._waiting):
+            self._waiting = deque(seq for seq in self._waiting if not seq.is_gone)
 
     # Most steps differ in their contexts alone, and go without a look at each sequence.
 
@@ -369,10 +466,11 @@ class PlantedEngine:
         running, size = self._running, self._source.block_size
         if not running or self._may_admit():
             return
-        if any(seq.prompt_tokens + seq.answered - seq.computed != 1 for seq in running):
+        if any(seq.missing != 1 or not seq.scheduled for seq in running):
             return
-        left = min(seq.output_tokens - seq.answered for seq in running) - 1
-        if left < 1 or any(not seq.answered for seq in running):
+        # Who launches ahead may send the last tokens out, which end nothing yet.
+        left = min(seq.output_tokens - seq.scheduled for seq in running) - (self._queue == 1)
+        if left < 1:
             return
         blocks_at = [0] * size
         for seq in running:
@@ -395,7 +493,7 @@ class PlantedEngine:
         tokens = min(seq.missing, self._limits.max_num_batched_tokens - len(self._running))
         return tokens > 0 and -(-tokens // self._source.block_size) <= self._free
 
-    def _next_of(self, stretch: _Stretch) -> Step | None:
+    def _next_of(self, stretch: _Stretch) -> _Sent | None:
         """Return the next step of a stretch; None, and no stretch, where it is over."""
         more = stretch.blocks_at[stretch.taken % self._source.block_size]
         if stretch.taken == stretch.left or more > self._free:
@@ -404,22 +502,27 @@ class PlantedEngine:
         self._free -= more
         seqs, total = len(stretch.emitted), stretch.total
         batch = Batch(seqs, 0, 0, total, 0, 0, 0, stretch.spread)
-        took_s = self._timed(batch, stretch.longest)
+        sent = self._timed(batch, stretch.longest, None)
+        self._has_to_tidy = False
         stretch.taken += 1
         stretch.total += seqs
         stretch.longest += 1
-        usage = 1 - self._free / self._blocks
-        return Step(took_s, stretch.emitted, batch, seqs, len(self._waiting), usage)
+        return sent
 
     def _end_stretch(self) -> None:
-        """Write down what the steps of a stretch came to."""
+        """Write down what the steps of a stretch came to, and what of them is on its way."""
         stretch, self._stretch = self._stretch, None
         if stretch is None or not stretch.taken:
             return
-        size = self._source.block_size
+        size, ahead = self._source.block_size, 0
+        for sent in self._sent:
+            if sent.answers is None:
+                sent.answers = [(seq, seq.preempted) for seq in self._running]
+                ahead += 1
         for seq in self._running:
             seq.computed += stretch.taken
-            seq.answered += stretch.taken
+            seq.answered += stretch.taken - ahead
+            seq.ahead += ahead
             seq.blocks = -(-seq.computed // size)
 
 
@@ -436,7 +539,7 @@ def _batch_of(plan: _Plan) -> tuple[Batch, int]:
     prefill = prefill_seqs = pairs = 0
     contexts = []
     for seq, tokens in plan.chunks:
-        if seq.answered and tokens <= 1:
+        if seq.scheduled and tokens <= 1:
             contexts.append(seq.computed + tokens)
         else:
             prefill += tokens

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from support.planted import PlantedSource
-from support.planted_machine import MACHINES, MOODS
+from support.planted_machine import ASYNCHRONOUS, MACHINES, MOODS
 from tuner.engine.limits import EngineLimits
 from tuner.replay.loop import replay
 from tuner.replay.metrics import Measurement, measure
@@ -113,14 +113,20 @@ def recordings(folder: Path) -> tuple[dict[str, Trace], list[str]]:
     return traces, missing
 
 
-def drawn_case(number: int, traces: Mapping[str, Trace]) -> PlantedCase:
-    """Return the case of a number; machines take turns, the rest is drawn."""
+def drawn_case(
+    number: int, traces: Mapping[str, Trace], *, asynchronous: bool = False
+) -> PlantedCase:
+    """Return the case of a number; machines take turns, the rest is drawn.
+
+    With `asynchronous` all are GPUs whose host launches ahead.
+    """
     rng = np.random.default_rng([0, number])
-    machine = ("gpu-8b", "gpu-70b", "gpu-8b", "cpu")[number % 4]
+    machine = ("gpu-8b", "gpu-70b", "gpu-8b", "gpu-70b" if asynchronous else "cpu")[number % 4]
     wanted = CPU_TRACES if machine == "cpu" else GPU_TRACES
     names = [name for name in wanted if name in traces] or list(CPU_TRACES)
     name = names[int(rng.integers(len(names)))]
     requests = int(rng.integers(300, 1200 if machine == "gpu-8b" else 600))
+    machine += ASYNCHRONOUS * asynchronous
     trace = _slice(traces[name], requests, rng)
     current = EngineLimits(*CURRENTS[int(rng.integers(len(CURRENTS)))])
     is_scarce = bool(rng.random() < 0.35)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -34,6 +34,32 @@ class StepFormula(Protocol):
         `longest` is the longest context of its decodes, in tokens.
         """
 
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Return the seconds of a host that launches a batch while the device computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What launching a batch takes a host that does so while the device computes another.
+
+    `full_s` is that of a graph, `mixed_s` that of one with a prompt, which leaves attention
+    out, and `eager_s` and `eager_token_s` that of none.
+
+    Units: seconds.
+    """
+
+    full_s: float
+    mixed_s: float
+    eager_s: float
+    eager_token_s: float
+
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Return what launching a batch takes."""
+        has_prompt = batch.prefill_tokens > 0
+        if graphs.padded(batch.tokens, has_prompt=has_prompt) is None:
+            return self.eager_s + self.eager_token_s * batch.tokens
+        return self.mixed_s if has_prompt else self.full_s
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -44,11 +70,12 @@ class Machine:
     graph; without one it is launched eagerly, which takes `eager_s` longer. Decodes attend to
     `context_s` a token, and wait for the longest of them `uneven_s` for each token by which it
     is longer than their mean; beside a prompt that takes `beside_times` as long. Prompts take
-    `pair_s` for each pair of tokens, and the host `host_s` a step. None of it is fitted to a
-    device: ours, of the order of an H100 with a model of 8 or 70 billion weights, and of a
-    server's CPU with a small one. On an RTX PRO 6000 the wait was 5 to 7 times `context_s`
-    whatever the number of decodes, beside a prompt all took 1.6 times as long, and eager
-    launches cost 0.3 to 0.7 ms.
+    `pair_s` for each pair of tokens, and the host `host_s` a step. With a `host` that launches
+    ahead a step takes neither `host_s` nor `eager_s`, but what launching does where that is
+    longer. None of it is fitted to a device: ours, of the order of an H100 with a model of 8
+    or 70 billion weights, and of a server's CPU with a small one. On an RTX PRO 6000 the wait
+    was 5 to 7 times `context_s` whatever the number of decodes, beside a prompt all took 1.6
+    times as long, and eager launches cost 0.3 to 0.7 ms.
 
     Source: LLMServingSim, profiler/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1, skew.csv,
         attention.csv and step.csv.
@@ -69,12 +96,14 @@ class Machine:
     blocks_per_token: float = 1 / 64
     sharpness: float = 4.0
     tidy_s: float = 0.0002
+    host: Host | None = None
 
     def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
         """Return the seconds that every batch takes, and those that this one adds."""
-        tokens, fixed_s = batch.tokens, self.host_s + self.memory_s
-        padded = graphs.padded(tokens, has_prompt=batch.prefill_tokens > 0)
-        tokens, fixed_s = padded or tokens, fixed_s + self.eager_s * (padded is None)
+        padded = graphs.padded(batch.tokens, has_prompt=batch.prefill_tokens > 0)
+        tokens, fixed_s = padded or batch.tokens, self.memory_s
+        if self.host is None:
+            fixed_s += self.host_s + self.eager_s * (padded is None)
         # The p-norm of both bounds, less the one of them that is fixed.
         bound = self.token_s * tokens / self.memory_s
         over = self.memory_s * ((1.0 + bound**self.sharpness) ** (1 / self.sharpness) - 1.0)
@@ -86,8 +115,12 @@ class Machine:
             grows_s += decodes_s * (self.beside_times if batch.prefill_tokens else 1.0)
         return fixed_s, grows_s
 
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Return the seconds of a host that launches ahead."""
+        return 0.0 if self.host is None else self.host.launch_s(batch, graphs)
 
-MACHINES: Final[Mapping[str, Machine]] = {
+
+_SYNCHRONOUS: Final[Mapping[str, Machine]] = {
     machine.name: machine
     for machine in (
         Machine(
@@ -131,6 +164,21 @@ MACHINES: Final[Mapping[str, Machine]] = {
         ),
     )
 }
+# What launching takes goes with the layers: of the order seen on an H200, which took 2, 8 and
+# 13 ms for 28 of them (tests/benchmarks/results/gpu_h200).
+_HOSTS: Final[Mapping[str, Host]] = {
+    "gpu-8b": Host(full_s=0.002, mixed_s=0.009, eager_s=0.015, eager_token_s=1e-6),
+    "gpu-70b": Host(full_s=0.004, mixed_s=0.022, eager_s=0.036, eager_token_s=1e-6),
+}
+ASYNCHRONOUS: Final = "-async"
+MACHINES: Final[Mapping[str, Machine]] = {
+    **_SYNCHRONOUS,
+    **{
+        name + ASYNCHRONOUS: replace(_SYNCHRONOUS[name], name=name + ASYNCHRONOUS, host=host)
+        for name, host in _HOSTS.items()
+    },
+}
+"""Machines by their name; one that ends so launches the next batch while one is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +301,8 @@ class Modelled:
         """Return the model's seconds as fixed."""
         _ = longest, graphs
         return self.step_s(batch), 0.0
+
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Nothing: the device alone is compared."""
+        _ = batch, graphs
+        return 0.0
