@@ -67,6 +67,21 @@ def test_a_winner_that_did_not_race_is_not_said_to_have_been_measured() -> None:
     assert "measured live" not in told
 
 
+def test_levels_that_are_predicted_say_of_how_much() -> None:
+    """Not to be taken for those of the few seconds that were replayed."""
+    raced = made()
+    made_of = raced.provenance
+    trace = replace(made_of.trace, predicted_requests=9000, predicted="the whole trace, 60 s")
+    rows = tuple(replace(row, rounds=0, change_interval=None) for row in raced.evidence)
+    more = replace(raced, evidence=rows, provenance=replace(made_of, trace=trace))
+    told = "\n".join(comments(more, "best.yaml", "runs/x"))
+    assert (
+        "on 9,000 requests of toy.jsonl (sha256 01234567…), the whole trace, 60 s; "
+        "1,234 of them replayed, " in told
+    )
+    assert "predicted of the whole trace, 60 s, corrected by 3 rounds of others" in told
+
+
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
     text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
     assert "interrupted: best so far, not raced against the current values" in text

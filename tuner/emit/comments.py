@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tuner.errors import UsageError
-from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult
+from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult, TraceRecord
 from tuner.search.trials import ranked
 
 SET_BESIDE: Final = "set beside the limits: "
@@ -27,8 +27,7 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     )
     lines = [
         f"vllm serve --config {file_name}",
-        f"tuned {made.made_at[:10]} on {trace.replayed_requests:,} requests of {trace.source} "
-        f"(sha256 {trace.sha256[:8]}…), {trace.window}",
+        f"tuned {made.made_at[:10]} on {_on(trace)}",
         f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
     ]
     if result.state != "complete":
@@ -53,6 +52,17 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
     return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def _on(trace: TraceRecord) -> str:
+    """Say on which requests a run tuned: those that were predicted, where they are more."""
+    of = f"requests of {trace.source} (sha256 {trace.sha256[:8]}…)"
+    if not trace.is_predicted_of_more:
+        return f"{trace.replayed_requests:,} {of}, {trace.window}"
+    return (
+        f"{trace.predicted_requests:,} {of}, {trace.predicted}; "
+        f"{trace.replayed_requests:,} of them replayed, {trace.window}"
+    )
 
 
 def _beside(result: RunResult) -> list[str]:

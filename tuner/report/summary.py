@@ -25,7 +25,14 @@ from tuner.report.words import (
 )
 from tuner.run.evidence import Bounds, gpu_text
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import Advice, EngineRecord, ProfileRecord, Provenance, RunResult
+from tuner.run.result import (
+    Advice,
+    EngineRecord,
+    ProfileRecord,
+    Provenance,
+    RunResult,
+    TraceRecord,
+)
 from tuner.search.objective import Objective, Scoring
 from tuner.search.trials import decisive
 
@@ -150,13 +157,20 @@ def _limits(result: RunResult) -> list[str]:
     return sentences
 
 
+def _predicted(made: TraceRecord) -> str:
+    """Say of how many requests it was predicted, where they are more."""
+    if not made.is_predicted_of_more:
+        return ""
+    return f"; predicted of {made.predicted}, {made.predicted_requests:,} requests"
+
+
 def _behind(result: RunResult) -> list[str]:
     """Return what the answer rests on and what qualifies it."""
     made = result.provenance.trace
     wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
     sentences = [
         f"objective {result.objective}, {wanted}; {made.replayed_requests:,} requests were "
-        f"replayed, {made.window}"
+        f"replayed, {made.window}{_predicted(made)}"
     ]
     if result.caveats:
         texts = "; ".join(caveat.text for caveat in result.caveats)
@@ -239,7 +253,7 @@ def trace_facts(run: RunFiles) -> Section:
     made = run.result.provenance.trace
     sentences = (
         f"{made.source}, format {made.format}, {made.requests:,} requests. Replayed: "
-        f"{made.window}, {made.replayed_requests:,} requests.",
+        f"{made.window}, {made.replayed_requests:,} requests{_predicted(made)}.",
     )
     description = run.result.trace_description
     tables = (_facts(description), _lengths(description))

@@ -168,7 +168,7 @@ class CaveatRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord:
-    """Which trace was replayed, and how much of it."""
+    """Which trace was replayed, and how much of it; `predicted` of how much is foretold."""
 
     source: str
     format: str
@@ -177,6 +177,13 @@ class TraceRecord:
     requests: int
     replayed_requests: int
     window: str
+    predicted_requests: int = 0
+    predicted: str = ""
+
+    @property
+    def is_predicted_of_more(self) -> bool:
+        """Whether what was predicted is of more than was replayed."""
+        return self.predicted_requests > self.replayed_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +342,9 @@ class RunResult:
         rounds = f"{advice.rounds} round{'' if advice.rounds == 1 else 's'}"
         if self.is_raced:
             return f"{rounds} in turns"
-        return f"predicted, corrected by {rounds} of others"
+        trace = self.provenance.trace
+        of = f" of {trace.predicted}" if trace.is_predicted_of_more else ""
+        return f"predicted{of}, corrected by {rounds} of others"
 
     @property
     def deployed(self) -> EngineLimits:
@@ -390,6 +399,8 @@ class RunProvenance:
     engine_starts: int
     wall_s: float
     method: str = "live"
+    predicted_requests: int = 0
+    predicted_window: str = ""
     walls_s: Mapping[str, float] = field(default_factory=dict)
     cold: Mapping[str, Any] | None = None
     capacity: Mapping[str, Any] | None = None
@@ -516,6 +527,8 @@ def _provenance(around: RunProvenance) -> Provenance:
             requests=len(trace),
             replayed_requests=around.replayed_requests,
             window=around.window,
+            predicted_requests=around.predicted_requests,
+            predicted=around.predicted_window,
         ),
         engine=None if around.info is None else _engine(around.info),
         cold_engines=tuple(

@@ -44,13 +44,14 @@ from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
 from tuner.search.objective import Scoring
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import decisive, leader
+from tuner.search.trials import decisive, leader, predictions
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 from tuner.stats import one_thread
 from tuner.traffic.describe import describe
 from tuner.traffic.sketch import TRAFFIC_FILE, sketch_of, write_sketch
 from tuner.traffic.traces import TooLong
+from tuner.traffic.windows import whole
 
 WritePage = Callable[[Path], None]
 """Writes the page of the run in a directory. Raises: UsageError."""
@@ -124,7 +125,7 @@ class _Run:
             return None
         scoring = found.scoring or Scoring(aim.objective, aim.slos, "p50")
         caveats = self._session.caveats(decision)
-        around = self._provenance(found)
+        around = self._provenance(found, has_predicted=bool(predictions(records)))
         outcome = make_outcome(
             decision, context.space.current, scoring, records, caveats, around, state
         )
@@ -135,13 +136,16 @@ class _Run:
         context.listener.result_written(outcome, context.run_dir.path)
         return outcome
 
-    def _provenance(self, found: RunFindings) -> RunProvenance:
+    def _provenance(self, found: RunFindings, *, has_predicted: bool) -> RunProvenance:
         """Return what surrounds the decision."""
         context, prepared = self._context, self._prepared
+        predicted = context.aim.window or whole(context.trace)
         return RunProvenance(
             trace=context.trace,
             replayed_requests=sum(len(w.of(context.trace)) for w in found.windows),
             window=window_text(found.windows, context.trace),
+            predicted_requests=len(predicted.of(context.trace)) if has_predicted else 0,
+            predicted_window=window_text((predicted,), context.trace) if has_predicted else "",
             info=found.info,
             cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
