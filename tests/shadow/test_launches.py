@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.profile_parts import SHAPE
 from support.step_parts import columns
 from tuner.engine.limits import EngineLimits
-from tuner.engine.steps import StepColumns, StepLog
+from tuner.engine.steps import CostSums, StepColumns, StepCosts, StepLog, chains
 from tuner.shadow.calibration import Calibration
-from tuner.shadow.launches import chains, told_apart
+from tuner.shadow.launches import told_apart
 from tuner.shadow.profiles import KvStart
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats
@@ -146,3 +146,26 @@ def test_a_step_that_was_noticed_late_is_not_the_machine_s_noise() -> None:
         log = StepLog()
         log._count_decodes(replace(rows, is_late=np.array([0.0] * 20 + [late] * 5)))
         assert log.finish()[0].distorted()[0] == stretched
+
+
+def fitted(steps: StepColumns) -> StepCosts:
+    sums = CostSums()
+    sums.add(steps)
+    return sums.fit()
+
+
+@pytest.mark.parametrize("limits", [(16, 2048), (128, 2048), (64, 8192)])
+def test_what_work_costs_a_device_is_not_what_its_host_noticed_late(
+    limits: tuple[int, int],
+) -> None:
+    """On these the work that a load is, and how much of the engine it takes, is told."""
+    late = replay(EngineLimits(*limits), 3000, 5)
+    alike = fitted(replace(late, duration_s=DEVICE.predict_s(late), is_late=np.zeros(3000)))
+    found = fitted(late)
+    apart = fitted(replace(late, is_late=np.zeros(3000)))
+    assert found.prefill_s == pytest.approx(alike.prefill_s, rel=0.1)
+    assert found.base_s == pytest.approx(alike.base_s, rel=0.2)
+    assert abs(apart.prefill_s / alike.prefill_s - 1) > 0.2
+    # Nothing of the time is lost.
+    work = (late.decode_seqs.sum(), late.prefill_tokens.sum())
+    assert found.busy_s(3000, *work) == pytest.approx(late.duration_s.sum())

@@ -78,6 +78,22 @@ class StepColumns:
         return mask
 
 
+LONGEST_CHAIN = 8
+"""Rows of a chain at most: ours. Where the host is always the slower one every step is late,
+and takes what launching the next one does, which is much the same."""
+
+
+def chains(steps: StepColumns) -> NDArray[np.int64]:
+    """Return each row's chain: late ones and the row after share a time, and so a number.
+
+    Shapes: [rows].
+    """
+    is_in_time, row = steps.is_late == 0, np.arange(len(steps))
+    begins = np.concatenate([[True], is_in_time[:-1]]) if len(steps) else is_in_time
+    place = row - np.maximum.accumulate(np.where(begins, row, 0))
+    return np.cumsum(place % LONGEST_CHAIN == 0) - 1
+
+
 _WIDTH = len(StepColumns.__dataclass_fields__)
 
 
@@ -111,7 +127,8 @@ class CostSums:
     """Sums over steps from which `StepCosts` are fitted.
 
     `alone` are steps that only decode: steps, sequences, sequences squared, seconds, seconds
-    times sequences; `mixed` the others: steps, sequences, prompt tokens, seconds.
+    times sequences; `mixed` the others: steps, sequences, prompt tokens, seconds. Steps that
+    share a time, since some were noticed late, are counted together, as their mean.
 
     Shapes: alone is [5], mixed [4]; zeros where nothing is given.
     """
@@ -122,26 +139,28 @@ class CostSums:
 
     def add(self, rows: StepColumns) -> None:
         """Add steps; a run of like steps counts as often as it stands for one."""
-        alone = rows.is_decode_only
-        times, seqs, took_s = (
-            rows.repeats[alone],
-            rows.decode_seqs[alone],
-            rows.duration_s[alone],
+        steps, seqs, tokens, took_s = (
+            rows.repeats * rows.has_batch,
+            rows.repeats * rows.decode_seqs,
+            rows.prefill_tokens,
+            rows.duration_s,
         )
+        if rows.is_late.any():
+            of = chains(rows)
+            steps, seqs, tokens, took_s = (
+                np.bincount(of, column).astype(np.float64)
+                for column in (steps, seqs, tokens, took_s)
+            )
+        alone = (steps > 0) & (tokens == 0)
+        each = seqs[alone] / steps[alone]
         self._alone += (
-            times.sum(),
-            (times * seqs).sum(),
-            (times * seqs * seqs).sum(),
-            took_s.sum(),
-            (took_s * seqs).sum(),
+            steps[alone].sum(),
+            seqs[alone].sum(),
+            (seqs[alone] * each).sum(),
+            took_s[alone].sum(),
+            (took_s[alone] * each).sum(),
         )
-        mixed = ~alone
-        self._mixed += (
-            (rows.repeats * (rows.prefill_tokens > 0))[mixed].sum(),
-            (rows.repeats * rows.decode_seqs)[mixed].sum(),
-            rows.prefill_tokens[mixed].sum(),
-            rows.duration_s[mixed].sum(),
-        )
+        self._mixed += [column[~alone].sum() for column in (steps, seqs, tokens, took_s)]
 
     def fit(self) -> StepCosts:
         """Return the non-negative line that leaves the sum of all steps as it was."""

@@ -12,29 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tuner.engine.steps import StepColumns
+from tuner.engine.steps import StepColumns, chains
 from tuner.stats import Floats
 
 PASSES = 4
 """How often times are told apart anew by what was learnt of them: ours, since a step that only
 decodes is known from those that were noticed in time, and the others follow from it."""
-
-LONGEST = 8
-"""Rows of a chain at most: ours. Where the host is always the slower one every step is late,
-and takes what launching the next one does, which is much the same."""
-
-
-def chains(steps: StepColumns) -> NDArray[np.int64]:
-    """Return each row's chain: late ones and the row after share a time, and so a number.
-
-    Shapes: [rows].
-    """
-    is_in_time, row = steps.is_late == 0, np.arange(len(steps))
-    begins = np.concatenate([[True], is_in_time[:-1]]) if len(steps) else is_in_time
-    place = row - np.maximum.accumulate(np.where(begins, row, 0))
-    return np.cumsum(place % LONGEST == 0) - 1
 
 
 def told_apart(steps: StepColumns, predicted_s: Floats) -> StepColumns:

@@ -12,9 +12,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tuner.engine.steps import NO_WAIT_S, StepColumns
+from tuner.engine.steps import NO_WAIT_S, StepColumns, chains
 from tuner.errors import TooFewSamplesError
-from tuner.shadow.launches import chains
 from tuner.shadow.recorded import UNKNOWN, RecordedRequests, RecordedSteps
 from tuner.stats import Bools, Floats, Ints
 
