@@ -159,6 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=SHARED_TRACES)
     parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("-o", "--output", type=Path)
@@ -167,8 +169,8 @@ def main() -> None:
     for line in missing:
         print(line)
     rows = []
-    for number in range(args.cases):
-        case = drawn_case(number, traces)
+    for number in range(args.first, args.first + args.cases):
+        case = drawn_case(number, traces, asynchronous=args.asynchronous)
         truth = Truth.of(case, args.cache)
         profile, took_s = calibrated(case, truth, args.seed)
         steps = {limits: true_steps(case, limits) for limits in settings_of(case, truth)}
