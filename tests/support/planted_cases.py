@@ -321,6 +321,8 @@ def _alike(own: EngineLimits, measured: Measurement, limits: EngineLimits) -> bo
 _CODE: Final = tuple(
     f"tests/support/{name}.py" for name in ("planted", "planted_machine", "planted_cases")
 )
+_ENGINE: Final = ("limits", "protocol", "shape", "steps")
+"""Modules of the engine that a planted one needs; no real one is started."""
 
 
 def _key(case: PlantedCase) -> str:
@@ -335,9 +337,10 @@ def _key(case: PlantedCase) -> str:
 
 
 def _sources() -> Iterator[Path]:
-    for folder in ("replay", "engine"):
-        for path in sorted((ROOT / "tuner" / folder).glob("*.py")):
-            yield path.relative_to(ROOT)
+    for name in _ENGINE:
+        yield Path("tuner/engine") / f"{name}.py"
+    for path in sorted((ROOT / "tuner/replay").glob("*.py")):
+        yield path.relative_to(ROOT)
 
 
 def apart(truth: Truth, settings: Sequence[EngineLimits]) -> bool:
