@@ -81,7 +81,7 @@ def test_the_planted_engine_schedules_as_the_simulator_step_for_step(
     asynchronous: bool,
 ) -> None:
     compared = preempted = 0
-    for seed in range(250):
+    for seed in range(125):
         case = plain(random_case(seed), asynchronous=asynchronous)
         wanted = simulated_case(case)
         if not isinstance(wanted, ReplayLog):
@@ -89,8 +89,8 @@ def test_the_planted_engine_schedules_as_the_simulator_step_for_step(
         assert_same_replay(wanted, planted(case))
         compared += 1
         preempted += wanted.steps.preempted > 0
-    assert compared > 200
-    assert preempted > 10
+    assert compared > 100
+    assert preempted > 5
 
 
 def test_a_step_pays_for_padding_for_eager_launches_and_for_uneven_contexts() -> None:
