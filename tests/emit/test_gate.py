@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Event, Thread
+from typing import ClassVar
 
 import pytest
 import yaml
 
 from support.gate_parts import a_gate
+from support.prometheus_parts import answers, wait_for
 from tuner.emit.gate import WRITERS
 from tuner.emit.names import GateFormat
 from tuner.errors import UsageError
@@ -50,25 +56,75 @@ def test_vllm_takes_its_own_limit() -> None:
     assert parse_serve_values(values).max_num_queued_reqs == 9
 
 
-def test_nginx_takes_the_file(tmp_path: Path) -> None:
-    places = f"{os.environ['PATH']}:/usr/sbin"
-    nginx = shutil.which("nginx", path=places)
+class SlowUpstream(BaseHTTPRequestHandler):
+    """Answers once all requests are there or refused, as an engine that is busy until then."""
+
+    held: ClassVar[list[str]] = []
+    free: ClassVar[Event] = Event()
+
+    def do_GET(self) -> None:
+        """Hold a completion until the engine is free."""
+        if self.path.startswith("/v1/"):
+            self.held.append(self.path)
+            self.free.wait(30)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of each request."""
+
+
+def an_nginx(folder: Path, port: int, upstream: int) -> list[str]:
+    """Return the command that serves the emitted file. Skips where there is no nginx."""
+    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
     if nginx is None:
         pytest.skip("no nginx here: apt-get install nginx-light")
     text = WRITERS[GateFormat.NGINX](ANSWER)
-    assert "limit_conn tune_gate 9;" in text
-    (tmp_path / "gate.conf").write_text(text.replace("8080", str(free_port())))
+    (folder / "gate.conf").write_text(
+        text.replace("listen 8080", f"listen 127.0.0.1:{port}").replace(
+            "127.0.0.1:8000", f"127.0.0.1:{upstream}"
+        )
+    )
     paths = "".join(
-        f"{kind}_temp_path {tmp_path}/{kind};\n"
+        f"{kind}_temp_path {folder}/{kind};\n"
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
-    (tmp_path / "nginx.conf").write_text(
-        f"pid {tmp_path}/pid;\nevents {{}}\nhttp {{\naccess_log off;\n{paths}"
-        f"include {tmp_path}/gate.conf;\n}}\n"
+    (folder / "nginx.conf").write_text(
+        f"daemon off;\npid {folder}/pid;\nevents {{}}\nhttp {{\naccess_log off;\n{paths}"
+        f"include {folder}/gate.conf;\n}}\n"
     )
-    command = [nginx, "-t", "-e", "stderr", "-p", str(tmp_path), "-c", "nginx.conf"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    return [nginx, "-e", "stderr", "-p", str(folder), "-c", "nginx.conf"]
+
+
+def status_of(port: int) -> int:
+    """Return the status that nginx answers a completion with."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", "/v1/completions")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_nginx_lets_in_what_the_gate_holds_and_refuses_the_rest(tmp_path: Path) -> None:
+    port = free_port()
+    with ThreadingHTTPServer(("127.0.0.1", 0), SlowUpstream) as upstream:
+        Thread(target=upstream.serve_forever, daemon=True).start()
+        nginx = subprocess.Popen(an_nginx(tmp_path, port, upstream.server_port))
+        try:
+            wait_for(lambda: answers(port, "/health") or nginx.poll() is not None)
+            with ThreadPoolExecutor(12) as clients:
+                asked = [clients.submit(status_of, port) for _ in range(12)]
+                done = SlowUpstream.held
+                wait_for(lambda: len(done) + sum(each.done() for each in asked) >= 12)
+                SlowUpstream.free.set()
+            # Six in flight and three in the queue, which nginx counts together.
+            assert sorted(each.result() for each in asked) == [200] * 9 + [503] * 3
+        finally:
+            nginx.terminate()
+            nginx.wait(30)
+            upstream.shutdown()
 
 
 def test_envoy_never_gets_a_queue_of_nothing_which_would_refuse_all() -> None:

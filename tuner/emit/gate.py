@@ -69,7 +69,8 @@ def _nginx(answer: GateAnswer) -> str:
         *evidence(answer),
     ]
     return commented(notes) + (
-        "limit_conn_zone $server_name zone=tune_gate:1m;\n"
+        # One key for all requests: nginx counts none whose key is empty, as an unset name's is.
+        'limit_conn_zone "tune_gate" zone=tune_gate:1m;\n'
         "limit_conn_status 503;\n"
         "upstream vllm {\n"
         "    server 127.0.0.1:8000;\n"
