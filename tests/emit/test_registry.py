@@ -192,6 +192,20 @@ def test_the_chart_gets_whole_numbers_and_words(rec: Recommendation) -> None:
     assert all(isinstance(word, str) for word in config["extraArgs"])
 
 
+def test_numbers_in_quotes_are_numbers_and_other_words_are_refused() -> None:
+    quoted = {"model": "m", "port": "9000", "tensor-parallel-size": "2"}
+    (document,) = loaded(emit(Format.KUBERNETES, Recommendation(quoted, WINNER)))
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    assert container["ports"] == [{"name": "http", "containerPort": 9000}]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    values = loaded(emit(Format.LLM_D, Recommendation(quoted, WINNER)))[0]
+    assert values["decode"]["parallelism"]["tensor"] == 2
+    for key, value in (("port", "http"), ("tensor-parallel-size", 2.0)):
+        rec = Recommendation({**quoted, key: value}, WINNER)
+        with pytest.raises(UsageError, match=f"{key} must be a whole number, got {value!r}"):
+            emit(Format.KUBERNETES, rec)
+
+
 @pytest.mark.parametrize("chosen", [Format.KUBERNETES, Format.DOCKER_COMPOSE])
 def test_a_dollar_reaches_vllm_as_it_stands(chosen: Format, tmp_path: Path) -> None:
     rec = Recommendation({"model": "m", "chat-template": "$(A) $$ ${B}"}, WINNER)

@@ -20,9 +20,11 @@ from tuner.engine.serve_config import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     changed,
+    human_integer,
     hyphenated,
     twin,
 )
+from tuner.errors import UsageError
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
 from tuner.run.result import Advice, RunResult
@@ -128,9 +130,19 @@ class Recommendation:
         return default if twin(switch) not in settings else settings[twin(switch)] is False
 
     def number(self, key: str, default: int) -> int:
-        """Return a whole number among the settings, the default where there is none."""
-        value = self.settings.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else default
+        """Return a whole number among the settings, the default where the key is not set.
+
+        A text counts where vLLM itself reads it as a number. Raises: UsageError, naming the key
+        of a value that is no whole number.
+        """
+        value = self.settings.get(key, default)
+        number = human_integer(value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise UsageError(
+                f"{key} must be a whole number, got {value!r}",
+                f"write it in the configuration as in `{key}: {default}`",
+            )
+        return number
 
     @property
     def model(self) -> str:
