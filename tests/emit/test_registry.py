@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from support.emit_parts import (
     an_outcome,
     vllm_serve_parser,
 )
-from support.emit_targets import SETS_ITS_OWN_PORT, STARTED, loaded
+from support.emit_targets import SETS_ITS_OWN_PORT, STARTED, kubectl, loaded
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation
 from tuner.emit.registry import TARGETS, emit
@@ -190,6 +191,20 @@ def test_the_chart_gets_whole_numbers_and_words(rec: Recommendation) -> None:
     assert "maxModelLen" not in config
     assert {"--max-model-len=1M", "--max-num-batched-tokens=4096"} <= set(config["extraArgs"])
     assert all(isinstance(word, str) for word in config["extraArgs"])
+
+
+def test_kubectl_reads_provenance_as_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    awkward = ["12345e67", "1e5", "-.5", "1_0e3", "0o17", "-0x1F", "0b11", "y", "No", "on"]
+    awkward += [".inf", ".NaN", "null", "~", "017", "2026-11-24", "1:30"]
+    facts = {f"fact-{place}": text for place, text in enumerate(awkward)}
+    rec = Recommendation({"model": "m"}, WINNER, facts=facts)
+    (tmp_path / "deployment.yaml").write_text(emit(Format.KUBERNETES, rec))
+    done = kubectl(
+        *("annotate", "--local", "-f", str(tmp_path / "deployment.yaml")),
+        *("checked=yes", "-o", "json"),
+    )
+    read = json.loads(done.stdout)["metadata"]["annotations"]
+    assert read == rec.annotations() | {"checked": "yes"}
 
 
 def test_numbers_in_quotes_are_numbers_and_other_words_are_refused() -> None:

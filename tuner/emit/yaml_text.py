@@ -8,6 +8,14 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 _FOLDED = re.compile("[\x85\u2028\u2029\ufeff]")
+# What YAML 1.2 and Go's readers take for a number, a switch or nothing, and PyYAML for a text.
+# Source: YAML 1.2.2, section 10.3.2; gopkg.in/yaml.v2, resolve.go.
+_TYPED = re.compile(
+    r"[-+]?(?:\.\d[\d_]*|\d[\d_]*(?:\.[\d_]*)?)(?:e[-+]?[\d_]+)?"
+    r"|[-+]?0(?:b[01_]+|o[0-7_]+|x[\da-f_]+)|[-+]?\.inf|\.nan"
+    r"|y|n|yes|no|on|off|true|false|null|~",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 class BlockText(str):
@@ -29,8 +37,9 @@ def _as_block(dumper: _PlainDumper, text: BlockText) -> yaml.ScalarNode:
 
 
 def _as_text(dumper: _PlainDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _TYPED.fullmatch(text) else None
     # PyYAML folds these unless they are escaped: YAML 1.1 takes them for ends of a line.
-    style = '"' if _FOLDED.search(text) else None
+    style = '"' if _FOLDED.search(text) else style
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
