@@ -12,12 +12,10 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tuner.emit.flags import flags
+from tuner.emit.script import masked, starts
 from tuner.engine.serve_config import LIVE_LIMIT_KEYS, hyphenated, twin
 from tuner.errors import UsageError
 
-_STARTS_VLLM: Final = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\.[\w.]+")
-# The model after `vllm serve`, perhaps on the next line; a backslash alone continues the line.
-_MODEL_WORD: Final = re.compile(r"(?:\s|\\\n)+(?![-\\])\S+")
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
 
 
@@ -115,7 +113,7 @@ def _lines(holder: dict[str, Any], keys: Sequence[str]) -> Iterator[tuple[Any, A
             yield holder, key
         elif isinstance(value, list):
             for place, word in enumerate(value):
-                if isinstance(word, str) and _STARTS_VLLM.search(word) and " " in word.strip():
+                if isinstance(word, str) and starts(word) and " " in word.strip():
                     yield value, place
 
 
@@ -127,30 +125,75 @@ def _is_shell(words: Sequence[Any]) -> bool:
 def edit_line(line: str, tuned: Mapping[str, object]) -> str:
     """Return a command line with what was tuned set, and without what would cap the limits.
 
+    A script gets both limits at each command of it that starts vLLM; comments stay as they are.
+
+    Raises: UsageError if another command makes the value of a flag.
+
     >>> tuned = {"max-num-seqs": 8, "enable-prefix-caching": False}
     >>> edit_line("vllm serve m --max_num_seqs 256 --enable-prefix-caching && echo", tuned)
     'vllm serve m --no-enable-prefix-caching --max_num_seqs 8 && echo'
     """
     for key, value in tuned.items():
-        flag = _flag_pattern(key)
-        if _is_one_word(value) and flag.search(line):
-            line = flag.sub(rf"\g<flag>{value}", line)
-            continue
-        if not _is_one_word(value):
-            line = re.sub(r"[ \t]*" + _whole_flag(key, value), "", line)
-        place = _after_model(line)
-        line = f"{line[:place]} {' '.join(flags({key: value}))}{line[place:]}"
+        if _is_one_word(value):
+            _check_values(line, key)
+            line = _replaced(line, _flag_pattern(key), rf"\g<flag>{value}")
+        else:
+            line = _replaced(line, re.compile(r"[ \t]*" + _whole_flag(key, value)), "")
+        line = _with_flag(line, key, value)
     for key in LIVE_LIMIT_KEYS:
-        line = re.sub(r"[ \t]*" + _flag_pattern(key).pattern, "", line)
+        _check_values(line, key)
+        line = _replaced(line, re.compile(r"[ \t]*" + _flag_pattern(key).pattern), "")
     return line
+
+
+def _with_flag(line: str, key: str, value: object) -> str:
+    """Return the line with the flag at each start of vLLM that has none of its own."""
+    flag, code = _flag_pattern(key), masked(line)
+    words = f" {' '.join(flags({key: value}))}"
+    places = starts(line)
+    for start in reversed(places):
+        if not flag.search(code, start.begin, start.end):
+            line = line[: start.after_model] + words + line[start.after_model :]
+    if places or flag.search(code):
+        return line
+    end = len(line.rstrip())
+    return line[:end] + words + line[end:]
+
+
+def _replaced(line: str, pattern: re.Pattern[str], text: str) -> str:
+    """Return the line with what matches replaced everywhere but in comments."""
+    for found in reversed(list(pattern.finditer(masked(line)))):
+        line = line[: found.start()] + found.expand(text) + line[found.end() :]
+    return line
+
+
+_SEPARATOR: Final = r"(?:=|(?:\s|\\\n)++)"
+# A value whose end is known: it ends at an operator, and no other command makes a part of it.
+_VALUE: Final = (
+    r"(?:\"[^\"$`]*+(?:\$(?!\()[^\"$`]*+)*+\"|'[^']*+'"
+    r"|(?:[^\s\"'\\;&|()<>`$]|\$(?!\())++(?![`$(]))"
+)
 
 
 def _flag_pattern(key: str) -> re.Pattern[str]:
     """Return a pattern for a flag, in either spelling, with the value that follows it."""
-    name = key.replace("-", "[-_]")
-    return re.compile(
-        rf"(?P<flag>--{name}(?:=|(?:\s|\\\n)+))(?:\"[^\"]*\"|'[^']*'|[^\s\"'\\]+)"
-    )
+    return re.compile(rf"(?P<flag>{_name_pattern(key)}{_SEPARATOR}){_VALUE}")
+
+
+def _name_pattern(key: str) -> str:
+    return f"--{key.replace('-', '[-_]')}"
+
+
+def _check_values(line: str, key: str) -> None:
+    """Refuse a value that cannot be told from what follows it. Raises: UsageError."""
+    name = _name_pattern(key)
+    unread = rf"{name}{_SEPARATOR}(?!{_VALUE})\S*?[`$\\\"']|{name}['\"]\s+['\"$\d]"
+    if re.search(unread, masked(line)):
+        raise no_place(
+            f"a plain value behind --{key}, as in `--{key} 256`",
+            "`$(…)`, backquotes or quotes within quotes",
+            "write a number there, which is then replaced",
+        )
 
 
 def _is_one_word(value: object) -> bool:
@@ -199,15 +242,6 @@ def _holds(words: Sequence[object], wanted: Sequence[str]) -> bool:
         texts[i : i + n] == [*wanted] and (i + n == len(texts) or texts[i + n][:2] == "--")
         for i in range(len(texts) - n + 1)
     )
-
-
-def _after_model(line: str) -> int:
-    """Return where a flag can be put in: after the model, or where the line ends."""
-    start = _STARTS_VLLM.search(line)
-    if start is None:
-        return len(line.rstrip())
-    model = _MODEL_WORD.match(line, start.end()) if "serve" in start.group() else None
-    return model.end() if model else start.end()
 
 
 def set_flag(words: list[Any], key: str, value: object) -> bool:

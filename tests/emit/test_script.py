@@ -1,0 +1,97 @@
+"""A shell's script starts vLLM with both limits wherever it did, and runs as it ran."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.emit_files import SHELL
+from support.emit_parts import a_run_dir
+from support.emit_targets import in_a_shell
+from tuner.cli import run
+from tuner.emit.edits import edit_line
+
+Output = pytest.CaptureFixture[str]
+TUNED = {"max-num-seqs": 48, "max-num-batched-tokens": 4096}
+
+STARTS = [
+    "vllm serve m",
+    "vllm serve m --max-num-seqs 256",
+    'A=1 vllm serve "$MODEL" --max_num_seqs=256 2>/dev/null',
+    "(vllm serve m --max-num-batched-tokens 2048)",
+    "if [ -d / ]; then vllm serve m --max-num-seqs 256; else vllm serve n; fi",
+    "vllm serve \\\n  m \\\n  --max-num-seqs \\\n  '256' # --max-num-seqs 2",
+    "sh -c 'vllm serve m --max-num-seqs 256'",
+    'sh -c "vllm serve $MODEL --port 1" vllm',
+    "for m in a b; do vllm serve $m; done & wait",
+    'ARGS="--max-num-seqs 256 --port 1"; vllm serve m $ARGS',
+    'case $MODEL in m) exec vllm serve "${MODEL:-a b}";; esac',
+]
+OTHERS = [
+    "# vllm serve reads m from the hub; it's slow",
+    "# --max-num-seqs 256 ran out of memory",
+    'echo "starting vllm serve with $MODEL"',
+    "echo starting vllm serve now",
+    "cat <<END >/dev/null\nit's a note: $MODEL\nEND",
+    "true && false || :",
+]
+
+
+def given_to_vllm(script: str, folder: Path) -> list[list[str]]:
+    """Return the words of each `vllm serve` that a script runs, without those of echo."""
+    path = f"{folder}:/usr/bin:/bin"
+    done = in_a_shell(script, folder, {"PATH": path, "MODEL": "m", "VLLM_API_KEY": "@"})
+    assert done.stderr == ""
+    served = ("@\0" + done.stdout).split("@\0serve\0")[1:]
+    return [each.split("\0")[:-1] for each in served]
+
+
+@given(st.lists(st.sampled_from(OTHERS), max_size=3), st.sampled_from(STARTS), st.data())
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
+)
+def test_each_start_has_both_limits_and_all_else_is_as_it_was(
+    tmp_path: Path, others: list[str], start: str, data: st.DataObject
+) -> None:
+    script = "\n".join(data.draw(st.permutations([*others, start])))
+    edited = edit_line(script, TUNED)
+    assert edit_line(edited, TUNED) == edited
+    subprocess.run(["/bin/sh", "-n", "-c", edited], check=True, timeout=60)
+    assert all(other in edited for other in others)
+    before, after = (given_to_vllm(text, tmp_path) for text in (script, edited))
+    assert len(before) == len(after) > 0
+    for words in after:
+        text = " ".join(words).replace("=", " ").replace("_", "-")
+        assert "--max-num-seqs 48" in text
+        assert "--max-num-batched-tokens 4096" in text
+        assert "256" not in text
+        assert "2048" not in text
+    assert [words[0] for words in after] == [words[0] for words in before]
+
+
+@pytest.mark.parametrize("value", ["$(nproc --all)", '"$(nproc)"', "`nproc`", "4$(nproc)"])
+def test_a_value_that_a_command_makes_is_refused(
+    value: str, tmp_path: Path, capsys: Output
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SHELL.replace("seqs 256", f"seqs {value}"))
+    source = str(a_run_dir(tmp_path))
+    assert run(["emit", source, "--format", "kubernetes", "--merge", str(path)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"{path} has no place for the limits: expected a plain value behind --max-num" in shown
+    )
+    assert "hint: write a number there" in shown
+    assert value in path.read_text()
+
+
+def test_a_script_that_only_speaks_of_vllm_is_refused(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SHELL.replace("exec vllm", "echo vllm"))
+    source = str(a_run_dir(tmp_path))
+    assert run(["emit", source, "--format", "kubernetes", "--merge", str(path)]) == 2
+    assert "got a script without one" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""Find where a shell's script starts vLLM, and which parts of it are comments.
+
+A script is read as a shell reads it, into commands of words, so that neither a message nor a
+comment with the same words is taken for the command. What a variable holds is not known: a
+command line that stands in one counts where nothing else starts vLLM.
+
+Source: POSIX.1-2024, Shell Command Language, sections 2.2, 2.3, 2.7 and 2.9.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+_NESTED: Final = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
+_EXPANDED: Final = r"\$\{(?:[^{}\n]|\$\{[^{}\n]*+\})*+\}"
+_TOKEN: Final = re.compile(
+    r"(?P<blank>(?:[ \t\r]|\\\n)++)"
+    r"|(?P<comment>#[^\n]*+)"
+    r"|<<(?!<)-?[ \t]*+\\?['\"]?(?P<document>\w+)['\"]?"
+    r"|(?P<redirection>\d*(?:<<<|>>|>\||[<>]&|<>|[<>])|&>>?)"
+    r"|(?P<end>[\n;&|()])"
+    rf"|(?P<word>(?:'[^']*+'|\"(?:\\.|{_NESTED}|[^\"\\])*+\"|{_NESTED}|{_EXPANDED}|`[^`]*+`"
+    r"|\\.|[^\s;&|()<>'\"`\\])++)"
+    r"|.",
+    re.DOTALL,
+)
+_KEYWORDS: Final = frozenset({"if", "then", "else", "elif", "do", "while", "until", "!", "{"})
+_ASSIGNED: Final = re.compile(r"\w+\+?=(?P<text>.*)", re.DOTALL)
+_SCRIPT_FOLLOWS: Final = re.compile(r"-[a-z]*c|eval")
+_MODULE: Final = re.compile(r"vllm\.entrypoints\.[\w.]+")
+_WRAPPERS: Final = re.compile(
+    r"exec|command|env|nohup|time|timeout|nice|ionice|chrt|numactl|taskset|setsid|stdbuf|sudo"
+    r"|su|gosu|su-exec|setpriv|runuser|chroot|tini|dumb-init|catatonit|uv|poetry|conda|srun"
+    r"|mpirun|nsys|ncu|ddtrace-run|opentelemetry-instrument|torchrun|python[\d.]*"
+)
+"""Commands that start the one which is named behind their own options."""
+_NO_WRAPPERS: Final = frozenset(
+    {"echo", "printf", "logger", "log", "grep", "pgrep", "pkill", "test", "[", "[[", ":"}
+    | {"for", "case", "cat", "which", "type", "alias", "trap", "sed", "awk"}
+)
+"""Commands that only speak of what is named behind them, or look for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A command that starts vLLM, from its first word to its last; flags go `after_model`.
+
+    All are offsets in the script, in characters.
+    """
+
+    begin: int
+    after_model: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    begin: int
+    end: int
+    text: str
+
+
+@dataclass(slots=True)
+class _Read:
+    """What was found so far: sure starts, likely ones, and comments as pairs of offsets."""
+
+    sure: list[Start] = field(default_factory=list)
+    likely: list[Start] = field(default_factory=list)
+    comments: list[tuple[int, int]] = field(default_factory=list)
+
+
+def starts(script: str) -> list[Start]:
+    """Return the commands that start vLLM, in their order.
+
+    >>> script = "echo vllm serve; A=1 nohup vllm serve m --port 1 &"
+    >>> [script[start.begin : start.end] for start in starts(script)]
+    ['vllm serve m --port 1']
+    """
+    read = _read(script)
+    return sorted(read.sure or read.likely, key=lambda start: start.begin)
+
+
+def masked(script: str) -> str:
+    r"""Return the script with each character of a comment replaced by a null.
+
+    >>> masked("a # b")
+    'a \x00\x00\x00'
+    """
+    for begin, end in _read(script).comments:
+        script = script[:begin] + "\0" * (end - begin) + script[end:]
+    return script
+
+
+def _read(script: str) -> _Read:
+    read = _Read()
+    _read_commands(script, 0, len(script), read)
+    return read
+
+
+def _read_commands(
+    script: str, at: int, end: int, read: _Read, *, in_document: bool = False
+) -> None:
+    """Read the commands between two offsets; no document within a document is told apart."""
+    words: list[_Word] = []
+    documents: list[str] = []
+    is_target = False
+    while at < end and (found := _TOKEN.match(script, at, end)):
+        at = found.end()
+        if found["comment"]:
+            read.comments.append(found.span())
+        elif found["document"]:
+            documents += [] if in_document else [found["document"]]
+        elif found["redirection"]:
+            is_target = True
+        elif found["end"]:
+            _read_command(script, words, read)
+            words, is_target = [], False
+            if found["end"] == "\n":
+                at, documents = _read_documents(script, at, end, documents, read), []
+        elif not found["blank"]:
+            # A file that is written to or read from is no argument of the command.
+            words += [] if is_target else [_Word(*found.span(), found.group())]
+            is_target = False
+    _read_command(script, words, read)
+
+
+def _read_documents(script: str, at: int, end: int, documents: list[str], read: _Read) -> int:
+    """Read what stands in here-documents as scripts of their own; return where they end."""
+    for name in documents:
+        mark = re.compile(rf"^\t*{name}$", re.MULTILINE).search(script, at, end)
+        _read_commands(script, at, mark.start() if mark else end, read, in_document=True)
+        at = mark.end() if mark else end
+    return at
+
+
+def _read_command(script: str, words: list[_Word], read: _Read) -> None:
+    """Note whether one command starts vLLM, by itself or by a script among its words."""
+    for before, word in zip([None, *words], words, strict=False):
+        if before is not None and _SCRIPT_FOLLOWS.fullmatch(before.text):
+            _read_quoted(script, word, 0, read)
+        elif assigned := _ASSIGNED.fullmatch(word.text):
+            inner = _Read()
+            _read_quoted(script, word, assigned.start("text"), inner)
+            read.likely += inner.sure
+    while words and (words[0].text in _KEYWORDS or _ASSIGNED.fullmatch(words[0].text)):
+        words = words[1:]
+    start = _start_in(words)
+    if start is None:
+        return
+    first = words[0].text.strip("'\"").rpartition("/")[2]
+    if start.begin == words[0].begin or _WRAPPERS.fullmatch(first):
+        read.sure.append(start)
+    elif first not in _NO_WRAPPERS:
+        read.likely.append(start)
+
+
+def _read_quoted(script: str, word: _Word, skipped: int, read: _Read) -> None:
+    """Read the script that is quoted in a word, behind so many characters of it."""
+    quote = word.text[skipped : skipped + 1]
+    if quote in {"'", '"'} and word.text.endswith(quote) and len(word.text) > skipped + 1:
+        _read_commands(script, word.begin + skipped + 1, word.end - 1, read)
+
+
+def _start_in(words: list[_Word]) -> Start | None:
+    """Return where the words of one command name vLLM's server, if they do."""
+    texts = [word.text.strip("'\"") for word in words]
+    for place, text in enumerate(texts):
+        if _MODULE.fullmatch(text):
+            return Start(words[place].begin, words[place].end, words[-1].end)
+        if text.rpartition("/")[2] == "vllm" and texts[place + 1 : place + 2] == ["serve"]:
+            model = [word for word in words[place + 2 : place + 3] if word.text[0] != "-"]
+            after = model[0] if model else words[place + 1]
+            return Start(words[place].begin, after.end, words[-1].end)
+    return None
