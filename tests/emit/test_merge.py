@@ -40,6 +40,8 @@ from tuner.engine.limits import EngineLimits
 
 Output = pytest.CaptureFixture[str]
 FLAGS = "--max-num-seqs=48", "--max-num-batched-tokens=4096"
+NEW = f"{FLAGS[1]} {FLAGS[0]}"
+"""Both flags as they are put behind the model."""
 PLAIN = Recommendation({"model": "m"}, EngineLimits(48, 4096))
 """A recommendation without provenance: an edit shows in the limits alone."""
 
@@ -126,6 +128,37 @@ def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:
     ]
 
 
+MODULE = "python3 -m vllm.entrypoints.openai.api_server"
+SERVICES = [
+    ("/bin/bash -c", ["exec vllm serve m"], "/bin/bash -c", [f"exec vllm serve m {NEW}"]),
+    ("", "vllm serve m", "", f"vllm serve m {NEW}"),
+    ("/entrypoint.sh", "--model m", "/entrypoint.sh", f"--model m {FLAGS[0]} {FLAGS[1]}"),
+    (
+        MODULE,
+        "--model m --max-num-seqs 256",
+        f"{MODULE} {FLAGS[1]}",
+        "--model m --max-num-seqs 48",
+    ),
+    (
+        MODULE,
+        ["--max-num-seqs=256", "--max-num-active-seqs=4"],
+        f"{MODULE} {FLAGS[1]}",
+        ["--max-num-seqs=48"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("entrypoint", "command", "entered", "commanded"), SERVICES)
+def test_compose_keeps_an_entrypoint_that_does_not_start_vllm(
+    entrypoint: str, command: object, entered: str, commanded: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "compose.yaml"
+    services = {"vllm": {"entrypoint": entrypoint, "command": command}}
+    path.write_text(yaml.safe_dump({"services": services}))
+    after = yaml.safe_load(merge_into(path, Format.DOCKER_COMPOSE, PLAIN, Names()).after)
+    assert after["services"]["vllm"] == {"entrypoint": entered, "command": commanded}
+
+
 def test_all_four_limits_are_set_for_the_exact_form(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(VLLM)
@@ -184,6 +217,16 @@ REFUSED = [
         Format.DOCKER_COMPOSE,
         "services:\n  vllm: {image: vllm}\n",
         "a service without a command",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services:\n  vllm: {entrypoint: /run.sh}\n",
+        "got a text that does not start vLLM",
+    ),
+    (
+        Format.DOCKER_COMPOSE,
+        "services:\n  vllm: {entrypoint: bash -c, command: run.sh}\n",
+        "a script without one",
     ),
     (
         Format.KUBERNETES,

@@ -63,7 +63,7 @@ def edit(documents: list[Any], rec: Recommendation, names: Names) -> list[str]:
     holder = services[_chosen(services, names.workload)]
     if "command" not in holder and "entrypoint" not in holder:
         raise no_place(_PATH, "a service without a command")
-    edit_container(holder, rec.tuned, _PATH, ("command", "entrypoint"))
+    edit_container(holder, rec.tuned, "services.NAME", ("command", "entrypoint"))
     label(holder, _labels(rec))
     return []
 

@@ -84,20 +84,26 @@ def edit_container(
     shown: str,
     keys: tuple[str, ...] = ("args", "command"),
 ) -> None:
-    """Set what was tuned in the arguments of a container, listed or in a shell's line.
+    """Set what was tuned in the arguments of a container, listed or in lines of text.
+
+    Lines that start vLLM get what is nowhere yet; else the texts and lists under the first key
+    do, and under the others only lists, as a text there starts something else.
 
     Raises: UsageError if it has no arguments, or a shell's script that does not start vLLM.
     """
+    values = [holder[key] for key in keys if isinstance(holder.get(key), str | list)]
+    lists = [value for value in values if isinstance(value, list)]
     lines = list(_lines(holder, keys))
-    for parent, place in lines:
-        parent[place] = like(parent[place], edit_line(parent[place], tuned))
-    if lines:
-        return
-    lists = [holder[key] for key in keys if isinstance(holder.get(key), list)]
-    if not lists:
-        raise no_place(f"{shown}.{keys[0]} or .{keys[1]}", "neither")
-    if any(_is_shell(words) for words in lists):
+    if not lines and any(map(_is_shell, values)):
         raise no_place(f"a line with `vllm serve` under {shown}", "a script without one")
+    if not lines and isinstance(holder.get(keys[0]), str):
+        lines = [(holder, keys[0])]
+    if lines:
+        _edit_lines(holder, lines, keys, tuned)
+        return
+    if not lists:
+        got = "a text that does not start vLLM" if values else "neither"
+        raise no_place(f"{shown}.{keys[0]} or .{keys[1]}", got)
     for key, value in tuned.items():
         put_flag(lists, key, value)
     for key in LIVE_LIMIT_KEYS:
@@ -106,10 +112,10 @@ def edit_container(
 
 
 def _lines(holder: dict[str, Any], keys: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield where a whole command line stands as one text: its parent and its place there."""
+    """Yield where a text starts vLLM: its parent and its place there."""
     for key in keys:
         value = holder.get(key)
-        if isinstance(value, str):
+        if isinstance(value, str) and starts(value):
             yield holder, key
         elif isinstance(value, list):
             for place, word in enumerate(value):
@@ -117,8 +123,36 @@ def _lines(holder: dict[str, Any], keys: Sequence[str]) -> Iterator[tuple[Any, A
                     yield value, place
 
 
-def _is_shell(words: Sequence[Any]) -> bool:
-    texts = [str(word) for word in words]
+def _edit_lines(
+    holder: dict[str, Any],
+    lines: Sequence[tuple[Any, Any]],
+    keys: Sequence[str],
+    tuned: Mapping[str, object],
+) -> None:
+    """Set what was tuned in lines of text, and its flags that stand in words beside them."""
+    beside = [(holder, key) for key in keys if isinstance(holder.get(key), str)]
+    beside = [(parent, key) for parent, key in beside if (parent, key) not in lines]
+    lists = [holder[key] for key in keys if isinstance(holder.get(key), list)]
+    missing = dict(tuned)
+    for key, value in tuned.items():
+        if not _is_one_word(value):
+            _drop_whole(lists, key, value)
+        elif True in [set_flag(words, key, value) for words in lists] or any(
+            _flag_pattern(key).search(masked(parent[place])) for parent, place in beside
+        ):
+            del missing[key]
+    for key in LIVE_LIMIT_KEYS:
+        for words in lists:
+            drop_flag(words, key)
+    for parent, place in beside:
+        parent[place] = like(parent[place], _with_values(parent[place], tuned))
+    for parent, place in lines:
+        text = _with_flags(_with_values(parent[place], tuned), missing)
+        parent[place] = like(parent[place], text)
+
+
+def _is_shell(words: str | Sequence[Any]) -> bool:
+    texts = words.split() if isinstance(words, str) else [str(word) for word in words]
     return "-c" in texts and texts[0].rpartition("/")[2] in _SHELLS
 
 
@@ -133,31 +167,35 @@ def edit_line(line: str, tuned: Mapping[str, object]) -> str:
     >>> edit_line("vllm serve m --max_num_seqs 256 --enable-prefix-caching && echo", tuned)
     'vllm serve m --no-enable-prefix-caching --max_num_seqs 8 && echo'
     """
+    return _with_flags(_with_values(line, tuned), tuned)
+
+
+def _with_values(line: str, tuned: Mapping[str, object]) -> str:
+    """Return the line with new values for the flags that have one, without other flags."""
     for key, value in tuned.items():
         if _is_one_word(value):
             _check_values(line, key)
             line = _replaced(line, _flag_pattern(key), rf"\g<flag>{value}")
         else:
             line = _replaced(line, re.compile(r"[ \t]*" + _whole_flag(key, value)), "")
-        line = _with_flag(line, key, value)
     for key in LIVE_LIMIT_KEYS:
         _check_values(line, key)
         line = _replaced(line, re.compile(r"[ \t]*" + _flag_pattern(key).pattern), "")
     return line
 
 
-def _with_flag(line: str, key: str, value: object) -> str:
-    """Return the line with the flag at each start of vLLM that has none of its own."""
-    flag, code = _flag_pattern(key), masked(line)
-    words = f" {' '.join(flags({key: value}))}"
-    places = starts(line)
-    for start in reversed(places):
-        if not flag.search(code, start.begin, start.end):
-            line = line[: start.after_model] + words + line[start.after_model :]
-    if places or flag.search(code):
-        return line
-    end = len(line.rstrip())
-    return line[:end] + words + line[end:]
+def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
+    """Return the line with each flag at every start of vLLM that has none of its own."""
+    for key, value in tuned.items():
+        flag, code, places = _flag_pattern(key), masked(line), starts(line)
+        words = f" {' '.join(flags({key: value}))}"
+        for start in reversed(places):
+            if not flag.search(code, start.begin, start.end):
+                line = line[: start.after_model] + words + line[start.after_model :]
+        if not places and not flag.search(code):
+            end = len(line.rstrip())
+            line = line[:end] + words + line[end:]
+    return line
 
 
 def _replaced(line: str, pattern: re.Pattern[str], text: str) -> str:
@@ -222,11 +260,16 @@ def put_flag(lists: Sequence[list[Any]], key: str, value: object) -> None:
     standing = [w for words in lists for w in words if _named(w) in names]
     if len(standing) == 1 and any(_holds(words, wanted) for words in lists):
         return
+    _drop_whole(lists, key, value)
+    pattern = next((word for word in reversed(lists[0]) if isinstance(word, str)), "")
+    lists[0].extend(like(pattern, word) for word in wanted)
+
+
+def _drop_whole(lists: Sequence[list[Any]], key: str, value: object) -> None:
+    """Take a switch in both of its spellings out of the words, or a flag with its list."""
     for words in lists:
         for name in (key, twin(key)):
             drop_flag(words, name, takes=len(words) if isinstance(value, list) else 0)
-    pattern = next((word for word in reversed(lists[0]) if isinstance(word, str)), "")
-    lists[0].extend(like(pattern, word) for word in wanted)
 
 
 def _named(word: object) -> str:
