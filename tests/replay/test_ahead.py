@@ -162,7 +162,7 @@ def charged(done_s: float, looks_s: list[float], next_turn_s: float) -> float:
     """Return what a step is charged with between two turns."""
     device = Device(done_s)
     between = DeviceTime(device.is_computing, device.now)
-    between.start(is_on_its_way=True)
+    between.start(0.0, is_on_its_way=True)
     for now_s in looks_s:
         device.now_s = now_s
         between.look()
@@ -184,6 +184,6 @@ def test_the_replays_work_is_charged_only_while_the_device_computes() -> None:
 def test_without_a_batch_on_its_way_nothing_is_charged() -> None:
     device = Device(9.0)
     between = DeviceTime(device.is_computing, device.now)
-    between.start(is_on_its_way=False)
+    between.start(0.0, is_on_its_way=False)
     device.now_s = 4.0
     assert between.stop() == 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tuner.engine.compat import core as compat_core
@@ -109,10 +109,8 @@ class LiveEngine:
         check_busy(self)
         between_s = self._between.stop()
         turn = core.turn()
-        is_on_its_way = core.batches_in_flight()
-        self._between.start(is_on_its_way=is_on_its_way)
-        step = compat_core.step_of(*turn, is_on_its_way=is_on_its_way)
-        step = replace(step, duration_s=step.duration_s + between_s)
+        self._between.start(turn.ended_s, is_on_its_way=turn.is_on_its_way)
+        step = compat_core.step_of(turn, between_s)
         self._progress.check(step)
         return step
 
@@ -138,9 +136,12 @@ class DeviceTime:
         self._started_s: float | None = None
         self._done_s: float | None = None
 
-    def start(self, *, is_on_its_way: bool) -> None:
-        """Begin to count where a turn has left a batch on its way."""
-        self._started_s = self._now() if is_on_its_way else None
+    def start(self, ended_s: float, *, is_on_its_way: bool) -> None:
+        """Begin to count from a turn's end where it has left a batch on its way.
+
+        From there, not from now: else what the host does meanwhile is in no step's time.
+        """
+        self._started_s = ended_s if is_on_its_way else None
         self._done_s = None
         self.look()
 

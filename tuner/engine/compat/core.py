@@ -239,31 +239,17 @@ class Core:
             getattr(self._core, "batch_queue", None)
         )
 
-    def turn(self) -> tuple[float, list[Emitted], _Sent | None]:
-        """Run one turn of the core's loop: its seconds, tokens out and completed batch."""
+    def turn(self) -> Turn:
+        """Run one turn of the core's loop."""
         self._turn_began_s = started_s = time.perf_counter()
         self._launched_at_s, self._waited_s = None, math.inf
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
-        took_s = time.perf_counter() - started_s
-        emitted = [
-            Emitted(
-                int(out.request_id),
-                len(out.new_token_ids),
-                out.finish_reason is not None,
-                out.new_token_ids,
-            )
-            for client in (outputs or {}).values()
-            for out in client.outputs
-        ]
+        ended_s = time.perf_counter()
         done = self._pending.popleft() if outputs is not None and self._pending else None
         if done is not None:
             done.is_late = self._waited_s < NO_WAIT_S
-        return took_s, emitted, done
-
-    def batches_in_flight(self) -> bool:
-        """Whether a batch is on its way after the turn returned."""
-        return bool(self._pending)
+        return Turn(started_s, ended_s, outputs or {}, done, bool(self._pending))
 
     def is_computing(self) -> bool:
         """Whether the oldest batch on its way is still being computed; if unknown, yes.
@@ -295,6 +281,34 @@ class _Sent:
     usage: float
     launch_s: float = 0.0
     is_late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the core's loop: when, on `time.perf_counter`, and what came of it.
+
+    `outputs` are the core's own, by client; `is_on_its_way` tells whether the turn
+    left a batch that is still to be read.
+    """
+
+    started_s: float
+    ended_s: float
+    outputs: Mapping[int, Any]
+    done: _Sent | None
+    is_on_its_way: bool
+
+    def emitted(self) -> list[Emitted]:
+        """Return the tokens that came out of it."""
+        return [
+            Emitted(
+                int(out.request_id),
+                len(out.new_token_ids),
+                out.finish_reason is not None,
+                out.new_token_ids,
+            )
+            for client in self.outputs.values()
+            for out in client.outputs
+        ]
 
 
 # What a model runner's output waits for: runner V1 and V2.
@@ -382,18 +396,17 @@ def read_batch(scheduler_output: Any) -> Batch | None:
     )
 
 
-def step_of(
-    took_s: float, emitted: list[Emitted], done: _Sent | None, *, is_on_its_way: bool = False
-) -> Step:
-    """Return one turn of the core as a step of the protocol.
+def step_of(turn: Turn, between_s: float) -> Step:
+    """Return one turn of the core as a step of the protocol, `between_s` before it included.
 
     A turn that completed nothing and left a batch on its way has launched it.
     """
+    took_s, done = turn.ended_s - turn.started_s + between_s, turn.done
     if done is None:
-        return Step(took_s, emitted, None, 0, 0, 0.0, is_late=is_on_its_way)
+        return Step(took_s, turn.emitted(), None, 0, 0, 0.0, is_late=turn.is_on_its_way)
     return Step(
         took_s,
-        emitted,
+        turn.emitted(),
         read_batch(done.scheduled),
         done.running,
         done.waiting,
