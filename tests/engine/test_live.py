@@ -36,6 +36,7 @@ class PlantedCore:
         self.seqs = seqs
         self.batch_queue: deque[tuple[Any]] = deque()
         self.scheduler = SimpleNamespace(has_requests=lambda: True)
+        self.model_executor = SimpleNamespace()
         self.sent: deque[Any] = deque()
 
     def launch(self) -> None:
@@ -105,3 +106,82 @@ def test_what_reading_many_outputs_takes_is_the_devices_time_too(
     engine.step()
     durations_s = [engine.step().duration_s for _ in range(50)]
     assert durations_s == pytest.approx([0.008] * 50)
+
+
+class Workers:
+    """Workers that are processes, as vLLM's executor sees them: what they say is at hand."""
+
+    def __init__(self, count: int) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        self._says = [MessageQueue(1, 1, None, 1 << 16, 4) for _ in range(count)]
+        self.response_mqs = [
+            MessageQueue.create_from_handle(said.export_handle(), 0) for said in self._says
+        ]
+        self.output_rank = 0
+        self.kv_output_aggregator: object = None
+        self.futures_queue: deque[Any] = deque()
+
+    def ask(self, ranks: tuple[int, ...] = (0,)) -> Any:
+        """Return the future of what these workers will say."""
+        from vllm.v1.executor.multiproc_executor import FutureWrapper
+
+        def answers() -> list[Any]:
+            return [self.response_mqs[rank].dequeue(timeout=1) for rank in ranks]
+
+        return FutureWrapper(self.futures_queue, answers)
+
+    def say(self, words: str, rank: int = 0) -> None:
+        """Let a worker answer."""
+        self._says[rank].enqueue(words)
+
+
+def a_driven(executor: Any, *futures: Any, slots: int = 2) -> core.Core:
+    """Return a core with batches on their way, the newest first."""
+    driven = object.__new__(core.Core)
+    queue = deque((future,) for future in futures)
+    driven._core = SimpleNamespace(
+        batch_queue=queue, batch_queue_size=slots, model_executor=executor
+    )
+    return driven
+
+
+@pytest.mark.engine
+def test_workers_that_are_processes_are_seen_to_be_done_without_waiting_for_them() -> None:
+    """What the replay makes ready meanwhile, 0.2 s of it say, is not the device's time then."""
+    workers = Workers(2)
+    launched, sampled = workers.ask(), workers.ask()
+    clock, driven = Clock(), a_driven(workers, sampled)
+    between = live.DeviceTime(driven.is_computing, clock.perf_counter)
+    between.start(0.0, is_on_its_way=True)
+    workers.say("launched")
+    for now_s, done in ((0.003, False), (0.006, True), (0.009, True), (0.3, True)):
+        clock.now_s = now_s
+        if done and not sampled.done():
+            workers.say("tokens")
+        between.look()
+        assert sampled.done() is done
+    assert between.stop() == 0.006
+    assert (launched.result(), sampled.result()) == (["launched"], ["tokens"])
+    assert not workers.futures_queue
+
+
+@pytest.mark.engine
+def test_where_every_worker_answers_all_of_them_are_waited_for() -> None:
+    workers = Workers(2)
+    workers.kv_output_aggregator = object()
+    driven = a_driven(workers, workers.ask((0, 1)))
+    workers.say("one")
+    assert driven.is_computing()
+    workers.say("other", rank=1)
+    assert not driven.is_computing()
+
+
+@pytest.mark.engine
+def test_a_pipeline_that_fills_up_is_not_asked() -> None:
+    workers = Workers(1)
+    first = workers.ask()
+    workers.say("tokens")
+    assert a_driven(workers, first, slots=4).is_computing()
+    assert not first.done()
+    assert not a_driven(workers, workers.ask(), workers.ask(), first, slots=4).is_computing()

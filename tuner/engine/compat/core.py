@@ -254,13 +254,18 @@ class Core:
     def is_computing(self) -> bool:
         """Whether the oldest batch on its way is still being computed; if unknown, yes.
 
-        Several workers are processes of their own, of which nothing is known here.
+        While a pipeline fills up nothing is asked: vLLM 0.20 would stop filling it as soon as
+        the oldest batch is known to be done.
 
         Source: vllm/v1/engine/core.py, EngineCore.step_with_batch_queue: the oldest batch is
         the last of the queue, and its first part the future of its output.
         """
         queue: Any = getattr(self._core, "batch_queue", None)
-        return bool(queue) and not _is_there(queue[-1][0])
+        if not queue:
+            return False
+        if len(queue) + 1 < getattr(self._core, "batch_queue_size", 0):
+            return True
+        return not _is_there(queue[-1][0], self._core.model_executor)
 
     def shutdown(self) -> None:
         """Let vLLM's client end the engine, which would do it again when it is collected."""
@@ -315,7 +320,7 @@ class Turn:
 _COPY_EVENTS: Final = ("async_copy_ready_event", "copy_event")
 
 
-def _is_there(future: Any) -> bool:
+def _is_there(future: Any, executor: Any) -> bool:
     """Whether a batch's output could be had without waiting.
 
     A future of this process's own worker is done only once it was waited for; what it waits for
@@ -325,11 +330,48 @@ def _is_there(future: Any) -> bool:
     """
     if future.done():
         return True
+    if hasattr(future, "futures_queue"):
+        return _have_answered(future, executor)
     output = getattr(future, "async_output", None)
     events = (getattr(output, name, None) for name in _COPY_EVENTS)
     event = next((event for event in events if event is not None), None)
     query = getattr(event, "query", None)
     return query is not None and bool(query())
+
+
+def _have_answered(future: Any, executor: Any) -> bool:
+    """Whether workers that are processes have answered a future; no if that cannot be seen.
+
+    Such a future too is done only once it was waited for. Answers that lie there are taken in
+    the order of what was asked, each into its own future, as waiting for this one would.
+
+    Source: vllm/v1/executor/multiproc_executor.py, FutureWrapper.result and collective_rpc.
+    """
+    try:
+        queues = executor.response_mqs
+        if not any(getattr(executor, name, None) for name in _AGGREGATORS):
+            queues = (queues[executor.output_rank],)
+        while not future.done() and all(_has_message(queue) for queue in queues):
+            future.futures_queue.pop()._wait_for_response()  # noqa: SLF001 - as result() does
+    except AttributeError:
+        return False
+    return bool(future.done())
+
+
+# With one of these every worker answers, else the one whose output counts.
+_AGGREGATORS: Final = ("kv_output_aggregator", "ec_output_aggregator")
+
+
+def _has_message(queue: Any) -> bool:
+    """Whether a queue of shared memory holds something for its reader.
+
+    Source: vllm/distributed/device_communicators/shm_broadcast.py, MessageQueue.acquire_read.
+    """
+    reader = int(queue.local_reader_rank)
+    if reader < 0:  # of another machine
+        return False
+    with queue.buffer.get_metadata(queue.current_idx) as flags:
+        return bool(flags[0]) and not flags[reader + 1]
 
 
 def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
