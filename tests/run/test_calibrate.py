@@ -12,7 +12,8 @@ from support.run_parts import a_profile
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import kept, replay_toy, steady
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import Batch
+from tuner.engine.protocol import Batch, Step
+from tuner.engine.steps import StepLog
 from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.calibrate import calibration_settings
@@ -25,7 +26,7 @@ from tuner.shadow.calibration import (
     error_ratio,
 )
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.step_model import FitError
+from tuner.shadow.step_model import FitError, StepModel
 
 CEILING = EngineLimits(512, 16384)
 
@@ -155,6 +156,30 @@ def test_a_kept_profile_is_corrected_by_how_long_steps_take_now() -> None:
     assert found.fit == wrong.fit
     with pytest.raises(TooFewSamplesError):
         calibration.corrected(wrong)
+
+
+def test_prompts_into_an_idle_asynchronous_engine_take_what_launching_them_took() -> None:
+    """Such a prompt's time is that of two turns, of which the first has no batch."""
+    model, limits = StepModel.linear(0.006, 0.0001, 0.00002), EngineLimits(8, 2048)
+    steps, launch_s = StepLog(keep=True), 0.012
+    now_s, prompt = 0.0, Batch(0, 600, 1, 0, 600 * 601 // 2, 0, 0)
+    for _ in range(40):
+        left_s = model.step_s(prompt) - launch_s
+        turns = [
+            Step(launch_s, [], None, 0, 0, 0.0, is_late=True),
+            Step(left_s, [], prompt, 1, 0, 0.0, launch_s),
+        ]
+        for context in range(600, 616):
+            batch = Batch(1, 0, 0, context, 0, 0, 0)
+            turns.append(Step(model.step_s(batch), [], batch, 1, 0, 0.0, 0.002))
+        for step in turns:
+            now_s += step.duration_s
+            steps.append(step, now_s)
+    seen = steps.finish()[1]
+    assert seen is not None
+    calibration = a_calibration(ToySource()).and_steps(limits, [seen])
+    profile = replace(a_profile(), step_model=model)
+    assert calibration.times_of(profile) == pytest.approx(1.0)
 
 
 def test_nothing_is_learnt_of_nothing() -> None:

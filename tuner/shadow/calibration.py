@@ -119,12 +119,14 @@ class Calibration:
     def times_of(self, profile: Profile) -> float:
         """Return how many times as long the steps took as the profile says of them.
 
+        What a turn took that launched an asynchronous engine's first batch counts with that.
+
         Raises: TooFewSamplesError with no step.
         """
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         took_s = predicted_s = 0.0
-        for limits, seen in _by_limits(self.steps).items():
+        for limits, seen in self._told_apart(profile.step_model):
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
             took_s += float(seen.duration_s[seen.has_batch].sum())
             predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())
