@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.prometheus_fake import FakePrometheus, answered, listening, send
 from support.traffic import replay_toy, steady
 from support.watch_parts import EIGHT, FOUR, HOUR_S, MINUTE_S, UNCHANGED, World, a_world, pays
 from tuner import stats
@@ -20,6 +22,7 @@ from tuner.drift.watch.guard import (
     MEAN,
     MIN_REQUESTS,
     RATE,
+    SETTLE_RATIO,
     TAIL,
     Guard,
     GuardDecision,
@@ -35,7 +38,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.replay.metrics import Measurement, measure
 from tuner.stats import Floats
-from tuner.traffic.prometheus.live import Live
+from tuner.traffic.prometheus.live import E2E, Live, live_between
 
 # vLLM's own. Source: build_buckets of request latencies in vllm/v1/metrics/loggers.py.
 BOUNDS_S = (
@@ -346,6 +349,157 @@ def test_the_queue_of_a_late_restart_is_not_held_against_the_new_one(tmp_path: P
         assert len(asked) == 2
         assert "the server was up again only then; it looks again" in world.words
         assert "does as well as predicted" in world.words
+
+
+Lives = Mapping[str, Sequence[tuple[float, float]]]
+"""When each engine was up, in minutes since the change."""
+
+LONG_AGO, FOREVER = -90.0, 240.0
+WELL_BEFORE = (LONG_AGO, 0.5)
+NOT_SCRAPED = (15.5, 16.5)
+
+
+def cycles(from_minute: float, up_for: float, every: float) -> list[tuple[float, float]]:
+    """Return when a server is up that dies so long after each start."""
+    return [(at, at + up_for) for at in np.arange(from_minute, FOREVER, every).tolist()]
+
+
+def counts_of(
+    spans: Sequence[tuple[float, float]], minutes: Floats, per_minute: float
+) -> Floats:
+    """Return the requests that an engine counted, nan where it was not there.
+
+    After the change it answers so many; before it, as many as anybody would.
+    """
+    counts = np.full(minutes.size, np.nan)
+    for first, last in spans:
+        is_up = (minutes >= first) & (minutes < last)
+        rate = 540.0 if first < 0 else per_minute
+        counts[is_up] = np.floor(rate * (minutes[is_up] - first))
+    return counts
+
+
+def prometheus_of(lives: Lives, changed_s: float, per_minute: float) -> FakePrometheus:
+    """Return a Prometheus that scraped these engines."""
+    minutes: Floats = np.arange(LONG_AGO, FOREVER, 0.25, dtype=np.float64)
+    series = {}
+    for instance, spans in lives.items():
+        labels = {"__name__": f"{E2E}_bucket", "instance": instance, "le": "+Inf"}
+        counts = counts_of(spans, minutes, per_minute)
+        if instance == "flaky":
+            counts[(minutes >= NOT_SCRAPED[0]) & (minutes < NOT_SCRAPED[1])] = np.nan
+        series[tuple(sorted(labels.items()))] = (changed_s + MINUTE_S * minutes, counts)
+    return FakePrometheus(series)
+
+
+@contextmanager
+def after_a_change(folder: Path, lives: Lives, per_minute: float = 540.0) -> Iterator[World]:
+    """Yield a watch that has handed over, to engines that restart and else do as predicted."""
+    past: list[FakePrometheus] = []
+
+    def sample(start_s: float, end_s: float, settings: Sequence[EngineLimits]) -> GuardSample:
+        if not past:
+            changed_s = start_s - SETTLE_RATIO * LASTING_S
+            past.append(prometheus_of(lives, changed_s, per_minute))
+        seen = live_between(url, start_s, end_s, 15, model=None)
+        told = {
+            name: getattr(seen, name)
+            for name in ("covered_ratio", "is_there", "restarted_s", "anew")
+        }
+        return GuardSample(served(FAST, **told), dict.fromkeys(settings, FAST))
+
+    with listening(lambda handler, asked: send(handler, answered(past[0], asked))) as url:
+        guard = Guard(LASTING_S, sample, WRONG_RATIO)
+        with a_world(folder, guard=lambda: guard) as world:
+            handed_over(world)
+            yield world
+
+
+@pytest.mark.parametrize(
+    ("loop", "per_minute"),
+    [
+        # Three minutes to load the model, and what is served for twelve is served well.
+        (cycles(1.0, 12.0, 15.0), 540.0),
+        # It ends before it has answered anything, so that no count ever falls.
+        (cycles(1.0, 12.0, 15.0), 0.0),
+        # So long to load that no window sees it both end and come back.
+        (cycles(1.0, 5.0, 32.0), 540.0),
+    ],
+)
+def test_a_server_that_keeps_restarting_since_the_change_brings_the_old_file_back(
+    tmp_path: Path, loop: list[tuple[float, float]], per_minute: float
+) -> None:
+    with after_a_change(tmp_path, {"a": [WELL_BEFORE, *loop]}, per_minute) as world:
+        world.rounds(*[UNCHANGED] * 16)
+        assert world.words.count("the server was up again only then; it looks again") == 1
+        shown = (
+            "guard: 8/2048 does worse than the old configuration would: it keeps restarting, "
+            "and did not before the change; rolling back to 4/2048"
+        )
+        assert shown in world.words
+        assert [event for event, _ in world.hook.seen] == ["change", "rollback"]
+        assert read_emitted(world.path).limits == world.watcher.current == FOUR
+        assert world.watcher.store.state.memory.barred == (EIGHT,)
+
+
+def test_which_engines_restarted_outlives_the_watch(tmp_path: Path) -> None:
+    lives = {"a": [WELL_BEFORE, *cycles(1.0, 12.0, 15.0)]}
+    with after_a_change(tmp_path, lives) as world:
+        world.rounds(*[UNCHANGED] * 3)
+        store = world.watcher.store
+        assert store.state.handover is not None
+        assert store.state.handover.restarted == ('instance="a"',)
+        # As the next process finds it.
+        store.state, message = store.folder.load()
+        assert message == ""
+        world.rounds(*[UNCHANGED] * 4)
+        assert world.watcher.current == FOUR
+        assert store.state.handover is None
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        # In place, as under systemd and Compose: each falls once, in windows of their own.
+        {"a": [(LONG_AGO, 20.0), (23.0, FOREVER)], "b": [(LONG_AGO, 50.0), (53.0, FOREVER)]},
+        # A Deployment's pods have new names; the old ones go when those are up.
+        {
+            "a-old": [(LONG_AGO, 23.0)],
+            "a-new": [(20.0, FOREVER)],
+            "b-old": [(LONG_AGO, 53.0)],
+            "b-new": [(50.0, FOREVER)],
+        },
+        # Up late, and not scraped just when the guard's next window begins.
+        {"flaky": [(LONG_AGO, 7.0), (10.0, FOREVER)]},
+    ],
+)
+def test_replicas_that_restart_once_each_are_no_server_that_keeps_restarting(
+    tmp_path: Path, lives: Lives
+) -> None:
+    with after_a_change(tmp_path, lives) as world:
+        world.rounds(*[UNCHANGED] * 16)
+        assert "keeps restarting" not in world.words
+        assert "guard: 8/2048 does as well as predicted" in world.words
+        assert world.watcher.current == EIGHT
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (cycles(LONG_AGO, 12.0, 15.0)[:6], "it keeps restarting, as it did before the change"),
+        ([], "it keeps restarting, and nobody knows whether it did before the change"),
+    ],
+)
+def test_a_server_that_may_have_kept_restarting_before_the_change_is_left_alone(
+    tmp_path: Path, before: list[tuple[float, float]], words: str
+) -> None:
+    lives = {"a": [*before, *cycles(1.0, 12.0, 15.0)]}
+    with after_a_change(tmp_path, lives) as world:
+        world.rounds(*[UNCHANGED] * 16)
+        assert f"guard: 8/2048 has no verdict: {words}; it looks again" in world.words
+        assert f"guard: gave up without a verdict on 8/2048: {words}" in world.words
+        assert world.watcher.current == EIGHT
+        assert world.watcher.store.state.counts.rollbacks == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow.predictor import Predictor
 from tuner.stats import Floats
 from tuner.traffic.prometheus.client import Series, Span
-from tuner.traffic.prometheus.live import _restarted_s, live_between
+from tuner.traffic.prometheus.live import _anew, _restarted_s, live_between
 from tuner.traffic.traces import Trace
 
 __all__ = ["home"]
@@ -189,6 +189,8 @@ def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
     anew = [engine(name, 5, 6, 0, 1, 2) for name in "de"]
     assert _restarted_s([*stays, more], span) is None
     assert _restarted_s([more, *anew], span) == 30.0
+    assert _anew([*stays, more]) == ('instance="c"',)
+    assert _anew([more, *anew]) == ('instance="c"', 'instance="d"', 'instance="e"')
 
 
 @pytest.mark.engine

@@ -43,6 +43,7 @@ HANDOVERS = st.builds(
     FINITE,
     stage=st.sampled_from(Stage),
     had_file=st.booleans(),
+    restarted=st.lists(st.text()).map(tuple),
 )
 STATES = st.builds(
     WatchState,
@@ -102,6 +103,8 @@ def test_the_state_of_an_earlier_version_is_read_and_its_change_stays_on_guard(
     assert state.memory == Memory(EngineLimits(8, 2048), 1, 5.0)
     assert state.handover is not None
     assert (state.handover.stage, state.handover.handed_s) == (Stage.ON_GUARD, 7.0)
+    # Which engines had restarted was not kept: the next restart is the first that is seen.
+    assert state.handover.restarted == ()
     # Nobody knows on which traffic its verdict rests, so that nothing can confirm it.
     assert later_from_s(Policy(), state.memory, 1e9) is None
 

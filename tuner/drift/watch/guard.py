@@ -10,6 +10,10 @@ What was predicted rests on traffic that others have a hand in: a client, or who
 under the model's name. So the queue is compared with what it was before as well, which no
 prediction excuses: requests that wait now, and did not before, and would by no prediction.
 
+A restart after the change is the rollout's: the guard begins again after it. An engine that
+restarts once more is held against the configuration, unless it did so before the change too.
+Replicas that restart one after the other do so once each.
+
 Tried and given up: comparing live before with live after. Traffic has just shifted, or there
 would have been no change; the two hours do not compare. Looking at tails alone: vLLM's buckets
 are up to two and a half times as wide as they are low, so that a new configuration twice as
@@ -19,7 +23,7 @@ slow stays in the old one's; means have no buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -66,6 +70,9 @@ class GuardDecision:
     why: str
     restarted_s: float | None = None
     """When the server was up again, if it restarted: the guard's window begins again there."""
+
+    anew: tuple[str, ...] = ()
+    """The engines that restarted then, if the window begins again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +123,22 @@ class Guard:
         return now_s > decided_s + MAX_GUARD_TIMES * self.lasting_s
 
     def judge(
-        self, decided_s: float, handed_s: float, old: EngineLimits, new: EngineLimits
+        self,
+        decided_s: float,
+        handed_s: float,
+        old: EngineLimits,
+        new: EngineLimits,
+        restarted: Sequence[str] = (),
     ) -> GuardDecision:
-        """Return the verdict on a change. Raises: TunerError if Prometheus does not answer."""
+        """Return the verdict on a change after which these engines have restarted already.
+
+        Raises: TunerError if Prometheus does not answer.
+        """
         sample = self.sample(*self.window(handed_s), (old, new))
         if sample.live.covered_ratio >= MIN_COVERED and not sample.live.is_there:
             return GuardDecision(GuardVerdict.WORSE, "the server shows no metrics any more")
         if sample.live.restarted_s is not None:
-            # The queue that a restart leaves is not the configuration's doing.
-            why = "the server was up again only then"
-            return GuardDecision(GuardVerdict.UNKNOWN, why, sample.live.restarted_s)
+            return self._after_restart(sample.live, decided_s, old, restarted)
         if reason := _too_little(sample):
             return GuardDecision(GuardVerdict.UNKNOWN, reason)
         before, after = sample.predicted.get(old), sample.predicted.get(new)
@@ -134,6 +147,17 @@ class Guard:
                 GuardVerdict.UNKNOWN, sample.why_not or "its traffic cannot be replayed"
             )
         return self._judged(sample.live, before, after, self.bias_before(decided_s, old))
+
+    def _after_restart(
+        self, live: Live, decided_s: float, old: EngineLimits, restarted: Sequence[str]
+    ) -> GuardDecision:
+        """Return what a restart means: the guard begins again, or it is one of many."""
+        # The queue that a restart leaves is not the configuration's doing.
+        verdict, why = GuardVerdict.UNKNOWN, "the server was up again only then"
+        if again := set(restarted).intersection(live.anew):
+            before = self._sample_before(decided_s, old).live
+            verdict, why = kept_restarting(again, before)
+        return GuardDecision(verdict, why, live.restarted_s, live.anew)
 
     def _judged(
         self, live: Live, before: Measurement, after: Measurement, bias: Bias
@@ -149,7 +173,7 @@ class Guard:
 
         Raises: TunerError if Prometheus does not answer.
         """
-        sample = self.sample(decided_s - self.lasting_s, decided_s, (old,))
+        sample = self._sample_before(decided_s, old)
         measured = sample.predicted.get(old)
         reason = _too_little(sample)
         if not reason and sample.live.restarted_s is not None:
@@ -161,6 +185,20 @@ class Guard:
             why = f"{old} has no measure of the time before the change: {reason}"
             return Bias({}, why, waiting)
         return replace(bias_of(sample.live, measured, old, self.wrong_ratio), waiting=waiting)
+
+    def _sample_before(self, decided_s: float, old: EngineLimits) -> GuardSample:
+        """Return the stretch before the change that the time after it is compared with."""
+        return self.sample(decided_s - self.lasting_s, decided_s, (old,))
+
+
+def kept_restarting(again: Collection[str], before: Live) -> tuple[GuardVerdict, str]:
+    """Return what it says of a change that engines restart again and again since, and why."""
+    if before.covered_ratio < MIN_COVERED or not before.is_there:
+        why = "it keeps restarting, and nobody knows whether it did before the change"
+        return GuardVerdict.UNKNOWN, why
+    if before.restarted_s is not None or not set(again).isdisjoint(before.anew):
+        return GuardVerdict.UNKNOWN, "it keeps restarting, as it did before the change"
+    return GuardVerdict.WORSE, "it keeps restarting, and did not before the change"
 
 
 def longer_queue(

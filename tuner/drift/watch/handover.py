@@ -305,7 +305,9 @@ class Rollout:
             return
         is_over = self.guard.is_over(record.decided_s, now_s)
         try:
-            judged = self.guard.judge(record.decided_s, record.handed_s, record.old, record.new)
+            judged = self.guard.judge(
+                record.decided_s, record.handed_s, record.old, record.new, record.restarted
+            )
         except TunerError as error:
             if is_over:
                 self._end_guard(f"gave up without a verdict on {record.new}: {error.message}")
@@ -320,7 +322,8 @@ class Rollout:
         else:
             self.notify(f"guard: {message}; it looks again")
             if judged.restarted_s is not None:
-                later = replace(record, handed_s=judged.restarted_s)
+                anew = tuple(sorted({*record.restarted, *judged.anew}))
+                later = replace(record, handed_s=judged.restarted_s, restarted=anew)
                 self.store.save(replace(self.store.state, handover=later))
 
     def _end_guard(self, message: str) -> None:
@@ -356,6 +359,7 @@ class Rollout:
                 decided_s=self.clock.now_s(),
                 stage=Stage.DECIDED,
                 hook_tries=0,
+                restarted=(),
                 is_rollback=True,
                 had_file=True,
             )

@@ -40,7 +40,8 @@ class RolloutRecord:
     """A change on its way: from which limits and file to which, and how far it has come.
 
     `had_file`: `old_text` stood in the file; else it is what would have stood there.
-    `is_rollback` is the way back, which is not guarded.
+    `is_rollback` is the way back, which is not guarded. `restarted` names the engines that the
+    guard has seen restart since.
 
     Units: Unix seconds.
     """
@@ -59,6 +60,7 @@ class RolloutRecord:
     hook_tries: int = 0
     is_rollback: bool = False
     had_file: bool = True
+    restarted: tuple[str, ...] = ()
 
     @property
     def expected(self) -> ExpectedText:

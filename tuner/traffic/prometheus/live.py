@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from tuner import stats
-from tuner.stats import Bools, Estimate, Floats
+from tuner.stats import Bools, Estimate, Floats, Ints
 from tuner.traffic.prometheus.client import Prometheus, Series, Span
 from tuner.traffic.prometheus.readings import (
     FINISHED,
@@ -38,7 +38,8 @@ class Live:
     looked at anything at all, `is_there` whether the server showed its metrics at the end,
     `lasting_s` for how long it did. `restarted_s` is the Unix time at which most of its engines
     were up anew, None where they did not restart. `waiting` is how many requests were queued in
-    the mean, None where that was not kept.
+    the mean, None where that was not kept. `anew` names the engines whose counts began anew, by
+    their labels; where those are of several servers added up, one name stands for all.
 
     Shapes: bounds_s and counts are [buckets], bounds_s ascending, the last inf.
     """
@@ -51,6 +52,7 @@ class Live:
     restarted_s: float | None = None
     mean_e2e: Estimate | None = None
     waiting: float | None = None
+    anew: tuple[str, ...] = ()
 
     @property
     def requests(self) -> int:
@@ -141,6 +143,7 @@ def live_between(
         restarted_s=_restarted_s(buckets, span),
         mean_e2e=_mean_e2e(totals, span),
         waiting=mean_level(queued),
+        anew=_anew(buckets),
     )
 
 
@@ -175,12 +178,57 @@ def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
         if series.bound != math.inf or not known.size:
             continue
         engines += 1
-        falls = known[1:][np.diff(series.values[known]) < 0]
+        falls = _falls(series.values)
         began = [*([int(known[0])] if known[0] > 0 else []), *falls.tolist()]
         rows.extend(began[-1:])
     if not rows or 2 * len(rows) < engines:
         return None
     return float(span.times_s[max(rows)])
+
+
+def _falls(values: Floats) -> Ints:
+    """Return the readings at which a count of requests is one that began anew.
+
+    After a gap that is so of a 0 too: a server that ends before it answers anything counts no
+    further. One that nobody asks, and that was not scraped for a while, looks the same.
+
+    >>> _falls(np.array([0.0, 2.0, 1.0, np.nan, 3.0])).tolist()
+    [2]
+    >>> _falls(np.array([0.0, 0.0, np.nan, 0.0])).tolist()
+    [3]
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    counts = values[known]
+    is_anew = (np.diff(counts) < 0) | ((counts[1:] == 0) & (np.diff(known) > 1))
+    found: Ints = known[1:][is_anew]
+    return found
+
+
+def _anew(found: Sequence[Series]) -> tuple[str, ...]:
+    """Return the names of the engines that were up anew."""
+    names = set()
+    for series in found:
+        if series.bound == math.inf and (_falls(series.values).size or _begins(series.values)):
+            own = {k: v for k, v in series.labels.items() if k not in {"le", "__name__"}}
+            names.add(",".join(f'{k}="{v}"' for k, v in sorted(own.items())))
+    return tuple(sorted(names))
+
+
+def _begins(values: Floats) -> bool:
+    """Whether a count that is there later than the stretch begins near 0.
+
+    That of a server which was only not scraped at first has gone on meanwhile. How near is what
+    the server counts in as much time as went by.
+
+    >>> late = np.array([np.nan, 9.0, 20.0, 30.0])
+    >>> _begins(late), _begins(late + 100), _begins(late[1:])
+    (True, False, False)
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if not known.size or known[0] == 0:
+        return False
+    first, last = values[known[0]], values[known[-1]]
+    return bool(first * (known[-1] - known[0]) <= (last - first) * (known[0] + 1))
 
 
 def _added(found: Sequence[Series]) -> tuple[tuple[float, ...], tuple[float, ...]]:
