@@ -9,6 +9,7 @@ import pytest
 from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
+from tuner.run.result import ColdConfirmation
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
 
 
@@ -85,3 +86,21 @@ def test_levels_that_are_predicted_say_of_how_much() -> None:
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
     text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
     assert "interrupted: best so far, not raced against the current values" in text
+
+
+def test_cold_engines_that_showed_nothing_to_compare_confirm_nothing() -> None:
+    told = {}
+    for ratio in (0.8, None):
+        scores = (None, None) if ratio is None else (0.4, 0.5)
+        cold = ColdConfirmation(
+            metric="e2e_p95",
+            winner=scores[0],
+            current_metric="e2e_p95",
+            current=scores[1],
+            ratio=ratio,
+        )
+        told[ratio] = "\n".join(
+            comments(replace(made(), confirmed_cold=cold), "best.yaml", "runs/x")
+        )
+    assert "confirmed on engines started cold" in told[0.8]
+    assert "confirmed on engines started cold" not in told[None]

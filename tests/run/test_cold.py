@@ -194,6 +194,24 @@ def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bo
     assert cold is not None
     assert cold.winner.tier is Tier.FAILED
     assert cold.ratio is None
+    # What is kept was started with its values.
+    assert Caveat.NOT_CONFIRMED_COLD not in run.context.caveats
+
+
+def test_a_winner_that_fails_cold_is_no_better_for_the_current_one_failing_too(
+    tmp_path: Path,
+) -> None:
+    source = FragileSource(CROWDED, fails_above=15)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
+        found, cold = cold_of(run, a_change(WORSE, 0.8))
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
+    winner, current = (f"no memory for {caps} sequences" for caps in (24, 16))
+    assert winner in found.why
+    assert f"so did the current one, {CURRENT}" in found.why
+    assert current in found.why
+    assert cold is not None
+    assert cold.ratio is None
+    assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +270,7 @@ def test_a_current_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
     with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
         found, cold = cold_of(run, a_change(BETTER, None))
         assert found.verdict is RaceVerdict.CHANGE
+        assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
         assert cold is not None
         assert cold.ratio is None
         run.context.run_dir.write_json("cold.json", cold.as_json())

@@ -88,7 +88,9 @@ def _how(result: RunResult, advice: Advice) -> str:
         return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
     made = [t for t in ranked(result.trials) if not t.is_live]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
-    cold = ", confirmed on engines started cold" if result.confirmed_cold else ""
+    shown = result.confirmed_cold
+    is_shown = shown is not None and shown.ratio is not None
+    cold = ", confirmed on engines started cold" if is_shown else ""
     if advice.is_predicted:
         return f"{first}PREDICTED, not raced{cold}"
     measured = "measured live, " if result.is_raced else ""

@@ -106,13 +106,20 @@ def confirm_cold(
             start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
     ours, theirs = (_known_cold(context, limits) for limits in pair)
-    tiers = {score.tier for score in (*ours, *theirs)}
-    if Tier.CUT in tiers or (cold.current.tier is Tier.FAILED is not cold.winner.tier):
+    failed = [
+        limits
+        for limits, score in zip(pair, (cold.winner, cold.current), strict=True)
+        if score.tier is Tier.FAILED
+    ]
+    # A winner that fails alone is refuted, and the current one did start with its values.
+    if cold.ratio is None and failed != [decision.winner]:
+        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+    is_cut = Tier.CUT in {score.tier for score in (*ours, *theirs)}
+    if decision.winner not in failed and (failed or is_cut):
         who = decision.winner if Tier.CUT in {s.tier for s in ours} else current
         context.listener.note(
             f"nothing to compare, {who} started cold: {_cold_cause(context, who)}"
         )
-        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
         return decision, cold
     if deployed is not None:
         decision = replace(decision, gain=deployed.gain, gain_here=deployed.here)
@@ -238,9 +245,7 @@ def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bo
         # A stretch may break what the whole keeps, where it was said to beforehand.
         before.append(plan.workload.scoring.score(found).times(1 + REPLAY_NOISE))
     usual = max((_tier(score, is_stretch=is_stretch) for score in before), default=Tier.GOOD)
-    if Tier.FAILED in ours and Tier.FAILED not in theirs:
-        return True
-    return min(ours) > max(*theirs, usual)
+    return Tier.FAILED in ours or min(ours) > max(*theirs, usual)
 
 
 def _tier(score: Score, *, is_stretch: bool) -> Tier:
@@ -262,6 +267,8 @@ def _with_cold(
             cause = _cold_cause(context, decision.winner)
             why = f"it failed when it was started cold: {cause}"
         current = context.space.current
+        if cold.winner.tier is cold.current.tier is Tier.FAILED:
+            why += f"; so did the current one, {current}: {_cold_cause(context, current)}"
         return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
     if cold.deviations > COLD_DIFFERS:
         context.caveats.add(Caveat.COLD_DIFFERS)
