@@ -34,6 +34,8 @@ REPLAY_NOISE = 0.05
 # A cold gain so many standard deviations from the race's is a caveat, and with so many what is
 # deployed is another engine than what raced, and counts alone: ours.
 COLD_DIFFERS, COLD_ALONE = 2.0, 2.5
+# So many standard deviations wide is an interval of 90 % to either side.
+_WIDE = NormalDist().inv_cdf(0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Cold:
     geometric mean over the starts of each; None where one has no value. `p_better` is how
     probable a gain is by all that is known, and `log_gain` the logarithm of the ratio by that,
     None as `ratio`; `deviations` is how far what these showed is from what the race had shown,
-    and `starts` how many engines there were of each.
+    and `starts` how many engines there were of each. `effect` is by how much they move the
+    gain, in logarithms, and `effect_sd` how open that is, 0 where they show what was expected.
     """
 
     winner: Score
@@ -54,6 +57,20 @@ class Cold:
     starts: int = 1
     deviations: float = 0.0
     log_gain: float | None = None
+    effect: float = 0.0
+    effect_sd: float = 0.0
+
+    def moved(self, gain: Estimate | None) -> Estimate | None:
+        """Return a gain as it is thought to be of engines started cold."""
+        if gain is None:
+            return None
+        times = math.exp(self.effect)
+        if gain.low is None or gain.high is None:
+            return replace(gain, value=gain.value * times)
+        half = math.log(gain.high / gain.low) / 2
+        wider = math.exp(math.hypot(half, _WIDE * self.effect_sd) - half)
+        low, high = gain.low * times / wider, gain.high * times * wider
+        return replace(gain, value=gain.value * times, low=low, high=high)
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison for result.json."""
@@ -105,25 +122,32 @@ def confirm_cold(
         if is_odd and context.left_s >= cost_s:
             start_all(runner, plan.workload, pair[::-1], 2)
             cold = _cold_of(context, plan, decision, deployed)
-    ours, theirs = (_known_cold(context, limits) for limits in pair)
-    failed = [
-        limits
-        for limits, score in zip(pair, (cold.winner, cold.current), strict=True)
-        if score.tier is Tier.FAILED
-    ]
-    # A winner that fails alone is refuted, and the current one did start with its values.
-    if cold.ratio is None and failed != [decision.winner]:
-        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
-    is_cut = Tier.CUT in {score.tier for score in (*ours, *theirs)}
-    if decision.winner not in failed and (failed or is_cut):
-        who = decision.winner if Tier.CUT in {s.tier for s in ours} else current
-        context.listener.note(
-            f"nothing to compare, {who} started cold: {_cold_cause(context, who)}"
-        )
+    if _shows_nothing(context, decision, cold):
         return decision, cold
     if deployed is not None:
         decision = replace(decision, gain=deployed.gain, gain_here=deployed.here)
+    gain, here = cold.moved(decision.gain), cold.moved(decision.gain_here)
+    decision = replace(decision, gain=gain, gain_here=here)
     return _with_cold(context, plan, decision, cold), cold
+
+
+def _shows_nothing(context: RunContext, decision: RaceDecision, cold: Cold) -> bool:
+    """Whether they say nothing of the winner beside the current one; what that leaves is told.
+
+    Of a winner that fails they say all that is needed.
+    """
+    pair = (decision.winner, context.space.current)
+    ours, theirs = ({s.tier for s in _known_cold(context, limits)} for limits in pair)
+    is_refuted = Tier.FAILED in ours
+    # The current one did start with its values if the winner fails alone.
+    if cold.ratio is None and not (is_refuted and Tier.FAILED not in theirs):
+        context.caveats.add(Caveat.NOT_CONFIRMED_COLD)
+    if is_refuted or not (Tier.FAILED in theirs or Tier.CUT in ours | theirs):
+        return False
+    who = pair[0] if Tier.CUT in ours else pair[1]
+    cause = _cold_cause(context, who)
+    context.listener.note(f"nothing to compare, {who} started cold: {cause}")
+    return True
 
 
 def start_all(
@@ -182,17 +206,33 @@ def _cold_of(
         gain, raced, raced_sd = deployed.here, deployed.log_window, REPLAY_NOISE
     if gain is None:
         return cold
-    known, known_sd = _normal(gain)
+    known = _normal(gain)
     if not math.isfinite(raced):
-        raced, raced_sd = known, known_sd
-    effect, effect_sd = seen - raced, math.hypot(seen_sd, raced_sd)
+        raced, raced_sd = known
+    return _weighed(cold, known, (seen - raced, math.hypot(seen_sd, raced_sd)))
+
+
+def _weighed(cold: Cold, known: tuple[float, float], off: tuple[float, float]) -> Cold:
+    """Return the comparison with what it says of the gain.
+
+    Of what was known of that, and by how much they differ from what was expected of them: mean
+    and standard deviation of each, in logarithms.
+    """
+    effect, effect_sd = off
     deviations = abs(effect) / math.hypot(effect_sd, COLD_EFFECT)
     if deviations <= COLD_ALONE:
         believed = COLD_EFFECT**2 / (COLD_EFFECT**2 + effect_sd**2)
         effect, effect_sd = believed * effect, math.sqrt(believed) * effect_sd
-    mean, sd = known + effect, math.hypot(known_sd, effect_sd)
-    p_better = NormalDist().cdf(-mean / sd)
-    return replace(cold, p_better=p_better, deviations=deviations, log_gain=mean)
+    mean, sd = known[0] + effect, math.hypot(known[1], effect_sd)
+    return replace(
+        cold,
+        p_better=NormalDist().cdf(-mean / sd),
+        deviations=deviations,
+        log_gain=mean,
+        effect=effect,
+        # What cold engines usually differ by was not told before; nor is it if these do not.
+        effect_sd=min(1.0, deviations) * effect_sd,
+    )
 
 
 def _log_ratio(ours: Score, theirs: Score) -> float:
@@ -224,7 +264,7 @@ def _normal(gain: Estimate) -> tuple[float, float]:
     """Return mean and standard deviation of the logarithm of a ratio with its 90 % interval."""
     if gain.low is None or gain.high is None:
         return math.log(gain.value), COLD_EFFECT
-    return math.log(gain.value), math.log(gain.high / gain.low) / (2 * 1.645)
+    return math.log(gain.value), math.log(gain.high / gain.low) / (2 * _WIDE)
 
 
 def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bool:
