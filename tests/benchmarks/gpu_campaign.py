@@ -53,6 +53,7 @@ from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.directory import STEPS_FILE
+from tuner.run.knobs.records import moved
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, bundled_profiles, read_profile
 from tuner.traffic.windows import parse_duration
@@ -488,7 +489,8 @@ def _race_row(result: dict[str, Any]) -> str:
     advice, cold = result["recommendation"], result["confirmed_cold"]
     if advice is None:
         return "nothing feasible"
-    gain = "no gain" if advice["gain_ratio"] is None else f"{advice['gain_ratio']:+.1%}"
+    gain, metric = advice["gain_ratio"], advice["gain_metric"]
+    gain = "no gain" if gain is None else f"{metric} {moved(metric, gain):+.1%}"
     ratio = "not confirmed" if not cold or not cold["ratio"] else f"{cold['ratio'] - 1:+.1%}"
     setting = f"{advice['max_num_seqs']}/{advice['max_num_batched_tokens']}"
     return f"{advice['verdict']} {setting}, {gain}, cold {ratio}, {result['wall_s']:.0f} s"

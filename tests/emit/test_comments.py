@@ -36,11 +36,15 @@ def test_comments_carry_what_a_reader_needs_years_later() -> None:
             "decided by e2e_p95: -20.0% (90% interval -25.0% … -15.0% over this)",
         ),
         ("e2e_p99", ""),
-        ("capacity", ""),
+        (
+            "capacity",
+            "decided by capacity: +25.0% (90% interval +17.6% … +33.3% over this)",
+        ),
+        ("worst SLO slack", ""),
     ],
 )
 def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> None:
-    """Of a window too small for the tail; and of no rate, which stands as its inverse."""
+    """Of a window too small for the tail, or by a rate that is not measured beside others."""
     odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
     lines = comments(made(replace(CHANGE, metric=metric, odds=odds)), "best.yaml", "runs/x")
     assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from tuner.emit.target import Names
 from tuner.emit.vllm import render
 from tuner.errors import UsageError
 from tuner.search.objective import Tier
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
 
 Output = pytest.CaptureFixture[str]
 WITHOUT_SECRET = {key: value for key, value in QWEN.items() if key != "hf-token"}
@@ -57,6 +58,25 @@ def test_an_emitted_file_gives_the_same_provenance_as_its_run(tmp_path: Path) ->
     assert of_run.facts["tuned-at"].startswith(of_file.facts["tuned-at"])
     assert of_run.facts["run-id"] == RUN_ID
     assert of_run.facts["gain"].startswith("e2e_p99 -20.0%, interval ")
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("requests_per_s", "requests_per_s +25.0%, interval +17.6% … +33.3%"),
+        ("goodput_per_s", "goodput_per_s: +25.0% (90% interval +17.6% … +33.3% over this)"),
+    ],
+)
+def test_the_gain_is_that_of_the_rate_that_decided(
+    tmp_path: Path, metric: str, said: str
+) -> None:
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis="this")
+    of_run = read_run(
+        a_run_dir(tmp_path, an_outcome(replace(CHANGE, metric=metric, odds=odds)))
+    )
+    path = tmp_path / "best.yaml"
+    path.write_text(emit(Format.VLLM, of_run, Names("best.yaml")))
+    assert read_emitted(path).facts["gain"] == of_run.facts["gain"] == said
 
 
 def test_advice_to_keep_is_said_in_both(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
-from support.run_parts import ToyRun, a_profile, a_run, a_space
+from support.run_parts import Heard, ToyRun, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
 from support.toy_tune import CROWDED, FragileSource
-from support.traffic import replay_toy
+from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
 from tuner.replay.loop import ReplayLog
@@ -25,7 +25,7 @@ from tuner.run.predict import at_own_speed, predict
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.time_plan import Observe, RacePlan, reserve_s
 from tuner.search.effects import Effects
-from tuner.search.objective import Score, Tier
+from tuner.search.objective import Objective, Score, Tier
 from tuner.search.posterior import Draws, Learnable, drawn_of
 from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
@@ -60,6 +60,16 @@ def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> N
     assert found.gain.low is not None
     assert found.gain.high is not None
     assert found.gain.low < known_ratio(BETTER) < found.gain.high
+
+
+def test_a_round_is_told_with_how_much_the_rate_rises(tmp_path: Path) -> None:
+    """Not with how much less the score is, its inverse."""
+    many, rate = steady(240, per_s=40.0, prompt=110, output=35), Objective.THROUGHPUT
+    with a_run(tmp_path, many, a_space(CURRENT), CROWDED_TOY, objective=rate) as run:
+        assert raced(run, run.plan(BETTER, CURRENT)).best == BETTER
+        listener = run.context.listener
+    assert isinstance(listener, Heard)
+    assert "9/2048 changes requests_per_s by +" in listener.notes[-1]
 
 
 def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> None:

@@ -28,6 +28,17 @@ def test_a_change_is_quoted_with_its_gain_and_interval() -> None:
     assert advice.gain_interval == pytest.approx((-0.25, -0.15))
 
 
+def test_more_requests_a_second_are_a_gain_above_zero() -> None:
+    """Though the score that decides is the rate's inverse, of which less is better."""
+    result = made(replace(CHANGE, metric="requests_per_s"))
+    (row,) = (row for row in result.evidence if row.metric == "requests_per_s")
+    bounds = pytest.approx((1 / 0.85 - 1, 1 / 0.75 - 1))
+    assert (row.change_ratio, row.change_interval) == (pytest.approx(0.25), bounds)
+    assert result.gain is not None
+    assert result.gain.value == pytest.approx(0.25)
+    assert (result.gain.low, result.gain.high) == bounds
+
+
 def test_what_is_written_is_what_is_read() -> None:
     result = made()
     content = json.loads(msgspec.json.encode(result))

@@ -12,6 +12,7 @@ from support.planted_cases import LADDER, SPEEDS, Truth
 from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
+from tuner.run.knobs.records import moved, moved_bounds
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult, read_result
@@ -25,7 +26,7 @@ INFEASIBLE = "nothing feasible"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a run said. Gains are shares of the current value, below 0 for less of it.
+    """What a run said. Gains are shares of the metric's current value, below 0 for less of it.
 
     `limits` are those to run with from now on, None where it said that none will do;
     `stages_s` is where the engine's seconds went.
@@ -55,7 +56,9 @@ class Said:
         gain, cold = result.gain, result.confirmed_cold
         # The truth is of the traffic that was recorded, not of other hours.
         told = (None, None) if gain is None else (gain.low, gain.high)
-        here = advice.gain_here_interval or told
+        here = told
+        if advice.gain_here_interval is not None:
+            here = moved_bounds(advice.gain_metric, advice.gain_here_interval)
         return cls(
             verdict="keep" if advice.limits == result.current else "change",
             limits=advice.limits,
@@ -137,7 +140,7 @@ def _to_be_had(truth: Truth, best: EngineLimits, times: float) -> float:
 def _gain(truth: Truth, limits: EngineLimits, metric: str) -> float | None:
     """Return the true gain by a metric as a run names it."""
     mine, its = (truth.value(of, metric) for of in (limits, truth.case.current))
-    return None if mine is None or not its else mine / its - 1
+    return None if not mine or not its else moved(metric, mine / its - 1)
 
 
 @dataclass(frozen=True, slots=True)

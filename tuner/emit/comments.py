@@ -34,7 +34,8 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         lines.append(f"{result.state}: best so far, not raced against the current values")
     before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
     before += str(current.max_num_batched_tokens)
-    rows = [f"  {row.text}" for row in result.evidence]
+    decisive_first = sorted(result.evidence, key=lambda row: row.metric != advice.gain_metric)
+    rows = [f"  {row.text}" for row in decisive_first]
     knobs = result.knobs
     if knobs is not None and knobs.is_deployed:
         lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]

@@ -27,7 +27,7 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import Advice, RunResult
+from tuner.run.result import DECIDED_BY, Advice, RunResult
 
 CAPPED: Final = "which would cap the tuned limits"
 """How the remark on a key ends that is left out because it would undo the tuning."""
@@ -291,7 +291,10 @@ def _gain(result: RunResult, advice: Advice) -> str:
         return f"none: keep what you have, {advice.why}"
     if not result.evidence:
         return "not compared with the current values"
-    return _gain_of(result.evidence[0].text)
+    row = min(result.evidence, key=lambda row: row.metric != advice.gain_metric)
+    if row.metric != advice.gain_metric and advice.decided_text:
+        return advice.decided_text.removeprefix(DECIDED_BY)
+    return _gain_of(row.text)
 
 
 def _gain_of(row: str) -> str:
@@ -320,11 +323,12 @@ def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:
         facts["method"] = "shadow"
     keeps = [line for line in comments if line.startswith("KEEP WHAT YOU HAVE")]
     gains = [_gain_of(line) for line in comments if line.startswith(" ") and " -> " in line]
+    decided = [line for line in comments if line.startswith(DECIDED_BY)]
     knobs = [line for line in comments if line.startswith("knobs together: ")]
     if knobs and any(line.startswith(SET_BESIDE) for line in comments):
         facts["gain"] = knobs[0]
     elif keeps:
         facts["gain"] = f"none: keep what you have, {keeps[0].rpartition('; ')[2]}"
     elif gains:
-        facts["gain"] = gains[0]
+        facts["gain"] = decided[0].removeprefix(DECIDED_BY) if decided else gains[0]
     return {**facts, "limits": spelled(tuned)}

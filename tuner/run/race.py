@@ -22,7 +22,9 @@ from tuner.replay.runner import Failure
 from tuner.replay.series import TimelineRecord, timeline_record
 from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, draw
+from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
+from tuner.run.knobs.records import moved, moved_bounds
 from tuner.run.predict import DISAGREEMENT, Predictions, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
@@ -266,12 +268,10 @@ def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int)
     found = draws.decide(current, confidence, number)
     if found.gain is None or found.odds is None:
         return f"after round {number}: {found.why}"
-    change, here = found.gain.value - 1, found.gain_here
-    interval = (
-        ""
-        if here is None or here.low is None or here.high is None
-        else (f" ({here.low - 1:+.1%} … {here.high - 1:+.1%})")
-    )
+    change, here = moved(found.metric, found.gain.value - 1), found.gain_here
+    bounds = (None, None) if here is None else change_bounds(here)
+    low, high = moved_bounds(found.metric, bounds)
+    interval = "" if low is None or high is None else f" ({low:+.1%} … {high:+.1%})"
     return (
         f"after round {number}: {found.best} changes {found.metric} by {change:+.1%}{interval},"
         f" {found.odds.text}"

@@ -31,7 +31,7 @@ from tuner.run.evidence import (
     load_text,
     metric_changes,
 )
-from tuner.run.knobs.records import KnobAdvice, moved
+from tuner.run.knobs.records import KnobAdvice, is_rate, moved, moved_bounds
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
 from tuner.search.objective import Objective, Scoring, Tier
@@ -43,6 +43,7 @@ from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 2
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
+DECIDED_BY: Final = "decided by "
 RELAX: Final = "relax an SLO, or lower --load, and run again"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
 _RESTORE: Final = "restore it, or use the YAML file that the run wrote"
@@ -101,16 +102,16 @@ class Advice(LimitsRecord):
 
     @property
     def decided_text(self) -> str:
-        """By how much the latency that decided changes; empty where something else decided."""
-        is_latency = f"{self.gain_metric.rpartition('_')[0]}_s" in LATENCIES
-        if self.gain_ratio is None or self.odds is None or not is_latency:
+        """By how much the latency or rate that decided changes; empty where neither did."""
+        metric = self.gain_metric
+        is_told = f"{metric.rpartition('_')[0]}_s" in LATENCIES or is_rate(metric)
+        if self.gain_ratio is None or self.odds is None or not is_told:
             return ""
-        low, high = self.gain_interval or (None, None)
+        low, high = moved_bounds(metric, self.gain_interval or (None, None))
         known = low is not None and high is not None
         within = f"90% interval {low:+.1%} … {high:+.1%} over " if known else "over "
-        return (
-            f"decided by {self.gain_metric}: {self.gain_ratio:+.1%} ({within}{self.odds.basis})"
-        )
+        change = f"{moved(metric, self.gain_ratio):+.1%}"
+        return f"{DECIDED_BY}{metric}: {change} ({within}{self.odds.basis})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,13 +360,15 @@ class RunResult:
 
         None where it is the current configuration, or nothing was there to compare.
 
-        Units: a share of the current value, -0.28 for 28 % less.
+        Units: a share of the metric's current value, -0.28 for 28 % less of a latency, 0.25 for
+            25 % more requests a second.
         """
         advice = self.recommendation
         if advice is None or not advice.is_change or advice.gain_ratio is None:
             return None
-        low, high = advice.gain_interval or (None, None)
-        return Estimate(advice.gain_ratio, low, high, advice.rounds)
+        metric = advice.gain_metric
+        low, high = moved_bounds(metric, advice.gain_interval or (None, None))
+        return Estimate(moved(metric, advice.gain_ratio), low, high, advice.rounds)
 
     @property
     def kv(self) -> str:
@@ -476,9 +479,11 @@ def _with_gain(changes: Sequence[MetricChange], decision: RaceDecision) -> list[
     gain = decision.gain_here or decision.gain
     if gain is None or decision.is_predicted:
         return [*changes]
+    metric = decision.metric
+    ratio, bounds = moved(metric, gain.value - 1), moved_bounds(metric, change_bounds(gain))
     return [
-        replace(row, change_ratio=gain.value - 1, change_interval=change_bounds(gain))
-        if row.metric == decision.metric
+        replace(row, change_ratio=ratio, change_interval=bounds)
+        if row.metric == metric
         else row
         for row in changes
     ]

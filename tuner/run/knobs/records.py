@@ -125,11 +125,10 @@ def gain_text(
     """Return a gain with its interval and its probability, in words."""
     if ratio is None or p_better is None:
         return "no gain that has a number"
-    low, high = interval or (None, None)
+    low, high = moved_bounds(metric, interval or (None, None))
     within = ""
     if low is not None and high is not None:
-        ends = sorted((moved(metric, low), moved(metric, high)))
-        within = f", interval {ends[0]:+.1%} … {ends[1]:+.1%}"
+        within = f", interval {low:+.1%} … {high:+.1%}"
     return f"{metric} {moved(metric, ratio):+.1%}{within}, P(better) {p_better:.2f}"
 
 
@@ -139,4 +138,21 @@ def moved(metric: str, change: float) -> float:
     >>> moved("e2e_p99", -0.2), moved("requests_per_s", -0.2)
     (-0.2, 0.25)
     """
-    return 1 / (1 + change) - 1 if metric.endswith("_per_s") or metric == CAPACITY else change
+    return 1 / (1 + change) - 1 if is_rate(metric) else change
+
+
+def moved_bounds(metric: str, bounds: Bounds) -> Bounds:
+    """Return the interval of a metric's change for that of a score, the lower end first.
+
+    >>> moved_bounds("e2e_p99", (-0.5, -0.2)), moved_bounds("requests_per_s", (-0.5, -0.2))
+    ((-0.5, -0.2), (0.25, 1.0))
+    """
+    if not is_rate(metric):
+        return bounds
+    low, high = (None if end is None or end <= -1 else moved(metric, end) for end in bounds)
+    return high, low
+
+
+def is_rate(metric: str) -> bool:
+    """Return whether more of a metric is better, so that its score is its inverse."""
+    return metric.endswith("_per_s") or metric == CAPACITY

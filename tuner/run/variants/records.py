@@ -19,7 +19,7 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.run.evidence import Bounds
-from tuner.run.knobs.records import gain_text, settings_text
+from tuner.run.knobs.records import gain_text, moved, settings_text
 
 AS_IT_IS: Final = "as it is"
 """The name of the configuration without any change, which no variant can have."""
@@ -192,7 +192,7 @@ class VariantComparison:
 
     def _gain(self, one: VariantFinding) -> str:
         if one.gain_ratio is not None and one.p_better is None:
-            return f"{one.metric} {one.gain_ratio:+.1%}"
+            return f"{one.metric} {moved(one.metric, one.gain_ratio):+.1%}"
         return gain_text(one.metric, one.gain_ratio, one.gain_interval, one.p_better)
 
 
