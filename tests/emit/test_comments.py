@@ -10,7 +10,7 @@ from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
 from tuner.run.result import ColdConfirmation
-from tuner.search.race import Odds, RaceDecision, RaceVerdict
+from tuner.search.race import UNFINISHED, Odds, RaceDecision, RaceVerdict
 
 
 def test_comments_carry_what_a_reader_needs_years_later() -> None:
@@ -88,7 +88,8 @@ def test_levels_that_are_predicted_say_of_how_much() -> None:
 
 
 def test_an_unfinished_run_says_that_nothing_was_raced() -> None:
-    text = "\n".join(comments(made(state="interrupted"), "best.yaml", "runs/x"))
+    best = replace(CHANGE, why=UNFINISHED)
+    text = "\n".join(comments(made(best, state="interrupted"), "best.yaml", "runs/x"))
     assert "interrupted: best so far, not raced against the current values" in text
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,9 @@ from support.traffic import replay_toy
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import limits as limits_of
 from tuner.engine.serve_config import read_config
-from tuner.errors import UsageError
+from tuner.errors import EngineError, UsageError
 from tuner.replay.metrics import measure
+from tuner.run.sessions.live import Session
 from tuner.search.objective import Objective, Scoring, Tier
 from tuner.traffic.formats import read_trace
 
@@ -249,6 +250,36 @@ def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
     assert (finished.result["method"], finished.result["capacity"]) == ("live", None)
     assert {t["engine"] for t in finished.trials} == {"live"}
     assert set(finished.result["provenance"]["stages_s"]) == {"start", "race", "cold"}
+
+
+@pytest.mark.parametrize("error", [EngineError("the device is lost"), KeyboardInterrupt()])
+def test_what_was_decided_stands_though_what_is_told_beside_it_is_not_found(
+    trace: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Session, "_find_capacity", fail)
+    is_stopped = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if is_stopped else nullcontext():
+        assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT)) == 0
+    out, err = capsys.readouterr()
+    done = Run(trace.parent, err, out)
+    found, cold = done.result["recommendation"], done.result["confirmed_cold"]
+    own = [t["max_num_seqs"] for t in done.trials if t["phase"] == "cold"]
+    assert own == [found["max_num_seqs"], 16]
+    assert found["odds"]["p_better"] > 0.9
+    assert found["gain_interval"][0] < found["gain_ratio"] < found["gain_interval"][1] < 0
+    assert cold["ratio"] == pytest.approx(1 + found["gain_ratio"], abs=0.1)
+    assert "not_confirmed_cold" not in done.caveats
+    said = "interrupted once this was decided: not all may be told beside it"
+    assert done.result["state"] == ("interrupted" if is_stopped else "complete")
+    assert (said in done.emitted.read_text()) is is_stopped
+    missing = "the result lacks how much load it bears or part of it: the device is lost"
+    assert (missing in " ".join(err.split())) is not is_stopped
 
 
 def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(

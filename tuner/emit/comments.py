@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from tuner.errors import UsageError
 from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult, TraceRecord
+from tuner.search.race import UNFINISHED
 from tuner.search.trials import ranked
 
 SET_BESIDE: Final = "set beside the limits: "
@@ -30,8 +31,10 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         f"tuned {made.made_at[:10]} on {_on(trace)}",
         f"vLLM {vllm_version}, {device}, {_how(result, advice)}",
     ]
-    if result.state != "complete":
+    if result.state != "complete" and advice.why == UNFINISHED:
         lines.append(f"{result.state}: best so far, not raced against the current values")
+    elif result.state != "complete":
+        lines.append(f"{result.state} once this was decided: not all may be told beside it")
     before = f"max-num-seqs {current.max_num_seqs}, max-num-batched-tokens "
     before += str(current.max_num_batched_tokens)
     decisive_first = sorted(result.evidence, key=lambda row: row.metric != advice.gain_metric)

@@ -34,6 +34,7 @@ from tuner.run.result import (
     TraceRecord,
 )
 from tuner.search.objective import Objective, Scoring
+from tuner.search.race import UNFINISHED
 from tuner.search.trials import decisive
 
 
@@ -64,9 +65,14 @@ def _state(result: RunResult) -> list[str]:
     """Return the sentences that weaken everything below them."""
     sentences = []
     if result.state != "complete":
-        sentences.append(
-            f"this run is not complete ({result.state}): best so far, nothing confirmed"
+        advice = result.recommendation
+        is_decided = advice is not None and advice.why != UNFINISHED
+        left = (
+            "it had decided by then, and not all may be told beside that"
+            if is_decided
+            else "best so far, nothing confirmed"
         )
+        sentences.append(f"this run is not complete ({result.state}): {left}")
     if result.method == "shadow":
         sentences.append(
             "every number on this page is predicted, none was measured in this run"

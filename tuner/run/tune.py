@@ -43,7 +43,7 @@ from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
 from tuner.search.objective import Scoring
-from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.search.race import UNFINISHED, RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader, predictions
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
@@ -96,26 +96,31 @@ class _Run:
         except StorageError:
             raise  # nothing can be told of the trials; what was measured is on disk
         except BaseException:
-            self._write(self._best_so_far(), "failed")
+            self._write(self._so_far(), "failed")
             raise
         result = self._write(decision, "complete")
         if result is None or not result.feasible:
             raise self._nothing_feasible(decision)
         return result
 
-    def _best_so_far(self) -> RaceDecision:
-        """Return the leader of an unfinished search, which nothing has confirmed."""
+    def _so_far(self) -> RaceDecision:
+        """Return what was decided, or the leader of an unfinished search.
+
+        Nothing has confirmed that one.
+        """
         context = self._context
+        if self._session.decision is not None:
+            return self._session.decision
         best = leader([t.observation for t in decisive(context.journal.records())])
         limits = best.limits if best else context.space.current
         kind = RaceVerdict.KEEP if limits == context.space.current else RaceVerdict.CHANGE
-        return RaceDecision(kind, limits, limits, (), None, 0, "unfinished")
+        return RaceDecision(kind, limits, limits, (), None, 0, UNFINISHED)
 
     def _interrupted(self) -> None:
         if not self._context.journal.observations():
             self._context.listener.note("interrupted before anything was measured")
             return
-        self._write(self._best_so_far(), "interrupted")
+        self._write(self._so_far(), "interrupted")
 
     def _write(self, decision: RaceDecision, state: str) -> RunResult | None:
         """Write result.json; None when nothing was measured yet."""

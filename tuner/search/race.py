@@ -20,6 +20,8 @@ CONFIDENCE = 0.9
 # Rounds of live replays at most: ours; what is left open then is open for another reason than
 # too few replays.
 MAX_ROUNDS = 8
+UNFINISHED = "unfinished"
+"""Why the best so far is named where a run ended before it had decided."""
 # Which quantiles are kept of what a setting costs: intervals of 90 and 50 %, and the middle.
 STANDING_SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 

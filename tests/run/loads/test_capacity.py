@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.run_parts import ToyPredictor, a_profile, a_run, a_space
-from support.toy import ToyCosts, ToySource
+from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
+from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
@@ -109,6 +111,27 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         assert confirmed(replace(found, replay_s=360.0)) is None
         tried = [r for r in run.context.journal.records() if r.phase is Phase.CAPACITY]
     assert [(r.measurement or {})["load"] for r in tried] == [found.winner, beyond.winner]
+
+
+@dataclass(frozen=True, slots=True)
+class LostSource(ToySource):
+    """A toy whose device is lost."""
+
+    def start(self, values: Mapping[str, object], ceiling: EngineLimits) -> ToyEngine:  # noqa: ARG002
+        """Fail. Raises: EngineError."""
+        raise EngineError("the device is lost")
+
+
+def test_what_was_predicted_of_the_load_stays_where_no_engine_is_left(tmp_path: Path) -> None:
+    found = CapacityResult(1.7, 1.2, None)
+    predictor = ToyPredictor(a_profile())
+    with a_run(tmp_path, TRACE, a_space(SMALL), LostSource(), SLOS, 3600.0) as run:
+        parts = (run.runner, predictor, [run.workload], LARGE, found)
+        assert confirm_capacity(*parts) == found
+        heard = run.context.listener
+    assert isinstance(heard, Heard)
+    assert "stays a prediction" in heard.notes[-1]
+    assert "the device is lost" in heard.notes[-1]
 
 
 def never_idle_per_s(limits: EngineLimits, source: ToySource) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
+from tuner.errors import EngineError, ReplayError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import Workload
@@ -130,9 +131,10 @@ def confirm_capacity(
 
     The same requests, judged in the same way: the first of the workloads, on which the capacity
     was predicted, or the first of the others that time allows if by the prediction it holds
-    that load too. Where capacity is not what is optimised, a part of the budget at most.
+    that load too. Where capacity is not what is optimised, a part of the budget at most. Where
+    the engine fails, what was predicted stays, and that is told.
 
-    Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
+    Raises: ShadowError, UsageError.
     """
     if found.winner is None:
         return found
@@ -153,7 +155,14 @@ def confirm_capacity(
         if left_s < start_s + COST_RATIO * replay_s:
             continue
         at_load = replace(workload, plan=plan)
-        outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, context.within_time)
+        try:
+            outcome, _ = runner.measure(winner, Phase.CAPACITY, at_load, context.within_time)
+        except (EngineError, ReplayError) as error:
+            context.listener.note(
+                f"how much load {winner} bears stays a prediction, it could not be replayed "
+                f"live: {error.message}"
+            )
+            return found
         did_hold = not isinstance(outcome, Failure) and holds(outcome, workload.slos)
         return replace(found, live=did_hold)
     return found

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import Caveat, ShadowError, TooFewSamplesError
+from tuner.errors import Caveat, EngineError, ReplayError, ShadowError, TooFewSamplesError
 from tuner.replay.process import EngineStart
 from tuner.run.cold import Cold, confirm_cold
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.knobs.advice import confirm_knobs
-from tuner.run.knobs.records import KnobAdvice
+from tuner.run.knobs.records import KnobAdvice, Standing
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
 from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.loads.records import ClientAdvice
@@ -53,10 +53,12 @@ class Session:
     """A run with a live engine.
 
     With Method.LIVE nothing is predicted to rank by; what a live search has shown may yet be
-    predicted from where it had no time to race.
+    predicted from where it had no time to race. `decision` is what was decided, None until it
+    stands; `cold` is of the setting that it tells of.
     """
 
     search: PredictedSearch
+    decision: RaceDecision | None = None
     cold: Cold | None = None
     capacity: CapacityResult | None = None
     knobs: KnobAdvice | None = None
@@ -100,8 +102,10 @@ class Session:
     def run(self) -> RaceDecision:
         """Search, race and confirm; every trial is on disk before the next begins.
 
-        Raises: EngineError when the engine cannot be kept alive; TooFewSamplesError when the
-            window cannot carry what was asked.
+        What is decided then stands, though what is told beside it may be missing.
+
+        Raises: EngineError when the engine cannot be kept alive until then; TooFewSamplesError
+            when the window cannot carry what was asked.
         """
         self.context.stopwatch.begin()
         started = self._started()
@@ -118,11 +122,24 @@ class Session:
             decision, self.cold = confirm_cold(
                 self.runner, self.search.plan, decision, self.search.predict_cold
             )
+        self.decision = decision
+        if self.cold is not None:
             self.search.learning.keep_starts()
-        self._turn_knobs(decision)
-        self._find_capacity(decision)
+        self._add(self._turn_knobs, "knobs, starting points and advice for clients")
+        self._add(self._find_capacity, "how much load it bears")
         context.journal.set_state("done")
         return decision
+
+    def _add(self, find: Callable[[RaceDecision], None], what: str) -> None:
+        """Find what is told beside the answer, which stands though that should fail."""
+        if self.decision is None:
+            return
+        try:
+            find(self.decision)
+        except (EngineError, ReplayError, ShadowError, TooFewSamplesError) as error:
+            self.context.listener.note(
+                f"the answer stands, but the result lacks {what} or part of it: {error.message}"
+            )
 
     def _started(self) -> EngineStart:
         """Return the engine at the largest limits that it starts at; nothing above is tried.
@@ -184,7 +201,11 @@ class Session:
         self.clients = advise_clients(self.context, predictor, predicted, decision.winner)
         advice = advise_on_knobs(self.context, predictor, predicted, decision)
         if advice is not None and self.search.plan is not None:
-            advice = confirm_knobs(self.runner, self.search.plan, advice)
+            try:
+                advice = confirm_knobs(self.runner, self.search.plan, advice)
+            except (EngineError, ReplayError) as error:
+                cause = f"no engine with them could be replayed: {error.message}"
+                advice = replace(advice, standing=Standing.UNTRIED, cause=cause)
             if advice.settings:
                 self.context.listener.note(advice.lines[-1])
         self.knobs = advice
@@ -217,7 +238,7 @@ class Session:
         return RunFindings(
             windows=search.chosen or (() if workload is None else workload.windows),
             scoring=None if workload is None else workload.scoring,
-            cold=None if self.cold is None else self.cold.as_json(),
+            cold=None if self.cold is None or self.decision is None else self.cold.as_json(),
             capacity=None if self.capacity is None else self.capacity.as_json(),
             profile=None if predictor is None else profile_facts(predictor),
             compared=search.compared,

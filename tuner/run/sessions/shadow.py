@@ -245,6 +245,7 @@ class ShadowSession:
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
     clients: ClientAdvice | None = None
+    decision: RaceDecision | None = None
     _predicted: Predictions | None = None
 
     def run(self) -> RaceDecision:
@@ -259,7 +260,7 @@ class ShadowSession:
         context.keep_windows(workload.windows, workload.windows)
         context.listener.note(predicted_text(context, self._predicted))
         current = context.space.current
-        decision = decide_predicted(context, predictor, self._predicted)
+        self.decision = decision = decide_predicted(context, predictor, self._predicted)
         self.starting_points = compare_starting_points(predictor, self._predicted, decision)
         self.knobs = advise_on_knobs(context, predictor, self._predicted, decision)
         if workload.slos:
