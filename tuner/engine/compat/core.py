@@ -145,7 +145,7 @@ class Core:
             return True
         config = self._core.vllm_config
         try:
-            shown = graphs.Shown.at(config, limits, self._asked, self._captured)
+            shown = graphs.Shown.at(config, limits, self._asked)
         except AttributeError:
             return False
         return all(self._core.model_executor.collective_rpc(graphs.show, args=(shown,)))

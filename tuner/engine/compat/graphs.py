@@ -12,7 +12,7 @@ Source: vllm/config/vllm.py, VllmConfig._set_cudagraph_sizes; the V1 runner look
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -44,42 +44,42 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The graphs that a setting may use: their sizes in tokens, ascending.
+    """What decides which graphs a setting may use: sizes in tokens, ascending, and its cap.
 
-    Those of steps that only decode are captured apart, up to `most_decodes` tokens.
+    The sizes are those that vLLM takes for the setting. Where sequences draft, a runner rounds
+    them up to multiples of what one decodes in a step.
     """
 
     sizes: Sizes
-    most_decodes: int
+    max_num_seqs: int
 
     @classmethod
-    def at(cls, config: Any, limits: EngineLimits, asked: Asked, captured: Sizes) -> Self:
-        """Return those that stand in for the graphs of an engine started with the limits.
-
-        A size that was not captured at the ceiling has the next larger one in its place.
+    def at(cls, config: Any, limits: EngineLimits, asked: Asked) -> Self:
+        """Return what holds for an engine that is started with the limits.
 
         Raises: AttributeError where this vLLM chooses sizes in another way.
         """
-        own = own_sizes(config, limits, asked)
-        drafts = int(getattr(config.speculative_config, "num_speculative_tokens", 0) or 0)
-        most = limits.max_num_seqs * (1 + drafts)
-        return cls(
-            _stand_ins(own, captured),
-            max(_stand_ins([size for size in own if size <= most], captured), default=0),
-        )
+        return cls(own_sizes(config, limits, asked), limits.max_num_seqs)
 
-    def allows(self, graph: Any) -> bool:
-        """Whether a step may use a graph, by vLLM's description of it.
+    def of_captured(
+        self, captured: Iterable[int], query_tokens: int = 1, *, is_of_decodes: bool = False
+    ) -> frozenset[int]:
+        """Return which of a runner's graphs stand in for those of an engine of its own.
 
-        V1 calls a graph of equally long queries uniform, V2 counts their tokens.
+        `captured` are the sizes of graphs of a kind. A size that is none of them has the next
+        larger one in its place. Sizes were rounded up where all are multiples of
+        `query_tokens`, and are left out where that is beyond the largest.
+
+        >>> sorted(Shown((1, 2, 4, 8, 16), 2).of_captured((3, 6, 9, 18, 24), 3))
+        [3, 6, 9]
         """
-        is_of_decodes = (
-            getattr(graph, "uniform", False)
-            or getattr(graph, "uniform_token_count", None) is not None
-            or getattr(graph, "max_query_len", None) is not None
-        )
-        is_small = not is_of_decodes or graph.num_tokens <= self.most_decodes
-        return graph.num_tokens in self.sizes and is_small
+        at_ceiling = sorted(set(captured))
+        unit = 1 if any(size % query_tokens for size in at_ceiling) else query_tokens
+        most = max(self.sizes, default=0)
+        if is_of_decodes:
+            most = min(most, self.max_num_seqs * query_tokens)
+        own = (-(-size // unit) * unit for size in self.sizes)
+        return _stand_ins([size for size in own if size <= most], at_ceiling)
 
 
 def own_sizes(config: Any, limits: EngineLimits, asked: Asked) -> Sizes:
@@ -97,14 +97,14 @@ def own_sizes(config: Any, limits: EngineLimits, asked: Asked) -> Sizes:
     return tuple(sorted(own.compilation_config.cudagraph_capture_sizes or ()))
 
 
-def _stand_ins(sizes: Sequence[int], captured: Sizes) -> Sizes:
+def _stand_ins(sizes: Sequence[int], captured: Sequence[int]) -> frozenset[int]:
     """Return the smallest captured size that holds each, where there is one.
 
-    >>> _stand_ins([1, 2, 4, 8, 12], (1, 2, 4, 8, 16, 24))
-    (1, 2, 4, 8, 16)
+    >>> sorted(_stand_ins([1, 2, 4, 8, 12], (1, 2, 4, 8, 16, 24)))
+    [1, 2, 4, 8, 16]
     """
     places = [bisect_left(captured, size) for size in sizes]
-    return tuple(sorted({captured[at] for at in places if at < len(captured)}))
+    return frozenset(captured[at] for at in places if at < len(captured))
 
 
 def show(worker: Any, shown: Shown) -> bool:
@@ -132,18 +132,25 @@ def _kept(owner: Any, name: str) -> Any:
 
 
 def _show_to_dispatcher(dispatcher: Any, shown: Shown) -> bool:
-    """Leave the V1 runner the keys of the graphs that are shown, and padding to these."""
+    """Leave the V1 runner the keys of the graphs that are shown, and padding to these.
+
+    Each worker knows its sizes alone: with drafts it has rounded them, on a copy of its own.
+    """
     every: Mapping[Any, set[Any]] = _kept(dispatcher, "cudagraph_keys")
+    captured = {key.num_tokens for keys in every.values() for key in keys}
+    query_tokens = int(getattr(dispatcher, "uniform_decode_query_len", 1))
+    allowed = shown.of_captured(captured, query_tokens)
+    of_decodes = shown.of_captured(captured, query_tokens, is_of_decodes=True)
     dispatcher.cudagraph_keys = {
-        mode: {key for key in keys if shown.allows(key)} for mode, keys in every.items()
+        mode: {k for k in keys if k.num_tokens in (of_decodes if k.uniform else allowed)}
+        for mode, keys in every.items()
     }
     if hasattr(dispatcher, "_bs_to_padded_graph_size"):
-        padded = _kept(dispatcher, "_bs_to_padded_graph_size")
+        padded, sizes = _kept(dispatcher, "_bs_to_padded_graph_size"), sorted(allowed)
         # Beyond the largest a step keeps its own size, of which there is no key.
-        places = [bisect_left(shown.sizes, tokens) for tokens in range(len(padded))]
+        places = [bisect_left(sizes, tokens) for tokens in range(len(padded))]
         dispatcher._bs_to_padded_graph_size = [  # noqa: SLF001 - as named in vLLM
-            shown.sizes[at] if at < len(shown.sizes) else tokens
-            for tokens, at in enumerate(places)
+            sizes[at] if at < len(sizes) else tokens for tokens, at in enumerate(places)
         ]
         dispatcher._bs_to_padded_graph_size[0] = 0  # noqa: SLF001 - as above
     return True
@@ -158,18 +165,45 @@ def candidates(every: Any, shown: Shown) -> Any:
     """
     is_list = isinstance(every, list)
     by_key: dict[Any, list[Any]] = dict(enumerate(every)) if is_list else dict(every)
+    allowed = _of_kinds({graph for graphs in by_key.values() for graph in graphs}, shown)
     nearest: dict[Any, Any] = {}
     found: dict[Any, list[Any]] = {}
     for key in sorted(by_key, key=_tokens_of, reverse=True):
         chosen = []
         for graph in by_key[key]:
-            kind = replace(graph, num_tokens=0, num_reqs=None)
-            if shown.allows(graph):
+            kind = _kind(graph)
+            if graph.num_tokens in allowed[kind]:
                 nearest[kind] = graph
             if kind in nearest:
                 chosen.append(nearest[kind])
         found[key] = list(dict.fromkeys(chosen))
     return [found[i] for i in range(len(every))] if is_list else found
+
+
+def _kind(graph: Any) -> Any:
+    return replace(graph, num_tokens=0, num_reqs=None)
+
+
+def _of_kinds(every: Iterable[Any], shown: Shown) -> dict[Any, frozenset[int]]:
+    """Return the sizes that are shown of each kind of the V2 runner's graphs.
+
+    Those of steps that only decode count the tokens of their equally long queries, or bound
+    them: their sizes are rounded up, which in vLLM 0.20 all sizes are.
+    """
+    sizes: dict[Any, set[int]] = {}
+    for graph in every:
+        sizes.setdefault(_kind(graph), set()).add(graph.num_tokens)
+    decoded = {
+        kind: getattr(kind, "uniform_token_count", None) or getattr(kind, "max_query_len", None)
+        for kind in sizes
+    }
+    longest = max((tokens for tokens in decoded.values() if tokens), default=1)
+    return {
+        kind: shown.of_captured(
+            sizes[kind], tokens or longest, is_of_decodes=tokens is not None
+        )
+        for kind, tokens in decoded.items()
+    }
 
 
 def _tokens_of(key: Any) -> int:
