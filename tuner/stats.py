@@ -121,6 +121,8 @@ def quantiles(
             max(1, math.ceil(q * n - 1e-9)),
             *((low, high) if is_carried else (0, 0)),
         )
+    if not ranks:
+        return {}  # numpy takes no empty list of places
     wanted = sorted({rank - 1 for of in ranks.values() for rank in of if rank})
     values = np.partition(np.asarray(samples, dtype=np.float64), wanted)
 

@@ -57,6 +57,13 @@ def test_known_instants_give_known_numbers() -> None:
     assert m.slo_attainment_ratio == pytest.approx(1 / 5)
 
 
+def test_where_only_means_are_asked_for_there_are_means() -> None:
+    log = a_log([(0.0, [1.0, 2.0, 4.0], DONE), (1.0, [4.0, 6.0], DONE)])
+    asked = measure([log], statistics={key: {"mean"} for key in LATENCIES})
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        assert asked.latency(name, "mean") == measure([log]).latency(name, "mean") is not None
+
+
 def test_a_rate_counts_from_the_first_due_time() -> None:
     early, late = (
         a_log([(at, [at + 1.0], DONE), (at + 1, [at + 2.0], DONE)]) for at in (0, 50)
