@@ -35,6 +35,7 @@ def test_every_form_is_written_with_what_it_rests_on() -> None:
         assert "max-num-seqs 8" in text, chosen
         assert "P(better) 1.00" in text, chosen
         assert str(ANSWER.gate) in text, chosen
+        assert f"({ANSWER.loads[-1].gained_per_s:+.3g}/s; on other traffic" in text, chosen
 
 
 def test_the_middleware_reads_what_is_written_for_it() -> None:

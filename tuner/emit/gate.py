@@ -32,11 +32,11 @@ def evidence(answer: GateAnswer) -> list[str]:
         f"goodput within {slos}, predicted:",
     ]
     for at in answer.loads:
-        gained, before, gated = at.gained, goodput_per_s(at.before), goodput_per_s(at.gated)
-        interval = f"{gained.low:+.2g} … {gained.high:+.2g}"
+        before, gated = goodput_per_s(at.before), goodput_per_s(at.gated)
+        interval = f"{at.elsewhere.low:+.3g} … {at.elsewhere.high:+.3g}/s"
         lines.append(
-            f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({gained.value:+.2g}/s, "
-            f"interval {interval}, P(better) {at.odds:.2f})"
+            f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({at.gained_per_s:+.3g}/s; "
+            f"on other traffic {interval}, P(better) {at.odds:.2f})"
         )
     return lines
 

@@ -37,6 +37,12 @@ def test_the_table_says_what_json_does(
     (shown,) = [line.split() for line in lines if line.strip().startswith("2x")]
     assert shown[2] == f"{heavy['without']['goodput_per_s']:.3g}/s"
     assert shown[3] == f"{heavy['with_gate']['goodput_per_s']:.3g}/s"
+    # What is gained is the difference of the two that are shown, whatever other traffic brings.
+    gained = heavy["with_gate"]["goodput_per_s"] - heavy["without"]["goodput_per_s"]
+    assert shown[4] == f"{gained:+.3g}"
+    assert heavy["gained_per_s"] == pytest.approx(gained)
+    elsewhere = heavy["gained_on_other_traffic_per_s"]
+    assert shown[5:8:2] == [f"{elsewhere[end]:+.3g}" for end in ("low", "high")]
     assert f"{told['gate']['max_in_flight']} requests in the engine at most" in "\n".join(lines)
     assert sum(" tokens" in line and "%" in line for line in lines) == len(told["affected"])
 

@@ -128,7 +128,7 @@ def _table(answer: GateAnswer) -> Iterator[str]:
     yield f"requests within {slos}, per second in which requests came:"
     yield (
         f"{'load':>6} {'offered':>9} {'no gate':>9} {'gate':>9} {'gained':>8}"
-        f"  {'interval':>17}  P(better)  turned away  cut off  replicas"
+        f"  {'on other traffic':>17}  P(better)  turned away  cut off  replicas"
     )
     yield from (_load_line(answer, at) for at in answer.loads)
     yield f"who suffers at {answer.shown_load:g}x: shares of the requests with such lengths"
@@ -144,13 +144,13 @@ def _table(answer: GateAnswer) -> Iterator[str]:
 
 
 def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
-    gained, gated = at.gained, at.gated
-    interval = f"{gained.low:+.3g} … {gained.high:+.3g}"
+    gated, elsewhere = at.gated, at.elsewhere
+    interval = f"{elsewhere.low:+.3g} … {elsewhere.high:+.3g}"
     offered = max(gated.offered, 1)
     return (
         f"{at.load:>5g}x {at.before.offered_per_s or 0.0:>8.3g}/s"
         f"{goodput_per_s(at.before):>8.3g}/s {goodput_per_s(gated):>7.3g}/s"
-        f" {gained.value:>+8.3g}  {interval:>17}  {at.odds:>9.2f}"
+        f" {at.gained_per_s:>+8.3g}  {interval:>17}  {at.odds:>9.2f}"
         f"{gated.turned_away / offered:>13.1%}{gated.truncated / offered:>9.1%}"
         f"{answer.replicas(at.load) or '-':>10}"
     )

@@ -48,7 +48,7 @@ SHOWN_LOAD: Final = 2.0
 class GatedLoad:
     """What the gate does at one load, a multiple of the recorded arrivals.
 
-    `gained` is by how much the goodput is larger with the gate, in the middle of draws of other
+    `elsewhere` is by how much the goodput is larger with the gate on other traffic: draws of
     traffic of the kind and of models that are as possible; `odds` is the share of draws in
     which it gains.
 
@@ -58,8 +58,13 @@ class GatedLoad:
     load: float
     before: Measurement
     gated: Measurement
-    gained: Estimate
+    elsewhere: Estimate
     odds: float
+
+    @property
+    def gained_per_s(self) -> float:
+        """By how much the goodput of the replayed requests is larger with the gate."""
+        return goodput_per_s(self.gated) - goodput_per_s(self.before)
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures for --json."""
@@ -77,7 +82,8 @@ class GatedLoad:
             "load": self.load,
             "offered_per_s": self.before.offered_per_s,
             **figures,
-            "gained_per_s": asdict(self.gained),
+            "gained_per_s": self.gained_per_s,
+            "gained_on_other_traffic_per_s": asdict(self.elsewhere),
             "probability_better": self.odds,
         }
 
@@ -309,9 +315,9 @@ class _Search:
                 self._measure(self._recorded, self._engine, g, load) for g in (None, gate)
             )
             middle, low, high = found_in_draws[:, i].tolist()
-            gained = Estimate(middle, low, high, FEW_DRAWS)
+            elsewhere = Estimate(middle, low, high, FEW_DRAWS)
             odds = float((gains[:, i] > 0).mean())
-            found.append(GatedLoad(load, before, gated, gained, odds))
+            found.append(GatedLoad(load, before, gated, elsewhere, odds))
         return tuple(found)
 
     def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:
