@@ -14,8 +14,8 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
-from tuner.search.posterior import COST, TIE_LOSS, Draws, Learnable, drawn_of
-from tuner.search.race import RaceVerdict
+from tuner.search.posterior import COST, SLO, TIE_LOSS, Draws, Learnable, drawn_of
+from tuner.search.race import RaceRun, RaceVerdict
 from tuner.stats import Floats
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
@@ -166,6 +166,38 @@ def test_a_current_one_that_fails_is_left_without_a_gain_to_quote() -> None:
 def test_when_nothing_survives_it_says_so() -> None:
     with pytest.raises(NoFeasibleConfigError, match="no configuration survived"):
         draws(FAILED, FAILED).decide(CURRENT)
+
+
+def replays(limits: EngineLimits, *scores: Score) -> list[RaceRun]:
+    """Return the replays of a setting, one a round."""
+    return [RaceRun(limits, number, one) for number, one in enumerate(scores, 1)]
+
+
+@pytest.mark.parametrize("tail", [math.inf, 1.0])
+@given(used=st.floats(0.05, 0.9), rounds=st.integers(1, 4), often=st.integers(1, 4))
+def test_who_loses_requests_live_surely_breaks_the_slo_that_has_no_end(
+    tail: float, used: float, rounds: int, often: int
+) -> None:
+    """However fast it answers the others, and however much room the current one has."""
+    kept, lost = score(2.0, slo=used), score(tail, slo=math.inf)
+    whole = score(1.0, slo=used)
+    ours = [lost if n < often else whole for n in range(rounds)]
+    runs = [*replays(OTHER, *ours), *replays(CURRENT, *[kept] * rounds)]
+    found = Draws.of_replays([OTHER, CURRENT], runs, DRAWS)
+    assert (found.here[:, 0, SLO] > 1).all()
+    decided = found.decide(CURRENT)
+    assert (decided.winner, decided.metric) == (CURRENT, "e2e_p99")
+    back = Draws.of_replays([CURRENT, OTHER], runs, DRAWS).decide(OTHER)
+    assert (back.winner, back.metric) == (CURRENT, "e2e_p99")
+
+
+def test_where_everybody_loses_requests_live_the_rate_decides() -> None:
+    def lost(per_s: float) -> Score:
+        return Score(Tier.NOT_SUSTAINED, 1 / per_s, RATE, (("e2e_p99", math.inf),), None, 0.5)
+
+    runs = [*replays(OTHER, *[lost(13.0)] * 3), *replays(CURRENT, *[lost(10.0)] * 3)]
+    found = Draws.of_replays([OTHER, CURRENT], runs, DRAWS).decide(CURRENT)
+    assert (found.winner, found.metric) == (OTHER, RATE)
 
 
 def test_few_stretches_spread_wider_than_what_was_drawn_of_them() -> None:

@@ -152,20 +152,24 @@ class Draws:
     ) -> Self:
         """Return draws of what live replays in turns say, where nothing was predicted.
 
-        A setting that failed once is taken to fail; one that was not replayed may be anything.
+        A setting that failed once is taken to fail, and one that lost so many requests that an
+        SLO, or what is optimised, once had no end is taken to have none. One that was not
+        replayed may be anything.
         """
         whole = [run for run in runs if run.score.tier is not Tier.CUT]
         failed = {run.limits for run in whole if run.score.tier is Tier.FAILED}
         good = [run for run in whole if run.limits not in failed and run.limits in settings]
-        is_own = all(math.isfinite(run.score.value_in(Tier.GOOD)) for run in good)
-        metric = good[0].score.own_metric if good and is_own else RATE
+        metric = _own_metric(good)
         drawn = partial(_drawn_live, settings, good, draws)
         values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
-        values[:, [limits in failed for limits in settings]] = math.inf
+        endless = failed | _endless(good, metric)
+        values[:, [limits in endless for limits in settings]] = math.inf
         bounds = (
             drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
             drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
         )
+        breaking = {run.limits for run in good if run.score.slo_used == math.inf}
+        bounds[0][:, [limits in breaking for limits in settings]] = math.inf
         has_slos = any(run.score.slo_used is not None for run in good)
         here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
 
@@ -453,6 +457,18 @@ def _is_better(pair: Floats, asked: int, column: int) -> Bools:
     cost, its = pair[:, :, column].T
     better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
     return better
+
+
+def _own_metric(runs: Sequence[RaceRun]) -> str:
+    """Return what is optimised, or the rate where each setting once had none of it."""
+    names = {run.score.own_metric for run in runs} - {RATE}
+    limits = {run.limits for run in runs}
+    return next((n for n in sorted(names) if _endless(runs, n) < limits), RATE)
+
+
+def _endless(runs: Sequence[RaceRun], metric: str) -> set[EngineLimits]:
+    """Return whose value had no end in a replay, as where nothing was answered in time."""
+    return {run.limits for run in runs if run.score.value_of(metric) in (None, math.inf)}
 
 
 def _drawn_live(
