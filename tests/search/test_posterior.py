@@ -191,6 +191,26 @@ def test_who_loses_requests_live_surely_breaks_the_slo_that_has_no_end(
     assert (back.winner, back.metric) == (CURRENT, "e2e_p99")
 
 
+@given(slower=st.floats(0.5, 2.0), seed=st.integers(0, 50))
+def test_a_round_that_an_interruption_split_counts_for_nothing(
+    slower: float, seed: int
+) -> None:
+    """Else who raced in both halves would be told to gain what the machine became slower."""
+    rng = np.random.default_rng(seed)
+
+    def run(limits: EngineLimits, number: int, attempt: str, times: float = 1.0) -> RaceRun:
+        cost = score(2.0 * times * math.exp(rng.normal(0.0, 0.01)), slo=0.5)
+        return RaceRun(limits, number, cost, attempt)
+
+    first = [run(limits, 1, "before") for limits in (OTHER, CURRENT)]
+    again = [run(limits, 2, "after", slower) for limits in (CURRENT, OTHER)]
+    split = [run(OTHER, 2, "before"), *again]
+    told, whole = (
+        Draws.of_replays([OTHER, CURRENT], [*first, *rest], DRAWS) for rest in (split, again)
+    )
+    assert np.array_equal(told.here, whole.here)
+
+
 def test_where_everybody_loses_requests_live_the_rate_decides() -> None:
     def lost(per_s: float) -> Score:
         return Score(Tier.NOT_SUSTAINED, 1 / per_s, RATE, (("e2e_p99", math.inf),), None, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tuner.engine.limits import EngineLimits
 from tuner.search.objective import Score, Tier
-from tuner.search.race import RaceRun, by_round, missing_in, whole_rounds
+from tuner.search.race import RaceRun, by_round, compared, missing_in, whole_rounds
 
 CURRENT, BEST, OTHER = EngineLimits(16, 2048), EngineLimits(8, 2048), EngineLimits(12, 2048)
 FIELD = [BEST, OTHER, CURRENT]
@@ -43,6 +43,18 @@ def test_rounds_count_in_which_two_replayed() -> None:
     runs = [a_run(BEST, 1), a_run(CURRENT, 1), a_run(BEST, 2), a_run(OTHER, 2), a_run(BEST, 3)]
     assert whole_rounds(runs, FIELD) == 2
     assert (
-        by_round([a_run(BEST, 1, value=1.0), a_run(BEST, 1, value=2.0)], BEST)[1].score.value
+        by_round([a_run(BEST, 1, value=1.0), a_run(BEST, 1, value=2.0)], BEST)[
+            1, "a"
+        ].score.value
         == 2.0
     )
+
+
+def test_what_an_interruption_split_off_is_compared_with_nothing_of_another_process() -> None:
+    first, split = [a_run(BEST, 1), a_run(CURRENT, 1)], a_run(BEST, 2)
+    late = a_run(CURRENT, 2, "after")
+    assert whole_rounds([*first, split, late], FIELD) == 1
+    again = [a_run(BEST, 2, "after"), late]
+    assert whole_rounds([*first, split, *again], FIELD) == 2
+    assert compared([*first, split, *again]) == [*first, *again]
+    assert set(by_round([split], BEST)) & set(by_round(again, CURRENT)) == set()

@@ -28,6 +28,7 @@ from tuner.search.race import (
     RaceRun,
     RaceVerdict,
     Standing,
+    compared,
 )
 from tuner.stats import Bools, Estimate, Floats, student_quantile
 
@@ -154,11 +155,11 @@ class Draws:
 
         A setting that failed once is taken to fail, and one that lost so many requests that an
         SLO, or what is optimised, once had no end is taken to have none. One that was not
-        replayed may be anything.
+        replayed beside another in a round may be anything.
         """
-        whole = [run for run in runs if run.score.tier is not Tier.CUT]
-        failed = {run.limits for run in whole if run.score.tier is Tier.FAILED}
-        good = [run for run in whole if run.limits not in failed and run.limits in settings]
+        failed = {run.limits for run in runs if run.score.tier is Tier.FAILED}
+        mine = compared([run for run in runs if run.limits in settings])
+        good = [run for run in mine if run.limits not in failed]
         metric = _own_metric(good)
         drawn = partial(_drawn_live, settings, good, draws)
         values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
@@ -484,8 +485,9 @@ def _drawn_live(
 
     Shapes: [draws, settings].
     """
+    turns = sorted({run.turn for run in runs})
     replays = [
-        (run.round, settings.index(run.limits), math.log(max(value, _LEAST_USED)))
+        (turns.index(run.turn), settings.index(run.limits), math.log(max(value, _LEAST_USED)))
         for run in runs
         if (value := of(run.score)) is not None and value < math.inf
     ]

@@ -35,14 +35,31 @@ class RaceRun:
     score: Score
     attempt: str = ""
 
+    @property
+    def turn(self) -> tuple[int, str]:
+        """What it shares with those that it compares with: the round, in one process."""
+        return self.round, self.attempt
 
-def by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[int, RaceRun]:
-    """Return a configuration's replays by the number of the round, the last of each.
+
+def by_round(runs: Sequence[RaceRun], limits: EngineLimits) -> dict[tuple[int, str], RaceRun]:
+    """Return a configuration's replays by the round and its process, the last of each.
 
     Those that the wall clock cut short are left out.
     """
     mine = (run for run in runs if run.limits == limits and run.score.tier is not Tier.CUT)
-    return {run.round: run for run in mine}
+    return {run.turn: run for run in mine}
+
+
+def compared(runs: Sequence[RaceRun]) -> list[RaceRun]:
+    """Return the replays that stand beside another setting's of the same round and process.
+
+    What an interruption or the wall clock split off stands alone, in a mood of its own.
+    """
+    whole = [run for run in runs if run.score.tier is not Tier.CUT]
+    beside: dict[tuple[int, str], set[EngineLimits]] = {}
+    for run in whole:
+        beside.setdefault(run.turn, set()).add(run.limits)
+    return [run for run in whole if len(beside[run.turn]) > 1]
 
 
 def missing_in(
@@ -65,10 +82,7 @@ def missing_in(
 
 def whole_rounds(runs: Sequence[RaceRun], field: Sequence[EngineLimits]) -> int:
     """Return in how many rounds a setting of the field raced beside another one."""
-    return sum(
-        sum(bool(number in by_round(runs, limits)) for limits in field) > 1
-        for number in {run.round for run in runs}
-    )
+    return len({run.round for run in compared([run for run in runs if run.limits in field])})
 
 
 class RaceVerdict(StrEnum):
