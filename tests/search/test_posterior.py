@@ -83,6 +83,19 @@ def test_what_is_as_good_goes_to_the_current_one_and_then_to_the_smallest() -> N
     assert (among.verdict, among.winner) == (RaceVerdict.CHANGE, THIRD)
 
 
+def test_of_those_that_are_as_good_one_that_is_surely_better_is_not_missed() -> None:
+    """The smallest loses no more in the mean, but may be worse than the current one."""
+    rng = np.random.default_rng(0)
+    here = np.ones((DRAWS, 3, 3)) * [[[2.0, 0.5, 0.5], [1.94, 0.5, 0.5], [1.95, 0.5, 0.5]]]
+    here[:, 2, 0] *= np.exp(rng.normal(0.0, 0.03, DRAWS))
+    point = [score(2.0), score(1.94), score(1.95)]
+    found = Draws.of((CURRENT, OTHER, THIRD), point, here).decide(CURRENT)
+    small = Draws.of((CURRENT, THIRD), point[::2], here[:, ::2]).decide(CURRENT)
+    assert small.verdict is RaceVerdict.KEEP
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert THIRD in found.tied
+
+
 def test_of_each_setting_it_is_told_what_it_costs_and_how_probably_it_is_right() -> None:
     tail = [score(t, slo=u) for t, u in ((2.0, 0.5), (1.6, 0.5), (1.0, 1.5))]
     found = draws(*tail).decide(CURRENT)

@@ -223,7 +223,8 @@ class Draws:
 
         Where none surely does, the one that uses least of its SLOs; and where all SLOs hold and
         no setting sustains the load, the one of least loss. Of those that lose the same the
-        current one, then the smallest. `rounds` are those of live replays behind the draws.
+        current one, then the smallest, or who loses least where that alone is surely better
+        than the current one. `rounds` are those of live replays behind the draws.
 
         Raises: NoFeasibleConfigError if every setting failed.
         """
@@ -235,12 +236,14 @@ class Draws:
         cost, now = self.here[:, :, column], self.settings.index(current)
         loss = _losses(cost, field)
         best, tied = self._least(loss, field, now)
-        elsewhere = self.elsewhere((self.settings[best], current))
-        odds = self.odds([best, now], elsewhere, column, confidence)
-        is_better = odds.meets_more or (
-            odds.p_better >= confidence and odds.p_elsewhere >= LIKELY
-        )
-        is_change = best != now and is_better
+        elsewhere, odds = self._beside(best, now, column, confidence)
+        first = min(tied, key=lambda i: loss[i])
+        if now not in (best, first) and not _is_sure(odds):
+            # The smallest of those that lose the same may be less sure than the best of them.
+            found = self._beside(first, now, column, confidence)
+            if _is_sure(found[1]):
+                best, (elsewhere, odds) = first, found
+        is_change = best != now and _is_sure(odds)
         verdict = RaceVerdict.CHANGE if is_change else RaceVerdict.KEEP
         return RaceDecision(
             verdict=verdict,
@@ -256,6 +259,16 @@ class Draws:
             odds=odds,
             standings=self._standings(field, cost, loss),
         )
+
+    def _beside(
+        self, setting: int, now: int, column: int, confidence: float
+    ) -> tuple[Floats, Odds]:
+        """Return what other traffic makes of a setting and the current one, and the odds.
+
+        Shapes: the first is [draws, 2, 3].
+        """
+        elsewhere = self.elsewhere((self.settings[setting], self.settings[now]))
+        return elsewhere, self.odds([setting, now], elsewhere, column, confidence)
 
     def _standings(self, field: Bools, cost: Floats, loss: Floats) -> tuple[Standing, ...]:
         """Return what is known of each, of the least expected loss first.
@@ -438,6 +451,11 @@ class Draws:
     def _p_sustained(self, setting: int) -> float:
         """Return how probably a setting sustains the load."""
         return _share(self.here[:, setting, LOAD] <= 1.0)
+
+
+def _is_sure(odds: Odds) -> bool:
+    """Whether what the odds are of may replace the current setting."""
+    return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
 
 
 def _keeps(drawn: Floats) -> tuple[Bools, Bools]:
