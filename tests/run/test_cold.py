@@ -125,11 +125,18 @@ def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks
         (tmp_path / folder).mkdir()
         here = Estimate(ratio, ratio * 0.98, ratio * 1.02, 200)
         elsewhere = replace(here, value=ratio * 0.99, low=ratio * 0.95)
+        sure = replace(a_change(WORSE, 0.8), odds=Odds(1.0, None, 1.0, 0.25, 1.0))
         with a_run(tmp_path / folder, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
             predicted = Deployed(elsewhere, here, seen - off)
-            found, cold = cold_of(run, a_change(WORSE, 0.8), predicted)
+            found, cold = cold_of(run, sure, predicted)
         assert found.verdict is verdict, folder
         assert cold is not None
+        assert cold.p_better is not None
+        assert found.odds is not None
+        if verdict is RaceVerdict.CHANGE:
+            # No surer than they leave it.
+            kept = 1.0 if off < 0.1 else cold.p_better
+            assert (found.odds.p_better, found.odds.p_elsewhere) == (kept, kept)
         assert found.gain_here is not None
         # The gain that is told is theirs, moved by what is known of engines started cold.
         moved = off if off >= 0.1 else 0.0

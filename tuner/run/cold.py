@@ -22,7 +22,7 @@ from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Score, Tier
 from tuner.search.posterior import LIKELY, TIE_LOSS
-from tuner.search.race import RaceDecision, RaceVerdict, by_round
+from tuner.search.race import Odds, RaceDecision, RaceVerdict, by_round
 from tuner.search.trials import Phase
 from tuner.stats import Estimate
 
@@ -312,7 +312,16 @@ def _with_cold(
         return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
     if cold.deviations > COLD_DIFFERS:
         context.caveats.add(Caveat.COLD_DIFFERS)
+        return replace(decision, odds=_less_sure(decision.odds, cold))
     return decision
+
+
+def _less_sure(odds: Odds | None, cold: Cold) -> Odds | None:
+    """Return the odds, no surer than engines started cold leave them; bounds are not theirs."""
+    if odds is None or odds.meets_more or cold.p_better is None:
+        return odds
+    here, elsewhere = (min(p, cold.p_better) for p in (odds.p_better, odds.p_elsewhere))
+    return replace(odds, p_better=here, p_elsewhere=elsewhere)
 
 
 def _cold_cause(context: RunContext, limits: EngineLimits) -> str:
