@@ -13,11 +13,14 @@ import yaml
 from support.emit_parts import KEYED, QWEN, a_run_dir, emitted, vllm_serve_parser
 from support.emit_targets import STARTED, in_a_shell, kubectl, loaded
 from support.run_parts import a_profile
+from support.traffic import a_trace
 from tuner.cli import run
-from tuner.drift.watch.publish import Publisher
+from tuner.drift.watch.publish import Publisher, Reason
 from tuner.emit.names import Format
-from tuner.emit.registry import TARGETS
+from tuner.emit.recommendation import Recommendation
+from tuner.emit.registry import TARGETS, emit
 from tuner.emit.target import ApiKey
+from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.redact import redacted
 from tuner.shadow.profiles import write_profile
@@ -92,6 +95,19 @@ def test_no_pod_starts_without_the_secret_that_the_comment_makes(
     assert (secret["metadata"]["name"], list(secret["data"])) == ("chat-api-key", ["api-key"])
     for nothing in NOTHING:
         assert in_a_shell(command, tmp_path, {"PATH": path, **nothing}).stdout == ""
+
+
+@pytest.mark.parametrize("chosen", [*OF_KUBERNETES, Format.DOCKER_COMPOSE])
+def test_a_file_that_only_refers_to_the_key_stays_open_to_those_who_deploy_it(
+    chosen: Format, tmp_path: Path
+) -> None:
+    path, profile = tmp_path / "out.yaml", a_profile(serve_values=KEYED)
+    publisher = Publisher(path, chosen, profile, KEYED)
+    path.write_text(emit(chosen, Recommendation(KEYED, EngineLimits(4, 512))))
+    reason = Reason(a_trace([0.0, 1.0]), EngineLimits(4, 512), "-9 %", "why", "e", 1.8e9)
+    text = publisher.changed(EngineLimits(8, 512), reason)
+    assert "VLLM_API_KEY" in text.text
+    assert not text.has_secrets
 
 
 @pytest.mark.parametrize("chosen", [Format.KUBERNETES, Format.AIBRIX])

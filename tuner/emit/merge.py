@@ -20,60 +20,12 @@ from typing import Any, Final
 from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 
+from tuner.emit.hiding import Secrets, hidden, in_comment, secrets_in
 from tuner.errors import UsageError
 from tuner.files import check_references
-from tuner.redact import REDACTED, is_secret, redacted
 
 # YAML lets an anchor be given anew, which some generators do.
 warnings.filterwarnings("ignore", category=ReusedAnchorWarning)
-
-_FLAG: Final = re.compile(r"--(?P<key>[\w-]+)['\"]?(?:=|,?[ \t]+)['\"]?(?P<value>[^\s'\",\]]+)")
-_PAIR: Final = re.compile(r"[\s'\"-]*(?P<key>[\w.-]+)['\"]?\s*[:=]\s*(?P<value>[^\s#].*)")
-# What says on a line of its own what the next line holds: a flag, the name of a variable.
-_ANNOUNCED: Final = re.compile(r"[\s-]*(?:name\s*:\s*)?['\"]?(?:--)?(?P<key>[\w.-]+)['\"]?\s*")
-# A variable that Kubernetes, Compose or a shell puts the secret in for.
-_REFERENCE: Final = re.compile(r"\$(?:\(\w+\)|\{\w+\}|\w+)")
-_VALUE: Final = re.compile(r"[^\s-][^\n]*")
-
-
-def hidden(lines: list[str]) -> list[str]:
-    r"""Return the lines as a log may hold them: secrets known by the names beside them.
-
-    >>> hidden(["- --api-key=abc\n", "- --hf-token\n", "- abc\n", "- --max-num-seqs=8\n"])
-    ['- --api-key=<redacted>\n', '- --hf-token\n', '- <redacted>\n', '- --max-num-seqs=8\n']
-    """
-    shown: list[str] = []
-    is_announced = False
-    for line in lines:
-        announced = _ANNOUNCED.fullmatch(line)
-        is_value = is_announced and not (announced and announced["key"].startswith("-"))
-        shown.append(_VALUE.sub(REDACTED, line, count=1) if is_value else _shown(line))
-        is_announced = announced is not None and not is_value and is_secret(announced["key"])
-    return shown
-
-
-def has_secret(text: str) -> bool:
-    """Return whether a text holds a secret itself, and not just where to find one.
-
-    >>> has_secret("vllm serve m --api-key abc"), has_secret("vllm serve m --api-key $KEY")
-    (True, False)
-    """
-    lines = _REFERENCE.sub(REDACTED, text).splitlines(keepends=True)
-    return hidden(lines) != lines
-
-
-def _shown(line: str) -> str:
-    """Return one line without what its own names call a secret, and without logins of URLs."""
-    line = _FLAG.sub(_without_value, line)
-    line = _PAIR.sub(_without_value, line, count=1) if _PAIR.match(line) else line
-    return str(redacted({"line": line})["line"])
-
-
-def _without_value(found: re.Match[str]) -> str:
-    if not is_secret(found["key"]):
-        return found.group()
-    return found.group()[: found.start("value") - found.start()] + REDACTED
-
 
 # How people indent a sequence below its key: (indent of its items, offset of the hyphen), and
 # both again for mappings that are indented by four. The first that gives the file back is it.
@@ -93,20 +45,20 @@ class Merged:
     name: str
     before: str
     after: str
+    secrets: Secrets
     notes: tuple[str, ...] = ()
 
     @property
     def diff(self) -> str:
         """The change as a unified diff; a secret beside it is hidden."""
-        lines = difflib.unified_diff(
-            hidden(_lines(self.before)), hidden(_lines(self.after)), self.name, self.name, n=2
-        )
+        before, after = (hidden(text, self.secrets) for text in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, self.name, self.name, n=2)
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
     @property
     def has_secrets(self) -> bool:
-        """Whether a line of the file names a secret."""
-        return hidden(_lines(self.after)) != _lines(self.after)
+        """Whether the file holds a secret itself, and not just where to find one."""
+        return bool(self.secrets) or any(map(in_comment, _comments(self.after)))
 
 
 def merge(path: Path, edit: Edit) -> Merged:
@@ -119,6 +71,7 @@ def merge(path: Path, edit: Edit) -> Merged:
     text = before.replace("\r\n", "\n")
     yaml, documents = _loaded(path, text)
     plain = _dumped(yaml, documents)
+    secrets = secrets_in(*documents)
     notes = edit_named(path, edit, documents)
     wanted = _dumped(yaml, documents)
     after = _kept(text, plain, wanted)
@@ -130,7 +83,7 @@ def merge(path: Path, edit: Edit) -> Merged:
             "a line",
             "set both limits there by hand, or write its flow mappings as blocks",
         )
-    return Merged(str(path), before, after.replace("\n", ends), tuple(notes))
+    return Merged(str(path), before, after.replace("\n", ends), secrets, tuple(notes))
 
 
 def read_documents(path: Path) -> list[Any]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.emit.hiding import Secrets, secrets_in
 from tuner.emit.json_patch import Operation, operations
-from tuner.emit.merge import Edit, edit_named, has_secret, read_documents
+from tuner.emit.merge import Edit, edit_named, read_documents
 from tuner.emit.names import PatchKind
 from tuner.emit.recommendation import Recommendation
 from tuner.emit.yaml_text import BlockText, yaml_text
@@ -59,7 +60,7 @@ def patch(
             "metadata.annotations to add to"
         )
     made = operations(old, new)
-    _check_secrets(path, made)
+    _check_secrets(path, made, secrets_in(*before))
     if not made:
         notes.append(f"{path} has these values already: the patch changes nothing")
     write = _component if kind is PatchKind.COMPONENT else _object
@@ -71,9 +72,9 @@ def _metadata(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _check_secrets(path: Path, made: list[Operation]) -> None:
+def _check_secrets(path: Path, made: list[Operation], secrets: Secrets) -> None:
     """Refuse a patch that quotes a line with a secret in it. Raises: UsageError."""
-    if any(has_secret(str(each.get("value", ""))) for each in made):
+    if any(secrets.are_in(str(each.get("value", ""))) for each in made):
         raise UsageError(
             f"{path} starts vLLM by a line that holds a secret, which a patch of it would show",
             "leave --patch out, which changes the file itself, or let the line take the secret "

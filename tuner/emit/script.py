@@ -64,8 +64,9 @@ class _Word:
 
 @dataclass(slots=True)
 class _Read:
-    """What was found so far: sure starts, likely ones, and comments as pairs of offsets."""
+    """What was found so far: commands, starts of vLLM, and comments as pairs of offsets."""
 
+    commands: list[list[str]] = field(default_factory=list)
     sure: list[Start] = field(default_factory=list)
     likely: list[Start] = field(default_factory=list)
     comments: list[tuple[int, int]] = field(default_factory=list)
@@ -80,6 +81,15 @@ def starts(script: str) -> list[Start]:
     """
     read = _read(script)
     return sorted(read.sure or read.likely, key=lambda start: start.begin)
+
+
+def commands(script: str) -> list[list[str]]:
+    """Return the words of each command as they are written, with their quotes.
+
+    >>> commands("A=1 vllm serve 'm m' >log && wait # for it")
+    [['A=1', 'vllm', 'serve', "'m m'"], ['wait']]
+    """
+    return [words for words in _read(script).commands if words]
 
 
 def masked(script: str) -> str:
@@ -136,7 +146,8 @@ def _read_documents(script: str, at: int, end: int, documents: list[str], read: 
 
 
 def _read_command(script: str, words: list[_Word], read: _Read) -> None:
-    """Note whether one command starts vLLM, by itself or by a script among its words."""
+    """Note one command, and the starts of vLLM in it and in the scripts among its words."""
+    read.commands.append([word.text for word in words])
     for before, word in zip([None, *words], words, strict=False):
         if before is not None and _SCRIPT_FOLLOWS.fullmatch(before.text):
             _read_quoted(script, word, 0, read)
