@@ -74,6 +74,7 @@ def write_atomic(
     content: str | bytes,
     *,
     secret: bool = False,
+    source: Path | None = None,
     expected: ExpectedText | None = None,
     hint: str = "name another file after -o, or free space there",
 ) -> None:
@@ -83,7 +84,7 @@ def write_atomic(
         it is not as expected.
     """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, secret=secret, expected=expected, hint=hint) as file:
+    with replacing(path, secret=secret, source=source, expected=expected, hint=hint) as file:
         file.write(data)
 
 
@@ -92,16 +93,17 @@ def replacing(
     path: Path,
     *,
     secret: bool = False,
+    source: Path | None = None,
     expected: ExpectedText | None = None,
     hint: str = "name another file after -o, or free space there",
 ) -> Iterator[IO[bytes]]:
     """Give a file that takes the place of the named one once the block has ended well.
 
-    With a secret inside, only the owner may read it (mode 0600), from the first byte on. A
-    target that is no regular file, as /dev/stdout, is written to as it is. Where a text is
-    `expected`, the file is read again right before the new one takes its place; an edit within
-    the microseconds between the two would be lost, as no file system compares and renames in
-    one.
+    With a secret inside, only the owner may read it (mode 0600), from the first byte on, and a
+    changed copy of a `source` is open to nobody to whom that is closed. A target that is no
+    regular file, as /dev/stdout, is written to as it is. Where a text is `expected`, the file
+    is read again right before the new one takes its place; an edit within the microseconds
+    between the two would be lost, as no file system compares and renames in one.
 
     Raises: UsageError, with the hint, if the file cannot be written; ChangedMeanwhileError if
         it is not as expected.
@@ -113,6 +115,8 @@ def replacing(
         else:
             target = _resolved(path)
             mode = 0o600 if secret else _usual_mode(target)
+            if source is not None:
+                mode &= 0o600 | stat.S_IMODE(source.stat().st_mode)
             with _copy_for(target, mode, expected) as copy:
                 yield copy
     except OSError as error:

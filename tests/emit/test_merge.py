@@ -300,6 +300,17 @@ def test_the_file_is_changed_in_place_and_the_difference_shown(
     assert f"{path} has these values already" in capsys.readouterr().err
 
 
+def test_a_copy_is_open_to_nobody_to_whom_the_file_is_closed(tmp_path: Path) -> None:
+    path, copy = tmp_path / "mine.yaml", tmp_path / "new.yaml"
+    path.write_text(DEPLOYMENT)
+    command = ["emit", str(a_run_dir(tmp_path)), "--format", "kubernetes"]
+    for mode, wanted in ((0o600, 0o600), (0o640, 0o640), (0o444, 0o644)):
+        path.chmod(mode)
+        copy.unlink(missing_ok=True)
+        assert run([*command, "--merge", str(path), "-o", str(copy)]) == 0
+        assert copy.stat().st_mode & 0o777 == wanted
+
+
 def test_an_edit_made_while_the_difference_was_shown_is_not_written_over(
     tmp_path: Path,
 ) -> None:

@@ -114,6 +114,6 @@ def _merge(options: EmitOptions, rec: Recommendation, path: Path) -> None:
     else:
         say(f"{path} has these values already")
     if options.output is not None:
-        write_atomic(options.output, merged.after, secret=merged.has_secrets)
+        write_atomic(options.output, merged.after, secret=merged.has_secrets, source=path)
     elif merged.after != merged.before:
         write_atomic(path, merged.after, secret=False, expected=ExpectedText(merged.before))
