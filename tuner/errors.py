@@ -158,7 +158,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.CUT_SHORT: "the replay was cut short because it could no longer win",
     Caveat.RESTARTED_PER_CONFIG: (
-        "this vLLM cannot change its limits: the engine restarted per configuration"
+        "this engine cannot change its limits: it was restarted per configuration"
     ),
     Caveat.CEILING_LOWERED: (
         "the engine did not start at the largest settings, so that they were left out"

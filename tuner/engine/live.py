@@ -169,9 +169,10 @@ class LiveSource:
 
     def facts(self, values: Mapping[str, object]) -> EngineFacts:
         """Let vLLM resolve the configuration. Raises: UsageError if it refuses it."""
-        config = serve.resolve_config(serve.parse_serve_values(values))
+        engine_args = serve.parse_serve_values(values)
+        config = serve.resolve_config(engine_args)
         return EngineFacts(
-            current_limits=serve.config_limits(config),
+            current_limits=serve.config_limits(config, engine_args),
             max_model_len=serve.config_max_model_len(config),
             chunks_prefill=serve.config_chunks_prefill(config),
             vllm_version=serve.vllm_version(),

@@ -21,7 +21,7 @@ class EngineInfo:
     """What is known of an engine once it runs.
 
     `ceiling` holds the start-up values, above which limits never go. `can_change_limits` is
-    false where this vLLM cannot, so that every configuration needs a restart. `remark` is a
+    false where that is not done, so that every configuration needs a restart. `remark` is a
     sentence on it for the user, or empty. `captured_sizes` are the batch sizes in tokens for
     which graphs were captured; with `has_own_graphs` lower limits use those alone that an
     engine started with them would have. `sampling` is a sentence on how tokens are.

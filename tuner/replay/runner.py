@@ -1,7 +1,7 @@
 """Measure configurations on one engine: start it when needed, replay, survive its failures.
 
 The engine starts once at the ceiling; it starts again only after it died, or before every
-configuration where this vLLM cannot change its limits. The largest load that a configuration
+configuration where the engine cannot change its limits. The largest load that a configuration
 carries is found by bisection.
 """
 
@@ -240,7 +240,7 @@ class EngineRunner:
 
     @property
     def restarts_per_config(self) -> bool:
-        """Whether this vLLM cannot change its limits."""
+        """Whether the engine cannot change its limits."""
         return self.info is not None and not self.info.can_change_limits
 
     def measure(

@@ -152,7 +152,7 @@ class Core:
 
     @property
     def can_change_limits(self) -> bool:
-        """Whether this vLLM shows its limits to us."""
+        """Whether limits that are lowered are those of an engine started with them."""
         return self._cap_name is not None and self._budget_name is not None
 
     def info(self) -> EngineInfo:
@@ -189,7 +189,7 @@ class Core:
         """
         if self._cap_name is None or self._budget_name is None:
             raise EngineError(
-                "this vLLM cannot change its limits: restart it with the new ones"
+                "this engine cannot change its limits: restart it with the new ones"
             )
         setattr(self._scheduler, self._cap_name, limits.max_num_seqs)
         setattr(self._scheduler, self._budget_name, limits.max_num_batched_tokens)
@@ -379,7 +379,15 @@ def limit_names(scheduler: Any) -> tuple[str | None, str | None]:
 
     0.31 and later separate admission (`max_num_active_reqs`) from the runner's slots; before,
     `max_num_running_reqs` is both and may be lowered while nothing runs.
+
+    Neither where drafts take slots of their own: these are counted against the budget of the
+    start, in some versions once and for all.
+
+    Source: vllm/config/speculative.py, SpeculativeConfig.max_num_new_slots_for_drafting.
     """
+    drafts = getattr(getattr(scheduler, "vllm_config", None), "speculative_config", None)
+    if getattr(drafts, "max_num_new_slots_for_drafting", 0):
+        return None, None
     cap = next(
         (n for n in ("max_num_active_reqs", "max_num_running_reqs") if hasattr(scheduler, n)),
         None,

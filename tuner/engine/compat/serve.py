@@ -233,14 +233,16 @@ def resolve_config(engine_args: Any) -> Any:
         ) from refused
 
 
-def config_limits(vllm_config: Any) -> EngineLimits:
-    """Return the limits that vLLM itself would start with."""
+def config_limits(vllm_config: Any, engine_args: Any) -> EngineLimits:
+    """Return the limits that vLLM itself would start with.
+
+    Where the arguments do not name what it schedules, vLLM may take the slots of drafts off the
+    budget for it: the budget is the limit all the same.
+    """
     scheduler = vllm_config.scheduler_config
     seqs = getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs
-    budget = (
-        getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
-    )
-    return EngineLimits(int(seqs), int(budget))
+    named = getattr(engine_args, "max_num_scheduled_tokens", None)
+    return EngineLimits(int(seqs), int(named or scheduler.max_num_batched_tokens))
 
 
 def config_max_model_len(vllm_config: Any) -> int:

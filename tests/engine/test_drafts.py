@@ -1,0 +1,100 @@
+"""Limits are lowered only where drafts leave them those of an engine started with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.shadow_parts import a_shape
+from tuner.engine.compat import serve
+from tuner.engine.compat.core import limit_names
+from tuner.engine.compat.scheduler import _kv_cache_config
+from tuner.engine.demo import demo_engine_args
+from tuner.engine.limits import EngineLimits
+
+pytestmark = pytest.mark.engine
+
+OWN, CEILING = EngineLimits(256, 512), EngineLimits(256, 2048)
+
+
+def resolved(limits: EngineLimits, method: str, **more: object) -> tuple[Any, Any]:
+    """Return vLLM's configuration of an engine that drafts four tokens, and its arguments."""
+    serve.prepare_environment()
+    values = demo_engine_args()
+    drafts = {
+        "method": method,
+        "num_speculative_tokens": 4,
+        **({"model": values["model"]} if method == "draft_model" else {"prompt_lookup_max": 3}),
+    }
+    arguments = serve.parse_serve_values(
+        {
+            **values,
+            "max-num-seqs": limits.max_num_seqs,
+            "max-num-batched-tokens": limits.max_num_batched_tokens,
+            "enable-prefix-caching": False,
+            "block-size": 16,
+            "speculative-config": drafts,
+            **more,
+        }
+    )
+    return serve.resolve_config(arguments), arguments
+
+
+def a_scheduler(limits: EngineLimits, method: str) -> Any:
+    """Return vLLM's own scheduler of such an engine."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config, _ = resolved(limits, method)
+    config.cache_config.num_gpu_blocks = 4000
+    kv_cache = _kv_cache_config(a_shape(block_size=16), 4000)
+    size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
+    return config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+        hash_block_size=hash_size,
+        log_stats=False,
+    )
+
+
+def first_batch(scheduler: Any) -> tuple[int, int]:
+    """Return the requests and tokens of the first batch, of many short prompts."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    for row in range(256):
+        scheduler.add_request(Request(str(row), [5] * 3, params, None, arrival_time=row))
+    scheduled = scheduler.schedule()
+    return len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_lowered_limits_are_those_of_an_engine_of_its_own_or_are_not_lowered(
+    method: str,
+) -> None:
+    lowered = a_scheduler(CEILING, method)
+    names = limit_names(lowered)
+    if method == "draft_model":  # the draft of each request takes a slot
+        assert names == (None, None)
+        return
+    for name, value in zip(names, (OWN.max_num_seqs, OWN.max_num_batched_tokens), strict=True):
+        assert name is not None
+        setattr(lowered, name, value)
+    assert first_batch(lowered) == first_batch(a_scheduler(OWN, method))
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_the_budget_that_was_asked_for_is_the_limit_whatever_drafts_take_of_it(
+    method: str,
+) -> None:
+    assert serve.config_limits(*resolved(CEILING, method)) == CEILING
+
+
+def test_what_is_scheduled_is_the_limit_where_it_was_asked_for() -> None:
+    config, arguments = resolved(CEILING, "ngram")
+    arguments.max_num_scheduled_tokens = 700
+    assert serve.config_limits(config, arguments) == EngineLimits(256, 700)
