@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.shadow_files import a_profile
+from support.shadow_files import a_profile, a_trace_file
 from support.traffic import a_trace
+from tuner.cli import run
 from tuner.engine.limits import EngineLimits
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.slo import parse_slo
@@ -18,6 +21,7 @@ from tuner.run.loads.records import ClientAdvice
 from tuner.search.budget import Aim
 from tuner.search.objective import Objective
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
@@ -55,6 +59,24 @@ def test_requests_that_come_in_pairs_need_two_connections() -> None:
     assert found.in_flight == pytest.approx(0.75, rel=0.01)
     assert found.connections == 2
     assert (found.most_in_flight, found.retries, found.too_long) == (None, None, None)
+
+
+def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace, best = (str(tmp_path / name) for name in ("p.yaml", "t.jsonl", "best.yaml"))
+    write_profile(tmp_path / "p.yaml", a_profile())
+    a_trace_file(tmp_path / "t.jsonl", 60, per_s=math.inf)
+    words = ["--profile", profile, "--force-profile", "--trace", trace]
+    tune = ["--method", "shadow", "--slo", "e2e_p90=9s", "--run-dir", str(tmp_path / "run")]
+    assert run([*words, *tune, "-o", best]) == 0
+    assert "no advice for clients: all requests come at one instant" in capsys.readouterr().err
+    assert run(["plan", *words, "--clients"]) == 2
+    assert "--load-model closed" in capsys.readouterr().err
+    assert (
+        run(["plan", *words, "--clients", "--load-model", "closed", "--concurrency", "3"]) == 0
+    )
+    assert "connection pool 3," in capsys.readouterr().out
 
 
 def test_some_answers_break_an_slo_by_their_length_alone() -> None:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
+from tuner.errors import TooFewSamplesError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, good_requests, measure
 from tuner.replay.plan import ReplayPlan
@@ -36,11 +37,19 @@ PREFIXES: Final = 5
 def advise(predictor: Predictor, limits: EngineLimits, workload: Workload) -> ClientAdvice:
     """Return what clients should hold to at the workload's load.
 
-    Raises: EngineError for a request that cannot be served; ShadowError, UsageError.
+    Raises: EngineError for a request that cannot be served; TooFewSamplesError where all
+        requests come at one instant; ShadowError, UsageError.
     """
     plan, slos, pieces = workload.plan, workload.slos, workload.pieces
     logs = [predictor.replay(piece, limits, plan) for piece in pieces]
     now, flight = measure(logs, slos), in_flight(logs)
+    if flight.total_weight <= 0:
+        raise TooFewSamplesError(
+            "all requests come at one instant, so that how many clients have in flight while "
+            "they send, and what more load would bring, cannot be told",
+            "record when requests come, or say how many are kept in flight: "
+            "--load-model closed --concurrency N",
+        )
     p99_s = now.latency("e2e_s", "p99") or 0.0
     most, there = None, None
     if slos:

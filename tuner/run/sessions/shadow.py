@@ -13,7 +13,7 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat, EngineError, ShadowError
+from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
 from tuner.run.context import RunContext, Workload
@@ -212,14 +212,19 @@ def advise_clients(
 ) -> ClientAdvice | None:
     """Predict what clients of the limits should hold to, None where the limits fail.
 
-    Nothing either where vLLM's own scheduler is asked, which takes too long.
+    Nothing either where vLLM's own scheduler is asked, which takes too long, or where the
+    traffic tells nothing of clients, which is noted.
 
     Raises: ShadowError, UsageError.
     """
     if predictor.doubt or not isinstance(predicted.outcomes.get(limits), Measurement):
         return None
     with context.stopwatch.stage("clients"):
-        return clients.advise(predictor.as_deployed(), limits, predicted.workload)
+        try:
+            return clients.advise(predictor.as_deployed(), limits, predicted.workload)
+        except TooFewSamplesError as error:
+            context.listener.note(f"no advice for clients: {error.message}")
+            return None
 
 
 def keep_predictions(context: RunContext, predicted: Predictions) -> None:
