@@ -13,12 +13,14 @@ import pytest
 from support.explore_parts import explored
 from support.surface_parts import CURRENT, LOADS, PREDICTOR, TRACE
 from tuner.engine.limits import EngineLimits
+from tuner.errors import Caveat
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.report.explore import Explored, explore_page, explore_sections
 from tuner.report.parts import Section
 from tuner.report.words import NOTHING, quantity
+from tuner.shadow.calibration import StatedError
 
 PLOTLY_BYTES = 1_200_000
 
@@ -174,8 +176,8 @@ def test_it_says_first_that_all_is_predicted_and_in_the_end_from_what(
     page: str, found: Explored
 ) -> None:
     sections = explore_sections(found)
-    error = f"{found.surface.wrong_ratio:.1%}"
-    first = "Every number on this page is predicted, none was measured: typically wrong by"
+    error = f"{found.surface.error.wrong_ratio:.1%}"
+    first = "Every number on this page is predicted, none was measured: wrong by"
     assert sections[0].says[0].startswith(f"{first} {error}")
     told = dict(Cells(page, "sources-table").rows[1:])
     assert told["profile"].endswith(f"made {found.profile.made_at}")
@@ -183,6 +185,16 @@ def test_it_says_first_that_all_is_predicted_and_in_the_end_from_what(
     assert told["stated error"] == error
     assert told["trace SHA-256"] == TRACE.sha256
     assert "E2E latency p95" in page
+
+
+def test_what_was_predicted_from_a_derived_profile_says_so(found: Explored) -> None:
+    derived = replace(found.profile, origin="derived from tables, not measured")
+    surface = replace(found.surface, error=StatedError.of(derived))
+    page = explore_page(replace(found, profile=derived, surface=surface))
+    assert "as the profile was derived and not measured" in page
+    assert Caveat.DERIVED.text in page
+    assert "on what was measured" not in page
+    assert "its step times are derived from tables, not measured" in page
 
 
 def test_text_of_the_users_is_never_markup_and_nothing_is_loaded(page: str) -> None:

@@ -28,6 +28,7 @@ from tuner.search.objective import Scoring
 from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
+from tuner.shadow.calibration import StatedError
 from tuner.stats import Estimate, Floats, tail_statistic
 from tuner.traffic.traces import ClockOrigin, Trace
 from tuner.traffic.windows import Window, whole
@@ -267,7 +268,7 @@ class Calendar:
     plans: DayPlans
     metric: str
     current: EngineLimits
-    wrong_ratio: float
+    error: StatedError
 
     def as_json(self) -> dict[str, Any]:
         """Return the calendar for --json."""
@@ -275,7 +276,7 @@ class Calendar:
         return {
             "engine": "shadow",
             "current": _limits(self.current),
-            "error_ratio": self.wrong_ratio,
+            **self.error.as_json(),
             "metric": self.metric,
             "hours": [
                 {
@@ -307,7 +308,8 @@ class Calendar:
         """Return the calendar for people."""
         lines = [
             f"current {self.current} (max_num_seqs/max_num_batched_tokens); predicted, "
-            f"wrong by {self.wrong_ratio:.0%} on what was measured",
+            f"{self.error.words()}",
+            *self.error.lines(),
             f"{'hour':<6} {'dates':>5} {'requests':>9}  {'best':>12}  {'with two':>12}",
         ]
         for row, hour in enumerate(self.hours):
@@ -368,7 +370,7 @@ def calendar_of(
         ]
         drawn.append(Draws.pooled(of_dates))
     metrics = " or ".join(dict.fromkeys(draws.criterion()[-1] for draws in drawn))
-    return Calendar(hours, day_plans(hours, drawn), metrics, current, retune.wrong_ratio)
+    return Calendar(hours, day_plans(hours, drawn), metrics, current, retune.predictor.error)
 
 
 def _limits(limits: EngineLimits) -> dict[str, int]:

@@ -29,7 +29,7 @@ def evidence(answer: GateAnswer) -> list[str]:
     lines = [
         f"a gate by tune for max-num-seqs {limits.max_num_seqs}, max-num-batched-tokens "
         f"{limits.max_num_batched_tokens}: {answer.gate}",
-        f"goodput within {slos}, predicted:",
+        f"goodput within {slos}, predicted, {answer.error.words()}:",
     ]
     for at in answer.loads:
         before, gated = goodput_per_s(at.before), goodput_per_s(at.gated)
@@ -38,7 +38,7 @@ def evidence(answer: GateAnswer) -> list[str]:
             f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({at.gained_per_s:+.3g}/s; "
             f"on other traffic {interval}, P(better) {at.odds:.2f})"
         )
-    return lines
+    return [*lines, *answer.error.lines()]
 
 
 def _middleware(answer: GateAnswer) -> str:

@@ -26,7 +26,7 @@ from tuner.report.parts import (
     number,
 )
 from tuner.report.points import live_points, shadow_points
-from tuner.report.run_files import RunFiles, shadow_error
+from tuner.report.run_files import RunFiles, shadow_error, shadow_error_words
 from tuner.report.words import change, counted, listed, metric_name, percent, quantity
 from tuner.run.result import Compared
 from tuner.search.trials import COMPARED
@@ -50,12 +50,8 @@ def agreement(run: RunFiles) -> Section:
 
 def _nothing(run: RunFiles) -> str:
     if run.result.method == "shadow":
-        wrong = shadow_error(run.result)
-        known = (
-            f" On what it was calibrated with it was wrong by {percent(wrong)}."
-            if wrong
-            else ""
-        )
+        wrong = shadow_error_words(run.result)
+        known = f" It is {wrong}." if wrong else ""
         return f"Nothing was measured in this run: the shadow of a profile spoke alone.{known}"
     if shadow_points(run.result):
         return "No configuration was both predicted and measured."

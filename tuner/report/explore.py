@@ -103,8 +103,9 @@ def _answer(explored: Explored) -> Section:
     n, requests = len(surface.settings), counted(len(explored.trace), "request")
     replays = counted(n * len(surface.loads), "replay")
     sentences = (
-        "Every number on this page is predicted, none was measured: typically wrong by "
-        f"{percent(surface.wrong_ratio)} where it was compared with measurements",
+        "Every number on this page is predicted, none was measured: "
+        f"{surface.error.words(percent(surface.error.wrong_ratio))}",
+        *surface.error.lines(),
         f"{counted(n, 'setting')} at {counted(len(surface.loads), 'load')}: "
         f"{replays} of {explored.trace.source} ({requests} as recorded), and at each load "
         f"draws of other traffic that tell what is best, in {plain(explored.took_s)} s",
@@ -330,7 +331,7 @@ def _sources(explored: Explored) -> Section:
         "device": profile.shape.device,
         "vLLM": profile.shape.vllm_version,
         "calibrated on": f"{calibrated} (seqs/tokens), {profile.fit.steps:,} steps",
-        "stated error": percent(surface.wrong_ratio),
+        "stated error": percent(surface.error.wrong_ratio),
         "scheduler": _scheduler(surface, profile),
         "trace": f"{trace.source}, {counted(len(trace), 'request')}",
         "window": f"{plain(window.start_s)} s to {plain(window.end_s)} s",
@@ -342,9 +343,12 @@ def _sources(explored: Explored) -> Section:
     }
     rows = tuple((Cell(name), Cell(text)) for name, text in facts.items() if text)
     table = Table("sources-table", "Where the figures come from", ("what", "which"), rows)
+    whence = "were measured on the device below"
+    if profile.origin:
+        whence = f"are {profile.origin}"
     says = (
-        "A profile knows batches, not kernels: its step times were measured on the device "
-        "below, and the schedule is vLLM's. Measure a change before it goes to production: "
+        f"A profile knows batches, not kernels: its step times {whence}, "
+        "and the schedule is vLLM's. Measure a change before it goes to production: "
         "with tune on that device, or with tune verify on a server.",
     )
     return Section("sources", "Predicted from", says, tables=(table,))

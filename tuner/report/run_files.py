@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import UsageError
+from tuner.errors import Caveat, UsageError
 from tuner.files import UNREADABLE
 from tuner.replay.series import ReplayTimelines, SavedTimelines
+from tuner.report.words import percent
 from tuner.run.directory import COMPARE_FILE, RUN_FILE, TIMELINES_FILE
 from tuner.run.result import LimitsRecord, RunResult, read_result
 from tuner.search.trials import Trial, predictions
+from tuner.shadow.calibration import error_words
 
 T = TypeVar("T")
 
@@ -107,6 +109,15 @@ def live_trials(result: RunResult) -> list[Trial]:
 def shadow_trials(result: RunResult) -> list[Trial]:
     """Return what was predicted last."""
     return [trial for trial in predictions(result.trials) if trial.is_whole]
+
+
+def shadow_error_words(result: RunResult) -> str:
+    """Return how wrong the shadow said it may be and on what; empty where none spoke."""
+    wrong = shadow_error(result)
+    if wrong is None:
+        return ""
+    is_derived = Caveat.DERIVED in {caveat.id for caveat in result.caveats}
+    return error_words(percent(wrong), is_derived=is_derived)
 
 
 def shadow_error(result: RunResult) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner.replay.slo import parse_slo
 from tuner.report.parts import Cell, Section, Table, number
-from tuner.report.run_files import RunFiles
+from tuner.report.run_files import RunFiles, shadow_error_words
 from tuner.report.words import (
     NOTHING,
     change,
@@ -208,7 +208,7 @@ def provenance(run: RunFiles) -> Section:
         "tuner": f"{made.tuner_version}, Python {made.python}",
         "engine starts": str(made.engine_starts),
         "time": _time(made),
-        **_profile(made.profile),
+        **_profile(made.profile, shadow_error_words(run.result)),
     }
     rows = tuple((Cell(name), Cell(text)) for name, text in facts.items() if text)
     table = Table("provenance-table", "Where this comes from", ("what", "which"), rows)
@@ -242,11 +242,10 @@ def _time(made: Provenance) -> str:
     return f"{plain(made.wall_s)} s{f' ({stages})' if stages else ''}"
 
 
-def _profile(profile: ProfileRecord | None) -> dict[str, str]:
+def _profile(profile: ProfileRecord | None, wrong: str) -> dict[str, str]:
     if profile is None:
         return {}
-    wrong = percent(profile.error_ratio)
-    made = f"made {profile.made_at} on {profile.device}, wrong by {wrong}"
+    made = f"made {profile.made_at} on {profile.device}, {wrong}"
     return {"profile": made, "calibrated on": ", ".join(profile.calibrated_on)}
 
 

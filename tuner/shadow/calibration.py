@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
-from tuner.errors import ShadowError, TooFewSamplesError
+from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.shadow.fit import Fit, fit, model_of
 from tuner.shadow.launches import PASSES, told_apart
 from tuner.shadow.profiles import KvStart, Profile
@@ -145,6 +146,44 @@ def error_ratio(profile: Profile) -> float:
     The worse of two: on the replays that it was fitted to, and on a configuration left out.
     """
     return max(MIN_ERROR_RATIO, profile.metric_error_ratio or 0.0, fit_error_ratio(profile))
+
+
+def error_words(share: str, *, is_derived: bool) -> str:
+    """Return how wrong predictions are said to be, and what that rests on.
+
+    >>> error_words("4%", is_derived=False)
+    'wrong by 4% on what was measured'
+    """
+    if is_derived:
+        return f"taken to be wrong by {share}, as the profile was derived and not measured"
+    return f"wrong by {share} on what was measured"
+
+
+@dataclass(frozen=True, slots=True)
+class StatedError:
+    """How wrong the predictions of a profile are said to be, and the caveats they carry."""
+
+    wrong_ratio: float
+    caveats: tuple[Caveat, ...] = ()
+
+    @classmethod
+    def of(cls, profile: Profile) -> StatedError:
+        """Return what is said of a profile's predictions."""
+        return cls(error_ratio(profile), (Caveat.DERIVED,) if profile.origin else ())
+
+    def words(self, share: str = "") -> str:
+        """Return it in words; `share` is the error as a page writes it."""
+        shown = share or f"{self.wrong_ratio:.0%}"
+        return error_words(shown, is_derived=Caveat.DERIVED in self.caveats)
+
+    def lines(self) -> list[str]:
+        """Return the caveats for people, a line each."""
+        return [f"caveat: {caveat.text}" for caveat in self.caveats]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the error and the caveats for --json."""
+        caveats = [{"id": str(caveat), "text": caveat.text} for caveat in self.caveats]
+        return {"error_ratio": self.wrong_ratio, "caveats": caveats}
 
 
 def fit_error_ratio(profile: Profile) -> float:

@@ -18,7 +18,7 @@ from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure, measure_capacity
 from tuner.replay.slo import Slo
-from tuner.shadow.calibration import error_ratio
+from tuner.shadow.calibration import StatedError, error_ratio
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
@@ -59,6 +59,11 @@ class Predictor:
     def wrong_ratio(self) -> float:
         """How wrong a prediction typically is, as a share of what is measured."""
         return error_ratio(self.profile)
+
+    @property
+    def error(self) -> StatedError:
+        """How wrong its predictions are said to be, and the caveats they carry."""
+        return StatedError.of(self.profile)
 
     @property
     def doubt(self) -> str:

@@ -14,8 +14,9 @@ from tuner.engine.demo import DEMO_MODEL_DIR, is_demo_model
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.engine.serve_config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, hyphenated
-from tuner.errors import Caveat, ShadowError, UsageError
+from tuner.errors import ShadowError, UsageError
 from tuner.redact import REDACTED, redacted
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.profiles import Profile, check_fits
 
 # Keys of a configuration that change nothing of what a profile says: the two tuned limits,
@@ -53,7 +54,7 @@ class ProfiledEngine:
             chunks_prefill=bool(shape.scheduler.get("enable_chunked_prefill", True)),
             vllm_version=shape.vllm_version,
             device=shape.device,
-            caveats=frozenset({Caveat.DERIVED} if self.profile.origin else ()),
+            caveats=frozenset(StatedError.of(self.profile).caveats),
         )
 
     def _check_here(self, values: Mapping[str, object]) -> None:

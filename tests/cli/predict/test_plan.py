@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from support.shadow_files import a_profile, a_trace_file
 from tuner.cli import run
 from tuner.cli.options import LOADS
+from tuner.errors import Caveat
 from tuner.shadow.profiles import write_profile
 
 
@@ -153,3 +155,31 @@ def test_clients_are_told_the_same_in_words_and_in_json(
     assert f"retry budget {told['retries']:.0%}" in lines
     assert run([*command, "--by", "hour"]) == 2
     assert "one of them" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("plan", "--loads", "0.5", "--max-num-seqs", "4"),
+        ("plan", "--fleet", "--slo", "e2e_p50=1m", "--max-num-seqs", "4"),
+        ("plan", "--clients"),
+        ("gate", "--loads", "0.2", "--slo", "ttft_p50=1s"),
+        ("gate", "--loads", "0.2", "--slo", "ttft_p50=1s", "--format", "middleware"),
+    ],
+)
+def test_what_is_predicted_from_a_derived_profile_carries_the_caveat(
+    files: tuple[str, str],
+    asked: tuple[str, ...],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    derived = str(tmp_path / "derived.yaml")
+    write_profile(Path(derived), replace(a_profile(), origin="derived, not measured"))
+    command = [*asked, "--profile", derived, "--trace", files[1], "--force-profile"]
+    assert run(command) == 0
+    text = capfd.readouterr().out
+    assert f"caveat: {Caveat.DERIVED.text}" in text
+    assert "on what was measured" not in text
+    assert run([*command, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["caveats"] == [{"id": "derived", "text": Caveat.DERIVED.text}]

@@ -114,8 +114,9 @@ def _found(options: GateOptions) -> GateAnswer:
 
 def _table(answer: GateAnswer) -> Iterator[str]:
     """Yield the table for people: the gate, what it gains, who suffers."""
-    gate, wrong = answer.gate, answer.wrong_ratio
-    yield f"{evidence(answer)[0]}; wrong by {wrong:.0%} on what was measured"
+    gate = answer.gate
+    yield f"{evidence(answer)[0]}; predicted, {answer.error.words()}"
+    yield from answer.error.lines()
     yield from (
         f"  {gate.max_in_flight} requests in the engine at most, running or waiting there",
         f"  {gate.max_queued} more wait before it"

@@ -104,8 +104,10 @@ def run_plan(options: PlanOptions) -> int:
         show_result(calendar.as_json(), calendar.lines(), as_json=options.as_json)
         return 0
     if options.for_clients:
-        advice = advise(*options.inputs.current(source))
-        show_result(advice.as_json(), advice.lines(), as_json=options.as_json)
+        predictor, limits, workload = options.inputs.current(source)
+        advice, error = advise(predictor, limits, workload), predictor.error
+        lines = [*advice.lines(), *error.lines()]
+        show_result({**advice.as_json(), **error.as_json()}, lines, as_json=options.as_json)
         return 0
     _, surface = options.inputs.surface(source)
     lines = _table(surface, options.inputs.objective)
@@ -120,7 +122,8 @@ def _table(surface: Surface, objective: Objective) -> list[str]:
     heads = f"{latency:>9} {rate:>14}"
     lines = [
         f"current {surface.current} (max_num_seqs/max_num_batched_tokens); predicted, "
-        f"wrong by {surface.wrong_ratio:.0%} on what was measured",
+        f"{surface.error.words()}",
+        *surface.error.lines(),
         f"{'':22}{'at the best':>24}  {'at the current':>24}",
         f"{'load':>6}  {'best':>12}  {heads}  {heads}  advice",
     ]
@@ -204,9 +207,10 @@ def _fleet_lines(found: FleetPlan) -> list[str]:
     lines = [
         f"{fixed.replicas} replicas{gpus} at {found.limits} "
         f"(max_num_seqs/max_num_batched_tokens) behind a {aim.router} router keep {slos}; "
-        f"predicted, wrong by {found.wrong_ratio:.0%} on what was measured",
+        f"predicted, {found.error.words()}",
+        *found.error.lines(),
         f"the current {found.current} needs {_count(found.needed[found.current], aim.most)}",
-        f"if steps take {found.wrong_ratio:.0%} longer, the busiest stretch needs "
+        f"if steps take {found.error.wrong_ratio:.0%} longer, the busiest stretch needs "
         f"{_count(found.if_slower, aim.most)}",
         "",
         f"{'':12}{'most':>6}{'GPU hours':>12}{'cost':>12}{'within SLOs':>14}  what breaks",

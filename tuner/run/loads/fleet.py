@@ -28,6 +28,7 @@ from tuner.search.budget import Aim
 from tuner.search.ladder import FINALISTS
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
@@ -135,7 +136,7 @@ class FleetPlan:
     aim: FleetAim
     needed: dict[EngineLimits, int | None]
     if_slower: int | None
-    wrong_ratio: float
+    error: StatedError
     ways: tuple[Way, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class FleetPlan:
             "router": str(self.aim.router),
             "devices_per_replica": self.aim.devices,
             "gpu_hour_price": self.aim.gpu_hour_price,
-            "error_ratio": self.wrong_ratio,
+            **self.error.as_json(),
             "replicas_if_slower": self.if_slower,
             "needed": [
                 {"limits": limits, "replicas": count} for limits, count in self.needed.items()
@@ -190,7 +191,7 @@ def plan_fleet(
         aim,
         needed,
         slower.fewest(busiest, limits, count),
-        predictor.wrong_ratio,
+        predictor.error,
         ways,
     )
 

@@ -26,6 +26,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, Drawing, Replays
 from tuner.run.predict import Predictions, at_once
 from tuner.search.race import CONFIDENCE
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.simulator import SimulatedEngine
 from tuner.stats import Bools, Estimate, Floats
@@ -117,7 +118,7 @@ class GateAnswer:
     limits: EngineLimits
     gate: GateLimits
     slos: tuple[Slo, ...]
-    wrong_ratio: float
+    error: StatedError
     loads: tuple[GatedLoad, ...]
     shown_load: float
     affected: tuple[Affected, ...]
@@ -140,7 +141,7 @@ class GateAnswer:
             "limits": self.limits,
             "gate": asdict(self.gate),
             "slos": [str(slo) for slo in self.slos],
-            "error_ratio": self.wrong_ratio,
+            **self.error.as_json(),
             "pays": self.pays,
             "loads": [
                 {**at.as_json(), "replicas": self.replicas(at.load)} for at in self.loads
@@ -192,7 +193,7 @@ def find_gate(
         limits=limits,
         gate=gate,
         slos=workload.slos,
-        wrong_ratio=predictor.wrong_ratio,
+        error=predictor.error,
         loads=found,
         shown_load=shown,
         affected=tuple(search.affected(gate, shown)),

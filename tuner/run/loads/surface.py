@@ -24,6 +24,7 @@ from tuner.search.objective import Score
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase, leader, read_metric
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 
 LATENCIES = ("e2e", "ttft", "tpot")
@@ -162,7 +163,7 @@ class Surface:
     """
 
     current: EngineLimits
-    wrong_ratio: float
+    error: StatedError
     doubt: str
     loads: tuple[AtLoad, ...]
 
@@ -186,7 +187,7 @@ class Surface:
         return {
             "engine": "shadow",
             "current": self.current,
-            "error_ratio": self.wrong_ratio,
+            **self.error.as_json(),
             "tail": self.tail,
             "loads": [at.as_json(self.current, self.tail) for at in self.loads],
         }
@@ -222,7 +223,7 @@ def predict_surface(
         turned = advise(predictor, compared, decision.best, space, knobs)
         found_at.append(AtLoad(load, decision, compared, turned))
         note(f"load {load:g} x: best {decision.best}")
-    return Surface(space.current, predictor.wrong_ratio, predictor.doubt, tuple(found_at))
+    return Surface(space.current, predictor.error, predictor.doubt, tuple(found_at))
 
 
 def _compared(
