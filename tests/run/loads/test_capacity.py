@@ -19,10 +19,13 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo, parse_slo
 from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
-from tuner.run.predict import predict
+from tuner.run.predict import Predictions, predict
+from tuner.run.sessions.live import Session
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
+from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import KvStart
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 
@@ -99,13 +102,16 @@ def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Pa
         assert found.current is not None
         assert found.winner > found.current
 
-        def confirmed(claim: CapacityResult) -> bool | None:
+        def confirmed(
+            claim: CapacityResult, predictor: ToyPredictor = predictor
+        ) -> bool | None:
             on = [run.workload]
             return confirm_capacity(run.runner, predictor, on, LARGE, claim).live
 
         assert confirmed(found) is True
         beyond = replace(found, winner=1.5 * found.winner)
-        assert confirmed(beyond) is False
+        too_fast = ToyPredictor(a_profile(), toy=ToySource(ToyCosts(0.001, 0.0001, 0.00001)))
+        assert confirmed(beyond, too_fast) is False
         # Without the time for it nobody looks, nor for more than a tenth of the budget.
         assert confirmed(replace(found, replay_s=1e6)) is None
         assert confirmed(replace(found, replay_s=360.0)) is None
@@ -132,6 +138,27 @@ def test_what_was_predicted_of_the_load_stays_where_no_engine_is_left(tmp_path: 
     assert isinstance(heard, Heard)
     assert "stays a prediction" in heard.notes[-1]
     assert "the device is lost" in heard.notes[-1]
+
+
+def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:
+    """Not by the blocks that are left at the largest limits, where it is not tried either."""
+    ceiling = a_space(SMALL).ceiling
+    starts = (KvStart(ceiling, 60), KvStart(LARGE, 600))
+    predictor = Predictor(a_profile(kv_starts=starts), ceiling)
+    deployed = predictor.as_deployed().measure_capacity([TRACE], LARGE, ReplayPlan(), SLOS)
+    there = predictor.measure_capacity([TRACE], LARGE, ReplayPlan(), SLOS)
+    assert isinstance(deployed, Measurement)
+    assert isinstance(there, Measurement)
+    assert (deployed.capacity or 0.0) > 1.2 * (there.capacity or 0.0)
+    decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
+    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
+        session = Session.of(run.runner, {}, lambda _: predictor)
+        session.search.predictor = predictor
+        session.search.predicted = Predictions(run.workload, 0.05, {})
+        session._find_capacity(decision)
+    assert session.capacity is not None
+    assert (session.capacity.winner, session.capacity.live) == (deployed.capacity, None)
+    assert "not tried live: the engine that was measured on" in session.capacity.text
 
 
 def never_idle_per_s(limits: EngineLimits, source: ToySource) -> float:

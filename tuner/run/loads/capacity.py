@@ -25,6 +25,7 @@ from tuner.shadow.predictor import Predictor
 COST_RATIO = 1.5
 # The share of the budget that it may take where capacity is not what is optimised: ours.
 ASIDE_SHARE = 0.1
+_NOT_THERE = ", not tried live: the engine that was measured on is predicted not to bear it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,9 @@ class CapacityResult:
     None where the SLOs hold at no load. `interval` is where the winner's lies, nine times in
     ten, on other traffic of the kind; None where it was not drawn. `is_shown` says whether what
     was replayed is long enough to show what becomes of a queue at the winner's load, `live`
-    whether the SLOs held at it on the engine itself, None where nobody looked. `replay_s` is
-    how long the replay at it is predicted to take.
+    whether the SLOs held at it on the engine itself, None where nobody looked, and `can_look`
+    whether they are predicted to hold on that engine, which may have other KV blocks than one
+    that is started with the winner. `replay_s` is how long the replay is predicted to take.
     """
 
     winner: float | None
@@ -44,6 +46,7 @@ class CapacityResult:
     is_shown: bool = True
     replay_s: float = 0.0
     interval: tuple[float, float] | None = None
+    can_look: bool = True
 
     @property
     def text(self) -> str:
@@ -58,7 +61,7 @@ class CapacityResult:
             return "the SLOs hold at no load, predicted"
         before = "none" if self.current is None else f"{self.current:.2g} x"
         judged = {
-            None: "predicted",
+            None: "predicted" if self.can_look else f"predicted{_NOT_THERE}",
             True: "predicted and confirmed live",
             False: "predicted, but live it did not hold at that load",
         }[self.live]
@@ -130,9 +133,10 @@ def confirm_capacity(
     """Replay live what was predicted, at the load the winner is said to bear, if time allows.
 
     The same requests, judged in the same way: the first of the workloads, on which the capacity
-    was predicted, or the first of the others that time allows if by the prediction it holds
-    that load too. Where capacity is not what is optimised, a part of the budget at most. Where
-    the engine fails, what was predicted stays, and that is told.
+    was predicted, or the first of the others that time allows. Only where by `predictor`, which
+    predicts the runner's engine, that load is held there too. Where capacity is not what is
+    optimised, a part of the budget at most. Where the engine fails, what was predicted stays,
+    and that is told.
 
     Raises: ShadowError, UsageError.
     """
@@ -146,12 +150,11 @@ def confirm_capacity(
         left_s = min(left_s, ASIDE_SHARE * context.budget.total_s)
     for workload in workloads:
         load = found.winner / workload.pieces[0].load
-        plan, replay_s = replace(workload.plan, load=load), found.replay_s
-        if workload is not workloads[0]:
-            predicted = predictor.measure(workload.pieces, winner, plan, workload.slos)
-            if isinstance(predicted, Failure) or not holds(predicted, workload.slos):
-                return found
-            replay_s = predicted.busy_s
+        plan = replace(workload.plan, load=load)
+        predicted = predictor.measure(workload.pieces, winner, plan, workload.slos)
+        if isinstance(predicted, Failure) or not holds(predicted, workload.slos):
+            return replace(found, can_look=workload is not workloads[0])
+        replay_s = found.replay_s if workload is workloads[0] else predicted.busy_s
         if left_s < start_s + COST_RATIO * replay_s:
             continue
         at_load = replace(workload, plan=plan)

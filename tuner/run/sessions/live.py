@@ -211,22 +211,24 @@ class Session:
         self.knobs = advice
 
     def _find_capacity(self, decision: RaceDecision) -> None:
-        """Find how much load the answer bears, where there is an SLO and a prediction."""
+        """Find how much load the answer bears, where there is an SLO and a prediction.
+
+        As deployed; the engine that is there, with blocks of its own, is asked whether it does.
+        """
         search, context = self.search, self.context
         predictor, predicted = search.predictor, search.predicted
         is_possible = predictor is not None and predicted is not None and context.aim.slos
         if not is_possible or predictor is None or predicted is None or context.left_s <= 0:
             return
-        workload = predicted.workload
+        workload, deployed = predicted.workload, predictor.as_deployed()
         with context.stopwatch.stage("capacity"):
-            found = predict_capacity(predictor, workload, decision, context.space.current)
+            found = predict_capacity(deployed, workload, decision, context.space.current)
         if self.method is Method.CALIBRATED:
             self.capacity = found
             return
         windows = [workload] if search.plan is None else [workload, search.plan.workload]
-        self.capacity = confirm_capacity(
-            self.runner, predictor, windows, decision.winner, found
-        )
+        there = deployed if self.runner.engine.restarts_per_config else predictor
+        self.capacity = confirm_capacity(self.runner, there, windows, decision.winner, found)
 
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
