@@ -32,7 +32,8 @@ from tuner.shadow.profiles import KvStart
 from tuner.shadow.rebuilt import rebuild
 from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, steps_beside
 from tuner.shadow.step_model import StepModel
-from tuner.stats import Floats
+from tuner.stats import Bools, Floats
+from tuner.traffic.traces import Trace
 
 NOW_S = 1_763_726_400.0
 LIMITS = EngineLimits(16, 256)
@@ -43,10 +44,12 @@ MODEL = StepModel.linear(
 TRACE = steady(300, per_s=6.0, prompt=400, output=60)
 
 
-def served(limits: EngineLimits = LIMITS, blocks: int = 100_000) -> ReplayLog:
+def served(
+    limits: EngineLimits = LIMITS, blocks: int = 100_000, trace: Trace = TRACE
+) -> ReplayLog:
     """Return a replay on an engine that takes what the model says, with every step."""
     profile = a_profile(step_model=MODEL, kv_starts=(KvStart(limits, blocks),))
-    return Predictor(profile).replay(TRACE, limits, ReplayPlan(keep_steps=True))
+    return Predictor(profile).replay(trace, limits, ReplayPlan(keep_steps=True))
 
 
 def each_step(steps: StepColumns) -> StepColumns:
@@ -71,11 +74,14 @@ def recorded(
     has_details: bool = True,
     server: dict[str, Any] | None = None,
     late_ratio: float = 0.0,
+    launch_s: float = 0.0,
+    trace: Trace = TRACE,
 ) -> tuple[StepColumns, list[bytes], list[bytes]]:
     """Return the true steps of a replay, and the lines that a recorder would have written.
 
     Of a step with a prompt so much of the time is taken for that of the step before, which the
-    core, launching it, did not have to wait for.
+    core, launching it, did not have to wait for. A step that finds the engine idle is launched
+    for `launch_s` before the core waits for it.
     """
     assert log.kept_steps is not None
     every = each_step(log.kept_steps)
@@ -87,17 +93,19 @@ def recorded(
     moved_s = np.where(true.prefill_tokens > 0, late_ratio * true.duration_s, 0.0)
     early_s = np.append(moved_s[1:], 0.0)
     seen_s = true.duration_s + early_s - moved_s
-    for end_s, took_s, seqs, prefill, late_s in zip(
+    before_s = np.where(found_idle(true), launch_s, 0.0)
+    for end_s, took_s, seqs, prefill, late_s, launched_s in zip(
         true.end_s + early_s,
         seen_s,
         true.decode_seqs,
         true.prefill_tokens,
         early_s,
+        before_s,
         strict=True,
     ):
         interval = round(took_s * 1e6) if seqs else -1
         # The core's own work, a millisecond, is in the interval and not in what it waited.
-        waited = 0 if late_s else round(took_s * 1e6) - 1000
+        waited = 0 if late_s else round((took_s - launched_s) * 1e6) - 1000
         known = (int(prefill > 0), int(prefill), waited)
         if not has_details:
             known = (0, 0, -1) if not prefill else (-1, -1, -1)
@@ -118,7 +126,7 @@ def recorded(
     rows = [
         Row(
             arrived_at_s=round(NOW_S + due_s[i], 6),
-            input_length=int(TRACE.prompt_tokens[i]),
+            input_length=int(trace.prompt_tokens[i]),
             output_length=int(lines.output_tokens[i]),
             status="length",
             e2e_s=round(last_s[i] - due_s[i], 6),
@@ -127,12 +135,18 @@ def recorded(
             decode_s=round(last_s[i] - first_s[i], 6),
             prefill_s=round(first_s[i] - due_s[i], 6),
         )
-        for i in range(len(TRACE))
+        for i in range(len(trace))
         if lines.completed[i]
     ]
     head = steps_header("test", server or a_server())
     source = RecordedServer("scope", has_engine_counts=True)
     return true, [head, steps_line(numbers)], [header_line(source), *map(row_line, rows)]
+
+
+def found_idle(steps: StepColumns) -> Bools:
+    """Return which steps began later than the one before them ended."""
+    begin_s = steps.end_s - steps.duration_s
+    return begin_s > np.append(-np.inf, steps.end_s[:-1]) + 1e-6
 
 
 def a_server(**changed: Any) -> dict[str, Any]:
@@ -226,6 +240,25 @@ def test_what_an_asynchronous_core_noticed_late_is_told_apart(tmp_path: Path) ->
     # The same lines of an engine that launches nothing ahead mean what they say.
     assert off[0] == pytest.approx(1.0, abs=0.05)
     assert off[1] < 0.8
+
+
+def test_what_found_an_asynchronous_engine_idle_has_no_time(tmp_path: Path) -> None:
+    """The core waits for it only once it is launched, which nothing beside it hides."""
+    trace = steady(100, per_s=1.0, prompt=400, output=30)
+    asynchronous = {**a_config()["scheduler_config"], "async_scheduling": True}
+    server = a_server(config=a_config(scheduler_config=asynchronous))
+    true, steps, rows = recorded(
+        served(trace=trace), server=server, launch_s=0.012, trace=trace
+    )
+    (found,), requests = read(tmp_path, steps, rows)
+    rebuilt = rebuild(found, requests)
+    idle = found_idle(true)
+    assert 0 < idle.sum() == rebuilt.left_out["without a time"]
+    # What is left of such prompts, in a second piece, was launched in time.
+    alone = rebuilt.steps.decode_seqs == 0
+    assert alone.sum() > 0.9 * idle.sum()
+    at = np.searchsorted(found.ended_s, rebuilt.steps.end_s)
+    assert rebuilt.steps.duration_s == pytest.approx(true.duration_s[at], abs=3e-6)
 
 
 def test_without_details_what_may_have_been_late_is_left_out(tmp_path: Path) -> None:

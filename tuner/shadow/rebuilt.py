@@ -55,7 +55,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         )
     decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
     prefill, prefill_context = spans.prefills(steps)
-    duration_s = _durations(steps)
+    duration_s = _durations(steps, went_on=spans.went_on())
     nothing = np.zeros(len(steps))
     columns = StepColumns(
         end_s=steps.ended_s,
@@ -102,12 +102,16 @@ def _noticed_late(steps: RecordedSteps) -> Floats:
     Where nobody knows what it waited, those before a prompt, which is slowest to launch: their
     time and that of the prompt are known together whoever was late.
     """
-    shape = steps.server.shape
-    if shape is None or not shape.asynchronous:
+    if not _is_asynchronous(steps):
         return np.zeros(len(steps))
     is_before_prompt = np.append(steps.context_tokens[1:] != 0, [False])
     is_known = np.isfinite(steps.elapsed_s)
     return np.where(is_known, steps.elapsed_s < NO_WAIT_S, is_before_prompt).astype(np.float64)
+
+
+def _is_asynchronous(steps: RecordedSteps) -> bool:
+    shape = steps.server.shape
+    return shape is not None and shape.asynchronous
 
 
 def _of_whole_chains(steps: StepColumns, usable: Bools) -> Bools:
@@ -118,16 +122,22 @@ def _of_whole_chains(steps: StepColumns, usable: Bools) -> Bools:
     return found
 
 
-def _durations(steps: RecordedSteps) -> Floats:
+def _durations(steps: RecordedSteps, *, went_on: Bools) -> Floats:
     """Return how long each step took: the interval, or what the core waited and usually adds.
 
-    What the core waits for the model leaves its own work out, which the intervals hold.
+    What the core waits for the model leaves its own work out, which the intervals hold. An
+    asynchronous core usually does that while the model computes the batch before, but not where
+    it was idle: how long launching such a batch took is not known, and neither is its time.
+
+    Shapes: went_on is [steps], see `_Spans.went_on`.
     """
     both = np.isfinite(steps.interval_s) & np.isfinite(steps.elapsed_s)
     added_s = (
         float(np.median((steps.interval_s - steps.elapsed_s)[both])) if both.any() else 0.0
     )
     from_core: Floats = steps.elapsed_s + max(added_s, 0.0)
+    if _is_asynchronous(steps):
+        from_core = np.where(went_on, from_core, np.nan)
     return np.where(np.isfinite(steps.interval_s), steps.interval_s, from_core)
 
 
@@ -182,6 +192,19 @@ class _Spans:
             requests.prompt_tokens,
             requests.cached_tokens,
         )
+
+    def went_on(self) -> Bools:
+        """Whether a request of each step had been scheduled before the step before ended.
+
+        If not, the step found the engine idle. Of requests that are missing nothing is known.
+
+        Shapes: [steps].
+        """
+        use, change = self.is_whole, np.zeros(self.steps + 1)
+        np.add.at(change, self.begin[use] + 1, 1.0)
+        np.add.at(change, self.last[use] + 1, -1.0)
+        found: Bools = np.cumsum(change)[:-1] > 0
+        return found
 
     def decode_contexts(self, generating: Ints) -> tuple[Floats, Floats, Bools]:
         """Return the contexts that each step's decodes attend to, and where they are known.
