@@ -206,11 +206,3 @@ def test_text_of_the_users_is_never_markup_and_nothing_is_loaded(page: str) -> N
     assert len(page.encode()) < PLOTLY_BYTES + 500_000
     ids = re.findall(r' id="([^"]+)"', page[: page.index("plot-specs")])
     assert len(ids) == len(set(ids))
-
-
-def test_loads_are_multiples_of_the_recorded_one_also_of_a_trace_at_another(
-    found: Explored,
-) -> None:
-    doubled = replace(found, trace=replace(TRACE, load=2.0))
-    assert doubled.loads == [1.0, 2.0, 6.0]
-    assert doubled.start == 0

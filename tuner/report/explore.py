@@ -54,8 +54,8 @@ class Explored:
 
     @property
     def loads(self) -> list[float]:
-        """The loads as multiples of the recorded arrivals, whatever the trace is already at."""
-        return [at.load * self.trace.load for at in self.surface.loads]
+        """The loads as multiples of the recorded arrivals."""
+        return [at.load for at in self.surface.loads]
 
     @property
     def start(self) -> int:

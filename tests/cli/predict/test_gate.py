@@ -34,6 +34,9 @@ def test_the_table_says_what_json_does(
     assert heavy["with_gate"]["goodput_per_s"] > heavy["without"]["goodput_per_s"]
     assert run([*command, *SLO]) == 0
     lines = capfd.readouterr().out.splitlines()
+    assert run([*command, *SLO, "--load", "0.2", "--loads", "1,10", "--json"]) == 0
+    again = json.loads(capfd.readouterr().out)["loads"]
+    assert [at["load"] for at in again] == [0.2, 2.0], "multiples of what was recorded"
     (shown,) = [line.split() for line in lines if line.strip().startswith("2x")]
     assert shown[2] == f"{heavy['without']['goodput_per_s']:.3g}/s"
     assert shown[3] == f"{heavy['with_gate']['goodput_per_s']:.3g}/s"

@@ -63,6 +63,40 @@ def test_the_table_shows_what_both_reach_at_every_load_of_a_range(
         assert ("not sustained" in line) is not (best["sustained"] and current["sustained"])
 
 
+def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_another(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
+    asked = [*command, "--max-num-seqs", "2,8"]
+    assert run([*asked, "--loads", "2", "--json"]) == 0
+    (twice,) = json.loads(capfd.readouterr().out)["loads"]
+    assert run([*asked, "--load", "2", "--loads", "1", "--json"]) == 0
+    (again,) = json.loads(capfd.readouterr().out)["loads"]
+    assert [again[key] for key in ("load", "at_current")] == [2.0, twice["at_current"]]
+    assert run([*asked, "--load", "2", "--loads", "1"]) == 0
+    told = capfd.readouterr()
+    assert told.out.splitlines()[-1].split()[0] == "2x"
+    assert "load 2 x: best" in told.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--fleet", "--slo", "e2e_p90=2s", "--loads", "3"], "--loads is for the plan by load"),
+        (["--clients", "--knobs", "long-prefill"], "--knobs is for the plan by load"),
+        (["--router", "least-loaded"], "--router is for --fleet"),
+        (["--gpu-hour-price", "2"], "--gpu-hour-price is for --fleet"),
+        (["--clients", "--timezone", "+02:00"], "--timezone is for --by hour"),
+    ],
+)
+def test_an_option_that_another_kind_of_plan_reads_is_refused(
+    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--profile", "x.yaml", "--trace", "t.jsonl", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "loads"),
     [

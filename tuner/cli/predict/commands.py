@@ -22,6 +22,7 @@ from tuner.cli.options import (
     count_option,
     ending,
     file_option,
+    given_in,
     loads_option,
     one_setting,
     predicted_options,
@@ -98,14 +99,15 @@ from tuner.emit.names import GateFormat
     ),
 )
 @traffic_options
-def plan(**params: Any) -> int:
+@click.pass_context
+def plan(ctx: click.Context, /, **params: Any) -> int:
     """Say which configuration is best at which load, and when a re-tune will pay.
 
     Predicted from a profile; no engine is started.
     """
     from tuner.cli.predict.plan import PlanOptions, run_plan
 
-    return run_plan(PlanOptions.parse(params))
+    return run_plan(PlanOptions.parse(params, given_in(ctx)))
 
 
 @command(

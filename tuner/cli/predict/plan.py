@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_named
@@ -26,6 +27,18 @@ from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.reshape import Router
 from tuner.traffic.traces import Trace
 
+_READ_BY: Final = {
+    "loads": "",
+    "knobs": "",
+    "timezone": "--by hour",
+    "router": "--fleet",
+    "gpu_hour_price": "--fleet",
+    "start_time": "--fleet",
+    "stretch": "--fleet",
+    "most_replicas": "--fleet",
+}
+"""The one kind of plan that reads an option, empty for the plan by load."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -45,10 +58,10 @@ class PlanOptions:
     as_json: bool
 
     @classmethod
-    def parse(cls, params: Params) -> Self:
-        """Return what the command line says. Raises: UsageError."""
+    def parse(cls, params: Params, given: Collection[str]) -> Self:
+        """Return what the command line says; `given` are those it names. Raises: UsageError."""
         is_by_hour = params["by"] == "hour"
-        _check_alone(params)
+        _check_alone(params, given)
         return cls(
             inputs=LoadsOptions.parse(params),
             utc_offset_s=parse_offset(params["timezone"]) if is_by_hour else None,
@@ -58,8 +71,8 @@ class PlanOptions:
         )
 
 
-def _check_alone(params: Params) -> None:
-    """Refuse two kinds of plan at once, and knobs for what they are not told of."""
+def _check_alone(params: Params, given: Collection[str]) -> None:
+    """Refuse two kinds of plan at once, and options that the asked one does not read."""
     kinds = {
         "--by hour": params["by"],
         "--fleet": params["fleet"],
@@ -68,8 +81,20 @@ def _check_alone(params: Params) -> None:
     asked = [kind for kind, is_asked in kinds.items() if is_asked]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)} are two plans", "give one of them")
-    if asked and params["knobs"]:
-        raise UsageError(f"--knobs is for loads, got {asked[0]}", "leave one of them out")
+    kind = asked[0] if asked else ""
+    for name, reader in _READ_BY.items():
+        option = f"--{name.replace('_', '-')}"
+        if name not in given or reader == kind:
+            continue
+        if reader:
+            raise UsageError(
+                f"{option} is for {reader}, which is not asked for",
+                f"add {reader}, or leave {option} out",
+            )
+        raise UsageError(
+            f"{option} is for the plan by load, got {kind}",
+            "leave one of them out; --load multiplies the traffic of every plan",
+        )
 
 
 def _fleet_aim(params: Params) -> FleetAim | None:

@@ -111,8 +111,8 @@ class GateAnswer:
     """The gate for an engine at its limits, and what it does at each load.
 
     `affected` is told at `shown_load`. `capacity` is the largest load at which the SLOs hold
-    without a gate and `in_flight` the mean number of requests in the engine then; None where
-    they hold at none.
+    without a gate, like every load a multiple of the recorded arrivals, and `in_flight` the
+    mean number of requests in the engine then; None where they hold at none.
     """
 
     limits: EngineLimits
@@ -171,6 +171,9 @@ def find_gate(
 ) -> GateAnswer:
     """Search for the gate of an engine at its limits, for a workload at each of the loads.
 
+    The loads are multiples of that which the workload's pieces are at; those of the answer are
+    of the recorded arrivals.
+
     Shapes: loads is [n], n >= 1, ascending.
     Raises: NoFeasibleConfigError if a gate would refuse everything; ShadowError where the
         simulator must not be relied on.
@@ -184,18 +187,17 @@ def find_gate(
     gate = search.run()
     note(f"{len(search.goodput)} gates replayed at {len(loads)} loads")
     found = search.at_loads(gate)
-    shown = max([load for load in loads if load <= SHOWN_LOAD], default=loads[0])
+    base = workload.pieces[0].load
+    shown = max([load for load in loads if load * base <= SHOWN_LOAD], default=loads[0])
     most = predictor.measure_capacity(workload.pieces, limits, workload.plan, workload.slos)
-    capacity = None
-    if isinstance(most, Measurement) and most.capacity:
-        capacity = most.capacity / workload.pieces[0].load
+    capacity = most.capacity if isinstance(most, Measurement) and most.capacity else None
     return GateAnswer(
         limits=limits,
         gate=gate,
         slos=workload.slos,
         error=predictor.error,
         loads=found,
-        shown_load=shown,
+        shown_load=shown * base,
         affected=tuple(search.affected(gate, shown)),
         capacity=capacity,
         in_flight=most.running.mean + most.queue_depth.mean
@@ -310,7 +312,7 @@ class _Search:
         gains = np.array(at_once(self.predictor, self.workload, drawn_gains, range(FEW_DRAWS)))
         shares = (0.5, 0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
         found_in_draws = np.quantile(gains, shares, axis=0)
-        found = []
+        found, base = [], self.workload.pieces[0].load
         for i, load in enumerate(self.loads):
             before, gated = (
                 self._measure(self._recorded, self._engine, g, load) for g in (None, gate)
@@ -318,7 +320,7 @@ class _Search:
             middle, low, high = found_in_draws[:, i].tolist()
             elsewhere = Estimate(middle, low, high, FEW_DRAWS)
             odds = float((gains[:, i] > 0).mean())
-            found.append(GatedLoad(load, before, gated, elsewhere, odds))
+            found.append(GatedLoad(load * base, before, gated, elsewhere, odds))
         return tuple(found)
 
     def affected(self, gate: GateLimits, load: float) -> Iterator[Affected]:

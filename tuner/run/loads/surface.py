@@ -105,7 +105,10 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class AtLoad:
-    """What was predicted at one load, a multiple of the recorded arrivals, and what is best."""
+    """What was predicted at one load, and what is best there.
+
+    `load` is a multiple of the recorded arrivals, whatever the workload is already at.
+    """
 
     load: float
     decision: RaceDecision
@@ -201,7 +204,7 @@ def predict_surface(
     note: Callable[[str], None] = lambda _: None,
     knobs: Sequence[str] = (),
 ) -> Surface:
-    """Predict the space at each multiple of the workload's load.
+    """Predict the space at each multiple of the load that the workload's pieces are at.
 
     `note` receives a sentence when a load is predicted, and when it is decided by draws.
     `knobs` are turned beside the best of each load.
@@ -209,11 +212,11 @@ def predict_surface(
     Shapes: loads is [n], n >= 1, ascending.
     Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
     """
-    searched = []
+    searched, base = [], workload.pieces[0].load
     for load in loads:
         there = replace(workload, plan=replace(workload.plan, load=load))
         searched.append(predict(predictor, space, there))
-        note(f"load {load:g} x: {len(searched[-1].outcomes)} settings predicted")
+        note(f"load {load * base:g} x: {len(searched[-1].outcomes)} settings predicted")
     settings = _compared(space, searched, predictor.wrong_ratio)
     found_at = []
     for load, found in zip(loads, searched, strict=True):
@@ -221,8 +224,8 @@ def predict_surface(
         compared = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
         decision = decide(predictor, compared, space, FEW_DRAWS)
         turned = advise(predictor, compared, decision.best, space, knobs)
-        found_at.append(AtLoad(load, decision, compared, turned))
-        note(f"load {load:g} x: best {decision.best}")
+        found_at.append(AtLoad(load * base, decision, compared, turned))
+        note(f"load {load * base:g} x: best {decision.best}")
     return Surface(space.current, predictor.error, predictor.doubt, tuple(found_at))
 
 
