@@ -80,6 +80,21 @@ def test_loads_are_told_as_multiples_of_the_recorded_one_also_of_traffic_at_anot
     assert "load 2 x: best" in told.err
 
 
+def test_where_settings_cannot_be_compared_the_cause_is_told(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile, trace = files
+    command = ["plan", "--profile", profile, "--trace", trace, "--force-profile"]
+    less = ["--max-num-seqs", "2", "--request-timeout", "1s"]
+    assert run([*command, "--load", "2", "--loads", "1", *less]) == 3
+    told = capfd.readouterr().err
+    assert "at 2 x the recorded load no setting answers" in told
+    assert "time out\n" in told
+    assert "trials.jsonl" not in told
+    assert run(["plan", "--help"]) == 0
+    assert "3 no setting answers" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -40,7 +40,8 @@ from tuner.emit.names import GateFormat
     "tune plan --profile runs/…/profile.yaml --trace week.jsonl --by hour",
     "tune plan --profile runs/…/profile.yaml --trace day.jsonl --fleet --slo ttft_p99=2s",
     "tune plan --profile runs/…/profile.yaml --trace prod.jsonl --slo e2e_p95=9s --clients",
-    exits=SHADOW_FAILED,
+    exits=f"{BAD_INPUT}; 3 no setting answers enough requests, or no fleet keeps the SLOs; "
+    "4 the shadow failed",
 )
 @cloup.option_group(
     "Main options",
@@ -113,7 +114,7 @@ def plan(ctx: click.Context, /, **params: Any) -> int:
 @command(
     "explore",
     "tune explore --profile runs/…/profile.yaml --trace prod.jsonl --slo ttft_p99=500ms",
-    exits=SHADOW_FAILED,
+    exits=f"{BAD_INPUT}; 3 no setting answers enough requests; 4 the shadow failed",
 )
 @cloup.option_group(
     "Main options",

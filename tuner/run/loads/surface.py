@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tuner.engine.limits import EngineLimits
+from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
+from tuner.replay.runner import Failure
 from tuner.replay.slo import Slo
 from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS, decide
@@ -210,7 +212,8 @@ def predict_surface(
     `knobs` are turned beside the best of each load.
 
     Shapes: loads is [n], n >= 1, ascending.
-    Raises: NoFeasibleConfigError if nothing could be predicted; ShadowError, UsageError.
+    Raises: NoFeasibleConfigError if at a load there is no value to compare settings by;
+        ShadowError, UsageError.
     """
     searched, base = [], workload.pieces[0].load
     for load in loads:
@@ -222,11 +225,33 @@ def predict_surface(
     for load, found in zip(loads, searched, strict=True):
         whole = predict_more(predictor, found, settings)
         compared = replace(whole, outcomes={x: whole.outcomes[x] for x in settings})
-        decision = decide(predictor, compared, space, FEW_DRAWS)
+        try:
+            decision = decide(predictor, compared, space, FEW_DRAWS)
+        except NoFeasibleConfigError as error:
+            raise _undecided(compared, load * base) from error
         turned = advise(predictor, compared, decision.best, space, knobs)
         found_at.append(AtLoad(load * base, decision, compared, turned))
         note(f"load {load * base:g} x: best {decision.best}")
     return Surface(space.current, predictor.error, predictor.doubt, tuple(found_at))
+
+
+def _undecided(found: Predictions, load: float) -> NoFeasibleConfigError:
+    """Say why no setting has the value that settings are compared by."""
+    outcomes = found.outcomes
+    where = f"at {load:g} x the recorded load"
+    measured = {x: m for x, m in outcomes.items() if isinstance(m, Measurement)}
+    if not measured:
+        limits, failed = next(iter(outcomes.items()))
+        cause = failed.cause if isinstance(failed, Failure) else ""
+        return NoFeasibleConfigError(f"{where} every setting fails, {limits} with: {cause}")
+    limits, m = max(measured.items(), key=lambda pair: pair[1].completed)
+    answered = f"{m.completed:,} of {m.offered:,} requests are answered at {limits}"
+    return NoFeasibleConfigError(
+        f"{where} no setting answers enough requests to have an E2E latency to compare by: "
+        f"at most {answered}, {m.timed_out:,} time out",
+        "allow more time with --request-timeout, plan a lower load, or try larger caps with "
+        "--max-num-seqs",
+    )
 
 
 def _compared(
