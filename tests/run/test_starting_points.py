@@ -93,3 +93,30 @@ def test_without_a_profile_its_share_of_memory_is_taken_too(files: Path) -> None
 def test_one_that_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="--start must be one of high-throughput, low-latency"):
         TuningOptions(trace="t.jsonl", start="fast")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--max-num-seqs", "8,1000000000"), "must list caps up to 262,144, got 1000000000"),
+        (
+            (
+                *("--engine-arg", "max-num-seqs=2000000"),
+                *("--engine-arg", "max-num-batched-tokens=2000000"),
+            ),
+            "max_num_seqs must be at most 1,048,576, got 2000000",
+        ),
+        (
+            ("--engine-arg", "max-num-batched-tokens=1000000000"),
+            "max_num_batched_tokens must be at most 16,777,216, got 1000000000",
+        ),
+    ],
+)
+def test_caps_that_no_engine_starts_with_are_refused(
+    files: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+) -> None:
+    command = ["--profile", str(files / "profile.yaml"), "--trace", str(files / "prod.jsonl")]
+    command += ["--method", "shadow", "--force-profile", "--run-dir", str(files / "refused")]
+    assert run([*command, *more]) == 2
+    assert words in capsys.readouterr().err
+    assert not (files / "refused").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tuner.engine.limits import EngineLimits
@@ -14,6 +15,10 @@ from tuner.traffic.windows import busiest
 DEFAULT_LADDER = (1, 2, 4, 8, 16, 32)
 # How far the sweep may go past the top of the ladder.
 PAST_LADDER = 4
+MAX_CAP = 1 << 18
+"""The largest cap of a ladder: ours, so that what is past it still fits into a run's study."""
+MAX_BUDGET = 1 << 24
+"""The largest token budget that fits into a run's study."""
 # Powers of two that span vLLM's own defaults: ours.
 TOKEN_BUDGETS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -61,7 +66,7 @@ class SearchSpace:
     `current` is the user's configuration and always trial 0. `ceiling` bounds everything,
     `reach` how far from the current limits it may be, None for any distance.
 
-    Raises: UsageError if the ladder is empty or holds a cap below 1.
+    Raises: UsageError if the ladder is empty, or a cap is below 1 or too large.
     """
 
     current: EngineLimits
@@ -72,12 +77,19 @@ class SearchSpace:
     reach: Reach | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an empty ladder and caps below 1."""
+        """Refuse an empty ladder, and caps that no engine starts with."""
         if not self.ladder or min(self.ladder) < 1:
             raise UsageError(
                 f"--max-num-seqs must list caps of at least 1, got {list(self.ladder)}",
                 "for example --max-num-seqs 1,2,4,8,16,32",
             )
+        if max(self.ladder) > MAX_CAP:
+            raise _too_large(f"--max-num-seqs must list caps up to {MAX_CAP:,}", self.ladder)
+        most = EngineLimits(PAST_LADDER * MAX_CAP, MAX_BUDGET)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            now, bound = getattr(self.current, name), getattr(most, name)
+            if now > bound:
+                raise _too_large(f"{name} must be at most {bound:,}", [now])
 
     @property
     def reference_budget(self) -> int:
@@ -122,6 +134,15 @@ class SearchSpace:
     def at(self, seqs: int, budget: int) -> EngineLimits:
         """Return limits with the budget raised to what vLLM demands."""
         return EngineLimits(seqs, max(budget, seqs, self.min_budget))
+
+
+def _too_large(expected: str, got: Sequence[int]) -> UsageError:
+    """Return what is wrong with limits that are larger than any that are tried."""
+    return UsageError(
+        f"{expected}, got {max(got)}",
+        "vLLM sets memory aside for as many sequences, max_model_len token ids each, and for "
+        "as many tokens of a step: far above what is ever in flight that brings nothing",
+    )
 
 
 def token_budgets(useful_tokens: int, min_tokens: int) -> tuple[int, ...]:
