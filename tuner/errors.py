@@ -149,7 +149,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.WITHIN_NOISE: "the gain is within noise",
     Caveat.UNIFORM_TRACE: "lengths are nearly all equal; uniform data misleads",
     Caveat.QUANTISED_CLOCK: "the trace's clock is quantised; its bursts may be false",
-    Caveat.LOW_DEMAND: "the trace never fills the larger caps, so they cannot be told apart",
+    Caveat.LOW_DEMAND: (
+        "an engine that keeps up with the trace does not fill the larger caps; a slower or "
+        "overloaded one may"
+    ),
     Caveat.SAMPLED_TRACE: "the trace was sampled from aggregates, not recorded",
     Caveat.REQUESTS_REFUSED: "requests longer than the engine's max_model_len were refused",
     Caveat.REQUESTS_CLIPPED: "requests longer than the engine's max_model_len were clipped",

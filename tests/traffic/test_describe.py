@@ -154,11 +154,13 @@ def test_long_silences_and_sorted_rows_are_reported() -> None:
     assert codes(a_trace(busy_s)) == set()
 
 
-def test_low_demand_names_the_cap_above_which_nothing_differs() -> None:
+def test_low_demand_names_the_cap_that_an_engine_that_keeps_up_does_not_fill() -> None:
     trace = a_trace(np.zeros(40), output=np.full(40, 50) + np.arange(40))
     (warning,) = (w for w in describe(trace, largest_cap=41).warnings if w.code == "low_demand")
     assert warning.caveat is Caveat.LOW_DEMAND
-    assert "caps above 40 cannot be told apart" in warning.text
+    assert "estimate at 20 ms per output token" in warning.text
+    assert "an engine that keeps up so fills no cap above 40" in warning.text
+    assert "a slower or overloaded one may" in warning.text
     assert "low_demand" not in codes(trace, largest_cap=40)
 
 

@@ -48,7 +48,7 @@ class TraceWarning:
 
 
 def warnings_of(
-    trace: Trace, *, peak_in_flight: int, recorded_ratio: float, largest_cap: int
+    trace: Trace, *, in_flight: InFlight, largest_cap: int
 ) -> tuple[TraceWarning, ...]:
     """Return every reason to doubt the trace, the gravest about reading first."""
     warnings = [
@@ -60,8 +60,8 @@ def warnings_of(
         _clock_warning(trace.due_s),
         _uniform_warning(trace),
         _silence_warning(trace.due_s),
-        _latency_warning(recorded_ratio),
-        _demand_warning(peak_in_flight, largest_cap),
+        _latency_warning(in_flight.recorded_ratio),
+        _demand_warning(in_flight, largest_cap),
     ]
     return tuple(warning for warning in warnings if warning is not None)
 
@@ -156,13 +156,14 @@ def _latency_warning(recorded_ratio: float) -> TraceWarning | None:
     )
 
 
-def _demand_warning(peak: int, largest_cap: int) -> TraceWarning | None:
+def _demand_warning(in_flight: InFlight, largest_cap: int) -> TraceWarning | None:
+    peak = in_flight.peak
     if peak >= largest_cap:
         return None
     return TraceWarning(
         Caveat.LOW_DEMAND,
-        f"at most {peak} requests are in flight at once: caps above "
-        f"{peak} cannot be told apart at this load",
+        f"at most {peak} requests are in flight at once ({in_flight.basis}): an engine that "
+        f"keeps up so fills no cap above {peak}, a slower or overloaded one may",
     )
 
 
@@ -203,6 +204,13 @@ class InFlight:
     peak: int
     recorded_ratio: float
     seconds_per_output_token: float
+
+    @property
+    def basis(self) -> str:
+        """What the numbers rest on, in a few words."""
+        if self.recorded_ratio:
+            return "recorded latencies"
+        return f"estimate at {self.seconds_per_output_token * 1000:g} ms per output token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +302,7 @@ def describe(
         in_flight=in_flight,
         warnings=warnings_of(
             trace,
-            peak_in_flight=in_flight.peak,
-            recorded_ratio=in_flight.recorded_ratio,
+            in_flight=in_flight,
             largest_cap=largest_cap,
         ),
         dropped=dict(trace.notes.dropped),
@@ -422,10 +429,8 @@ def _lengths_text(lengths: LengthQuantiles) -> str:
 
 
 def _in_flight_text(in_flight: InFlight) -> str:
-    pace = f"{in_flight.seconds_per_output_token * 1000:g} ms per output token"
-    basis = "recorded latencies" if in_flight.recorded_ratio else f"estimate at {pace}"
     return (
         f"mean {_or_unknown(in_flight.mean, '.1f')}, p50 {_or_unknown(in_flight.p50, '.0f')}, "
         f"p90 {_or_unknown(in_flight.p90, '.0f')}, p99 {_or_unknown(in_flight.p99, '.0f')}, "
-        f"peak {in_flight.peak} ({basis})"
+        f"peak {in_flight.peak} ({in_flight.basis})"
     )
