@@ -106,6 +106,26 @@ def test_bad_input_is_said_in_one_line(
     assert shown in capsys.readouterr().err.lower().replace("prod.jsonl", "prod.jsonl")
 
 
+def test_what_a_written_trace_lacks_is_told_and_its_remarks_name_the_original(
+    prod: Path, capsys: Output
+) -> None:
+    head = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens"
+    models = ("GPT-4", "ChatGPT")
+    rows = [f"{i},,1.5,{models[i % 2]},{50 + i},{20 + i},9,API log" for i in range(40)]
+    rows[7], rows[9] = "7,,0.1,GPT-4,57,0,57,API log", "9,,1.5,GPT-4,many,29,9,API log"
+    burst, out = prod.with_name("burst.csv"), prod.with_name("out.jsonl")
+    burst.write_text("\n".join([f"{head},Log Type", *rows, ""]))
+    for command in ("convert", "slice --rows 0:9", "scale --load 2", "merge"):
+        name, *more = command.split()
+        typed = ["trace", name, str(burst), *more, "--skip-invalid", "-o", str(out)]
+        assert run(typed) == 0, capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "dropped from burst.csv: 1 (invalid: " in said
+        assert "1 (failed request)" in said
+    assert run(["trace", "inspect", str(out)]) == 0
+    assert "burst.csv mixes 2 models" in capsys.readouterr().out
+
+
 def published() -> list[dict[str, Any]]:
     """Return what is known of the published recordings; none where they are not at hand."""
     path = SHARED / "MANIFEST.json"

@@ -24,7 +24,7 @@ from tuner.traffic.formats import ReadOptions
 from tuner.traffic.formats.in_flight import trace_from_concurrency
 from tuner.traffic.formats.sources import expand, is_private, write_trace
 from tuner.traffic.reshape import Router, thin
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, counts_text
 from tuner.traffic.windows import WindowChoice
 
 
@@ -116,9 +116,16 @@ def write_described(trace: Trace, output: str | None, *, secret: bool = False) -
     write_trace(trace, output, secret=secret)
     where = output or "standard output"
     say(f"{len(trace):,} requests in {trace.duration_s:,.1f} s written to {where}")
+    _say_dropped(trace)
     for line in describe(trace).warnings:
         say(f"warning: {line.text}")
     return 0
+
+
+def _say_dropped(trace: Trace) -> None:
+    """Say how many rows a trace lacks of those that were read, and why."""
+    if trace.notes.dropped:
+        say(f"dropped from {trace.source}: {counts_text(trace.notes.dropped)}")
 
 
 def part_of(trace: Trace, window: WindowChoice | None, rows: str | None) -> Trace:
@@ -151,5 +158,6 @@ def run_from_concurrency(options: ConcurrencyOptions) -> int:
     seed = options.reading.rows.seed
     most = ReadOptions(max_unpacked_bytes=options.reading.rows.max_unpacked_bytes)
     trace = trace_from_concurrency(options.recording, lengths, seed, most)
+    _say_dropped(lengths)
     secret = is_private([options.recording, options.lengths])
     return write_described(trace, options.output, secret=secret)

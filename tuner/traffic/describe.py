@@ -21,7 +21,7 @@ from tuner.traffic.concurrency import (
 )
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.reshape import MANY_ROWS, clock_tick_s, tied_ratio
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import Trace, counts_text
 
 _UNIFORM_SPREAD = 1.1
 """Ours: p90 within 10 % of p10; the narrowest public trace has a ratio above 5."""
@@ -270,7 +270,7 @@ class TraceDescription:
             "in flight": _in_flight_text(self.in_flight),
         }
         if self.dropped:
-            facts["dropped"] = ", ".join(f"{n} ({why})" for why, n in self.dropped.items())
+            facts["dropped"] = counts_text(self.dropped)
         named = [f"{name:<15}{text}" for name, text in facts.items()]
         return named + [f"{'warning':<15}{warning.text}" for warning in self.warnings]
 

@@ -78,6 +78,15 @@ class ReadNotes:
         )
 
 
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Return how many there are for each reason, in a line.
+
+    >>> counts_text({"failed request": 47})
+    '47 (failed request)'
+    """
+    return ", ".join(f"{count:,} ({why})" for why, count in counts.items())
+
+
 def _add(counts: Mapping[str, int], reason: str, count: int) -> Mapping[str, int]:
     return {**counts, reason: counts.get(reason, 0) + count} if count else counts
 

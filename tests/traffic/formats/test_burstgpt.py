@@ -50,7 +50,7 @@ def test_one_model_of_a_burstgpt_file_can_be_picked(tmp_path: Path) -> None:
     rows = "1,ChatGPT,5,1,6,API log\n2,GPT-4,6,1,7,API log\n3,ChatGPT,7,1,8,API log\n"
     path = written(tmp_path, f"{BURST_6}\n{rows}")
     mixed = traced(path, BURSTGPT)
-    assert "the file mixes 2 models (" in mixed.notes.remarks[0]
+    assert "mixes 2 models (" in mixed.notes.remarks[0]
     alone = traced(path, BURSTGPT, ReadOptions(only_model="ChatGPT"))
     assert alone.prompt_tokens.tolist() == [5, 7]
     assert dict(alone.notes.dropped) == {"not of model ChatGPT": 1}

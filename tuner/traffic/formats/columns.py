@@ -284,7 +284,11 @@ def _of_one_model(
         named = ", ".join(
             f"{shown(name)} {count:,}" for name, count in zip(models.names, counts, strict=True)
         )
-        message = f"the file mixes {len(models.names)} models ({named}): --only-model picks one"
+        # The remark stays with what is made of the file, where names of models do not.
+        message = (
+            f"{source} mixes {len(models.names)} models ({named}): --only-model picks one of "
+            "them where that file is read"
+        )
         return columns, notes.with_remark(message)
     if models is None or wanted not in models.names:
         known = ", ".join(models.names) if models is not None else "no model names"
