@@ -18,6 +18,7 @@ from support.retune_parts import a_retune, an_aim
 from support.shadow_files import a_profile
 from support.toy_tune import CROWDED
 from support.traffic import a_trace
+from tuner.cli.options import given_in
 from tuner.cli.predict.commands import plan
 from tuner.cli.predict.plan import PlanOptions, run_plan
 from tuner.drift.by_hour import (
@@ -218,7 +219,8 @@ def plan_options(folder: Path, trace: Path) -> PlanOptions:
     given = ["--profile", str(folder / "profile.yaml"), "--trace", str(trace)]
     more = ["--force-profile", "--max-num-seqs", "2,8", "--json"]
     hours = ["--by", "hour", "--timezone", "+01:00"]
-    return PlanOptions.parse(plan.make_context("plan", [*given, *more, *hours]).params)
+    made = plan.make_context("plan", [*given, *more, *hours])
+    return PlanOptions.parse(made.params, given_in(made))
 
 
 @pytest.mark.slow

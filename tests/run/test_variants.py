@@ -78,6 +78,10 @@ class Scaled:
         fixed_s, grows_s = self.machine.parts_s(batch, longest, graphs)
         return self.times * fixed_s, self.times * grows_s
 
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Return the seconds of a host that launches ahead."""
+        return self.times * self.machine.launch_s(batch, graphs)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariedSource(PlantedSource):
