@@ -16,8 +16,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import Failure
 from tuner.replay.slo import parse_slo
 from tuner.run.context import Workload
-from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw
-from tuner.run.predict import Predictions, predict
+from tuner.run.drawing import DRAWS, FEW_DRAWS, contend, decide, draw, draw_capacity
+from tuner.run.predict import Predictions, offered_per_s, predict
 from tuner.search.budget import Aim
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
@@ -166,6 +166,39 @@ def test_a_capacity_is_drawn_too() -> None:
     assert found.metric == "capacity"
     assert found.values.shape[0] == 4
     assert np.isfinite(found.values).all()
+
+
+BEARS = (parse_slo("ttft_p90=1s"),)
+
+
+def borne(trace: Trace, load: float = 1.0) -> float:
+    """Return how much a setting bears of a trace whose load is so much."""
+    found = predictor_of().measure_capacity([trace], CURRENT, ReplayPlan(), BEARS)
+    assert isinstance(found, Measurement)
+    return (found.capacity or 0.0) * load
+
+
+def told_of(trace: Trace) -> tuple[float, float, float]:
+    """Return what a setting is told to bear, and between which loads it lies."""
+    aim = Aim(Objective.CAPACITY, BEARS, ReplayPlan(), None)
+    workload = Workload.of("trace", trace, (whole(trace),), aim)
+    told = borne(trace)
+    lies = draw_capacity(predictor_of(), workload, CURRENT, told)
+    assert lies is not None
+    return told, *lies
+
+
+def test_what_other_traffic_of_the_kind_bears_lies_in_the_told_interval() -> None:
+    recordings = [traffic(seed, 400) for seed in range(10)]
+    others = [traffic(1000 + seed, 400) for seed in range(20)]
+    true_per_s = np.array([borne(other, offered_per_s([other])) for other in others])
+    shares = []
+    for recorded in recordings:
+        told, low, high = told_of(recorded)
+        assert low <= told <= high
+        loads = true_per_s / offered_per_s([recorded])
+        shares.append(((low <= loads) & (loads <= high)).mean())
+    assert 0.88 <= np.mean(shares) <= 0.99
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tuner.errors import EngineError, TooFewSamplesError
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
-from tuner.replay.runner import Failure, measure_capacity
+from tuner.replay.runner import MIN_LOAD, Failure, measure_capacity
 from tuner.run.context import Workload
 from tuner.run.predict import (
     Predictions,
@@ -31,7 +31,7 @@ from tuner.run.predict import (
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
 from tuner.search.objective import Objective, Score, Tier
-from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of
+from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Observation, leader
@@ -235,23 +235,34 @@ def compare_engines(
 
 
 def draw_capacity(
-    predictor: Predictor, workload: Workload, limits: EngineLimits, engine: int = 0
+    predictor: Predictor,
+    workload: Workload,
+    limits: EngineLimits,
+    told: float,
+    engine: int = 0,
 ) -> tuple[float, float] | None:
-    """Return between which loads a setting's capacity lies, nine times in ten.
+    """Return between which loads lies what a setting bears, nine times in ten.
 
-    On other traffic of the kind and by models as possible as this one, as multiples of the
-    recorded load. None where vLLM's own scheduler is asked, which takes too long.
+    That is of other traffic of the kind, as long as the recorded, and by models as possible as
+    this one, in multiples of the recorded load; what is `told` of the recorded lies within it.
+    Draws lie around the recorded traffic as that does around what is usual, and so does what
+    is to come: the two lie sqrt 2 times as far apart, and further as few stretches vary too
+    little. Where no other traffic can be drawn it is of models alone. None where vLLM's own
+    scheduler is asked, which takes too long.
 
     Raises: ShadowError, UsageError.
     """
     if predictor.doubt:
         return None
-    nothing = Predictions(workload, predictor.wrong_ratio, {})
-    found = Drawing(predictor, nothing, engine).capacities(limits, CAPACITY_DRAWS)
+    drawing = Drawing(predictor, Predictions(workload, predictor.wrong_ratio, {}), engine)
+    found = drawing.capacities(limits, CAPACITY_DRAWS)
     if not found:
         return None
-    low, high = np.quantile(found, [0.05, 0.95]).tolist()
-    return low, high
+    stretches, logs = drawing.stretches, np.log(np.maximum(found, MIN_LOAD))
+    times = math.sqrt(2) * wider_for(stretches) if stretches else 1.0
+    wide = np.exp(logs.mean() + times * (logs - logs.mean()))
+    low, high = np.quantile(wide, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]).tolist()
+    return min(low, told), max(high, told)
 
 
 def _resamplers(workload: Workload) -> list[Resampler | None]:
@@ -283,6 +294,11 @@ class Drawing:
         self._shared: list[StepModel] = []
         self._here: dict[tuple[EngineLimits, int], Floats] = {}
         self._elsewhere: dict[tuple[EngineLimits, int], Floats] = {}
+
+    @property
+    def stretches(self) -> int:
+        """Of how many stretches other traffic is drawn, none where it cannot be."""
+        return sum(r.stretches for r in self._resamplers if r is not None)
 
     def count(self, draws: int) -> int:
         """Return how many draws are made where so many are asked for."""
@@ -316,8 +332,7 @@ class Drawing:
             drawn = drawn_of(point) * slower[:, :, None]
             return Draws.of(settings, point, drawn, learnable=learnable)
         here = self._replayed_here(settings, count) * times[:, :, None]
-        stretches = sum(r.stretches for r in self._resamplers if r is not None)
-        if is_here or not stretches:
+        if is_here or not self.stretches:
             return Draws.of(settings, point, here, learnable=learnable)
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
@@ -326,7 +341,7 @@ class Drawing:
             drawn *= times[:, places, None]
             return drawn
 
-        return Draws.of(settings, point, here, elsewhere, stretches, learnable)
+        return Draws.of(settings, point, here, elsewhere, self.stretches, learnable)
 
     def _replayed_here(self, settings: Sequence[EngineLimits], count: int) -> Floats:
         """Return what replays of the recorded traffic bring, each model's in several draws.

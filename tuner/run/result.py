@@ -138,7 +138,8 @@ class ColdConfirmation:
 class CapacityRecord:
     """At which multiples of the recorded load the SLOs hold, and the sentence that says so.
 
-    `interval` is where the winner's lies, nine times in ten; None where nothing was drawn.
+    `interval` is where the winner's lies on other traffic of the kind, nine times in ten; None
+    where nothing was drawn.
     """
 
     winner: float | None

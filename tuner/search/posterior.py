@@ -70,6 +70,13 @@ def drawn_of(scores: Sequence[Score]) -> Floats:
     )
 
 
+def wider_for(stretches: int) -> float:
+    """Return how many times as far as draws of so few stretches traffic spreads."""
+    share = 0.5 + CONFIDENCE / 2
+    student = student_quantile(stretches - 1, share) / NormalDist().inv_cdf(share)
+    return student * math.sqrt(stretches / (stretches - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Learnable:
     """What of draws replays would tell: the effects of settings, and those that were drawn.
@@ -125,11 +132,7 @@ class Draws:
 
         Shapes: point is [settings], here [draws, settings, 3].
         """
-        times, at = 1.0, drawn_of(point)
-        if stretches is not None:
-            share = 0.5 + CONFIDENCE / 2
-            student = student_quantile(stretches - 1, share) / NormalDist().inv_cdf(share)
-            times = student * math.sqrt(stretches / (stretches - 1))
+        times, at = 1.0 if stretches is None else wider_for(stretches), drawn_of(point)
 
         def elsewhere(some: Sequence[EngineLimits]) -> Floats:
             places = [settings.index(limits) for limits in some]

@@ -106,14 +106,15 @@ def predict_capacity(
     current_load = before.capacity if before is not None else None
     if best is None:
         return CapacityResult(None, current_load, None)
-    is_shown = _is_shown(best, workload.pieces[0].load)
+    is_shown, borne = _is_shown(best, workload.pieces[0].load), best.capacity or 0.0
+    lies = draw_capacity(predictor, workload, decision.winner, borne) if is_shown else None
     return CapacityResult(
-        best.capacity,
+        borne,
         current_load,
         None,
         is_shown=is_shown,
         replay_s=best.busy_s,
-        interval=draw_capacity(predictor, workload, decision.winner) if is_shown else None,
+        interval=lies,
     )
 
 

@@ -128,7 +128,10 @@ class Comparing:
         if not isinstance(outcome, Measurement):
             return _Side(contender, replace(finding, limits=None, failure=outcome.cause))
         capacity, where = self._capacity(contender, predictor, limits)
-        lies = draw_capacity(predictor, self.workload, where, place) if capacity else None
+        lies = None
+        if capacity:
+            told = capacity / per_s(self.workload, 1.0)
+            lies = draw_capacity(predictor, self.workload, where, told, place)
         finding = replace(
             finding,
             metric=scored(self.workload, outcome).own_metric,
