@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.errors import TraceError, UsageError
+from tuner.search.budget import window_text
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import (
     Window,
@@ -114,8 +115,12 @@ def test_a_typical_window_does_not_share_requests_with_the_peak() -> None:
 
 def test_a_trace_shorter_than_the_window_is_taken_whole() -> None:
     trace = a_trace([0.0, 1.0, 2.0])
-    for choose in (busiest, typical):
-        assert len(choose(trace, 60.0).of(trace)) == 3
+    for text in ("peak:60s", "typical:60s", "0s:60s", "all"):
+        assert parse_window(text).resolve(trace) == whole(trace)
+        assert (
+            window_text((parse_window(text).resolve(trace),), trace) == "the whole trace, 2 s"
+        )
+    assert parse_window("1s:60s").resolve(trace) == Window(1.0, whole(trace).end_s)
 
 
 def test_a_silent_window_cannot_be_replayed() -> None:

@@ -97,9 +97,11 @@ class WindowChoice:
     span: Window | None = None
 
     def resolve(self, trace: Trace) -> Window:
-        """Return the instants that the choice means in this trace."""
+        """Return the instants that the choice means in this trace; it ends with the trace."""
         if self.span is not None:
-            return self.span
+            end_s = whole(trace).end_s
+            reaches = self.span.start_s < end_s < self.span.end_s
+            return replace(self.span, end_s=end_s) if reaches else self.span
         if self.kind is WindowKind.PEAK:
             return busiest(trace, self.length_s)
         if self.kind is WindowKind.TYPICAL:
@@ -141,7 +143,8 @@ def busiest(trace: Trace, length_s: float) -> Window:
     """Return the window of this length with the most token work due in it.
 
     Work is prompt and output tokens. Some best window starts at a request, so only those are
-    tried; one that would reach past the last request is moved back to end there.
+    tried; one that would reach past the last request is moved back to end there. Of a shorter
+    trace it is all.
     """
     before = np.concatenate([[0], np.cumsum(_work(trace))])
     ends = np.searchsorted(trace.due_s, trace.due_s + length_s, side="left")
@@ -149,7 +152,7 @@ def busiest(trace: Trace, length_s: float) -> Window:
     start_s, end_s = float(trace.due_s[best]), whole(trace).end_s
     if start_s + length_s <= end_s:
         return Window(start_s, start_s + length_s)
-    return Window(end_s - length_s, end_s) if end_s > length_s else Window(0.0, length_s)
+    return Window(max(0.0, end_s - length_s), end_s)
 
 
 def typical(trace: Trace, length_s: float) -> Window:
