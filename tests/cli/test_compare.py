@@ -95,3 +95,26 @@ def test_a_profile_predicts_the_order_of_the_field(
     assert "2 engines" in names[1]
     assert compared(trace, *profile) == 0
     assert "with all requests there at once" in capsys.readouterr().out
+
+
+def test_static_batches_that_are_offered_more_than_they_ever_serve_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the window is too short to show it, and a request alone costs little."""
+    write_profile(tmp_path / "profile.yaml", a_profile())
+    trace = a_trace_file(tmp_path / "t.jsonl", 100, per_s=10.0)
+    profile = ("--profile", str(tmp_path / "profile.yaml"), "--force-profile")
+    assert compared(trace, *profile, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    for recorded, at_once in zip(found["recorded"], found["saturation"], strict=True):
+        measured, most = recorded["measurement"], at_once["measurement"]["requests_per_s"]
+        is_outrun = measured["offered_per_s"] > most
+        assert measured["sustained"] is not is_outrun, recorded["strategy"]
+        assert ("not_sustained" in measured["caveats"]) is is_outrun
+    assert compared(trace, *profile) == 0
+    (shown,) = [
+        line
+        for line in capsys.readouterr().out.split("\n\n")[0].splitlines()
+        if line.startswith("static batches of 4")
+    ]
+    assert shown.endswith("queue grew")

@@ -48,6 +48,7 @@ from tuner.run.loads.strategies import (
     saturated,
     strategies,
     table,
+    told_by_saturation,
     uniform,
 )
 from tuner.shadow.predictor import Predictor
@@ -113,13 +114,14 @@ def run_compare(options: CompareOptions, source: EngineSource | None = None) -> 
     plan = options.traffic.plan(traffic.trace)
     if plan.load_model is LoadModel.CLOSED:
         raise UsageError("strategies are compared on arrivals: leave --load-model closed out")
+    announce(traffic, is_demo=engine.is_demo and options.shadow is None)
     if options.shadow is not None:
-        announce(traffic)
-        _show(options, _predicted(options, options.shadow, traffic.trace, plan))
-        return 0
-    announce(traffic, is_demo=engine.is_demo)
-    with log_folder("tune-compare-") as folder:
-        rows = _measured(options, source or LiveSource(), folder, engine, traffic.trace, plan)
+        rows = _predicted(options, options.shadow, traffic.trace, plan)
+    else:
+        start = source or LiveSource()
+        with log_folder("tune-compare-") as folder:
+            rows = _measured(options, start, folder, engine, traffic.trace, plan)
+    rows[RECORDED] = told_by_saturation(rows[RECORDED], rows[SATURATED])
     _show(options, rows)
     return 0
 

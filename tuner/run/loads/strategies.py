@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError, ShadowError
+from tuner.errors import Caveat, EngineError, ShadowError
 from tuner.replay.arrivals import StaticBatches
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement, measure
@@ -128,6 +128,33 @@ def row_of(strategy: Strategy, outcome: Measurement | Failure) -> StrategyRow:
     if isinstance(outcome, Failure):
         return StrategyRow(strategy, None, outcome.cause)
     return StrategyRow(strategy, outcome)
+
+
+def told_by_saturation(
+    rows: Sequence[StrategyRow], at_once: Sequence[StrategyRow]
+) -> list[StrategyRow]:
+    """Return the rows, static batches as growing that are offered more than they serve at once.
+
+    What a request costs in a full batch does not tell how long a static batch waits for its
+    slowest answer, and a window may be too short to show the queue grow.
+    """
+    return [
+        replace(row, measured=_not_sustained(row.measured))
+        if row.measured and row.strategy.batches and _is_outrun(row.measured, full.measured)
+        else row
+        for row, full in zip(rows, at_once, strict=True)
+    ]
+
+
+def _is_outrun(m: Measurement, at_once: Measurement | None) -> bool:
+    """Whether more requests came in a second than are served where all are there at once."""
+    return at_once is not None and (m.offered_per_s or 0.0) > at_once.requests_per_s
+
+
+def _not_sustained(m: Measurement) -> Measurement:
+    """Return a measurement as one of an engine that did not keep up."""
+    caveats = [Caveat.NOT_SUSTAINED, *m.caveats]
+    return replace(m, is_sustained=False, caveats=tuple(dict.fromkeys(caveats)))
 
 
 def pooled(logs: Sequence[ReplayLog]) -> Measurement:
