@@ -299,17 +299,21 @@ def test_a_run_that_is_damaged_or_of_another_version_says_so(tmp_path: Path) -> 
         assert "start a new" in caught.value.hint
 
 
-def test_a_profile_fills_in_what_the_command_line_leaves_open() -> None:
+def test_a_profile_fills_in_what_the_command_line_leaves_open(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def filled(*arguments: str) -> dict[str, Any]:
         return with_tuning(tune.make_context("tune", list(arguments)).params)
 
     plain, batch = filled("--trace", "t"), filled("--trace", "t", "--tuning", "batch")
     assert (plain["objective"], plain["slo"]) == ("balanced", ())
     assert batch["objective"] == "throughput"
+    assert capsys.readouterr().err == ""
     typed = ("--slo", "e2e_p50=9s", "--objective", "latency", "--max-num-seqs", "3")
     mine = filled("--trace", "t", "--tuning", "interactive", *typed)
     assert mine["slo"] == (parse_slo("e2e_p50=9s"),)
     assert (mine["objective"], mine["max_num_seqs"]) == ("latency", (3,))
+    assert "without ttft_p99=0.5s, tpot_p99=0.05s\n" in capsys.readouterr().err
 
 
 def resumed_with(folder: Path, *typed: str) -> TuningOptions:

@@ -317,7 +317,7 @@ def doctor() -> int:
         "--tuning",
         metavar="NAME",
         help="Tuning profile: interactive, batch, or a YAML file with objective, slo and "
-        "max-num-seqs.",
+        "max-num-seqs. What is typed takes its place: one --slo that of all its SLOs.",
     ),
 )
 @cloup.option_group(

@@ -130,13 +130,18 @@ def resumed(ctx: click.Context) -> TuningOptions:
 
 
 def with_tuning(params: Params) -> dict[str, Any]:
-    """Fill what the command line leaves open: from the tuning profile, then by default."""
+    """Fill what the command line leaves open: from the tuning profile, then by default.
+
+    SLOs that are typed take the place of all of the profile's, which is said.
+    """
     filled = dict(params)
     if params["tuning"]:
         tuning = read_tuning(_tuning_path(params["tuning"]))
         filled["objective"] = params["objective"] or tuning.objective
         slos = [SLO.convert(text, None, None) for text in tuning.slos]
         filled["slo"] = params["slo"] or tuple(slos)
+        if left_out := [str(slo) for slo in slos if slo not in filled["slo"]]:
+            say(f"--slo takes the place of those of --tuning: without {', '.join(left_out)}")
         if tuning.max_num_seqs and not params["max_num_seqs"]:
             filled["max_num_seqs"] = LADDER.convert(tuning.max_num_seqs, None, None)
     filled["objective"] = filled["objective"] or "balanced"
