@@ -33,8 +33,8 @@ from support.prometheus_parts import wait_for
 from tuner.cli import run
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.registry import TARGETS, merge_into
-from tuner.emit.sources import read_run
+from tuner.emit.registry import TARGETS, emit, merge_into
+from tuner.emit.sources import read_emitted, read_run
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
 
@@ -114,6 +114,38 @@ def test_provenance_goes_where_the_target_has_a_place_for_it(tmp_path: Path) -> 
     path.write_text(VLLM)
     after = merge_into(path, Format.VLLM, rec, Names()).after
     assert "max_num_seqs: 48 # tuned 2" in " ".join(after.split())
+
+
+@pytest.mark.parametrize("chosen", [Format.VLLM, Format.DOCKER_COMPOSE, Format.KUBERNETES])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_evidence_of_an_earlier_tuning_makes_room_for_that_of_this_one(
+    chosen: Format, end: str, tmp_path: Path
+) -> None:
+    rec = read_run(a_run_dir(tmp_path))
+    earlier = [
+        "tuned 2025-01-02 on 9 requests of stale.jsonl (sha256 0123abcd…), busiest 9 s",
+        "  e2e_p95  9.38 s -> 4.31 s   (-77.7%, interval -78.1% … -54.3%)",
+        "caveat: told of the stale one",
+        "evidence: runs/stale",
+    ]
+    facts = {"run-id": "stale", "gain": "e2e_p95 -77.7%", "knobs": "told of the stale one"}
+    before = emit(chosen, replace(rec, comments=tuple(earlier), facts=facts))
+    path = tmp_path / "mine.yaml"
+    mine = (
+        f"# mine, above\n{before.replace('runs/stale', f'runs/stale{chr(10)}# mine, below', 1)}"
+    )
+    path.write_text(mine.replace("\n", end), newline="")
+    merged = merge_into(path, chosen, rec, Names())
+    after = merged.after
+    assert not [word for word in ("stale", "77.7", "2025") if word in after]
+    above = "".join(f"# {line}{end}" for line in rec.comments)
+    assert f"{above}# mine, below{end}" in after
+    assert after.startswith(f"# mine, above{end}# ")
+    assert end == "\n" or after.count("\n") == after.count(end)
+    path.write_text(after, newline="")
+    assert merge_into(path, chosen, rec, Names()).diff == ""
+    if chosen is Format.VLLM:
+        assert read_emitted(path).facts["trace"] == rec.facts["trace"]
 
 
 def test_a_line_for_a_shell_is_changed_within(tmp_path: Path) -> None:

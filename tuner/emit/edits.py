@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from tuner.emit.flags import flags
+from tuner.emit.recommendation import FACT_PREFIX
 from tuner.emit.script import masked, starts
 from tuner.engine.serve_config import LIVE_LIMIT_KEYS, hyphenated, twin
 from tuner.errors import UsageError
@@ -356,16 +357,23 @@ def _moved(folds: Sequence[int], old: str, text: str) -> list[int]:
 
 def annotate(document: dict[str, Any], annotations: Mapping[str, str]) -> None:
     """Put the provenance among the annotations of an object."""
-    if annotations:
+    if annotations or isinstance(document.get("metadata"), dict):
         merge_map(document.setdefault("metadata", {}), "annotations", annotations)
 
 
 def merge_map(holder: dict[str, Any], key: str, values: Mapping[str, str]) -> None:
     """Set the values in the mapping under a key, which is made where there is none."""
     if isinstance(holder.get(key), dict):
+        for stale in [name for name in holder[key] if _is_stale(name, values)]:
+            del holder[key][stale]
         holder[key].update(values)
     elif values:
         holder[key] = dict(values)
+
+
+def _is_stale(name: object, values: Mapping[str, str]) -> bool:
+    """Return whether a name files what an earlier tuning found and this one does not say."""
+    return str(name).startswith(FACT_PREFIX) and name not in values
 
 
 def label(holder: dict[str, Any], labels: Mapping[str, str]) -> None:
@@ -374,6 +382,9 @@ def label(holder: dict[str, Any], labels: Mapping[str, str]) -> None:
     if not isinstance(listed, list):
         merge_map(holder, "labels", labels)
         return
+    for place in reversed(range(len(listed))):
+        if _is_stale(str(listed[place]).partition("=")[0], labels):
+            del listed[place]
     for key, text in labels.items():
         places = [i for i, word in enumerate(listed) if str(word).partition("=")[0] == key]
         if places:

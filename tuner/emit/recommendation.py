@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tuner.emit.comments import SET_BESIDE
+from tuner.emit.yaml_text import commented
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
     LIVE_LIMIT_KEYS,
@@ -254,6 +255,15 @@ Source: `comments` of tuner.run.result.
 """
 
 
+_BESIDE: Final = re.compile(
+    r"  \S+ .* -> |against the current |KEEP WHAT YOU HAVE|P\(better\)|limited by: |caveat: "
+)
+"""How other comments of an emitted file begin that tell of a run.
+
+Source: `comments` of tuner.emit.comments.
+"""
+
+
 def facts_of_run(result: RunResult, advice: Advice, folder: Path) -> dict[str, str]:
     """Return the provenance of a run by name; what nobody knows is left out."""
     made, engine = result.provenance, result.provenance.engine
@@ -309,6 +319,39 @@ def first_comments(path: Path) -> list[str]:
     above = takewhile(lambda line: line.startswith("#"), lines)
     notes = [line.removeprefix("#").removeprefix(" ") for line in above]
     return notes[1:] if notes and notes[0].startswith("vllm serve ") else notes
+
+
+def with_evidence(text: str, comments: Sequence[str]) -> str:
+    r"""Return a YAML file with the evidence above its values replaced by that of the comments.
+
+    Other comments stay, and a file that has no evidence there gets none.
+
+    >>> old = "# mine\n# tuned 2026-01-02 on 9 requests\n# evidence: runs/a\nmodel: m\n"
+    >>> with_evidence(old, ["tuned 2026-03-04 on 7 requests", "evidence: runs/b"])
+    '# mine\n# tuned 2026-03-04 on 7 requests\n# evidence: runs/b\nmodel: m\n'
+    """
+    lines = text.split("\n")
+    above = takewhile(lambda line: line.strip() in {"", "---"} or line[0] == "#", lines)
+    start, end = _evidence_in([line.removeprefix("#").removeprefix(" ") for line in above])
+    if start == end:
+        return text
+    first, last = _evidence_in(comments)
+    break_ = "\r" if lines[start].endswith("\r") else ""
+    new = [line + break_ for line in commented(comments[first:last]).split("\n")[:-1]]
+    return "\n".join([*lines[:start], *new, *lines[end:]])
+
+
+def _evidence_in(comments: Sequence[str]) -> tuple[int, int]:
+    """Return from where to where the comments say what was tuned; twice the same if nowhere."""
+    told = [
+        i
+        for i, line in enumerate(comments)
+        if _BESIDE.match(line) or any(p.search(line) for p in _IN_COMMENTS.values())
+    ]
+    if not told:
+        return 0, 0
+    ends = [i for i in told if _IN_COMMENTS["run-id"].search(comments[i])]
+    return told[0], (ends[0] if ends else told[-1]) + 1
 
 
 def facts_in(comments: Sequence[str], tuned: EngineLimits) -> dict[str, str]:

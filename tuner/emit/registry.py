@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from tuner.emit import aibrix, compose, flags, kserve, kubernetes, llm_d, produc
 from tuner.emit.merge import Merged, merge
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
-from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation
+from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation, with_evidence
 from tuner.emit.target import ApiKey, Names, Target, Write
 from tuner.errors import UsageError
 
@@ -111,6 +112,8 @@ def emit_patch(
 def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) -> Merged:
     """Return a file of the user's with both limits in it; nothing is written.
 
+    Evidence that an earlier tuning wrote above its values makes room for that of this one.
+
     Raises: UsageError if it is not YAML, or has no place for the limits.
     """
     target = TARGETS[chosen]
@@ -119,7 +122,8 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
             f"--merge changes a YAML file, which --format {chosen} does not write",
             "name the format of the file after --format",
         )
-    return merge(path, partial(_edited, target, rec, names))
+    merged = merge(path, partial(_edited, target, rec, names))
+    return replace(merged, after=with_evidence(merged.after, rec.comments))
 
 
 def _edited(
