@@ -75,6 +75,7 @@ def test_the_model_may_have_another_name_where_it_is_served(
             "--patch needs the manifest of what it changes",
         ),
         (["--format", "vllm-runtime"], "vllm-runtime changes an object that exists"),
+        (["--format", "llm-d", "--name", "Bad Name!"], "--name 'Bad Name!' cannot be a name"),
         (["--merge", "gone.yaml"], "gone.yaml does not exist"),
         (["--merge", "."], ". cannot be read: Is a directory"),
         (["--merge", "latin.yaml"], "latin.yaml is not YAML: it is no text in UTF-8"),

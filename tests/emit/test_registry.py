@@ -276,3 +276,15 @@ def test_a_name_is_given_where_the_user_gives_one(rec: Recommendation) -> None:
     assert "chat" in loaded(emit(Format.DOCKER_COMPOSE, rec, names))[0]["services"]
     pod = loaded(emit(Format.KUBERNETES, rec, names))[0]["spec"]["template"]["spec"]
     assert pod["containers"][0]["name"] == "engine"
+    dotted = Names(workload="chat.v2")
+    assert loaded(emit(Format.KUBERNETES, rec, dotted))[0]["metadata"]["name"] == "chat.v2"
+
+
+@pytest.mark.parametrize("name", ["Bad Name!", "Chat", "-chat", "chat_7b", "a" * 64])
+@pytest.mark.parametrize("chosen", sorted(set(SHARED) - {Format.ARGS, Format.DOCKER_COMPOSE}))
+def test_a_name_that_kubernetes_refuses_is_refused(
+    chosen: Format, name: str, rec: Recommendation
+) -> None:
+    for option, names in (("--name", Names("", name)), ("--container", Names("", "", name))):
+        with pytest.raises(UsageError, match=rf"{option} .* cannot be a name in Kubernetes"):
+            emit(chosen, rec, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -72,13 +73,42 @@ def checked_writer(chosen: Format, rec: Recommendation) -> Write:
     return target.write
 
 
+_WITHOUT_OBJECTS: Final = frozenset(
+    {Format.VLLM, Format.VLLM_EXACT, Format.ARGS, Format.DOCKER_COMPOSE}
+)
+"""Targets that name no objects of Kubernetes."""
+
+_LONGEST_NAME: Final = 63
+"""What labels hold, among which names go. Source: Kubernetes, Object Names and IDs."""
+
+_NAME_PART: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+
+
+def _check_name(option: str, name: str, *, dots: bool = False) -> None:
+    """Refuse what no object of Kubernetes is called. Raises: UsageError."""
+    pattern = rf"{_NAME_PART}(?:\.{_NAME_PART})*" if dots else _NAME_PART
+    if name and not (len(name) <= _LONGEST_NAME and re.fullmatch(pattern, name)):
+        signs = "digits, hyphens and dots" if dots else "digits and hyphens"
+        raise UsageError(
+            f"{option} {name!r} cannot be a name in Kubernetes (RFC 1123): expected lowercase "
+            f"letters, {signs}, with a letter or digit at both ends and {_LONGEST_NAME} "
+            "characters at most",
+            f"for example {option} chat-7b, or leave it out",
+        )
+
+
 def emit(chosen: Format, rec: Recommendation, names: Names | None = None) -> str:
     """Return the file of a target.
 
-    Raises: UsageError if it cannot hold this, or would start a server without the api-key.
+    Raises: UsageError if it cannot hold this, would start a server without the api-key, or is
+        given a name that its objects cannot have.
     """
     write = checked_writer(chosen, rec)
     wanted = names or Names()
+    if chosen not in _WITHOUT_OBJECTS:
+        # Of a Deployment's name dots may separate parts.
+        _check_name("--name", wanted.workload, dots=chosen is Format.KUBERNETES)
+        _check_name("--container", wanted.container)
     file = wanted.file or TARGETS[chosen].file_name
     return write(rec, Names(file, wanted.workload, wanted.container))
 
