@@ -113,6 +113,21 @@ def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:
     assert [gpu_of(gpu.name) for gpu in GPUS] == list(GPUS)
 
 
+@pytest.mark.parametrize("typed", ["banana", "0.32", "v0.32.0", "0.32.0rc1", "0.33.1+cu128"])
+def test_a_version_that_is_none_is_refused(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is a version gets as far as the tables.
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    words = ["profile", "derive", "--gpu", "h200", "--model", a_config(tmp_path)]
+    done = CliRunner().invoke(
+        command, [*words, "--vllm", typed, "-o", str(tmp_path / "p.yaml")]
+    )
+    is_none = typed in {"banana", "v0.32.0"}
+    assert isinstance(done.exception, UsageError)
+    assert (f"--vllm {typed} is no version of vLLM" in str(done.exception)) is is_none
+
+
 def test_without_the_tables_it_is_said_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_folder
@@ -22,6 +23,11 @@ from tuner.shadow.recorded import HOW, RecordedRequests, read_steps, steps_besid
 from tuner.shadow.served import off_recorded
 from tuner.traffic.formats import ReadOptions
 from tuner.traffic.traces import Aborted
+
+_RELEASE: Final = re.compile(
+    r"\d+(?:\.\d+)+(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?(?:\+[a-z0-9.]+)?"
+)
+"""What vLLM's builds are called. Source: PEP 440."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,11 @@ class DeriveOptions:
     @classmethod
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
+        if not _RELEASE.fullmatch(params["vllm"]):
+            raise UsageError(
+                f"--vllm {params['vllm']} is no version of vLLM: expected numbers as in 0.32.0",
+                "name the release whose scheduling is predicted, or leave it out",
+            )
         config = path_of(params["config"])
         values = {} if config is None else read_config(config).values
         model = params["model"] or values.get("model")
