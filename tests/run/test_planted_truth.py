@@ -70,6 +70,8 @@ def planted(case: Case) -> ReplayLog:
         max_model_len=like.shape.max_model_len,
         block_size=like.shape.block_size,
         asynchronous=like.shape.asynchronous,
+        # The simulator looks at no clock.
+        says_late=False,
     )
     engine = source.start({}, like.ceiling)
     engine.set_limits(case.limits)

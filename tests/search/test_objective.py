@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,7 @@ ROOMY = EngineLimits(32, 512)
 BALANCED = Scoring(Objective.BALANCED, (), "p90")
 
 
+@cache
 def measured(per_s: float = 2.0, cap: int = 32, n: int = 150, *slos: str) -> Measurement:
     log = replay_toy(steady(n, per_s), EngineLimits(cap, 512))
     return measure([log], [parse_slo(slo) for slo in slos])

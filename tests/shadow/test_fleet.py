@@ -52,7 +52,7 @@ def rows(lines: Timelines, some: np.ndarray) -> Timelines:
 @pytest.mark.parametrize("router", Router)
 def test_one_replica_is_the_plain_replay(router: Router) -> None:
     seen = 0
-    for seed in range(150):
+    for seed in range(50):
         case = open_case(seed)
         if router is Router.PREFIX and case.trace.hashes is None:
             continue
@@ -69,7 +69,7 @@ def test_one_replica_is_the_plain_replay(router: Router) -> None:
         assert found.log.clock_s == expected.clock_s == pytest.approx(found.on_s.sum())
         assert set(found.places.tolist()) == {0}
         seen += 1
-    assert seen > 50
+    assert seen > 15
 
 
 @pytest.mark.parametrize("router", Router)

@@ -56,16 +56,16 @@ def compare_with_the_reference(seed: int) -> ReplayLog | TunerError:
 
 @pytest.mark.engine
 def test_random_replays_are_those_of_vllms_scheduler() -> None:
-    logs = [compare_with_the_reference(seed) for seed in range(200)]
+    logs = [compare_with_the_reference(seed) for seed in range(100)]
     done = [log for log in logs if isinstance(log, ReplayLog)]
     # Cases in which nothing happens would agree as well.
-    assert len(done) > 190
-    assert sum(log.steps.preempted > 0 for log in done) > 10
-    assert sum(log.steps.cached_tokens > 0 for log in done) > 10
-    assert sum(log.timelines.count(Outcome.TIMED_OUT) > 0 for log in done) > 5
-    assert sum(log.cut_reason is not None for log in done) > 5
-    assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 10
-    assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 10
+    assert len(done) > 90
+    assert sum(log.steps.preempted > 0 for log in done) > 3
+    assert sum(log.steps.cached_tokens > 0 for log in done) > 5
+    assert sum(log.timelines.count(Outcome.TIMED_OUT) > 0 for log in done) > 2
+    assert sum(log.cut_reason is not None for log in done) > 2
+    assert sum(log.timelines.count(Outcome.TURNED_AWAY) > 0 for log in done) > 5
+    assert sum(log.timelines.count(Outcome.TRUNCATED) > 0 for log in done) > 5
 
 
 @pytest.mark.engine

@@ -95,6 +95,7 @@ def test_how_two_settings_differ_is_learnt_within_a_percent_on_a_machine_of_many
     assert max(off) < 0.01
 
 
+@pytest.mark.slow
 def test_the_stated_spread_holds_the_truth_and_is_not_idle() -> None:
     held, spreads = 0, []
     kinds: list[Kind] = [(16, 2048), (24, 1024), (48, 4096), (4, 512), (32, 2048)]
@@ -133,6 +134,7 @@ def seen_for_minutes(sd: float, seed: int) -> tuple[float, float]:
     return float(off), speed.uncertainty.start
 
 
+@pytest.mark.slow
 def test_minutes_of_a_mood_do_not_pass_for_how_fast_the_machine_is() -> None:
     off, stated = np.transpose([seen_for_minutes(0.08, seed) for seed in range(16)])
     is_held = abs(off) < 1.645 * stated

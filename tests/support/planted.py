@@ -53,7 +53,8 @@ class PlantedSource:
 
     Without a mood every step takes `times`, of its fixed and of its growing part, what the
     formula says: the truth at the mean of a mood. `num_blocks` is the KV cache of an engine
-    whose token budget takes no memory. With `asynchronous` the host launches ahead.
+    whose token budget takes no memory. With `asynchronous` the host launches ahead, and unless
+    it `says_late` nobody knows which batches it noticed late.
     """
 
     formula: StepFormula
@@ -67,6 +68,7 @@ class PlantedSource:
     max_model_len: int = 32768
     block_size: int = 16
     asynchronous: bool = False
+    says_late: bool = True
 
     @classmethod
     def of(
@@ -317,16 +319,18 @@ class PlantedEngine:
             clock.pass_s(sent.launch_s)
             goes_on = sent.batch is not None or self._has_requests()
             if len(self._sent) < self._queue and goes_on:
-                return Step(sent.launch_s, (), None, 0, 0, 0.0, is_late=True)
+                is_late = self._source.says_late
+                return Step(sent.launch_s, (), None, 0, 0, 0.0, is_late=is_late)
         done = self._sent.popleft()
         waited_s = done.ends_s - clock.now_s
         if waited_s > 0:
             clock.pass_s(waited_s)
+        is_late = bool(self._sent) and has_launched and waited_s < NO_WAIT_S
         return Step(
             clock.now_s - began_s,
             self._answered(done),
             *(done.batch, done.running, done.waiting, done.usage, done.launch_s),
-            is_late=bool(self._sent) and has_launched and waited_s < NO_WAIT_S,
+            is_late=is_late and self._source.says_late,
         )
 
     def _launched(self) -> _Sent:
