@@ -53,7 +53,7 @@ from tuner.engine.demo import DEMO_MODEL_DIR, bundled, demo_engine_args
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.directory import STEPS_FILE
-from tuner.run.knobs.records import moved
+from tuner.search.objective import moved
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, bundled_profiles, read_profile
 from tuner.traffic.windows import parse_duration

@@ -9,7 +9,7 @@ import pytest
 from support.shadow_parts import a_shape
 from tuner.engine.compat import serve
 from tuner.engine.compat.core import limit_names
-from tuner.engine.compat.scheduler import _kv_cache_config
+from tuner.engine.compat.scheduler import kv_cache_config, scheduler_of
 from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 
@@ -43,21 +43,8 @@ def resolved(limits: EngineLimits, method: str, **more: object) -> tuple[Any, An
 
 def a_scheduler(limits: EngineLimits, method: str) -> Any:
     """Return vLLM's own scheduler of such an engine."""
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.structured_output import StructuredOutputManager
-
     config, _ = resolved(limits, method)
-    config.cache_config.num_gpu_blocks = 4000
-    kv_cache = _kv_cache_config(a_shape(block_size=16), 4000)
-    size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
-    return config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config,
-        kv_cache_config=kv_cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=size,
-        hash_block_size=hash_size,
-        log_stats=False,
-    )
+    return scheduler_of(config, kv_cache_config(a_shape(block_size=16), 4000))[0]
 
 
 def first_batch(scheduler: Any) -> tuple[int, int]:

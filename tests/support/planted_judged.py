@@ -12,12 +12,11 @@ from support.planted_cases import LADDER, SPEEDS, Truth
 from support.virtual_time import on_virtual_time
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.run.knobs.records import moved, moved_bounds
 from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import tune
-from tuner.search.objective import Tier
+from tuner.search.objective import Tier, moved, moved_bounds
 
 # What makes a change worth its trouble: as in `tune check`.
 PAYS_RATIO = 0.05

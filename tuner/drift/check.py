@@ -26,7 +26,7 @@ from tuner.errors import NoFeasibleConfigError
 from tuner.replay.metrics import Measurement
 from tuner.run.inputs import Config
 from tuner.search.budget import Aim
-from tuner.search.objective import Tier
+from tuner.search.objective import Tier, is_rate
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation
 from tuner.stats import Estimate
@@ -77,7 +77,7 @@ class Gain:
     @property
     def is_rate(self) -> bool:
         """Whether more of the metric is better, so that its inverse was compared."""
-        return self.metric.endswith("_per_s") or self.metric == "capacity"
+        return is_rate(self.metric)
 
     @property
     def value(self) -> float:

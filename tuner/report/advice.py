@@ -5,8 +5,9 @@ from __future__ import annotations
 from tuner.report.parts import Cell, Section, Table, number
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, percent, seconds, sentence
-from tuner.run.knobs.records import moved, settings_text
+from tuner.run.knobs.records import settings_text
 from tuner.run.variants.records import VariantFinding
+from tuner.search.objective import moved
 
 _LATENCIES = ("e2e", "ttft", "tpot")
 _HEADS = ("variant", "keys", "limits", "gain", "P(better)")

@@ -24,7 +24,6 @@ from tuner.report.run_files import RunFiles
 from tuner.report.words import (
     NOTHING,
     counted,
-    is_rate,
     listed,
     metric_name,
     percent,
@@ -32,8 +31,8 @@ from tuner.report.words import (
     score,
     sentence,
 )
-from tuner.run.evidence import Bounds
 from tuner.run.result import Advice
+from tuner.search.objective import Bounds, is_rate
 from tuner.search.posterior import TIE_LOSS
 from tuner.search.race import Standing
 

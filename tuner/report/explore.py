@@ -17,7 +17,6 @@ from tuner.report.parts import Cell, Explorer, Section, Table, heats, number
 from tuner.report.words import (
     NOTHING,
     counted,
-    is_rate,
     limits_words,
     metric_name,
     percent,
@@ -27,6 +26,7 @@ from tuner.report.words import (
     times,
 )
 from tuner.run.loads.surface import LATENCIES, AtLoad, Reached, Surface
+from tuner.search.objective import is_rate
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 

@@ -23,7 +23,6 @@ from tuner.report.words import (
     change,
     counted,
     interval,
-    is_rate,
     limits_words,
     listed,
     metric_name,
@@ -32,6 +31,7 @@ from tuner.report.words import (
     sentence,
 )
 from tuner.run.evidence import MetricChange
+from tuner.search.objective import is_rate
 from tuner.search.posterior import TIE_LOSS
 from tuner.search.trials import Phase
 

@@ -16,14 +16,13 @@ from tuner.report.words import (
     NOTHING,
     change,
     interval,
-    is_rate,
     limits_words,
     metric_name,
     percent,
     plain,
     sentence,
 )
-from tuner.run.evidence import Bounds, gpu_text
+from tuner.run.evidence import gpu_text
 from tuner.run.knobs.records import settings_text
 from tuner.run.result import (
     Advice,
@@ -33,7 +32,7 @@ from tuner.run.result import (
     RunResult,
     TraceRecord,
 )
-from tuner.search.objective import Objective, Scoring
+from tuner.search.objective import Objective, Scoring, moved, moved_bounds
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import decisive
 
@@ -107,30 +106,14 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     if ratio is None or ratio <= -1:
         return ""
     bounds, here = advice.gain_interval, advice.gain_here_interval
-    if is_rate(metric):
-        ratio, bounds, here = _inverse(ratio), _inverted(bounds), _inverted(here)
+    ratio = moved(metric, ratio)
+    bounds, here = (moved_bounds(metric, one) if one else one for one in (bounds, here))
     over = f" over {advice.odds.basis}" if advice.odds is not None else ""
     parts = ["predicted"] if advice.rounds == 0 else []
     parts += [f"90% interval {interval(bounds)}{over}"] if bounds else []
     parts += [f"{interval(here)} on the recorded traffic"] if here and here != bounds else []
     within = f" ({'; '.join(parts)})" if parts else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
-
-
-def _inverse(ratio: float) -> float:
-    """Turn the change of a score, of which less is better, into that of its rate."""
-    return 1 / (1 + ratio) - 1
-
-
-def _inverted(bounds: Bounds | None) -> Bounds | None:
-    """Return the bounds of the rate; without an end where the score's interval touches zero."""
-    if bounds is None:
-        return None
-    low, high = bounds
-    return (
-        -1.0 if high is None or high <= -1 else _inverse(high),
-        None if low is None or low <= -1 else _inverse(low),
-    )
 
 
 def scored_by(result: RunResult, advice: Advice) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from tuner.engine.limits import EngineLimits
+from tuner.search.objective import is_rate
 
 NOTHING = "\N{EN DASH}"
 _MINUS = "\N{MINUS SIGN}"
@@ -36,11 +37,6 @@ def metric_name(metric: str) -> str:
         return _RATES[metric]
     name, _, statistic = metric.rpartition("_")
     return f"{_NAMES[name]} {statistic}" if name in _NAMES else metric
-
-
-def is_rate(metric: str) -> bool:
-    """Return whether more of the metric is better."""
-    return metric in _RATES or metric == "capacity"
 
 
 def plain(value: float) -> str:

@@ -20,6 +20,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.replay import metrics
 from tuner.replay.slo import Slo
 from tuner.search.effects import Effects
+from tuner.search.objective import Bounds
 from tuner.search.posterior import LIVE_SPREADS
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import (
@@ -38,9 +39,6 @@ KV_FULL_RATIO = 0.95
 BINDING_RATIO = 0.10
 # Effects of a neighbouring cap below this are not worth a sentence: ours.
 TELLING_RATIO = 0.05
-
-Bounds = tuple[float | None, float | None]
-"""Both ends of an interval; None where it has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,12 @@ from tuner.run.context import Workload
 from tuner.run.drawing import DRAWS, FEW_DRAWS, UNEXPLAINED, draw
 from tuner.run.evidence import change_bounds
 from tuner.run.journal import Round
-from tuner.run.knobs.records import moved, moved_bounds
 from tuner.run.predict import DISAGREEMENT, Predictions, at_own_speed
 from tuner.run.rounds import POLL_S, share_round
 from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Effects
-from tuner.search.objective import Tier
+from tuner.search.objective import Tier, moved, moved_bounds
 from tuner.search.posterior import TIE_LOSS, Draws
 from tuner.search.race import (
     CONFIDENCE,

@@ -23,7 +23,6 @@ from tuner.files import UNREADABLE
 from tuner.replay.slo import LATENCIES
 from tuner.run.directory import RESULT_FILE, RUN_FILE
 from tuner.run.evidence import (
-    Bounds,
     MetricChange,
     change_bounds,
     kv_text,
@@ -31,10 +30,18 @@ from tuner.run.evidence import (
     load_text,
     metric_changes,
 )
-from tuner.run.knobs.records import KnobAdvice, is_rate, moved, moved_bounds
+from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.variants.records import VariantComparison
-from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.objective import (
+    Bounds,
+    Objective,
+    Scoring,
+    Tier,
+    is_rate,
+    moved,
+    moved_bounds,
+)
 from tuner.search.posterior import LIKELY
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
 from tuner.search.trials import Phase, Trial, decisive, leader, predictions

@@ -38,6 +38,37 @@ class Objective(StrEnum):
     CAPACITY = "capacity"
 
 
+Bounds = tuple[float | None, float | None]
+"""Both ends of an interval; None where it has no end."""
+
+
+def moved(metric: str, change: float) -> float:
+    """Return the change of a metric for that of a score, in which a rate is its inverse.
+
+    >>> moved("e2e_p99", -0.2), moved("requests_per_s", -0.2)
+    (-0.2, 0.25)
+    """
+    return 1 / (1 + change) - 1 if is_rate(metric) else change
+
+
+def moved_bounds(metric: str, bounds: Bounds) -> Bounds:
+    """Return the interval of a metric's change for that of a score, the lower end first.
+
+    >>> moved_bounds("e2e_p99", (-0.5, -0.2)), moved_bounds("requests_per_s", (-0.5, -0.2))
+    ((-0.5, -0.2), (0.25, 1.0))
+    """
+    if not is_rate(metric) or bounds == (None, None):
+        return bounds
+    low, high = (None if end is None or end <= -1 else moved(metric, end) for end in bounds)
+    # A score without end is of a rate that falls to nothing.
+    return -1.0 if high is None else high, low
+
+
+def is_rate(metric: str) -> bool:
+    """Return whether more of a metric is better, so that its score is its inverse."""
+    return metric.endswith("_per_s") or metric == Objective.CAPACITY
+
+
 class Tier(StrEnum):
     """How good a configuration can be at all; comparisons stay within one tier."""
 

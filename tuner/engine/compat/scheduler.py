@@ -60,7 +60,8 @@ def stand_in_config(shape: EngineShape, ceiling: EngineLimits) -> Any:
     return config
 
 
-def _kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
+def kv_cache_config(shape: EngineShape, num_blocks: int) -> Any:
+    """Return vLLM's layout of a KV cache of so many blocks."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     plain: KvGroup = {"kind": "FullAttentionSpec", "block_size": shape.block_size}
@@ -104,37 +105,43 @@ def _spec(group: KvGroup) -> Any:
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
+def scheduler_of(config: Any, kv_cache: Any) -> tuple[Any, int]:
+    """Return vLLM's scheduler of a configuration, and the tokens of a block that it hashes."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config.cache_config.num_gpu_blocks = kv_cache.num_blocks
+    size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
+    made = config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+        hash_block_size=hash_size,
+        log_stats=False,
+    )
+    return made, hash_size
+
+
 class SchedulerCore:
     """vLLM's scheduler, stepped batch by batch, with outputs made up in the model's place."""
 
     def __init__(self, shape: EngineShape, ceiling: EngineLimits, num_blocks: int) -> None:
         config = stand_in_config(shape, ceiling)  # first: it raises where vLLM is missing
         from vllm import SamplingParams
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request, RequestStatus
-        from vllm.v1.structured_output import StructuredOutputManager
 
-        config.cache_config.num_gpu_blocks = num_blocks
-        kv_cache = _kv_cache_config(shape, num_blocks)
-        size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
         self._sampling_params, self._request_type = SamplingParams, Request
         self._output_type, self._status = ModelRunnerOutput, RequestStatus
         self._params_of: dict[int, Any] = {}
-        scheduler_type: Any = config.scheduler_config.get_scheduler_cls()
-        self.scheduler: Any = scheduler_type(
-            vllm_config=config,
-            kv_cache_config=kv_cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=size,
-            hash_block_size=hash_size,
-            log_stats=False,
+        self.scheduler, self.block_size = scheduler_of(
+            config, kv_cache_config(shape, num_blocks)
         )
         self._cap_name, self._budget_name = limit_names(self.scheduler)
         if self._cap_name is None or self._budget_name is None:
             raise EngineError("this vLLM cannot change its scheduler limits: it has no shadow")
         self._pool: Any = self.scheduler.kv_cache_manager.block_pool
-        self.block_size = hash_size
         self.caches = shape.prefix_caching
         self.queue_size = 2 if shape.asynchronous else 1
         self.requests: dict[str, Any] = self.scheduler.requests

@@ -8,11 +8,10 @@ from enum import StrEnum
 from typing import Any, Final
 
 from tuner.engine.limits import EngineLimits
-from tuner.run.evidence import Bounds
+from tuner.search.objective import Bounds, moved, moved_bounds
 
 # A knob that gains less is left alone: ours, since each is one more thing to look after.
 MIN_GAIN: Final = 0.02
-CAPACITY: Final = "capacity"
 
 
 class Standing(StrEnum):
@@ -130,29 +129,3 @@ def gain_text(
     if low is not None and high is not None:
         within = f", interval {low:+.1%} … {high:+.1%}"
     return f"{metric} {moved(metric, ratio):+.1%}{within}, P(better) {p_better:.2f}"
-
-
-def moved(metric: str, change: float) -> float:
-    """Return the change of a metric for that of a score, in which a rate is its inverse.
-
-    >>> moved("e2e_p99", -0.2), moved("requests_per_s", -0.2)
-    (-0.2, 0.25)
-    """
-    return 1 / (1 + change) - 1 if is_rate(metric) else change
-
-
-def moved_bounds(metric: str, bounds: Bounds) -> Bounds:
-    """Return the interval of a metric's change for that of a score, the lower end first.
-
-    >>> moved_bounds("e2e_p99", (-0.5, -0.2)), moved_bounds("requests_per_s", (-0.5, -0.2))
-    ((-0.5, -0.2), (0.25, 1.0))
-    """
-    if not is_rate(metric):
-        return bounds
-    low, high = (None if end is None or end <= -1 else moved(metric, end) for end in bounds)
-    return high, low
-
-
-def is_rate(metric: str) -> bool:
-    """Return whether more of a metric is better, so that its score is its inverse."""
-    return metric.endswith("_per_s") or metric == CAPACITY

@@ -18,8 +18,8 @@ from tuner.engine.serve_config import (
 )
 from tuner.errors import UsageError
 from tuner.redact import redacted
-from tuner.run.evidence import Bounds
-from tuner.run.knobs.records import gain_text, moved, settings_text
+from tuner.run.knobs.records import gain_text, settings_text
+from tuner.search.objective import Bounds, moved
 
 AS_IT_IS: Final = "as it is"
 """The name of the configuration without any change, which no variant can have."""
