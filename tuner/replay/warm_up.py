@@ -20,10 +20,10 @@ from tuner.traffic.prompts import TokenPrompt
 BUDGET_S = 15.0
 # Ours: a second batch of a size takes as long as a third, so two of each; prompts of 2,048
 # tokens where several make up a batch, so that attention over one long prompt does not eat the
-# time; sequences of one or two KV blocks.
+# time; sequences that decode ask two, so that computing these takes none.
 TIMES = 2
 MAX_PROMPT_TOKENS = 2048
-SHORT_PROMPT_TOKENS = 24
+SHORT_PROMPT_TOKENS = 2
 MIN_CHUNK_TOKENS = 128
 # Sequences that decode beside a prompt: ours, a few show the kernels of mixed batches.
 BESIDE = 8
