@@ -21,7 +21,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError
 from tuner.replay.metrics import measure
 from tuner.replay.slo import Slo
-from tuner.run.cold import Cold, confirm_cold
+from tuner.run.cold import Cold, confirm_cold, start_all, unless_refuted
 from tuner.run.drawing import Deployed
 from tuner.search.objective import Tier
 from tuner.search.race import Odds, RaceDecision, RaceVerdict
@@ -232,6 +232,20 @@ def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bo
     assert cold.ratio is None
     # What is kept was started with its values.
     assert Caveat.NOT_CONFIRMED_COLD not in run.context.caveats
+
+
+def test_a_winner_that_failed_cold_is_not_recommended_though_no_more_is_started(
+    tmp_path: Path,
+) -> None:
+    decision, source = a_change(WORSE, 0.8), FragileSource(CROWDED, fails_above=16)
+    with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
+        assert unless_refuted(run.context, decision) == decision
+        start_all(run.runner, run.plan(WORSE, CURRENT).workload, [CURRENT], 1)
+        assert unless_refuted(run.context, decision) == decision
+        start_all(run.runner, run.plan(WORSE, CURRENT).workload, [WORSE], 1)
+        found = unless_refuted(run.context, decision)
+    assert (found.verdict, found.winner) == (RaceVerdict.KEEP, CURRENT)
+    assert found.why.startswith("it failed when it was started cold: ")
 
 
 def test_a_winner_that_fails_cold_is_no_better_for_the_current_one_failing_too(

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +23,9 @@ from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, UsageError
 from tuner.replay.metrics import measure
 from tuner.run.sessions.live import Session
+from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective, Scoring, Tier
+from tuner.search.trials import Phase
 from tuner.traffic.formats import read_trace
 
 SECRETS = ("sk-of-the-config", "hf_of_the_config", "sk-of-an-argument")
@@ -280,6 +283,31 @@ def test_what_was_decided_stands_though_what_is_told_beside_it_is_not_found(
     assert (said in done.emitted.read_text()) is is_stopped
     missing = "the result lacks how much load it bears or part of it: the device is lost"
     assert (missing in " ".join(err.split())) is not is_stopped
+
+
+def test_what_was_decided_stands_though_the_cold_engines_are_interrupted(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = TrialRunner.measure
+
+    def interrupted(runner: TrialRunner, limits: EngineLimits, *args: Any, **named: Any) -> Any:
+        if Phase.COLD in args and limits.max_num_seqs == 16:
+            raise KeyboardInterrupt
+        return measured(runner, limits, *args, **named)
+
+    monkeypatch.setattr(TrialRunner, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job_on(ToySource(CROWDED), arguments_for(trace, *SHORT))
+    out, err = capsys.readouterr()
+    done = Run(trace.parent, err, out)
+    found = done.result["recommendation"]
+    cold = [t["max_num_seqs"] for t in done.trials if t["phase"] == "cold"]
+    assert done.result["state"] == "interrupted"
+    assert found["verdict"] == "change"
+    assert cold == [found["max_num_seqs"]]
+    assert found["odds"]["p_better"] > 0.9
+    assert found["gain_interval"][0] < found["gain_ratio"] < found["gain_interval"][1] < 0
+    assert "not_confirmed_cold" in done.caveats
 
 
 def test_before_the_first_trial_it_says_what_will_be_done_and_for_how_long(

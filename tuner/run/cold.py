@@ -150,6 +150,22 @@ def _shows_nothing(context: RunContext, decision: RaceDecision, cold: Cold) -> b
     return True
 
 
+def unless_refuted(context: RunContext, decision: RaceDecision) -> RaceDecision:
+    """Return the decision, or to keep the current setting where the other one failed cold."""
+    current = context.space.current
+    failed = [
+        limits
+        for limits in dict.fromkeys((decision.winner, current))
+        if Tier.FAILED in {score.tier for score in _known_cold(context, limits)}
+    ]
+    if decision.verdict is RaceVerdict.KEEP or decision.winner not in failed:
+        return decision
+    why = f"it failed when it was started cold: {_cold_cause(context, decision.winner)}"
+    if current in failed:
+        why += f"; so did the current one, {current}: {_cold_cause(context, current)}"
+    return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
+
+
 def start_all(
     runner: TrialRunner, workload: Workload, order: Sequence[EngineLimits], starts: int
 ) -> None:
@@ -302,13 +318,9 @@ def _with_cold(
     is_for_bounds = decision.odds is not None and decision.odds.meets_more
     is_none = cold.log_gain is not None and cold.log_gain > -TIE_LOSS and not is_for_bounds
     if _is_lower(context, plan, decision) or is_none:
-        why = "the gain did not show on engines started cold"
         if cold.winner.tier is Tier.FAILED:
-            cause = _cold_cause(context, decision.winner)
-            why = f"it failed when it was started cold: {cause}"
-        current = context.space.current
-        if cold.winner.tier is cold.current.tier is Tier.FAILED:
-            why += f"; so did the current one, {current}: {_cold_cause(context, current)}"
+            return unless_refuted(context, decision)
+        why, current = "the gain did not show on engines started cold", context.space.current
         return replace(decision, verdict=RaceVerdict.KEEP, winner=current, why=why)
     if cold.deviations > COLD_DIFFERS:
         context.caveats.add(Caveat.COLD_DIFFERS)

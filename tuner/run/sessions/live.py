@@ -12,7 +12,7 @@ from typing import Self
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, EngineError, ReplayError, ShadowError, TooFewSamplesError
 from tuner.replay.process import EngineStart
-from tuner.run.cold import Cold, confirm_cold
+from tuner.run.cold import Cold, confirm_cold, unless_refuted
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.knobs.advice import confirm_knobs
 from tuner.run.knobs.records import KnobAdvice, Standing
@@ -33,7 +33,7 @@ from tuner.run.sessions.shadow import (
     compare_starting_points,
     profile_facts,
 )
-from tuner.run.time_plan import search_windows
+from tuner.run.time_plan import RacePlan, search_windows
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -119,15 +119,27 @@ class Session:
         if decision is None:
             decision = self._search_live(started)
         if self.search.plan is not None and self.method is not Method.CALIBRATED:
-            decision, self.cold = confirm_cold(
-                self.runner, self.search.plan, decision, self.search.predict_cold
-            )
+            decision = self._confirmed(self.search.plan, decision)
         self.decision = decision
         if self.cold is not None:
             self.search.learning.keep_starts()
         self._add(self._turn_knobs, "knobs, starting points and advice for clients")
         self._add(self._find_capacity, "how much load it bears")
         context.journal.set_state("done")
+        return decision
+
+    def _confirmed(self, plan: RacePlan, decision: RaceDecision) -> RaceDecision:
+        """Return the decision once cold engines have shown what they do.
+
+        Should that not come to its end, what they have shown by then counts.
+        """
+        try:
+            decision, self.cold = confirm_cold(
+                self.runner, plan, decision, self.search.predict_cold
+            )
+        except BaseException:
+            self.decision = unless_refuted(self.context, decision)
+            raise
         return decision
 
     def _add(self, find: Callable[[RaceDecision], None], what: str) -> None:
