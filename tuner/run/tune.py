@@ -10,6 +10,7 @@ engine runs in a process of its own, which imports the script anew.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -95,6 +96,9 @@ class _Run:
             raise
         except StorageError:
             raise  # nothing can be told of the trials; what was measured is on disk
+        except NoFeasibleConfigError as error:
+            self._write(self._so_far(), "failed")
+            raise self._none_survived() from error
         except BaseException:
             self._write(self._so_far(), "failed")
             raise
@@ -179,10 +183,7 @@ class _Run:
         records = decisive(context.journal.records())
         best = leader([t.observation for t in records])
         if best is None:
-            return NoFeasibleConfigError(
-                "no configuration survived its replay",
-                f"see the causes in {context.run_dir.path / 'trials.jsonl'}",
-            )
+            return self._none_survived()
         nearest, p_slo = best.limits, None
         if decision.odds is not None and decision.odds.p_slo is not None:
             nearest, p_slo = decision.best, decision.odds.p_slo
@@ -199,6 +200,22 @@ class _Run:
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(said)}",
             f"{hint}; all trials are in {context.run_dir.path}",
         )
+
+    def _none_survived(self) -> NoFeasibleConfigError:
+        """Say why nothing was answered anywhere: who lost least, or what mostly went wrong."""
+        records = decisive(self._context.journal.records())
+        trials = f"all trials are in {self._context.run_dir.path}"
+        lost = [(t.measurement["lost_ratio"], t) for t in records if t.measurement]
+        if lost:
+            ratio, least = min(lost, key=lambda one: (one[0], one[1].number))
+            return NoFeasibleConfigError(
+                f"no configuration answers its requests; {least.limits} "
+                f"(max_num_seqs/max_num_batched_tokens) loses least, {ratio:.0%} of them",
+                f"allow a longer --request-timeout, lower --load, or add replicas; {trials}",
+            )
+        causes = Counter(t.cause for t in records if t.cause).most_common(1)
+        told = "".join(f": {cause} ({n} of {len(records)} trials)" for cause, n in causes)
+        return NoFeasibleConfigError(f"no configuration survived its replay{told}", trials)
 
 
 def write_the_page(write_page: WritePage | None, path: Path, listener: Listener) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,23 @@ def test_requests_that_all_come_at_once_are_tuned_for_without_advice_for_clients
         run(["plan", *words, "--clients", "--load-model", "closed", "--concurrency", "3"]) == 0
     )
     assert "connection pool 3," in capsys.readouterr().out
+
+
+def test_where_no_request_is_answered_in_time_it_is_said_how_many_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(tmp_path / "p.yaml", a_profile())
+    a_trace_file(tmp_path / "t.jsonl", 60, per_s=1.0)
+    words = ["--profile", str(tmp_path / "p.yaml"), "--force-profile", "--method", "shadow"]
+    words += ["--trace", str(tmp_path / "t.jsonl"), "--run-dir", str(tmp_path / "run")]
+    words += ["-o", str(tmp_path / "best.yaml"), "--request-timeout", "1ms"]
+    assert run(words) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no configuration answers its requests; " in said
+    assert "loses least, 100% of them" in said
+    assert "allow a longer --request-timeout, lower --load, or add replicas" in said
+    kept = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert kept["state"] == "failed"
 
 
 def test_some_answers_break_an_slo_by_their_length_alone() -> None:
