@@ -198,7 +198,9 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "live replays differed from the shadow at the same speed beyond its stated error: the "
         "answer weighs both, and what did not race is less sure"
     ),
-    Caveat.PROFILE_FORCED: "the profile was made on another machine or engine",
+    Caveat.PROFILE_FORCED: (
+        "the profile may be of another machine or engine, which --force-profile allows"
+    ),
     Caveat.ANSWERS_CUT: (
         "more than 1 % of the recorded answers were cut short as clients left; their whole "
         "lengths are unknown"

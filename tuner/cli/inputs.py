@@ -14,7 +14,7 @@ from tuner.cli.console import say
 from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import parse_engine_args
-from tuner.errors import UsageError
+from tuner.errors import Caveat, UsageError
 from tuner.replay.arrivals import ClockKind, Sessions
 from tuner.replay.process import START_TIMEOUT_S
 from tuner.run.inputs import (
@@ -146,10 +146,14 @@ class TrafficOptions(ReplaySettings):
         return trace if self.window is None else self.window.resolve(trace).of(trace)
 
 
-def announce(traffic: Traffic, *, is_demo: bool = False) -> None:
-    """Describe what is replayed, and say so if it is the bundled demo model that takes it."""
+def announce(
+    traffic: Traffic, *, is_demo: bool = False, shadow: ShadowOptions | None = None
+) -> None:
+    """Describe what is replayed, and say so if what takes it is the demo model, or forced."""
     for line in traffic.lines:
         say(line)
+    if shadow is not None and shadow.is_forced:
+        say(f"caveat: {Caveat.PROFILE_FORCED.text}")
     if is_demo:
         say(DEMO_NOTE)
 

@@ -99,7 +99,7 @@ def _found(options: GateOptions) -> GateAnswer:
     facts = source.facts(engine_of_profile(profile, None, None, {}).values)
     limits = options.limits.over(facts.current_limits)
     traffic = options.traffic.read(limits.max_num_seqs)
-    announce(traffic)
+    announce(traffic, shadow=options.shadow)
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
     predictor = Predictor(profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:

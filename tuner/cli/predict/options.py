@@ -93,7 +93,7 @@ class LoadsOptions:
 
     def _read(self, source: ProfiledEngine) -> tuple[Trace, Retune, Workload]:
         traffic = self.traffic.read(max(self.ladder) * PAST_LADDER)
-        announce(traffic)
+        announce(traffic, shadow=self.shadow)
         trace, retune = self.retune(source, traffic.trace, self.loads[-1])
         chosen = self.traffic.window
         window = whole(trace) if chosen is None else chosen.resolve(trace)
