@@ -163,6 +163,7 @@ def test_a_run_that_fails_keeps_the_best_so_far(trace: Path) -> None:
     stopped(trace, RuntimeError("x"), "failed")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_keeps_the_best_so_far_and_can_go_on(trace: Path) -> None:
     folder = stopped(trace, KeyboardInterrupt(), "interrupted")
     with pytest.raises(UsageError, match="program, which gave the trace itself"):

@@ -113,6 +113,7 @@ class Caveat(StrEnum):
     GRAPHS_OF_CEILING = "graphs_of_ceiling"
     GPU_SHARED = "gpu_shared"
     GPU_SLOWED = "gpu_slowed"
+    HOST_BOUND = "host_bound"
     FULL_CLOCKS = "full_clocks"
     DEMO_MODEL = "demo_model"
     NOT_CONFIRMED_COLD = "not_confirmed_cold"
@@ -170,6 +171,11 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "small caps were measured with CUDA graphs that they will not have when deployed alone"
     ),
     Caveat.GPU_SHARED: "other processes held memory of the GPU while it was measured",
+    Caveat.HOST_BOUND: (
+        "in more than a tenth of the time launching a batch took the host longer than the "
+        "device took to compute one: these step times go with the CPU and what else runs on "
+        "it; batches that a CUDA graph serves take it least"
+    ),
     Caveat.GPU_SLOWED: "the GPU was slowed down by heat or its supply while it was measured",
     Caveat.FULL_CLOCKS: (
         "idle time was skipped, so that the GPU ran at the clocks of full load: traffic that "

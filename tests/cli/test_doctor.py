@@ -163,6 +163,7 @@ def test_where_compiled_code_cannot_be_kept_it_is_told_what_to_set(
     assert found.is_sound
 
 
+@pytest.mark.slow
 def test_the_doctor_itself_never_imports_what_it_examines() -> None:
     code = (
         "import sys, tuner.cli.doctor as d; d.diagnosis(); "

@@ -184,6 +184,7 @@ def test_what_differs_from_date_to_date_widens_the_interval() -> None:
     assert widths[1] > 2 * widths[0]
 
 
+@pytest.mark.slow
 def test_a_busy_hour_and_a_quiet_one_are_replayed_and_reported() -> None:
     quiet = a_day([60], days=2)
     # Within the same clock an hour with a burst every minute, which wants more at once.

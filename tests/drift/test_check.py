@@ -67,6 +67,7 @@ def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
     assert again == found
 
 
+@pytest.mark.slow
 def test_nobody_who_shapes_traffic_moves_a_cap_further_than_its_reach() -> None:
     """Beyond ten requests a step pays dearly here, so that a large cap is far from the best."""
     now, current = longer_outputs(TODAY), EngineLimits(64, 2048)
@@ -147,6 +148,7 @@ def test_a_profile_with_its_sketch_is_all_that_a_check_needs(
     assert rate["interval"][0] < rate["effect"] < rate["interval"][1]
 
 
+@pytest.mark.slow
 def test_a_run_that_kept_no_traffic_says_what_to_name(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "tuned.jsonl")
     assert job_on(ToySource(CROWDED), arguments_for(trace, *SHORT)) == 0
@@ -157,6 +159,7 @@ def test_a_run_that_kept_no_traffic_says_what_to_name(tmp_path: Path) -> None:
     assert "--baseline-trace" in refused.value.hint
 
 
+@pytest.mark.slow
 def test_a_live_run_is_checked_at_what_it_recommends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

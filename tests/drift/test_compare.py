@@ -183,6 +183,7 @@ def test_a_sketch_is_small_and_survives_its_file(tmp_path: Path) -> None:
             assert one.matters == two.matters
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=6), st.booleans())
 def test_of_any_traffic_a_run_can_keep_a_sketch(due_s: list[float], is_closed: bool) -> None:
     trace = a_trace(sorted(due_s))

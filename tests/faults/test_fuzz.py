@@ -47,6 +47,7 @@ def test_what_once_was_too_much_is_read_or_refused(
     assert read_one(target, tmp_path, path.read_bytes())[1:] == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "does"),
     [

@@ -146,6 +146,7 @@ def test_one_id_for_very_many_prompts_costs_no_more_than_one_each(same_prompt: b
 # --- bounds ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "blocks", "name"),
     [(1300, 8192, "cmpl-{}"), (60_000, 4, "cmpl-{}"), (2500, 4, "cmpl-{}-" + "x" * 60_000)],
@@ -204,6 +205,7 @@ def taken_ratio(kind: int) -> float:
         return held() / weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", range(5))
 def test_messages_are_weighed_as_what_they_take(kind: int) -> None:
     # What else the process does meanwhile only adds.

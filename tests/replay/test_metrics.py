@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.planted import VOCAB_SIZE, PlantedSource
+from support.planted_machine import MACHINES, MOODS
 from support.toy import ToyCosts, ToySource
 from support.traffic import a_log, a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat
+from tuner.replay.loop import replay
 from tuner.replay.metrics import counted_distribution, distribution, measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import LATENCIES, parse_slo
 from tuner.replay.timeline import Outcome
 from tuner.stats import QUANTILES, pooled, quantile
+from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import LoadModel
 
 LIMITS = EngineLimits(8, 256)
@@ -222,6 +226,28 @@ def test_a_disturbed_machine_is_noticed_and_a_quiet_one_is_not() -> None:
     # Lognormal: beyond 1.5 times the median lies 1 - Phi(ln 1.5 / 0.4) = 15.5 %.
     assert noisy.distorted_steps_ratio == pytest.approx(0.155, abs=0.03)
     assert Caveat.NOISY_MACHINE in noisy.caveats
+
+
+@pytest.mark.parametrize(
+    ("machine", "budget", "is_bound"),
+    [
+        ("gpu-8b-async", 200, True),  # the device takes 11 ms for a chunk, the host 15
+        ("gpu-8b-async", 2048, False),  # the device takes 90 ms
+        ("gpu-8b", 200, False),  # nothing is launched ahead
+    ],
+)
+def test_it_is_said_where_the_host_is_slower_than_the_device(
+    machine: str, budget: int, *, is_bound: bool
+) -> None:
+    limits = EngineLimits(8, budget)
+    source = PlantedSource.of(MACHINES[machine], limits, 20_000, MOODS["calm"], 1)
+    trace, plan = a_trace(np.arange(40) * 0.4, prompt=3000, output=40), ReplayPlan()
+    prompts = PromptSource(trace, VOCAB_SIZE)
+    m = measure([replay(source.start({}, limits), trace, prompts, plan)])
+    assert (m.host_bound_ratio > 0.4) is is_bound
+    assert is_bound or m.host_bound_ratio < 0.05
+    assert (Caveat.HOST_BOUND in m.caveats) is is_bound
+    assert m.as_json()["host_bound_ratio"] == m.host_bound_ratio
 
 
 def test_few_samples_are_said_and_enough_are_not() -> None:

@@ -110,6 +110,7 @@ def test_who_keeps_bounds_that_the_current_one_breaks_need_not_be_faster_cold(
     assert (kept.verdict, kept.winner) == (RaceVerdict.CHANGE, WORSE)
 
 
+@pytest.mark.slow
 def test_cold_engines_are_held_to_what_is_predicted_of_engines_with_their_blocks(
     tmp_path: Path,
 ) -> None:
@@ -164,6 +165,7 @@ def width(gain: Estimate) -> float:
     return math.log(gain.high / gain.low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_predicted", [True, False])
 def test_a_stretch_may_break_an_slo_cold_where_that_was_predicted(
     tmp_path: Path, *, is_predicted: bool
@@ -181,6 +183,7 @@ def test_a_stretch_may_break_an_slo_cold_where_that_was_predicted(
     assert answer.verdict is (RaceVerdict.CHANGE if is_predicted else RaceVerdict.KEEP)
 
 
+@pytest.mark.slow
 def test_a_cold_gain_that_differs_much_from_the_races_is_told(tmp_path: Path) -> None:
     gain = known_ratio(BETTER)
     for folder, claimed, shown in (("a", gain / 1.2, True), ("b", gain / 1.05, False)):
@@ -234,6 +237,7 @@ def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bo
     assert Caveat.NOT_CONFIRMED_COLD not in run.context.caveats
 
 
+@pytest.mark.slow
 def test_a_winner_that_failed_cold_is_not_recommended_though_no_more_is_started(
     tmp_path: Path,
 ) -> None:
@@ -313,6 +317,7 @@ def test_a_cold_start_that_fails_is_told_by_its_cause(tmp_path: Path) -> None:
     assert cold is not None
 
 
+@pytest.mark.slow
 def test_a_current_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
     tmp_path: Path,
 ) -> None:

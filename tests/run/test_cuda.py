@@ -31,6 +31,7 @@ def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "t.jsonl")
 
 
+@pytest.mark.slow
 def test_a_ceiling_that_does_not_start_is_lowered_and_said(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_setting_that_runs_out_of_memory_is_its_own_result(
     assert done.result["recommendation"]["max_num_seqs"] <= 16
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_runs_out_of_memory_lowers_the_ceiling(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

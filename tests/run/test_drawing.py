@@ -188,6 +188,7 @@ def told_of(trace: Trace) -> tuple[float, float, float]:
     return told, *lies
 
 
+@pytest.mark.slow
 def test_what_other_traffic_of_the_kind_bears_lies_in_the_told_interval() -> None:
     recordings = [traffic(seed, 400) for seed in range(10)]
     others = [traffic(1000 + seed, 400) for seed in range(20)]

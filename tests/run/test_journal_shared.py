@@ -94,6 +94,7 @@ def claim_and_hang(url: str, study: str, answer: Connection) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_eight_claimers_in_four_processes_get_each_round_once(url: str, study: str) -> None:
     main = Journal(url, study)
     wanted = range(1, 25)

@@ -325,6 +325,7 @@ def test_engines_are_started_cold_with_the_knobs_and_without_in_turns(tmp_path: 
     assert "n 2" in advice.lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "standing", "says"),
     [

@@ -71,6 +71,7 @@ def test_the_grid_holds_the_current_budget_and_stays_within_the_ceiling() -> Non
     assert all(limits.within(CEILING) for limits in found)
 
 
+@pytest.mark.slow
 def test_every_setting_is_predicted_once_on_the_whole_workload() -> None:
     source, space = ToySource(CROWDED), a_space(CURRENT)
     found = predicted(TRACE, space, source)
@@ -86,6 +87,7 @@ def test_every_setting_is_predicted_once_on_the_whole_workload() -> None:
     assert {t.engine for t in trials} == {"shadow"}
 
 
+@pytest.mark.slow
 def test_what_lies_between_the_best_and_its_neighbours_is_looked_at() -> None:
     """The toy likes a cap of 11; of the ladder 8 is best, and 16 is the next above it."""
     source, space = ToySource(CROWDED), a_space(CURRENT)
@@ -148,6 +150,7 @@ def test_a_setting_that_fails_is_an_outcome_and_the_others_are_ranked() -> None:
     assert best.limits.max_num_seqs <= 16
 
 
+@pytest.mark.slow
 def test_predictions_of_a_later_profile_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
     space = a_space(CURRENT, (4, 16))
     with a_run(tmp_path, TRACE, space) as run:

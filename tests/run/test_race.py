@@ -80,6 +80,7 @@ def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> N
     assert found.rounds < MAX_ROUNDS
 
 
+@pytest.mark.slow
 def test_one_that_fails_in_its_replay_is_never_recommended(tmp_path: Path) -> None:
     source = FragileSource(CROWDED, fails_above=16)
     with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:
@@ -136,6 +137,7 @@ class OpenEvidence(LiveEvidence):
         return Draws.of(self.settings(), scores, here, learnable=told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("total_s", "tells", "rounds"), [(50.0, True, 1), (1e4, True, MAX_ROUNDS), (1e4, False, 1)]
 )

@@ -89,6 +89,7 @@ def test_the_budget_of_tokens_is_lowered_where_prefill_floods_hurt(
     assert "budget" in {trial["phase"] for trial in done.trials}
 
 
+@pytest.mark.slow
 def test_it_keeps_what_is_best_already(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = values_by_cap(trace, ToySource(CROWDED), range(8, 17))
     best = min(values, key=lambda cap: values[cap])
@@ -114,6 +115,7 @@ def test_equal_configurations_are_never_told_apart(
     assert done.result["recommendation"]["verdict"] == "keep"
 
 
+@pytest.mark.slow
 def test_a_part_of_the_traffic_is_said_and_without_a_file_standard_output_holds_the_yaml_alone(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +287,7 @@ def test_what_was_decided_stands_though_what_is_told_beside_it_is_not_found(
     assert (missing in " ".join(err.split())) is not is_stopped
 
 
+@pytest.mark.slow
 def test_what_was_decided_stands_though_the_cold_engines_are_interrupted(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +330,7 @@ def test_the_demo_model_is_a_caveat_and_stands_in_the_file(finished: Run) -> Non
     assert (emitted["load-format"], emitted["enforce-eager"]) == ("dummy", True)
 
 
+@pytest.mark.slow
 def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,6 +340,7 @@ def test_a_closed_loop_says_so_and_keeps_its_number_in_flight(
     assert max(t["measurement"]["running"]["max"] for t in done.trials) == 6
 
 
+@pytest.mark.slow
 def test_an_slo_is_a_bound_and_not_a_price(
     finished: Run, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "t.jsonl")
 
 
+@pytest.mark.slow
 def test_requests_above_the_models_length_are_refused_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_requests_above_the_models_length_can_be_left_out() -> None:
     assert "5 of 20 requests exceed max_model_len 4096: they were dropped" in message
 
 
+@pytest.mark.slow
 def test_an_slo_nothing_meets_names_the_nearest_and_what_broke(trace: Path) -> None:
     with pytest.raises(NoFeasibleConfigError) as caught:
         job_on(ToySource(CROWDED), arguments_for(trace, "--slo", "ttft_p50=1ms", *SHORT))
@@ -110,6 +112,7 @@ def test_an_engine_that_never_works_ends_the_run_with_its_last_words(trace: Path
     assert not (trace.parent / "best.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_current_configuration_that_fails_is_an_infeasible_trial_0(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

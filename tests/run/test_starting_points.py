@@ -57,6 +57,7 @@ def test_the_answer_says_how_far_starting_points_are_from_it(
         assert f"# {point.text}\n" in (files / "best.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_those_that_the_space_holds_are_candidates(files: Path) -> None:
     tried = {trial.limits for trial in tuned(files, "--max-num-seqs", "20").trials}
     assert STARTING_POINTS["low-latency"].limits in tried

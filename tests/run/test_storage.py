@@ -54,6 +54,7 @@ def a_record(number: int, phase: Phase = Phase.LADDER) -> Trial:
 TWICE: list[Recorded] = [(a_record(0, Phase.RACE), {})] * 2
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_is_waited_for_in_whatever_is_asked_of_it(
     own: PostgresServer,
 ) -> None:

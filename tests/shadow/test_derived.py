@@ -43,6 +43,7 @@ def a_config(folder: Path, **changed: object) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_step_takes_what_the_tables_say_and_a_larger_gpu_less() -> None:
     h200, l40s = (derive(Wanted(gpu_of(name), LLAMA)).profile for name in ("h200_sxm", "l40s"))
     assert h200.fit.step_mape_ratio < 0.03
@@ -137,6 +138,7 @@ def test_without_the_tables_it_is_said_what_to_install(
     assert "max-num-seqs-tuner[predict]" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_derived_profile_says_so_everywhere(tmp_path: Path) -> None:
     profile, best = tmp_path / "h200.yaml", tmp_path / "best.yaml"
     runner = CliRunner()

@@ -134,6 +134,7 @@ def oracle(case: Case, replicas: int, router: Router) -> list[int]:
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [Router.LEAST_LOADED, Router.PREFIX])
 def test_the_router_sees_what_is_in_flight_at_that_instant(router: Router) -> None:
     seen = 0

@@ -84,6 +84,7 @@ def ratio(model: StepModel | None, one: Kind, other: Kind) -> float:
     return total_s[0] / total_s[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [(16, 2048), (24, 1024), (48, 4096), (4, 512)])
 def test_how_two_settings_differ_is_learnt_within_a_percent_on_a_machine_of_many_moods(
     kind: Kind,

@@ -135,6 +135,7 @@ def keys_say_where_tokens_agree(prompts: Sequence[Prompt], block_size: int) -> N
             assert len(set(keys[a]) & set(keys[b])) == sum(agree)
 
 
+@pytest.mark.slow
 # Recorded blocks from four tokens up hold their whole id at this vocabulary, and every engine
 # block ends four tokens or more into a stretch: what differs then differs for certain.
 @given(hashed(block_sizes=(4, 16, 48)), st.sampled_from([4, 16, 32]))
@@ -182,6 +183,7 @@ def test_prompts_of_known_tokens_share_a_key_exactly_where_they_agree(
     keys_say_where_tokens_agree([TokenPrompt(row) for row in rows], block_size)
 
 
+@pytest.mark.slow
 @given(hashed(block_sizes=(4, 16, 48)), st.sampled_from([4, 16, 32]))
 @settings(deadline=None)
 def test_a_prompt_keeps_its_pattern_of_keys_when_its_tokens_are_made(

@@ -77,6 +77,17 @@ class StepColumns:
         mask: NDArray[np.bool_] = (self.decode_seqs > 0) & (self.prefill_tokens == 0)
         return mask
 
+    @property
+    def is_host_bound(self) -> NDArray[np.bool_]:
+        """Mark the batches that took what launching the next one does, not what they compute.
+
+        Late after a late one: the host has been the slower of the two since before. A single
+        late one is a short batch before one that is long to launch and to compute.
+        """
+        is_late = (self.is_late > 0) & self.has_batch
+        mask: NDArray[np.bool_] = is_late & np.concatenate([[False], is_late[:-1]])[: len(self)]
+        return mask
+
 
 LONGEST_CHAIN = 8
 """Rows of a chain at most: ours. Where the host is always the slower one every step is late,
@@ -189,7 +200,7 @@ class StepSummary:
     `decode_steps` holds how long steps took in which nothing but decoding happened,
     `by_batch` the same by the number of sequences, `levels` how long running, waiting and KV
     usage held which value, `peaks` their largest. `prefill_tokens` and `decode_tokens` were
-    computed, again after a preemption too.
+    computed, again after a preemption too. For `host_bound_s` steps took what launching does.
 
     Units: seconds; weights of levels in seconds.
     """
@@ -206,6 +217,7 @@ class StepSummary:
     max_step_tokens: int
     decode_tokens: int = 0
     costs: StepCosts = field(default_factory=lambda: StepCosts(0.0, 0.0, 0.0))
+    host_bound_s: float = 0.0
 
     def distorted(self) -> tuple[float, float]:
         """Return how many steps the machine's noise stretched, and of how many comparable.
@@ -232,7 +244,7 @@ class StepLog:
         self._kept: list[StepColumns] = []
         self._keep, self._predicted = keep, predicted
         self._steps = self._prefill = self._cached = self._preempted = self._fullest = 0
-        self._duration_s = 0.0
+        self._duration_s = self._host_bound_s = 0.0
         self._decode, self._by_batch = LogHistogram(), dict[int, LogHistogram]()
         self._levels = {name: LogHistogram() for name in LEVELS}
         self._peaks = dict.fromkeys(LEVELS, 0.0)
@@ -273,6 +285,7 @@ class StepLog:
             self._kept.append(rows)
         self._steps += int(rows.repeats.sum())
         self._duration_s += float(rows.duration_s.sum())
+        self._host_bound_s += float(rows.duration_s[rows.is_host_bound].sum())
         self._prefill += int(rows.prefill_tokens.sum())
         self._cached += int(rows.cached_tokens.sum())
         self._preempted += int(rows.preempted.sum())
@@ -316,6 +329,7 @@ class StepLog:
             max_step_tokens=self._fullest,
             decode_tokens=self._decoded,
             costs=self._costs.fit(),
+            host_bound_s=self._host_bound_s,
         )
         return summary, joined(self._kept) if self._keep else None
 

@@ -93,6 +93,7 @@ def test_the_objective_capacity_ranks_by_it(
     assert min(seen.values(), key=lambda s: s.order).value < seen[SMALL].value
 
 
+@pytest.mark.slow
 def test_the_winner_is_replayed_live_at_the_load_it_is_said_to_bear(tmp_path: Path) -> None:
     predictor = ToyPredictor(a_profile())
     decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
@@ -203,6 +204,7 @@ def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:
     assert "holds up to" not in text
 
 
+@pytest.mark.slow
 def test_today_s_load_is_the_recorded_one_also_under_another_load() -> None:
     found = {load: capacity_of(LARGE, at_load(TRACE, load)).capacity for load in (1.0, 2.0)}
     assert found[2.0] == pytest.approx(found[1.0], rel=0.1)

@@ -225,6 +225,7 @@ def test_a_small_file_of_very_many_columns_takes_no_memory(tmp_path: Path) -> No
     assert took_mib < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_line_without_end_is_refused_before_it_is_held(tmp_path: Path, at: int) -> None:
     lines = wide(6).splitlines()
