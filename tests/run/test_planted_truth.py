@@ -22,6 +22,8 @@ from tuner.engine.shape import Graphs
 from tuner.replay.loop import Progress, ReplayLog, replay
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.run.listener import Listener
+from tuner.run.options import TuningOptions
+from tuner.run.tune import tune
 from tuner.search.objective import Tier
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
@@ -133,6 +135,53 @@ def test_the_clock_moves_by_what_starts_and_steps_took() -> None:
     assert source.clock.now_s - log.wall_s == pytest.approx(GPU.start_s, rel=0.1)
     with on_virtual_time(source.clock):
         assert time.monotonic() == time.perf_counter() == source.clock.now_s
+
+
+class _Looks(Listener):
+    """Keeps who could be the best by the last prediction, and who was looked at."""
+
+    def __init__(self) -> None:
+        self.finalists: set[str] = set()
+        self.looked: list[set[str]] = []
+
+    def note(self, text: str) -> None:
+        """Read what is said of the search."""
+        _, found, settings = text.partition("could be the best: ")
+        if found:
+            self.finalists = set(settings.split(", "))
+        _, found, settings = text.partition("holds no race: looking at ")
+        if found:
+            self.looked.append(set(settings.split(" for ")[0].split(", ")))
+
+
+@pytest.mark.slow
+def test_where_no_race_is_held_whoever_could_be_the_best_was_looked_at(tmp_path: Path) -> None:
+    rng, current = np.random.default_rng(1), EngineLimits(8, 2048)
+    due_s = np.cumsum(rng.exponential(4.5, 120))
+    trace = Trace(due_s - due_s[0], rng.integers(2000, 16000, 120), rng.integers(100, 600, 120))
+    source = PlantedSource.of(MACHINES["gpu-70b"], current, 20_000, MOODS["usual"], 1)
+    config = {"model": "planted", "max-num-seqs": 8, "max-num-batched-tokens": 2048}
+    options = TuningOptions(
+        trace=trace,
+        config=config,
+        budget_s=500.0,
+        ladder=(8, 16, 32),
+        run_dir=tmp_path / "run",
+        seed=1,
+    )
+    looks = _Looks()
+    with on_virtual_time(source.clock):
+        result = tune(options, looks, source=source)
+        assert time.monotonic() < options.budget_s
+    first, second = looks.looked
+    # Of whom the first look has seen nothing the second one sees, and of nobody else.
+    assert len(second) == 1
+    assert not first & second
+    assert looks.finalists <= first | second
+    found = result.recommendation
+    assert found is not None
+    assert found.verdict == "change"
+    assert f"{found.max_num_seqs}/{found.max_num_batched_tokens}" in first | second
 
 
 def test_a_replay_is_cut_by_virtual_time() -> None:

@@ -170,7 +170,7 @@ def replay_longer(
     workload = Workload.of_piece(piece, replace(context.aim.plan, load=1.0), context.aim)
     with context.stopwatch.stage("calibrate"):
         context.listener.note(
-            f"the time holds no race: {len(settings)} settings are looked at for "
+            f"the time holds no race: looking at {', '.join(map(str, settings))} for "
             f"{each_s:.0f} s each"
         )
         for limits in settings:

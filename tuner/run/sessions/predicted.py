@@ -38,9 +38,9 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, read_profile
 from tuner.traffic.windows import Window
 
-# The share of the time that is left which finalists are looked at for where it holds no race:
-# ours, the rest is for predicting them anew.
-LONGER_SHARE = 0.7
+# The share of the time that is left which finalists are looked at for where it holds no race,
+# how often, and for how long each at least: ours, the rest is for predicting them anew.
+LONGER_SHARE, MOST_LOOKS, LEAST_LOOK_S = 0.7, 3, 10.0
 # How many times as much as starting the current setting has to be left for it: ours, the
 # winner's start comes after.
 OWN_BLOCKS_WORTH = 2.5
@@ -127,13 +127,27 @@ class PredictedSearch:
     ) -> None:
         """Spend the time that holds no race on the finalists' steps, and predict them anew.
 
+        And on those that are finalists by that alone: nobody is recommended of whose batches
+        nothing was seen, while there is time.
+
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
-        time_s = LONGER_SHARE * self.context.left_s
-        if time_s <= 0 or self.runner.engine.restarts_per_config:
-            return
-        replay_longer(self.runner, calibrator, settings, rate, time_s)
-        self.finalists(self.learning.fitted(calibrator, None, profile.agreement))
+        looked = set[EngineLimits]()
+        for _ in range(MOST_LOOKS):
+            chosen = [limits for limits in settings if limits not in looked]
+            time_s = LONGER_SHARE * self.context.left_s
+            least_s = LEAST_LOOK_S * len(chosen) + self._anew_s if looked else 0.0
+            if not chosen or time_s <= least_s or self.runner.engine.restarts_per_config:
+                return
+            replay_longer(self.runner, calibrator, chosen, rate, time_s)
+            looked.update(chosen)
+            settings = self.finalists(self.learning.fitted(calibrator, None, profile.agreement))
+
+    @property
+    def _anew_s(self) -> float:
+        """Seconds that fitting and predicting anew take, or less: all that it has taken."""
+        taken_s = self.context.stopwatch.stages_s
+        return sum(taken_s.get(name, 0.0) for name in ("fit", "shadow"))
 
     def finalists(self, profile: Profile) -> list[EngineLimits]:
         """Predict the whole space and return who lies within the profile's error of the best.
@@ -295,10 +309,9 @@ class PredictedSearch:
         None where no step was seen, as by a worker, or there is no time for it.
         """
         context, plan, calibrator = self.context, self.plan, self.learning.calibrator
-        cost_s = sum(context.stopwatch.stages_s.get(name, 0.0) for name in ("fit", "shadow"))
         if plan is None or calibrator is None or not calibrator.calibration.steps:
             return None
-        if cost_s > context.left_s / 2:
+        if self._anew_s > context.left_s / 2:
             context.listener.note("there is no time to learn from the replays")
             return None
         if self.predictor is None or self.predicted is None:
