@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+from tuner.errors import UsageError
+from tuner.shadow import simulator
 
 SOURCE = """
 from tuner.shadow.compiled import compiled, warms_up
@@ -180,3 +185,35 @@ def test_what_is_registered_is_warm_for_the_next_process(folder: Path) -> None:
     out, _ = ran(folder, WARM)
     assert out.startswith("compiled code is ready (")
     assert ran(folder) == ("10 1", "")
+
+
+@pytest.mark.parametrize("error", [None, UsageError("no numba")])
+def test_what_is_compiled_while_something_else_is_waited_for_is_there_afterwards(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    began, done = threading.Event(), []
+
+    def compile_it() -> None:
+        began.set()
+        time.sleep(0.05)
+        done.append(threading.current_thread())
+        if error is not None:
+            raise error  # it is raised once more where something is predicted
+
+    monkeypatch.setattr(simulator, "_warm_up", compile_it)
+    with simulator.compiled_meanwhile():
+        assert began.wait(10.0)
+        assert not done
+    assert done
+    assert done != [threading.main_thread()]
+
+
+def test_nobody_waits_for_the_compiler_when_what_was_waited_for_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(simulator, "_warm_up", lambda: ends.wait(10.0))
+    with pytest.raises(KeyboardInterrupt), simulator.compiled_meanwhile():
+        raise KeyboardInterrupt
+    assert not ends.is_set()
+    ends.set()

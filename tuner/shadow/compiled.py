@@ -171,7 +171,8 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]  # numba is untyped
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         path = Path(inspect.getfile(function)).resolve()
-        self._digest = _digest(_FOLDER if path.is_relative_to(_FOLDER) else path.parent)
+        self._is_ours = path.is_relative_to(_FOLDER)
+        self._digest = _digest(_FOLDER if self._is_ours else path.parent)
         self._base: str = self._impl.filename_base  # module.function-line.pyXY
         folders = dict.fromkeys([self._cache_path, *_readable(function, str(path))])
         self._files = [
@@ -195,6 +196,8 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc]  # numba is untyped
             except Exception as damaged:  # noqa: BLE001 - a damaged pickle raises anything
                 _log.info("damaged code of %s is compiled anew: %r", self._base, damaged)
                 self._forget()
+        if self._is_ours:
+            _note_compiling()
         return None
 
     def _forget(self) -> None:
@@ -236,6 +239,12 @@ def _digest(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _note_compiling() -> None:
+    """Tell once in a process what it is busy with."""
+    _log.warning("compiling the simulator for this machine, once: about half a minute")
 
 
 @cache

@@ -8,8 +8,10 @@ StepModel.
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -600,3 +602,20 @@ def tiny_replay() -> tuple[SimulatedEngine, PreparedTrace, EngineLimits, ReplayP
 @warms_up
 def _warm_up() -> None:
     simulate(*tiny_replay())
+
+
+@contextmanager
+def compiled_meanwhile() -> Iterator[None]:
+    """Have the simulator compiled, where it is not yet, while something else is waited for.
+
+    What keeps it from being compiled is raised where it is first asked.
+    """
+
+    def compile_it() -> None:
+        with suppress(Exception):
+            _warm_up()
+
+    thread = threading.Thread(target=compile_it, name="compile", daemon=True)
+    thread.start()
+    yield
+    thread.join()

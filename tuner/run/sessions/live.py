@@ -6,6 +6,7 @@ Ties the stages together. A listener receives everything that there is to say on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -40,6 +41,7 @@ from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Trial, predictions
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
+from tuner.shadow.simulator import compiled_meanwhile
 from tuner.traffic.windows import Window, whole
 
 NOTHING_ELSE = (
@@ -159,7 +161,8 @@ class Session:
         Raises: EngineError if it does not start at the current ones.
         """
         engine, space = self.runner.engine, self.context.space
-        started = engine.start_below(space.current)
+        with nullcontext() if self.method is Method.LIVE else compiled_meanwhile():
+            started = engine.start_below(space.current)
         if engine.ceiling != space.ceiling:
             self.runner.context = self.context.below(engine.ceiling)
             self.context.keep_windows(self.search.chosen)
