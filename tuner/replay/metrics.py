@@ -229,9 +229,8 @@ class Measurement:
             for name, spread in self.latencies.items()
         }
 
-    def as_json(self) -> dict[str, Any]:
-        """Return every number under the name that `tune replay --json` documents."""
-        usage = {"mean": self.kv_usage.mean, "p99": self.kv_usage.p99, "max": self.kv_usage.max}
+    def _ends_json(self) -> dict[str, Any]:
+        """Return how many requests came, and what became of them."""
         return {
             "offered": self.offered,
             "completed": self.completed,
@@ -243,6 +242,13 @@ class Measurement:
             "lost_ratio": self.lost_ratio,
             "offered_per_s": self.offered_per_s,
             "unfinished": self.unfinished,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return every number under the name that `tune replay --json` documents."""
+        usage = {"mean": self.kv_usage.mean, "p99": self.kv_usage.p99, "max": self.kv_usage.max}
+        return {
+            **self._ends_json(),
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
             "goodput_per_s": self.goodput_per_s,
