@@ -241,7 +241,7 @@ def test_it_is_said_where_the_host_is_slower_than_the_device(
 ) -> None:
     limits = EngineLimits(8, budget)
     source = PlantedSource.of(MACHINES[machine], limits, 20_000, MOODS["calm"], 1)
-    trace, plan = a_trace(np.arange(40) * 0.4, prompt=3000, output=40), ReplayPlan()
+    trace, plan = a_trace(np.linspace(0, 16, 40), prompt=3000, output=40), ReplayPlan()
     prompts = PromptSource(trace, VOCAB_SIZE)
     m = measure([replay(source.start({}, limits), trace, prompts, plan)])
     assert (m.host_bound_ratio > 0.4) is is_bound
