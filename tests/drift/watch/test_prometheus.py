@@ -64,6 +64,7 @@ class TimedEngine(PastEngine):
                 found.append(f'{E2E}_bucket{{le="{le}",{own}}} {count} {at_s:.3f}')
             found.append(f"{E2E}_sum{{{own}}} {done_s.sum()} {at_s:.3f}")
             found.append(f"{E2E}_count{{{own}}} {len(done_s)} {at_s:.3f}")
+            found.append(f"{E2E}_created{{{own}}} {START_S} {at_s:.3f}")
             found.append(f'up{{instance="{self.instance}"}} 1 {at_s:.3f}')
         return found
 
@@ -187,10 +188,29 @@ def test_one_replica_more_is_no_restart_and_most_of_them_anew_is() -> None:
     stays = [engine(name, 1, 2, 3, 4, 5) for name in "ab"]
     more = engine("c", math.nan, math.nan, 0, 1, 2)
     anew = [engine(name, 5, 6, 0, 1, 2) for name in "de"]
-    assert _restarted_s([*stays, more], span) is None
-    assert _restarted_s([more, *anew], span) == 30.0
-    assert _anew([*stays, more]) == ('instance="c"',)
-    assert _anew([more, *anew]) == ('instance="c"', 'instance="d"', 'instance="e"')
+    assert _restarted_s([*stays, more], span, {}) is None
+    assert _restarted_s([more, *anew], span, {}) == 30.0
+    assert _anew([*stays, more], span, {}) == ('instance="c"',)
+    assert _anew([more, *anew], span, {}) == ('instance="c"', 'instance="d"', 'instance="e"')
+
+
+def test_an_idle_engine_that_was_not_scraped_for_a_while_has_not_restarted() -> None:
+    span, gap = Span(600, 660, 15), np.array([0.0, 0.0, math.nan, math.nan, 0.0])
+    idle = Series({"instance": "a", "le": "+Inf"}, gap)
+    hidden = Series({"instance": "a", "le": "+Inf"}, np.array([math.nan, 0.0, 0.0, 0.0, 0.0]))
+    # As long as nobody says when its counters were made, it may have.
+    assert _restarted_s([idle], span, {}) == 660.0
+    made = {'instance="a"': np.full(5, 30.0)}
+    for series in (idle, hidden):
+        assert _restarted_s([series], span, made) is None
+        assert _anew([series], span, made) == ()
+    # One that ends again and again before it answers anything counts no further either.
+    again = {'instance="a"': np.array([30.0, 30.0, math.nan, math.nan, 655.0])}
+    assert _restarted_s([idle], span, again) == 660.0
+    assert _anew([idle], span, again) == ('instance="a"',)
+    later = {'instance="a"': np.full(5, 610.0)}
+    assert _restarted_s([hidden], span, later) == 615.0
+    assert _anew([hidden], span, later) == ('instance="a"',)
 
 
 @pytest.mark.engine

@@ -131,19 +131,21 @@ def live_between(
         totals = server.over(chosen.query(f"{E2E}_(sum|count)"), span)
         queued = server.over(chosen.query(WAITING), span)
         looked = server.over("max(up)", span)
+        made = server.over(chosen.query(f"{E2E}_created"), span)
     bounds_s, counts = _added(buckets)
     is_known = _known(buckets, span)
     end = max(1, round(LAST_SHARE * span.points))
+    born_s = {_engine(series): series.values for series in made}
     return Live(
         lasting_s=float(max(int(is_known.sum()) - 1, 1) * span.step_s),
         bounds_s=bounds_s,
         counts=counts,
         covered_ratio=float((is_known | _known(looked, span)).mean()),
         is_there=bool(is_known[-end:].any()),
-        restarted_s=_restarted_s(buckets, span),
+        restarted_s=_restarted_s(buckets, span, born_s),
         mean_e2e=_mean_e2e(totals, span),
         waiting=mean_level(queued),
-        anew=_anew(buckets),
+        anew=_anew(buckets, span, born_s),
     )
 
 
@@ -167,7 +169,17 @@ def _known(found: Sequence[Series], span: Span) -> Bools:
     return is_known
 
 
-def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
+Born = Mapping[str, Floats]
+"""By the name of an engine when its counters were made, as the metrics say: Unix seconds."""
+
+
+def _engine(series: Series) -> str:
+    """Return the name of a series' engine: its labels but for those of the metric."""
+    own = {k: v for k, v in series.labels.items() if k not in {"le", "__name__"}}
+    return ",".join(f'{k}="{v}"' for k, v in sorted(own.items()))
+
+
+def _restarted_s(found: Sequence[Series], span: Span, born_s: Born) -> float | None:
     """Return when the last engine was up anew, if most of those there at the end were.
 
     One replica more or less is not a restart.
@@ -178,55 +190,75 @@ def _restarted_s(found: Sequence[Series], span: Span) -> float | None:
         if series.bound != math.inf or not known.size:
             continue
         engines += 1
-        falls = _falls(series.values)
-        began = [*([int(known[0])] if known[0] > 0 else []), *falls.tolist()]
-        rows.extend(began[-1:])
+        born = born_s.get(_engine(series))
+        began = [int(known[0])] if known[0] > 0 and _is_young(born, known[0], span) else []
+        rows.extend([*began, *_falls(series.values, born).tolist()][-1:])
     if not rows or 2 * len(rows) < engines:
         return None
     return float(span.times_s[max(rows)])
 
 
-def _falls(values: Floats) -> Ints:
+def _is_young(born: Floats | None, row: int, span: Span) -> bool:
+    """Whether an engine may have been made within the stretch, by what a reading says."""
+    return born is None or not born[row] < span.start_s
+
+
+def _falls(values: Floats, born: Floats | None = None) -> Ints:
     """Return the readings at which a count of requests is one that began anew.
 
-    After a gap that is so of a 0 too: a server that ends before it answers anything counts no
-    further. One that nobody asks, and that was not scraped for a while, looks the same.
+    Its engine says when it was made: `born`, with values where there are counts. Where it does
+    not, a 0 after a gap is one that began anew too: a server that ends before it answers
+    anything counts no further. One that nobody asks, and that was not scraped for a while,
+    looks the same then.
 
     >>> _falls(np.array([0.0, 2.0, 1.0, np.nan, 3.0])).tolist()
     [2]
-    >>> _falls(np.array([0.0, 0.0, np.nan, 0.0])).tolist()
-    [3]
+    >>> gap = np.array([0.0, 0.0, np.nan, 0.0])
+    >>> _falls(gap).tolist(), _falls(gap, gap + 5).tolist()
+    ([3], [])
     """
     known = np.flatnonzero(np.isfinite(values))
     counts = values[known]
-    is_anew = (np.diff(counts) < 0) | ((counts[1:] == 0) & (np.diff(known) > 1))
+    is_anew = np.diff(counts) < 0
+    if born is None:
+        is_anew |= (counts[1:] == 0) & (np.diff(known) > 1)
+    else:
+        is_anew |= np.diff(born[known]) > 0
     found: Ints = known[1:][is_anew]
     return found
 
 
-def _anew(found: Sequence[Series]) -> tuple[str, ...]:
+def _anew(found: Sequence[Series], span: Span, born_s: Born) -> tuple[str, ...]:
     """Return the names of the engines that were up anew."""
     names = set()
     for series in found:
-        if series.bound == math.inf and (_falls(series.values).size or _begins(series.values)):
-            own = {k: v for k, v in series.labels.items() if k not in {"le", "__name__"}}
-            names.add(",".join(f'{k}="{v}"' for k, v in sorted(own.items())))
+        if series.bound != math.inf:
+            continue
+        name, values = _engine(series), series.values
+        born = born_s.get(name)
+        if _falls(values, born).size or _begins(values, born, span):
+            names.add(name)
     return tuple(sorted(names))
 
 
-def _begins(values: Floats) -> bool:
-    """Whether a count that is there later than the stretch begins near 0.
+def _begins(values: Floats, born: Floats | None, span: Span) -> bool:
+    """Whether a count that is there later than the stretch is of an engine that began then.
 
-    That of a server which was only not scraped at first has gone on meanwhile. How near is what
-    the server counts in as much time as went by.
+    Where the engine does not say when it was made: whether the count begins near 0. That of a
+    server which was only not scraped at first has gone on meanwhile. How near is what the
+    server counts in as much time as went by.
 
-    >>> late = np.array([np.nan, 9.0, 20.0, 30.0])
-    >>> _begins(late), _begins(late + 100), _begins(late[1:])
-    (True, False, False)
+    >>> late, span = np.array([np.nan, 9.0, 20.0, 30.0]), Span(100, 160, 20)
+    >>> [_begins(values, None, span) for values in (late, late + 100, late[1:])]
+    [True, False, False]
+    >>> [_begins(late, np.full(4, made_s), span) for made_s in (90.0, 110.0)]
+    [False, True]
     """
     known = np.flatnonzero(np.isfinite(values))
     if not known.size or known[0] == 0:
         return False
+    if born is not None and np.isfinite(born[known[0]]):
+        return _is_young(born, int(known[0]), span)
     first, last = values[known[0]], values[known[-1]]
     return bool(first * (known[-1] - known[0]) <= (last - first) * (known[0] + 1))
 
