@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.loop import Progress, ReplayLog
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
+from tuner.shadow import schedule
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulator import SimulatedEngine, simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns
@@ -52,6 +54,19 @@ def compare_with_the_reference(seed: int) -> ReplayLog | TunerError:
         error.add_note(f"the case of seed {seed}")
         raise
     return wanted
+
+
+def test_no_traffic_has_anything_compiled_but_what_the_warm_up_compiles() -> None:
+    """One request alone once did: columns of one row are contiguous both ways."""
+    simulate(*tiny_replay())
+    for seed in range(20):
+        case = random_case(seed)
+        first = case.trace.between(0.0, case.trace.due_s[0] + 1e-9)
+        for trace in (first, case.trace):
+            simulated_case(replace(case, trace=trace))
+    for function in (schedule.advance, schedule.stop_all):
+        compiled: Any = function
+        assert len(compiled.signatures) <= 1
 
 
 @pytest.mark.engine

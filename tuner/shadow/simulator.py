@@ -230,11 +230,13 @@ class Simulation:
         self._t = _table(engine.step_model, self._g)
         self._w = _work(self._g)
         self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
-        self._instants = np.full((n, 4), np.nan, order="F")
-        self._instants[:, s.DUE] = trace.due_s
-        self._answers = np.zeros((n, 2), np.int64, order="F")
+        # One row alone would be contiguous both ways, another type to numba: compiled anew.
+        rows = max(n, 2)
+        self._instants = np.full((rows, 4), np.nan, order="F")
+        self._instants[:n, s.DUE] = trace.due_s
+        self._answers = np.zeros((rows, 2), np.int64, order="F")
         self._answers[:, s.OUTCOME] = s.ABORTED
-        self._refs = np.zeros((n, s.REFERENCES), np.int32, order="F")
+        self._refs = np.zeros((rows, s.REFERENCES), np.int32, order="F")
         self._refs[:, s.SLOT_OF] = -1
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
@@ -329,15 +331,15 @@ class Simulation:
         return self._stopped
 
     def _timelines(self, counted: Sequence[WeightedSamples]) -> Timelines:
-        outcome = self._answers[:, s.OUTCOME]
+        n = len(self._prepared.trace)
+        outcome = self._answers[:n, s.OUTCOME]
         outcome[outcome == s.GOES_ON] = s.ABORTED
-        n = outcome.size
         return Timelines(
-            due_s=self._instants[:, s.DUE],
-            sent_s=self._instants[:, s.SENT_AT],
-            first_s=self._instants[:, s.FIRST],
-            last_s=self._instants[:, s.LAST],
-            output_tokens=self._answers[:, s.TOKENS],
+            due_s=self._instants[:n, s.DUE],
+            sent_s=self._instants[:n, s.SENT_AT],
+            first_s=self._instants[:n, s.FIRST],
+            last_s=self._instants[:n, s.LAST],
+            output_tokens=self._answers[:n, s.TOKENS],
             outcome=outcome,
             gap_s=counted[s.GAPS],
             work_s=np.full(n, np.nan),
