@@ -206,8 +206,8 @@ class _Run:
         records = decisive(self._context.journal.records())
         trials = f"all trials are in {self._context.run_dir.path}"
         lost = [(t.measurement["lost_ratio"], t) for t in records if t.measurement]
-        if lost:
-            ratio, least = min(lost, key=lambda one: (one[0], one[1].number))
+        ratio, least = min(lost, key=lambda one: (one[0], one[1].number), default=(0.0, None))
+        if least is not None and ratio > 0:
             return NoFeasibleConfigError(
                 f"no configuration answers its requests; {least.limits} "
                 f"(max_num_seqs/max_num_batched_tokens) loses least, {ratio:.0%} of them",
