@@ -82,6 +82,10 @@ class RecordedTimer:
         """Return what the next turn took."""
         return self._next()
 
+    def launch_s(self, batch: Batch) -> float:  # noqa: ARG002 - the turns hold it
+        """Return nothing: what turns took holds it."""
+        return 0.0
+
 
 pytestmark = [pytest.mark.engine, pytest.mark.model]
 
@@ -251,7 +255,7 @@ def schedules_alike(
     for at, (turn, live_turn) in enumerate(zip(turns, live_turns, strict=False)):
         assert turn == live_turn, f"turn {at}"
     assert len(turns) == len(live_turns) == timer.asked
-    np.testing.assert_array_equal(predicted.timelines.last_s, measured.timelines.last_s)
+    np.testing.assert_allclose(predicted.timelines.last_s, measured.timelines.last_s, 0, 1e-6)
     assert predicted.steps.prefill_tokens == measured.steps.prefill_tokens
     assert predicted.steps.peaks == pytest.approx(measured.steps.peaks)
     assert (measured.steps.preempted > 2) == wanted.preempts

@@ -14,7 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import UsageError
 from tuner.shadow.profiles import KvStart, Profile, read_profile, write_profile
-from tuner.shadow.step_model import SCALARS, FitError, StepModel
+from tuner.shadow.step_model import NO_HOST, SCALARS, FitError, Host, StepModel
 
 SHAPE = EngineShape(
     model="org/model-7b",
@@ -88,8 +88,9 @@ def step_models(draw: st.DrawFn, graphs: Graphs) -> StepModel:
     knots = (0, *draw(sizes))
     slopes_s = draw(st.lists(st.floats(0, 1e3), min_size=len(knots), max_size=len(knots)))
     scalars: dict[str, Any] = {name: draw(amounts) for name in (*SCALARS, "tidy_s")}
+    host = draw(st.just(NO_HOST) | st.builds(Host, *[amounts] * 5))
     return StepModel(
-        token_knots=knots, token_slopes_s=tuple(slopes_s), graphs=graphs, **scalars
+        token_knots=knots, token_slopes_s=tuple(slopes_s), graphs=graphs, host=host, **scalars
     )
 
 

@@ -14,7 +14,7 @@ from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.simulator import SimulatedEngine
-from tuner.shadow.step_model import Factors, StepModel
+from tuner.shadow.step_model import NO_HOST, Factors, Host, StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace, Turns
 
@@ -204,6 +204,20 @@ def _model(rng: np.random.Generator) -> StepModel:
         tidy_s=scale * 0.1 * rng.random(),
         graphs=Graphs(sizes, has_mixed=bool(rng.random() < 0.5)),
         factors=Factors(tuple(map(tuple, factors.tolist()))),
+        host=_host(rng.spawn(1)[0], scale),
+    )
+
+
+def _host(rng: np.random.Generator, scale: float) -> Host:
+    """Return a host that launches now faster and now slower than the device computes."""
+    if rng.random() < 0.4:
+        return NO_HOST
+    return Host(
+        full_s=scale * 2.0 * rng.random(),
+        mixed_s=scale * 4.0 * rng.random(),
+        eager_s=scale * 4.0 * rng.random(),
+        seq_s=scale * rng.random() * 0.1,
+        token_s=scale * rng.random() * 0.01,
     )
 
 

@@ -34,6 +34,7 @@ class LinearTimer:
     per_prefill_token_s: float = 0.00003
     per_context_token_s: float = 1e-8
     tidy_s: float = 0.0005
+    launching_s: float = 0.0
 
     def step_s(self, batch: Batch) -> float:
         """Return the seconds of one batch."""
@@ -42,6 +43,11 @@ class LinearTimer:
         return (
             self.base_s + seqs_s + context_s + self.per_prefill_token_s * batch.prefill_tokens
         )
+
+    def launch_s(self, batch: Batch) -> float:
+        """Return the seconds of an asynchronous host."""
+        _ = batch
+        return self.launching_s
 
 
 def a_shape(

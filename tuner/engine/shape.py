@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
+from tuner.stats import Floats
 
 # The kinds of KV cache whose blocks the simulator keeps account of. Of others (sliding windows,
 # state-space layers, several groups at once) vLLM's own scheduler is asked.
@@ -54,6 +58,20 @@ class Graphs:
         at = bisect_left(self.sizes, tokens)
         has_graph = at < len(self.sizes) and (self.has_mixed or not has_prompt)
         return self.sizes[at] if has_graph else None
+
+    def padded_along(
+        self, tokens: Floats, has_prompt: NDArray[np.bool_]
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the tokens that batches compute once padded, and which run in a graph.
+
+        Shapes: those of tokens.
+        """
+        if not self.sizes:
+            return tokens, np.zeros(tokens.shape, dtype=np.bool_)
+        at = np.searchsorted(self.sizes, tokens, "left")
+        sizes = np.asarray(self.sizes, dtype=np.float64)[np.minimum(at, len(self.sizes) - 1)]
+        has_graph = (at < len(self.sizes)) & (self.has_mixed | ~has_prompt)
+        return np.where(has_graph & (tokens > 0), sizes, tokens), has_graph
 
 
 NO_GRAPHS = Graphs()

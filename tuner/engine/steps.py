@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,10 @@ class StepColumns:
 
     def __len__(self) -> int:
         return int(self.end_s.size)
+
+    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> StepColumns:
+        """Return some of the rows."""
+        return StepColumns(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     @property
     def has_batch(self) -> NDArray[np.bool_]:

@@ -15,11 +15,11 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.shadow.fit import Fit, fit, model_of
-from tuner.shadow.launches import PASSES, told_apart
+from tuner.shadow.fit import MIN_STEPS, Fit, fit, host_of, model_of
+from tuner.shadow.launches import PASSES, noticed_in_time, on_device
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.step_model import NO_HOST, Host, StepModel
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -68,23 +68,43 @@ class Calibration:
 
         Raises: TooFewSamplesError with too few steps.
         """
-        own = [self.graphs_of(limits) for limits in _by_limits(self.steps)]
-        graphs, apart = self.shape.graphs, self.steps
-        if any(columns.is_late.any() for _, columns in apart):
-            for _ in range(PASSES):
-                model = model_of(list(_by_limits(apart).values()), graphs, own)
-                apart = self._told_apart(model)
-        found = fit(list(_by_limits(apart).values()), graphs, own)
-        ran_with = [self.graphs_of(limits) for limits, _ in apart]
-        return found, learn(found.model, [columns for _, columns in apart], ran_with)
+        seen = self._seen_on_device()
+        own = [self.graphs_of(limits) for limits in _by_limits(seen)]
+        found = fit(list(_by_limits(seen).values()), self.shape.graphs, own)
+        ran_with = [self.graphs_of(limits) for limits, _ in seen]
+        speed = learn(found.model, [columns for _, columns in seen], ran_with)
+        return found, replace(speed, model=replace(speed.model, host=self._host()))
 
-    def _told_apart(self, model: StepModel) -> _Steps:
-        """Return the steps with the times of late ones as a model tells them apart."""
-        ran_with = [replace(model, graphs=self.graphs_of(limits)) for limits, _ in self.steps]
+    def _seen_on_device(self) -> _Steps:
+        """Return the steps of which is known what they took the device, with that time."""
+        if not any(columns.is_late.any() for _, columns in self.steps):
+            return self.steps
+        seen: _Steps = tuple((at, noticed_in_time(columns)) for at, columns in self.steps)
+        if sum(int(columns.has_batch.sum()) for _, columns in seen) < MIN_STEPS:
+            seen = self.steps
+        for _ in range(PASSES):
+            by_limits = _by_limits(seen)
+            own = [self.graphs_of(limits) for limits in by_limits]
+            seen = self._on_device(model_of(list(by_limits.values()), self.shape.graphs, own))
+        return seen
+
+    def _on_device(self, model: StepModel) -> _Steps:
+        """Return what steps took the device, by a model of those that were noticed late."""
+        predicted_s = [
+            replace(model, graphs=self.graphs_of(limits)).predict_s(seen)
+            for limits, seen in self.steps
+        ]
+        found = on_device([seen for _, seen in self.steps], predicted_s)
         return tuple(
-            (limits, told_apart(seen, own.predict_s(seen)))
-            for (limits, seen), own in zip(self.steps, ran_with, strict=True)
+            (limits, seen) for (limits, _), seen in zip(self.steps, found, strict=True)
         )
+
+    def _host(self) -> Host:
+        """Return what launching took the host, nothing where it waits for each batch."""
+        if not self.shape.asynchronous:
+            return NO_HOST
+        ran_with = [self.graphs_of(limits) for limits, _ in self.steps]
+        return host_of([columns for _, columns in self.steps], ran_with)
 
     def profile(self) -> Profile:
         """Learn from the steps and put the profile together.
@@ -127,7 +147,7 @@ class Calibration:
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         took_s = predicted_s = 0.0
-        for limits, seen in self._told_apart(profile.step_model):
+        for limits, seen in self._on_device(profile.step_model):
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
             took_s += float(seen.duration_s[seen.has_batch].sum())
             predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())

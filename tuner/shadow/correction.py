@@ -21,7 +21,7 @@ from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.shadow.fit import MIN_STEPS, undistorted
-from tuner.shadow.launches import told_apart
+from tuner.shadow.launches import on_device
 from tuner.shadow.profiles import Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
@@ -281,7 +281,7 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
         from the profile.
     """
     expected, seen = profile.step_model_at(profile.current_limits), joined(list(stretches))
-    seen = told_apart(seen, expected.predict_s(seen))
+    seen = on_device([seen], [expected.predict_s(seen)])[0]
     rows = np.flatnonzero(seen.has_batch)
     count = rows.size
     if count < MIN_STEPS:

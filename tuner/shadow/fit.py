@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tuner.engine.shape import NO_GRAPHS, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import TooFewSamplesError, UsageError
-from tuner.shadow.step_model import SCALARS, FitError, Knots, StepModel, loads_of
+from tuner.shadow.step_model import NO_HOST, SCALARS, FitError, Host, Knots, StepModel, loads_of
 from tuner.stats import Floats
 
 # Fewer steps with a batch are refused: ours; ten for each of some twenty coefficients.
@@ -75,8 +75,7 @@ class _Rows:
     graphs: tuple[Graphs, ...]
 
     def take(self, which: _Mask | NDArray[np.int64]) -> _Rows:
-        columns = (getattr(self.steps, f.name)[which] for f in fields(self.steps))
-        return _Rows(StepColumns(*columns), self.config[which], self.graphs)
+        return _Rows(self.steps.take(which), self.config[which], self.graphs)
 
     def alike(self) -> list[tuple[Graphs, NDArray[np.int64]]]:
         """Return the rows of each kind of graphs that there are."""
@@ -147,6 +146,35 @@ def model_of(
     """
     rows, tidy_s = _gather(configs, ran_with)
     return replace(_learn(rows, graphs), tidy_s=tidy_s)
+
+
+def host_of(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> Host:
+    """Return what launching batches took the host, as far as it was measured.
+
+    Least squares of relative errors, scaled to the sum of all; stalls are set aside.
+    """
+    known = [
+        (c.take((c.launch_s > 0) & c.has_batch), g)
+        for c, g in zip(configs, ran_with, strict=True)
+    ]
+    steps = joined([columns for columns, _ in known])
+    if not len(steps):
+        return NO_HOST
+    loads = np.vstack(
+        [Host.loads_of(c.decode_seqs, c.prefill_tokens, graphs) for c, graphs in known]
+    )
+    took_s, kept = steps.launch_s, np.ones(len(steps), dtype=np.bool_)
+    weights_s = found_s = took_s
+    for _ in range(_PASSES):
+        columns = (loads / weights_s[:, None])[kept]
+        norms = np.linalg.norm(columns, axis=0)
+        norms[norms == 0.0] = 1.0
+        each_s = non_negative(columns / norms, (took_s / weights_s)[kept]) / norms
+        found_s = loads @ each_s
+        weights_s = np.maximum(found_s, 0.1 * float(np.median(took_s)))
+        kept = took_s < MAX_STALL_RATIO * weights_s
+    scale = float(took_s[kept].sum() / found_s[kept].sum())
+    return Host(*(each_s * scale).tolist())
 
 
 def _gather(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> tuple[_Rows, float]:

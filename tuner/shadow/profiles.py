@@ -28,7 +28,7 @@ from tuner.errors import UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
 from tuner.shadow.speed import Uncertainty
-from tuner.shadow.step_model import TERMS, Factors, FitError, StepModel
+from tuner.shadow.step_model import NO_HOST, TERMS, Factors, FitError, Host, StepModel
 
 SCHEMA: Final = 4
 """The form of the file; a file of another form is refused, for it may mean other units."""
@@ -272,6 +272,14 @@ class _Shape(_Record, rename={"captured_sizes": "captured_sizes_tokens"}):
     block_bytes: _Natural = 0
 
 
+class _Host(_Record, rename={"token_s": "token_s_per_token"}):
+    full_s: _Amount
+    mixed_s: _Amount
+    eager_s: _Amount
+    seq_s: _Amount
+    token_s: _Amount
+
+
 class _StepModel(
     _Record,
     rename={
@@ -295,6 +303,7 @@ class _StepModel(
     mixed_spread_s: _Amount
     prefill_context_s: _Amount
     tidy_s: _Amount
+    host: _Host | None = None
     factors: tuple[tuple[_Amount, ...], ...] = Factors().rows
 
 
@@ -333,6 +342,9 @@ class _File(_Record):
 def _in_file(profile: Profile) -> dict[str, Any]:
     """Return the mapping that stands in the file for a profile, without secrets."""
     plain: dict[str, Any] = msgspec.to_builtins(_record(profile), enc_hook=_as_plain)
+    for one in (plain, *plain["variants"].values()):
+        if one["step_model"]["host"] is None:
+            del one["step_model"]["host"]
     if not profile.variants:
         del plain["variants"]
     return plain
@@ -364,12 +376,14 @@ def _record(profile: Profile) -> _File:
 
 def _step_record(model: StepModel) -> _StepModel:
     """Return a step model for the file; its graphs are the engine's."""
-    names = {*_StepModel.__struct_fields__} - {"factors"}
-    return _StepModel(**{n: getattr(model, n) for n in names}, factors=model.factors.rows)
+    names = {*_StepModel.__struct_fields__} - {"factors", "host"}
+    host = None if model.host == NO_HOST else _Host(**_parts(model.host))
+    plain = {n: getattr(model, n) for n in names}
+    return _StepModel(**plain, host=host, factors=model.factors.rows)
 
 
 def _parts(
-    value: EngineLimits | EngineShape | FitError | Uncertainty,
+    value: EngineLimits | EngineShape | FitError | Uncertainty | Host,
 ) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
@@ -419,7 +433,9 @@ def _step_model(record: _StepModel, graphs: Graphs) -> StepModel:
     """Return the step model of a file. Raises: UsageError, with the key, if it cannot be."""
     found = msgspec.structs.asdict(record)
     try:
-        return StepModel(**found | {"factors": Factors(found["factors"]), "graphs": graphs})
+        host = NO_HOST if record.host is None else Host(**msgspec.structs.asdict(record.host))
+        made = {"factors": Factors(found["factors"]), "graphs": graphs, "host": host}
+        return StepModel(**found | made)
     except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"step_model: {error}") from error
 

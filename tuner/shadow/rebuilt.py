@@ -8,7 +8,7 @@ step before brought out one of its tokens. What does not come together is left o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Rebuilt:
         if not len(self.steps):
             return []
         number = ((self.steps.end_s - self.steps.end_s[0]) // STRETCH_S).astype(np.int64)
-        return [_taken(self.steps, number == n) for n in np.unique(number)]
+        return [self.steps.take(number == n) for n in np.unique(number)]
 
 
 def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
@@ -72,7 +72,7 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         kv_peak_ratio=nothing,
         preempted=np.maximum(steps.preempted, 0).astype(np.float64),
         cached_tokens=nothing,
-        launch_s=nothing,
+        launch_s=_launches(steps, duration_s),
         is_late=_noticed_late(steps),
     )
     return _usable(columns, is_decode_known)
@@ -93,7 +93,7 @@ def _usable(columns: StepColumns, is_decode_known: Bools) -> Rebuilt:
     usable &= columns.has_batch
     whole = _of_whole_chains(columns, usable)
     left_out["whose time is shared with one of these"] = int((usable & ~whole).sum())
-    return Rebuilt(_taken(columns, whole), {k: n for k, n in left_out.items() if n})
+    return Rebuilt(columns.take(whole), {k: n for k, n in left_out.items() if n})
 
 
 def _noticed_late(steps: RecordedSteps) -> Floats:
@@ -107,6 +107,18 @@ def _noticed_late(steps: RecordedSteps) -> Floats:
     is_before_prompt = np.append(steps.context_tokens[1:] != 0, [False])
     is_known = np.isfinite(steps.elapsed_s)
     return np.where(is_known, steps.elapsed_s < NO_WAIT_S, is_before_prompt).astype(np.float64)
+
+
+def _launches(steps: RecordedSteps, duration_s: Floats) -> Floats:
+    """Return what launching each step took the host, 0 where nobody knows.
+
+    A step that an asynchronous core did not wait for took what launching the next one did.
+    """
+    launch_s = np.zeros(len(steps))
+    if _is_asynchronous(steps):
+        is_late = np.isfinite(duration_s) & (steps.elapsed_s < NO_WAIT_S)
+        launch_s[1:] = np.where(is_late, duration_s, 0.0)[:-1]
+    return launch_s
 
 
 def _is_asynchronous(steps: RecordedSteps) -> bool:
@@ -295,8 +307,3 @@ def _dealt(
         if part > 0:
             found[row], rest = part, rest - part
     return found if rest == 0 else None
-
-
-def _taken(steps: StepColumns, rows: Bools) -> StepColumns:
-    names: Any = StepColumns.__dataclass_fields__
-    return StepColumns(**{name: getattr(steps, name)[rows] for name in names})

@@ -38,14 +38,21 @@ class StepTimer(Protocol):
     def step_s(self, batch: Batch) -> float:
         """Return the seconds of one batch."""
 
+    def launch_s(self, batch: Batch) -> float:
+        """Return the seconds that an asynchronous host takes to launch it meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A batch on its way through the model that is not there, with what it will bring out."""
+    """A batch on its way through the model that is not there, with what it will bring out.
+
+    It `ends_s` after the engine was made, on the clock of its turns alone.
+    """
 
     scheduled: Any
     output: Any
     step: Step
+    ends_s: float
 
 
 class ReferenceEngine:
@@ -65,6 +72,7 @@ class ReferenceEngine:
         self._sent: deque[_Sent] = deque()
         self._progress = ProgressGuard()
         self._arrived = 0
+        self._now_s = 0.0
         self._info = EngineInfo.of_shadow(shape, ceiling, num_blocks)
 
     @property
@@ -133,23 +141,33 @@ class ReferenceEngine:
         return step
 
     def _turn(self, core: SchedulerCore) -> Step:
+        began_s = self._now_s
         if core.has_requests():
             scheduled = core.schedule()
             batch = read_batch(scheduled)
-            self._sent.append(_Sent(scheduled, core.sampled(scheduled), self._timed(batch)))
+            sent = self._launched(scheduled, batch)
+            self._sent.append(sent)
+            self._now_s += sent.step.launch_s
             goes_on = batch is not None or core.has_requests()
             if len(self._sent) < core.queue_size and goes_on:
-                return Step(0.0, (), None, 0, 0, 0.0)
+                return Step(self._now_s - began_s, (), None, 0, 0, 0.0)
         done = self._sent.popleft()
-        return replace(done.step, emitted=core.update(done.scheduled, done.output))
+        self._now_s = max(self._now_s, done.ends_s)
+        emitted = core.update(done.scheduled, done.output)
+        return replace(done.step, duration_s=self._now_s - began_s, emitted=emitted)
 
-    def _timed(self, batch: Batch | None) -> Step:
-        """Return a step of the batch at the scheduler's current state."""
+    def _launched(self, scheduled: Any, batch: Batch | None) -> _Sent:
+        """Return a batch at the scheduler's state; the device begins with it once free."""
         core = self._open
         running, waiting = core.counts()
         usage = 1 - core.free_blocks / core.all_blocks
         took_s = self.timer.tidy_s if batch is None else self.timer.step_s(batch)
-        return Step(took_s, (), batch, running, waiting, usage)
+        is_ahead = batch is not None and core.queue_size > 1
+        launch_s = self.timer.launch_s(batch) if is_ahead and batch is not None else 0.0
+        idle_from_s = self._sent[-1].ends_s if self._sent else self._now_s
+        ends_s = max(max(idle_from_s, self._now_s) + took_s, self._now_s + launch_s)
+        step = Step(took_s, (), batch, running, waiting, usage, launch_s)
+        return _Sent(scheduled, core.sampled(scheduled), step, ends_s)
 
 
 # How long vLLM's scheduler replays, in real time: ours, some thousand steps.

@@ -52,21 +52,26 @@ NOBODY, PREFILLS, DECODES, PREEMPTED = range(4)
     # Where the parts of the work array begin.
     AT_RUN, AT_CALENDAR, AT_PHASES, AT_BUCKETS, AT_FRONT, AT_FREE_SLOTS,
     AT_SINGLES, AT_ENDS, AT_BATCHES, AT_MIXED, AT_KNOTS, AT_FACTORS, FACTOR_ROWS,
-    FACTOR_COLUMNS, INTEGERS,
-) = range(89)  # fmt: skip
+    FACTOR_COLUMNS, AT_LAUNCHES, INTEGERS,
+) = range(90)  # fmt: skip
 
 # The instants and seconds of a replay's state, and the sums over its steps.
 (
     NOW, BEFORE, FIRST_DUE, PATIENCE, LATE_S, MAX_CLOCK, END_S, BASE_S, SEQ_S, EAGER_S,
     PREFILL_BASE_S, DECODE_CONTEXT_S, MIXED_CONTEXT_S, SPREAD_S, MIXED_SPREAD_S,
-    PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, GATE_WAIT_S, STEPS_N, STEPS_S,
+    PREFILL_CONTEXT_S, TIDY_S, BATCH_WAIT_S, LEAD_S, GATE_WAIT_S,
+    # What launching takes the host: a batch with a prompt in a graph, one without, and for
+    # each sequence and token; when it has launched the newest batch, and whether it noticed the
+    # last one late; when the device has nothing left, and when each batch on its way ends.
+    HOST_MIXED_S, HOST_EAGER_S, HOST_SEQ_S, HOST_TOKEN_S, LAUNCHED, WAS_LATE, DEVICE,
+    ENDS_0, ENDS_1, ENDS_2, ENDS_3, STEPS_N, STEPS_S, HOST_BOUND_S,
     CACHED_N, PREEMPTED_N, FULLEST, PEAK_RUNNING, PEAK_WAITING,
     PEAK_USED,
     # Steps that decode alone: how many, sequences, their squares, seconds, seconds x sequences.
     ALONE_N, ALONE_SEQS, ALONE_SQUARES, ALONE_S, ALONE_PRODUCT,
     # The others: how many, sequences, prompt tokens, seconds.
     MIXED_N, MIXED_SEQS, MIXED_TOKENS, MIXED_S, FLOATS,
-) = range(38)  # fmt: skip
+) = range(50)  # fmt: skip
 
 # The columns of a request's instants, of its answer, and of what refers to it.
 DUE, SENT_AT, FIRST, LAST = range(4)
@@ -1133,6 +1138,42 @@ def _step_s(g, x, t, decodes, prefill, decode_context, prefill_context, spread):
 
 
 @_inlined
+def _launch_s(g, x, t, decodes, prefill):
+    """Return the seconds that launching a batch takes the host, as Host.launch_s does."""
+    if prefill == 0:
+        return t[g[AT_LAUNCHES] + decodes]
+    is_in_graph = g[AT_MIXED] + decodes + prefill < g[AT_KNOTS]
+    kind_s = x[HOST_MIXED_S] if is_in_graph else x[HOST_EAGER_S]
+    return kind_s + x[HOST_SEQ_S] * decodes + x[HOST_TOKEN_S] * prefill
+
+
+@_inlined
+def _launch(g, x, w, t):
+    """Launch the newest batch: the device begins once it is free, and ends no sooner."""
+    step = g[STEP] - 1
+    batch = _batch(g, step)
+    decodes, prefill = w[batch + B_DECODES], w[batch + B_PREFILL]
+    context, pairs = w[batch + B_DECODE_CONTEXT], w[batch + B_PREFILL_CONTEXT]
+    spread = _spread(decodes, context, w[batch + B_SQUARES])
+    took_s = _step_s(g, x, t, decodes, prefill, context, pairs, spread)
+    x[LAUNCHED] = x[NOW] + _launch_s(g, x, t, decodes, prefill)
+    x[DEVICE] = max(max(x[DEVICE], x[NOW]) + took_s, x[LAUNCHED])
+    x[ENDS_0 + (step & (PIPE - 1))] = x[DEVICE]
+
+
+@_inlined
+def _notice(x, step):
+    """Wait for a batch that the device computes; the next one is launched before."""
+    ends_s = x[ENDS_0 + (step & (PIPE - 1))]
+    is_late = x[LAUNCHED] > ends_s
+    now_s = x[LAUNCHED] if is_late else ends_s
+    if is_late and x[WAS_LATE]:
+        x[HOST_BOUND_S] += now_s - x[NOW]
+    x[WAS_LATE] = is_late
+    x[NOW] = now_s
+
+
+@_inlined
 def _note_steps(
     g,
     x,
@@ -1521,8 +1562,13 @@ def _complete(g, x, w, t, sl, f, h, log):
     decodes, prefill = w[batch + B_DECODES], w[batch + B_PREFILL]
     context, pairs = w[batch + B_DECODE_CONTEXT], w[batch + B_PREFILL_CONTEXT]
     spread = _spread(decodes, context, w[batch + B_SQUARES])
-    took_s = _step_s(g, x, t, decodes, prefill, context, pairs, spread)
-    x[NOW] += took_s
+    if g[AHEAD]:
+        took_s = -x[NOW]
+        _notice(x, step)
+        took_s += x[NOW]
+    else:
+        took_s = _step_s(g, x, t, decodes, prefill, context, pairs, spread)
+        x[NOW] += took_s
     g[DONE] = step
     g[IN_PIPE] -= 1
     used = w[batch + B_USED]
@@ -1573,13 +1619,18 @@ def _complete(g, x, w, t, sl, f, h, log):
 @_inlined
 def _turn(g, x, w, t, sl, f, r, q, h, log, tr, kv):
     """Schedule a batch, and complete the one whose turn it is."""
+    x[LAUNCHED] = x[NOW]
     if g[RUNNING] > 0 or g[WAITING] > 0 or g[TIDY]:
         is_empty = _schedule(g, x, w, sl, f, r, q, tr, kv)
         if g[STATUS] != GOES:
             return
+        if g[AHEAD]:
+            _launch(g, x, w, t)
         has_requests = g[RUNNING] > 0 or g[WAITING] > 0
         if g[AHEAD] and g[IN_PIPE] < 2 and (has_requests or not is_empty):
-            _note_steps(g, x, h, log, 0.0, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0)
+            took_s = x[LAUNCHED] - x[NOW]
+            x[NOW], x[WAS_LATE] = x[LAUNCHED], 0.0
+            _note_steps(g, x, h, log, took_s, 1, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0)
             g[STUCK] += 1
             return
     _complete(g, x, w, t, sl, f, h, log)
@@ -1645,6 +1696,7 @@ def _leap(g, x, w, t, sl, f, r, q, h, log, kv, tr, due_s):
         if w[g[AT_PHASES] + began % g[BLOCK]] > g[FREE]:
             return 0
         _schedule_decodes(g, w, sl, r, kv)
+        _launch(g, x, w, t)
         _complete(g, x, w, t, sl, f, h, log)
     if not ahead or (x[NOW] < until_s and w[_day(g, began)] < 0):
         _decode_on(g, x, w, t, sl, r, h, log, kv, until_s)
@@ -1674,8 +1726,15 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     spread = _spread(n, attended, _squares_at(g, step - ahead))
     now, slope_s, alone_s = x[NOW], x[DECODE_CONTEXT_S], x[BASE_S] + t[n]
     apart_s, factor = x[SPREAD_S] * spread + 0.0, t[g[CAP] + 1 + n]
-    took_s = used_sum = 0.0
+    launch_s, device, is_late = t[g[AT_LAUNCHES] + n], x[DEVICE], x[WAS_LATE] > 0
+    first_s = took_s = used_sum = 0.0
     while w[phases + phase] <= free:
+        launched = now + launch_s
+        was_late, is_late = is_late, ahead and launched > device
+        # Like ones are noticed alike; the first that is not goes by itself.
+        if is_late != was_late and step > began:
+            is_late = was_late
+            break
         last_used = used
         if g[IS_CACHED]:
             g[STEP] = step
@@ -1686,14 +1745,28 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         used = float(blocks - free)
         if not ahead:
             last_used = used
-        # As StepModel.step_s adds them, so that both come to the same instants.
-        took_s = (alone_s + (slope_s * context + apart_s)) * factor
-        now += took_s
+        before = now
+        if ahead:
+            # The batch that is launched attends to a token of each more than the one noticed.
+            computes_s = (alone_s + (slope_s * (context + n) + apart_s)) * factor
+            ends = device
+            device = max(max(device, now) + computes_s, launched)
+            now = launched if is_late else ends
+            if is_late and was_late:
+                x[HOST_BOUND_S] += now - before
+        else:
+            # As StepModel.step_s adds them, so that both come to the same instants.
+            now += (alone_s + (slope_s * context + apart_s)) * factor
+        took_s = now - before
+        if step == began:
+            first_s = took_s
         used_sum += last_used * took_s
         context += n
         phase = phase + 1 if phase + 1 < block else 0
         step += 1
         if now >= until_s or w[calendar + ((step - 1) & g[LAST_DAY])] >= 0:
+            break
+        if is_late != was_late:
             break
     steps = step - began
     if steps == 0:
@@ -1722,10 +1795,11 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         0,
         0,
     )
-    first_s = (alone_s + (slope_s * first_context + apart_s)) * factor
     _count_like(h, steps, n, first_s, took_s, took_all_s)
     if ahead:
         _note_decodes(g, w, step - 1)
+        x[DEVICE] = x[ENDS_0 + ((step - 1) & (PIPE - 1))] = device
+        x[WAS_LATE] = is_late
 
 
 @_inlined

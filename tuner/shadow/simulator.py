@@ -388,6 +388,7 @@ class Simulation:
             max_step_tokens=int(x[s.FULLEST]),
             decode_tokens=int(x[s.ALONE_SEQS] + x[s.MIXED_SEQS]),
             costs=costs.fit(),
+            host_bound_s=float(x[s.HOST_BOUND_S]),
         )
 
 
@@ -476,6 +477,8 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
     x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
     x[s.SPREAD_S], x[s.MIXED_SPREAD_S] = model.spread_s, model.mixed_spread_s
     x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
+    x[s.HOST_MIXED_S], x[s.HOST_EAGER_S] = model.host.mixed_s, model.host.eager_s
+    x[s.HOST_SEQ_S], x[s.HOST_TOKEN_S] = model.host.seq_s, model.host.token_s
     x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
@@ -484,7 +487,8 @@ def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Flo
 def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
     """Return the seconds and factors of decodes alone, and how to find those of others.
 
-    Which are the seconds of tokens in a graph, the curve beyond it, and all factors.
+    Which are the seconds of tokens in a graph, the curve beyond it, and all factors. Last comes
+    what launching decodes alone takes the host.
     """
     alone_s, mixed_s = model.tables(int(g[s.CAP]))
     if mixed_s.size == 1:
@@ -495,7 +499,10 @@ def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
     g[s.AT_KNOTS], g[s.KNOTS] = g[s.AT_MIXED] + mixed_s.size, curve.shape[1]
     g[s.AT_FACTORS] = g[s.AT_KNOTS] + curve.size
     g[s.FACTOR_ROWS], g[s.FACTOR_COLUMNS] = factors.shape
-    return np.concatenate([alone_s, alone, mixed_s, curve.ravel(), factors.ravel()])
+    g[s.AT_LAUNCHES] = g[s.AT_FACTORS] + factors.size
+    launches_s = model.launches_s(int(g[s.CAP]))
+    parts = [alone_s, alone, mixed_s, curve.ravel(), factors.ravel(), launches_s]
+    return np.concatenate(parts)
 
 
 def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:

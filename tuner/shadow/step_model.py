@@ -136,6 +136,58 @@ def places(x: Floats) -> tuple[NDArray[np.int64], Floats]:
     return i, (x - low) / (high - low)
 
 
+def _check_seconds(name: str, *values_s: float) -> None:
+    for value_s in values_s:
+        if not (math.isfinite(value_s) and value_s >= 0.0):
+            raise UsageError(f"{name} must be finite and not negative, got {value_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the host of an asynchronous engine takes to launch a batch, beside the device.
+
+    `full_s` where all of it is one graph, `mixed_s` where a graph leaves the attention of a
+    prompt out, `eager_s` where it is launched as it is; besides `seq_s` for each decoding
+    sequence and `token_s` for each prefilled token. All 0 where the device alone takes time.
+
+    Units: seconds.
+    Raises: UsageError if one is negative or not finite.
+    """
+
+    full_s: float = 0.0
+    mixed_s: float = 0.0
+    eager_s: float = 0.0
+    seq_s: float = 0.0
+    token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the seconds."""
+        for part in fields(self):
+            _check_seconds(f"host.{part.name}", getattr(self, part.name))
+
+    def launch_s(self, batch: Batch, graphs: Graphs) -> float:
+        """Return the seconds that launching the batch takes; of an empty one none."""
+        if not batch.tokens:
+            return 0.0
+        has_prompt = batch.prefill_tokens > 0
+        if graphs.padded(batch.tokens, has_prompt=has_prompt) is None:
+            kind_s = self.eager_s
+        else:
+            kind_s = self.mixed_s if has_prompt else self.full_s
+        return kind_s + self.seq_s * batch.decode_seqs + self.token_s * batch.prefill_tokens
+
+    @staticmethod
+    def loads_of(decode_seqs: Floats, prefill_tokens: Floats, graphs: Graphs) -> Floats:
+        """Return what each of the seconds is times. Shapes: [rows, 5]."""
+        has_prompt = prefill_tokens > 0
+        _, has_graph = graphs.padded_along(decode_seqs + prefill_tokens, has_prompt)
+        kinds = (has_graph & ~has_prompt, has_graph & has_prompt, ~has_graph)
+        return np.column_stack([*kinds, decode_seqs, prefill_tokens]).astype(np.float64)
+
+
+NO_HOST = Host()
+
+
 class _Curves:
     """Room for the curve; a plain base, so that it is no field of the model."""
 
@@ -156,7 +208,8 @@ class StepModel(_Curves):
     their contexts are apart, since the longest is ready last, and `mixed_spread_s` for each
     beside a prompt; `prefill_context_s` for each token that prefilled ones attend to. `factors`
     is what is left of the measured times, by what is in a batch. `tidy_s` is a turn that
-    completes no batch.
+    completes no batch. Where a `host` launches the next batch meanwhile, all this is the
+    device's time.
 
     Units: knots in tokens, slopes in seconds per token; contexts and spread as Batch has them.
     Raises: UsageError if knots do not ascend from 0 with a slope each, or a coefficient is
@@ -177,6 +230,7 @@ class StepModel(_Curves):
     tidy_s: float
     graphs: Graphs = NO_GRAPHS
     factors: Factors = Factors()
+    host: Host = NO_HOST
 
     @classmethod
     def linear(
@@ -222,6 +276,10 @@ class StepModel(_Curves):
         context_s += apart_s * batch.decode_spread_tokens + prefill_s
         return (self.base_s + work_s + context_s) * self.factors.at(seqs, prefill)
 
+    def launch_s(self, batch: Batch) -> float:
+        """Return the seconds that launching the batch takes the host."""
+        return self.host.launch_s(batch, self.graphs)
+
     def predict_s(self, steps: StepColumns) -> Floats:
         """Return what step_s says of the batch of every row; of a run, of its first step.
 
@@ -250,11 +308,12 @@ class StepModel(_Curves):
         Shapes: [most_seqs + 1] and [largest + 1].
         """
         seqs = np.arange(most_seqs + 1, dtype=np.float64)
-        padded, is_eager = _run_as(seqs, seqs < 0, self.graphs)
+        padded, has_graph = self.graphs.padded_along(seqs, seqs < 0)
+        is_eager = ~has_graph & bool(self.graphs.sizes)
         alone_s = self._tokens.along(padded) + self.seq_s * seqs + self.eager_s * is_eager
         largest = max(self.graphs.sizes, default=0) if self.graphs.has_mixed else 0
         tokens = np.arange(largest + 1, dtype=np.float64)
-        return alone_s, self._tokens.along(_run_as(tokens, tokens > 0, self.graphs)[0])
+        return alone_s, self._tokens.along(self.graphs.padded_along(tokens, tokens > 0)[0])
 
     def token_curve(self) -> Floats:
         """Return the curve of tokens: its knots, the seconds there, the slopes.
@@ -264,8 +323,19 @@ class StepModel(_Curves):
         curve = self._tokens
         return np.array([curve.knots, curve.heights_s, curve.slopes_s], dtype=np.float64)
 
+    def launches_s(self, most_seqs: int) -> Floats:
+        """Return what launching 0 to most_seqs decoding sequences takes the host.
+
+        Shapes: [most_seqs + 1].
+        """
+        seqs = np.arange(most_seqs + 1, dtype=np.float64)
+        loads = Host.loads_of(seqs, np.zeros(seqs.size), self.graphs)
+        found_s: Floats = loads @ np.array([getattr(self.host, f.name) for f in fields(Host)])
+        found_s[0] = 0.0
+        return found_s
+
     def scaled(self, ratio: float) -> StepModel:
-        """Return the model of which every batch takes ratio times as long."""
+        """Return the model of which every batch takes the device ratio times as long."""
         scalars: dict[str, Any] = {name: getattr(self, name) * ratio for name in SCALARS}
         slopes_s = tuple(s * ratio for s in self.token_slopes_s)
         return replace(self, token_slopes_s=slopes_s, **scalars)
@@ -302,21 +372,6 @@ class FitError:
     distorted_ratio: float
 
 
-def _run_as(
-    tokens: Floats, has_prompt: NDArray[np.bool_], graphs: Graphs
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the tokens that batches compute once padded, and which are launched eagerly.
-
-    As `Graphs.padded` has it. Shapes: those of tokens.
-    """
-    if not graphs.sizes:
-        return tokens, np.zeros(tokens.shape, dtype=np.bool_)
-    at = np.searchsorted(graphs.sizes, tokens, "left")
-    sizes = np.asarray(graphs.sizes, dtype=np.float64)[np.minimum(at, len(graphs.sizes) - 1)]
-    is_eager = (at == len(graphs.sizes)) | (has_prompt & (not graphs.has_mixed))
-    return np.where(is_eager | (tokens == 0), tokens, sizes), is_eager
-
-
 def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
     """Return the tokens that each row computes once padded, and what SCALARS are times.
 
@@ -325,7 +380,8 @@ def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
     seqs, prefill = steps.decode_seqs, steps.prefill_tokens
     has_prompt, context = prefill > 0, steps.decode_context_tokens
     spread = steps.decode_spread_tokens
-    padded, is_eager = _run_as(seqs + prefill, has_prompt, graphs)
+    padded, has_graph = graphs.padded_along(seqs + prefill, has_prompt)
+    is_eager = ~has_graph & bool(graphs.sizes)
     loads = (
         np.ones(len(steps)),
         seqs,
@@ -342,9 +398,3 @@ def loads_of(steps: StepColumns, graphs: Graphs) -> tuple[Floats, Floats]:
 
 def _ascends(numbers: tuple[int, ...]) -> bool:
     return all(a < b for a, b in pairwise(numbers))
-
-
-def _check_seconds(name: str, *values_s: float) -> None:
-    for value_s in values_s:
-        if not (math.isfinite(value_s) and value_s >= 0.0):
-            raise UsageError(f"{name} must be finite and not negative, got {value_s}")
