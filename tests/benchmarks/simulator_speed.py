@@ -45,7 +45,8 @@ from tuner.replay.metrics import measure
 from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.fleet import Fleet, simulate_fleet
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.prompts import PromptSource

@@ -19,7 +19,8 @@ from tuner.shadow.agreement import compare, first_departure, singly, together
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay, replay_reference
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace

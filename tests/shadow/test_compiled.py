@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import UsageError
-from tuner.shadow import simulator
+from tuner.shadow.compiled import compiled_meanwhile
 
 SOURCE = """
 from tuner.shadow.compiled import compiled, warms_up
@@ -189,7 +189,7 @@ def test_what_is_registered_is_warm_for_the_next_process(folder: Path) -> None:
 
 @pytest.mark.parametrize("error", [None, UsageError("no numba")])
 def test_what_is_compiled_while_something_else_is_waited_for_is_there_afterwards(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    error: Exception | None,
 ) -> None:
     began, done = threading.Event(), []
 
@@ -200,20 +200,16 @@ def test_what_is_compiled_while_something_else_is_waited_for_is_there_afterwards
         if error is not None:
             raise error  # it is raised once more where something is predicted
 
-    monkeypatch.setattr(simulator, "_warm_up", compile_it)
-    with simulator.compiled_meanwhile():
+    with compiled_meanwhile(compile_it):
         assert began.wait(10.0)
         assert not done
     assert done
     assert done != [threading.main_thread()]
 
 
-def test_nobody_waits_for_the_compiler_when_what_was_waited_for_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nobody_waits_for_the_compiler_when_what_was_waited_for_fails() -> None:
     ends = threading.Event()
-    monkeypatch.setattr(simulator, "_warm_up", lambda: ends.wait(10.0))
-    with pytest.raises(KeyboardInterrupt), simulator.compiled_meanwhile():
+    with pytest.raises(KeyboardInterrupt), compiled_meanwhile(lambda: ends.wait(10.0)):
         raise KeyboardInterrupt
     assert not ends.is_set()
     ends.set()

@@ -15,7 +15,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.shadow.fleet import Autoscaler, Fleet, FleetLog, simulate_fleet
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.reshape import CACHED_SHARE, MAX_BUSIER, Router
 from tuner.traffic.traces import Trace

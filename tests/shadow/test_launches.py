@@ -27,7 +27,8 @@ from tuner.shadow.fit import host_of
 from tuner.shadow.launches import on_device
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.shadow.step_model import NO_HOST, Host, StepModel
 from tuner.stats import Floats
 from tuner.traffic.prompts import PromptSource

@@ -19,7 +19,7 @@ from tuner.engine.protocol import Batch, Engine
 from tuner.replay.arrivals import Sessions
 from tuner.replay.loop import ReplayLog, replay
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.simulator import unknown_options
+from tuner.shadow.simulated import unknown_options
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace, Turns

@@ -16,7 +16,7 @@ from tuner.engine.demo import demo_engine_args
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError
-from tuner.shadow.simulator import unknown_options
+from tuner.shadow.simulated import unknown_options
 
 CEILING = EngineLimits(16, 512)
 

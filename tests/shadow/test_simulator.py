@@ -31,7 +31,8 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.timeline import Outcome
 from tuner.shadow import schedule
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import SimulatedEngine, simulate, tiny_replay
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate, tiny_replay
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Turns

@@ -30,7 +30,8 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Timelines
 from tuner.shadow.fit import Fit, fit
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 

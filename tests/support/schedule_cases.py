@@ -13,7 +13,7 @@ from tuner.engine.shape import EngineShape, Graphs
 from tuner.gate import GateLimits
 from tuner.replay.arrivals import Sessions, StaticBatches
 from tuner.replay.plan import CutRule, ReplayPlan
-from tuner.shadow.simulator import SimulatedEngine
+from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.step_model import NO_HOST, Factors, Host, StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import LoadModel, Trace, Turns

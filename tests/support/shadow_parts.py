@@ -19,7 +19,8 @@ from tuner.replay.loop import ReplayLog
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.reference import ReferenceEngine, StepTimer
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace

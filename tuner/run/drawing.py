@@ -38,6 +38,7 @@ from tuner.search.trials import Observation, leader
 from tuner.shadow import simulator
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Estimate, Floats, even_normals
 from tuner.traffic.resample import Resampler, at_load
@@ -383,7 +384,7 @@ class Drawing:
 
     def possible(
         self, limits: EngineLimits, count: int
-    ) -> list[tuple[Replays, simulator.SimulatedEngine]]:
+    ) -> list[tuple[Replays, SimulatedEngine]]:
         """Return draws of other traffic, each with an engine of the setting as it may be."""
         engines = self._engines(limits, -(-count // DRAWS_PER_MODEL))
         return [(self._other_traffic(k), engines[k % len(engines)]) for k in range(count)]
@@ -416,7 +417,7 @@ class Drawing:
         return Replays(self._workload, [p if r is None else r.draw(rng) for p, r in pairs])
 
     def _counted(
-        self, replays: Replays, limits: EngineLimits, engine: simulator.SimulatedEngine
+        self, replays: Replays, limits: EngineLimits, engine: SimulatedEngine
     ) -> Floats:
         """Return what counts of a replay; what failed, as in its live replay, always fails."""
         outcome = self.predictions.outcomes[limits]
@@ -427,7 +428,7 @@ class Drawing:
         counted: Floats = drawn_of([score])[0]
         return counted
 
-    def _engines(self, limits: EngineLimits, models: int) -> list[simulator.SimulatedEngine]:
+    def _engines(self, limits: EngineLimits, models: int) -> list[SimulatedEngine]:
         """Return the engine of a setting with each step model that is as possible."""
         profile, engine = self._predictor.profile, self._predictor.simulated(limits)
         if profile.uncertainty is None:
@@ -500,13 +501,13 @@ class Replays:
         return self._laid_out[place]
 
     def logs(
-        self, engine: simulator.SimulatedEngine, limits: EngineLimits, plan: ReplayPlan
+        self, engine: SimulatedEngine, limits: EngineLimits, plan: ReplayPlan
     ) -> list[ReplayLog]:
         """Return the replay of each piece by a plan. Raises: EngineError."""
         pieces = self.traffic_at(plan)
         return [simulator.simulate(engine, piece, limits, plan) for piece in pieces]
 
-    def score(self, engine: simulator.SimulatedEngine, limits: EngineLimits) -> Score:
+    def score(self, engine: SimulatedEngine, limits: EngineLimits) -> Score:
         """Return the score of a setting on the drawn traffic."""
         workload, load = self._workload, self._workload.plan.load
         at = partial(self.measure, engine, limits)
@@ -515,7 +516,7 @@ class Replays:
         return scored(workload, at(load))
 
     def measure(
-        self, engine: simulator.SimulatedEngine, limits: EngineLimits, load: float
+        self, engine: SimulatedEngine, limits: EngineLimits, load: float
     ) -> Measurement | Failure:
         """Return what a setting does at a multiple of the recorded load."""
         try:

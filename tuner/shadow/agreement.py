@@ -21,7 +21,8 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Agreement
 from tuner.shadow.reference import ReferenceReplay
-from tuner.shadow.simulator import SimulatedEngine, simulate
+from tuner.shadow.simulated import SimulatedEngine
+from tuner.shadow.simulator import simulate
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 

@@ -18,8 +18,10 @@ import inspect
 import logging
 import pkgutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -132,6 +134,23 @@ def warm_up() -> int:
     for call in _warm_ups:
         call()
     return len(_warm_ups)
+
+
+@contextmanager
+def compiled_meanwhile(call: Callable[[], object]) -> Iterator[None]:
+    """Have a call compile what it needs, if it is not yet, while something else is waited for.
+
+    What keeps it from being compiled is raised where it is first asked.
+    """
+
+    def compile_it() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=compile_it, name="compile", daemon=True)
+    thread.start()
+    yield
+    thread.join()
 
 
 def cache_folder() -> Path | None:

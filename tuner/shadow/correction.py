@@ -153,7 +153,7 @@ class Anchor:
         """Return the mean step of so many requests, of which each is prefilled once."""
         seqs, model = max(running, 1), profile.step_model_at(profile.current_limits)
         context = seqs * self.context_tokens
-        alone_s = model.step_s(Batch(seqs, 0, 0, context, 0, 0, 0))
+        alone_s = model.interval_s(Batch(seqs, 0, 0, context, 0, 0, 0))
         if not self.prompt_tokens:
             return alone_s
         # Each step brings a token of all that run, so that so much is prefilled beside each:
@@ -163,7 +163,7 @@ class Anchor:
         tokens = min(round(max(beside, self.prompt_tokens)), budget)
         # In the mean a token of a prompt attends to half of it.
         pairs = tokens * (self.prompt_tokens + 1) // 2
-        mixed_s = model.step_s(Batch(seqs, tokens, 1, context, pairs, 0, 0))
+        mixed_s = model.interval_s(Batch(seqs, tokens, 1, context, pairs, 0, 0))
         share = min(1.0, beside / tokens)
         return (1 - share) * alone_s + share * mixed_s
 

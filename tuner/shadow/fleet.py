@@ -24,13 +24,8 @@ from tuner.shadow import routing as r
 from tuner.shadow import schedule as s
 from tuner.shadow.compiled import warms_up
 from tuner.shadow.prepared import PreparedTrace
-from tuner.shadow.simulator import (
-    SimulatedEngine,
-    Simulation,
-    check_sizes,
-    first_slots,
-    tiny_replay,
-)
+from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
+from tuner.shadow.simulator import Simulation, tiny_replay
 from tuner.stats import Floats, Ints
 from tuner.traffic.reshape import CACHED_SHARE, MAX_BUSIER, Router
 from tuner.traffic.traces import LoadModel

@@ -22,12 +22,8 @@ from tuner.shadow.calibration import StatedError, error_ratio
 from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import Profile
 from tuner.shadow.reference import ReferenceEngine
-from tuner.shadow.simulator import (
-    SimulatedEngine,
-    room_for,
-    simulate,
-    unknown_options,
-)
+from tuner.shadow.simulated import SimulatedEngine, unknown_options
+from tuner.shadow.simulator import room_for, simulate
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.resample import at_load

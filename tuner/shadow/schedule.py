@@ -6,7 +6,7 @@ its last token is scheduled, so that a step costs the same for one of them as fo
 Steps in which their order could matter (blocks run short, the token budget is spent, several
 prompts in pieces) go through the running list one by one.
 
-`advance` is the only entry; `simulator` lays out the arrays and reads them.
+`advance` is the only entry; `simulated` lays out the arrays, and `simulator` reads them.
 
 Source: vLLM 0.32, vllm/v1/core/sched/scheduler.py, async_scheduler.py, kv_cache_manager.py,
 block_pool.py.
@@ -1874,7 +1874,7 @@ def stop_all(g, x, w, sl, f, q):
 def advance(g, x, w, t, sl, f, r, q, h, log, tr, kv, turns):
     """Go on with a replay for so many turns, or until it has ended; True while there is more.
 
-    The status says how it ended. Everything is in the arrays, which `simulator` describes.
+    The status says how it ended. Everything is in the arrays, which `simulated` lays out.
     """
     for _ in range(turns):
         if g[KEEPS_LOG] and g[LOGGED] >= log.shape[0] - 2:

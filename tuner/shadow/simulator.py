@@ -1,39 +1,34 @@
 """Replays of a trace on vLLM's scheduler compiled, without vLLM: an hour in milliseconds.
 
-Lays out the arrays that `schedule` works on, and makes of them the same log as a replay on an
-engine. What the scheduler is told comes from an EngineShape, how long a batch takes from a
-StepModel.
+Has `schedule` work on the arrays of `simulated`, and makes of them the same log as a replay on
+an engine.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import SUPPORTED_KV, EngineShape
 from tuner.engine.steps import CostSums, StepColumns, StepSummary, joined
-from tuner.errors import EngineError, ReplayError, ShadowError, UsageError
+from tuner.errors import EngineError, ReplayError, UsageError
 from tuner.files import free_bytes
 from tuner.replay.arrivals import check_priorities
 from tuner.replay.loop import PROGRESS_EVERY_S, Progress, ReplayLog, log_of
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.timeline import Outcome, Timelines
 from tuner.shadow import schedule as s
+from tuner.shadow import simulated
 from tuner.shadow.compiled import warms_up
-from tuner.shadow.prepared import PreparedTrace, fixed
+from tuner.shadow.prepared import PreparedTrace
+from tuner.shadow.simulated import SimulatedEngine, check_sizes, first_slots
 from tuner.shadow.step_model import StepModel
 from tuner.stats import Floats, WeightedSamples
-from tuner.traffic.answers import HeldAnswers
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
 
@@ -48,71 +43,6 @@ _LOG_ROWS: Final = 1 << 16
 # Histograms of replays that have ended, zeros again: ours, since clearing six megabytes for
 # each replay takes as long as scheduling thousands of requests.
 _EMPTIED: Final[list[Floats]] = []
-# What an option has to be so that the schedule is the one that is compiled; of those that it
-# knows, None.
-_KNOWN: Final[Mapping[str, tuple[object, ...] | None]] = {
-    "policy": (None, "fcfs", "priority"),
-    "enable_chunked_prefill": None,
-    "long_prefill_token_threshold": None,
-    "long_prefill_token_threshold_adaptive": None,
-    "scheduler_reserve_full_isl": None,
-    "watermark": None,
-    "prefill_schedule_interval": None,
-    "max_num_queued_reqs": (None,),
-    "max_num_queued_tokens": (None,),
-    # Of no consequence to the schedule of a text model with one group of full attention.
-    "disable_chunked_mm_input": None,
-    "disable_hybrid_kv_cache_manager": None,
-    "enable_prefix_caching": None,
-    "max_num_partial_prefills": (None, 1),
-    "max_long_partial_prefills": (None, 1),
-    "num_lookahead_slots": (None, 0),
-    "num_lookahead_tokens": (None, 0),
-    "delay_factor": (None, 0.0),
-    "cuda_graph_sizes": None,
-    "send_delta_data": None,
-    "preemption_mode": (None, "recompute"),
-    "num_scheduler_steps": (None, 1),
-    "multi_step_stream_outputs": None,
-}
-
-
-def unknown_options(shape: EngineShape) -> list[str]:
-    """Return what of an engine the compiled schedule does not know, a few words each."""
-    notes = [
-        f"{name}: {value}"
-        for name, value in sorted(shape.scheduler.items())
-        if name not in _KNOWN or ((allowed := _KNOWN[name]) and value not in allowed)
-    ]
-    if shape.kv_kind not in SUPPORTED_KV:
-        notes.append(f"a KV cache of {shape.kv_kind}")
-    return notes
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedEngine:
-    """An engine that is simulated: its scheduler's options, its blocks, its steps.
-
-    `ceiling` are the limits it was started with, which an adaptive threshold for long prompts
-    goes by.
-
-    Units: num_blocks as vLLM counts them, one of which it keeps for itself.
-    Raises: ShadowError naming options that the simulator does not know.
-    """
-
-    shape: EngineShape
-    num_blocks: int
-    step_model: StepModel
-    ceiling: EngineLimits
-
-    def __post_init__(self) -> None:
-        if unknown := unknown_options(self.shape):
-            raise ShadowError(
-                f"the simulator does not know {', '.join(unknown)}",
-                "install vLLM, whose own scheduler is asked then",
-            )
-        if self.num_blocks < 2:
-            raise ShadowError(f"a KV cache has 2 blocks or more, got {self.num_blocks}")
 
 
 def simulate(
@@ -171,39 +101,6 @@ def room_for(trace: Trace, shape: EngineShape) -> int:
     return int(min(free // max(needed, 1), 1 << 16))
 
 
-def first_slots(engine: SimulatedEngine, prepared: PreparedTrace, limits: EngineLimits) -> int:
-    """Return for how many requests that run or were preempted there is room at first."""
-    slots = min(limits.max_num_seqs, len(prepared.trace)) + 1
-    if engine.shape.has_priorities:
-        # Whoever was preempted may wait behind those who came later.
-        slots = min(4 * slots, len(prepared.trace) + 1)
-    return slots
-
-
-def check_sizes(engine: SimulatedEngine, prepared: PreparedTrace) -> None:
-    """Refuse what would be preempted for ever. Raises: EngineError."""
-    shape, blocks = engine.shape, engine.num_blocks - 1
-    # The last token of an answer is never computed.
-    longest, _ = prepared.longest(shape.max_model_len)
-    if -(-(longest - 1) // shape.block_size) > blocks:
-        tokens = prepared.prompts + prepared.outputs
-        needed = np.where(
-            tokens <= shape.max_model_len, -(-(tokens - 1) // shape.block_size), 0
-        )
-        row = int(np.argmax(needed > blocks))
-        raise EngineError(
-            f"request {row} is larger than the KV cache: it takes {needed[row]} blocks of"
-            f" {shape.block_size} tokens, there are {blocks}",
-            "give the cache more memory, or refuse such requests with a smaller max-model-len",
-        )
-
-
-def _option(shape: EngineShape, name: str, default: float = 0) -> float:
-    """Return a number among the scheduler's options, the default where it is not set."""
-    value = shape.scheduler.get(name)
-    return default if value is None else float(value)
-
-
 class Simulation:
     """One replay: its arrays, and what is read from them."""
 
@@ -225,10 +122,10 @@ class Simulation:
         self._measures = plan.lead_in_s == 0
         trace = prepared.trace
         n = len(trace)
-        self._g = _integers(engine, prepared, limits, plan, slots, caches=caches)
-        self._x = _seconds(engine.step_model, prepared, plan)
-        self._t = _table(engine.step_model, self._g)
-        self._w = _work(self._g)
+        self._g = simulated.integers(engine, prepared, limits, plan, slots, caches=caches)
+        self._x = simulated.seconds(engine.step_model, prepared, plan)
+        self._t = simulated.table(engine.step_model, self._g)
+        self._w = simulated.work(self._g)
         self._slots = np.zeros((slots, s.SLOT_FIELDS), np.int64)
         # One row alone would be contiguous both ways, another type to numba: compiled anew.
         rows = max(n, 2)
@@ -240,8 +137,8 @@ class Simulation:
         self._refs[:, s.SLOT_OF] = -1
         self._histograms = _histograms()
         self._log = np.empty((_LOG_ROWS if plan.keep_steps else 1, s.LOG_FIELDS))
-        self._ready = _ready(prepared, self._g)
-        self._cache = _cache(prepared, self._g, caches=caches)
+        self._ready = simulated.ready(prepared, self._g)
+        self._cache = simulated.cache(prepared, self._g, caches=caches)
 
     def run(self, on_progress: Callable[[Progress], bool] | None) -> int:
         """Go on to the end, or until the caller stops it; return the status.
@@ -400,174 +297,6 @@ def _histograms() -> Floats:
         return np.zeros(s.HISTOGRAMS * s.ROOM)
 
 
-def _integers(
-    engine: SimulatedEngine,
-    prepared: PreparedTrace,
-    limits: EngineLimits,
-    plan: ReplayPlan,
-    slots: int,
-    *,
-    caches: bool,
-) -> NDArray[np.int64]:
-    """Return the integers of a replay's state before it begins."""
-    shape, trace = engine.shape, prepared.trace
-    n, block = len(trace), shape.block_size
-    g = np.zeros(s.INTEGERS, np.int64)
-    g[s.DONE], g[s.LAST_PREFILL] = -1, 0
-    g[s.FREE] = g[s.ALL_BLOCKS] = engine.num_blocks - 1
-    g[s.FREE_SLOTS] = g[s.SLOTS] = slots
-    g[s.CAP], g[s.BUDGET] = min(limits.max_num_seqs, n), limits.max_num_batched_tokens
-    g[s.INPUT_BUDGET] = engine.ceiling.max_num_batched_tokens
-    g[s.THRESHOLD] = int(_option(shape, "long_prefill_token_threshold"))
-    g[s.ADAPTIVE] = bool(_option(shape, "long_prefill_token_threshold_adaptive"))
-    g[s.CHUNKS] = bool(_option(shape, "enable_chunked_prefill", 1))
-    g[s.RESERVES] = bool(_option(shape, "scheduler_reserve_full_isl"))
-    g[s.WATERMARK] = int(_option(shape, "watermark") * engine.num_blocks)
-    g[s.PRIORITY] = shape.has_priorities
-    g[s.AHEAD], g[s.BLOCK] = shape.asynchronous, block
-    g[s.MAX_LENGTH] = shape.max_model_len
-    g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
-    g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
-    _go_by_version(g, shape)
-    _go_by_plan(g, plan)
-    g[s.TARGETS] = len(prepared.targets)
-    recorded = 1 if trace.hashes is None else trace.hashes.block_size
-    g[s.RECORDED_BLOCK], g[s.LINK_KEYS] = recorded, recorded // block + 1
-    longest, answer = prepared.longest(shape.max_model_len)
-    g[s.WIDTH] = longest // block + 2
-    # The calendar has days for more steps than any answer takes, a power of two.
-    g[s.LAST_DAY] = (1 << (answer + 1).bit_length()) - 1
-    return g
-
-
-def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
-    """Set what a plan asks of any traffic."""
-    g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
-    g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.MEASURES] = plan.lead_in_s == 0
-    g[s.GATE_CAP] = g[s.REQUESTS] if plan.gate is None else plan.gate.max_in_flight
-    g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
-
-
-def _go_by_version(g: NDArray[np.int64], shape: EngineShape) -> None:
-    """Set what releases of vLLM decide otherwise."""
-    # Up to 0.30 a threshold also holds for a request that is alone; up to 0.23 all freed blocks
-    # wait in one queue, where later those that no prompt can find are handed out first.
-    g[s.LONE], g[s.KEYLESS_FIRST] = shape.is_since(31), shape.is_since(24)
-    # Under priorities a step of up to 0.27 leaves one out for some that are preempted in it;
-    # from 0.33 on who is preempted for its own sake does not end it. From 0.33 on an interval
-    # between prompts holds for an engine alone, not only for data-parallel ones.
-    g[s.OMITS] = shape.has_priorities and not shape.is_since(28)
-    g[s.YIELDS] = shape.has_priorities and shape.is_since(33)
-    interval = int(_option(shape, "prefill_schedule_interval", 1)) if shape.is_since(33) else 1
-    g[s.INTERVAL], g[s.CARRIED] = interval, -interval
-
-
-def _seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Floats:
-    """Return the instants and sums of a replay's state before it begins."""
-    x = np.zeros(s.FLOATS)
-    x[s.FIRST_DUE] = math.nan
-    x[s.PATIENCE] = math.inf if plan.timeout_s is None else plan.timeout_s
-    x[s.LATE_S] = math.inf if plan.cut.late_s is None else plan.cut.late_s
-    x[s.MAX_CLOCK] = math.inf if plan.cut.max_clock_s is None else plan.cut.max_clock_s
-    x[s.END_S] = prepared.end_s
-    x[s.BASE_S], x[s.SEQ_S], x[s.TIDY_S] = model.base_s, model.seq_s, model.tidy_s
-    x[s.EAGER_S] = model.eager_s if model.graphs.sizes else 0.0
-    x[s.PREFILL_BASE_S] = model.prefill_base_s
-    x[s.DECODE_CONTEXT_S], x[s.MIXED_CONTEXT_S] = model.decode_context_s, model.mixed_context_s
-    x[s.SPREAD_S], x[s.MIXED_SPREAD_S] = model.spread_s, model.mixed_spread_s
-    x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
-    x[s.HOST_MIXED_S], x[s.HOST_EAGER_S] = model.host.mixed_s, model.host.eager_s
-    x[s.HOST_SEQ_S], x[s.HOST_TOKEN_S] = model.host.seq_s, model.host.token_s
-    x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
-    x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
-    return x
-
-
-def _table(model: StepModel, g: NDArray[np.int64]) -> Floats:
-    """Return the seconds and factors of decodes alone, and how to find those of others.
-
-    Which are the seconds of tokens in a graph, the curve beyond it, and all factors. Last comes
-    what launching decodes alone takes the host.
-    """
-    alone_s, mixed_s = model.tables(int(g[s.CAP]))
-    if mixed_s.size == 1:
-        mixed_s = mixed_s[:0]
-    curve, factors = model.token_curve(), model.factors.table
-    alone = model.factors.along(np.arange(alone_s.size, dtype=np.float64), np.zeros(1))
-    g[s.AT_MIXED] = 2 * alone_s.size
-    g[s.AT_KNOTS], g[s.KNOTS] = g[s.AT_MIXED] + mixed_s.size, curve.shape[1]
-    g[s.AT_FACTORS] = g[s.AT_KNOTS] + curve.size
-    g[s.FACTOR_ROWS], g[s.FACTOR_COLUMNS] = factors.shape
-    g[s.AT_LAUNCHES] = g[s.AT_FACTORS] + factors.size
-    launches_s = model.launches_s(int(g[s.CAP]))
-    parts = [alone_s, alone, mixed_s, curve.ravel(), factors.ravel(), launches_s]
-    return np.concatenate(parts)
-
-
-def _work(g: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the room for lists, with where each begins."""
-    slots, block = int(g[s.SLOTS]), int(g[s.BLOCK])
-    sizes = {
-        s.AT_RUN: 2 * slots + 2,
-        s.AT_CALENDAR: int(g[s.LAST_DAY]) + 1,
-        s.AT_PHASES: block,
-        s.AT_BUCKETS: block,
-        s.AT_FRONT: slots + 1,
-        s.AT_FREE_SLOTS: slots,
-        s.AT_SINGLES: s.PIPE * 2 * slots,
-        s.AT_ENDS: s.PIPE * 2 * slots,
-        s.AT_BATCHES: s.PIPE * s.BATCH_FIELDS,
-    }
-    at = 0
-    for name, size in sizes.items():
-        g[name] = at
-        at += size
-    work = np.zeros(at, np.int64)
-    for at, size in ((s.AT_BUCKETS, block), (s.AT_CALENDAR, int(g[s.LAST_DAY]) + 1)):
-        work[g[at] : g[at] + size] = -1
-    work[g[s.AT_FREE_SLOTS] : g[s.AT_FREE_SLOTS] + slots] = np.arange(slots)[::-1]
-    return work
-
-
-def _ready(prepared: PreparedTrace, g: NDArray[np.int64]) -> Floats:
-    """Return the heap of the sessions' requests that may go, by instant and row."""
-    turns = prepared.trace.turns
-    if not prepared.is_causal or turns is None:
-        return np.empty((0, 2))
-    roots = np.flatnonzero(turns.after < 0)
-    ready = np.empty((len(prepared.trace), 2))
-    ready[: roots.size, 0], ready[: roots.size, 1] = prepared.trace.due_s[roots], roots
-    g[s.READY] = roots.size
-    return ready
-
-
-def _cache(prepared: PreparedTrace, g: NDArray[np.int64], *, caches: bool) -> s.Cache:
-    """Return the blocks of a replay that begins, next to nothing where they are but counted."""
-    if not caches:
-        no_row = fixed(np.empty(0), np.int64)
-        pool, keys = np.empty((1, s.BLOCK_FIELDS), np.int32), np.empty(1, np.int64)
-        tables, heads = np.empty((2, 1, 1), np.int32), np.empty(1, np.int32)
-        links = fixed(np.empty(0), np.int32)
-        return s.Cache(pool, keys, tables, heads, links, *[no_row] * 6)
-    blocks = int(g[s.ALL_BLOCKS])
-    pool = np.zeros((blocks + 1, s.BLOCK_FIELDS), np.int32)
-    pool[:, s.NEXT_FREE] = np.roll(np.arange(blocks + 1), -1)
-    pool[:, s.BEFORE_FREE] = np.roll(np.arange(blocks + 1), 1)
-    pool[:, s.SAME_KEY] = -1
-    links, starts, covered, count = prepared.chains
-    firsts, count = prepared.own_keys(int(g[s.BLOCK]), count * int(g[s.LINK_KEYS]))
-    heads = np.full(max(1, count), -1, np.int32)
-    nobody = np.zeros(len(prepared.trace), np.int64)
-    of = prepared.held or HeldAnswers(nobody, nobody, nobody)
-    before, held, reached = (fixed(c, np.int64) for c in (of.before, of.held, of.reached))
-    tables = np.empty((2, int(g[s.SLOTS]), int(g[s.WIDTH])), np.int32)
-    keys = np.full(blocks + 1, s.NO_KEY, np.int64)
-    return s.Cache(
-        *(pool, keys, tables, heads, links, starts, covered, before, held, reached, firsts)
-    )
-
-
 OUTCOMES: Final = {
     Outcome.COMPLETED: s.COMPLETED,
     Outcome.REFUSED: s.REFUSED,
@@ -609,22 +338,6 @@ def tiny_replay() -> tuple[SimulatedEngine, PreparedTrace, EngineLimits, ReplayP
 
 
 @warms_up
-def _warm_up() -> None:
+def warm_up() -> None:
+    """Replay next to nothing, so that everything is compiled."""
     simulate(*tiny_replay())
-
-
-@contextmanager
-def compiled_meanwhile() -> Iterator[None]:
-    """Have the simulator compiled, where it is not yet, while something else is waited for.
-
-    What keeps it from being compiled is raised where it is first asked.
-    """
-
-    def compile_it() -> None:
-        with suppress(Exception):
-            _warm_up()
-
-    thread = threading.Thread(target=compile_it, name="compile", daemon=True)
-    thread.start()
-    yield
-    thread.join()

@@ -280,6 +280,10 @@ class StepModel(_Curves):
         """Return the seconds that launching the batch takes the host."""
         return self.host.launch_s(batch, self.graphs)
 
+    def interval_s(self, batch: Batch) -> float:
+        """Return the seconds from one such batch to the next, the larger of host and device."""
+        return max(self.step_s(batch), self.launch_s(batch))
+
     def predict_s(self, steps: StepColumns) -> Floats:
         """Return what step_s says of the batch of every row; of a run, of its first step.
 

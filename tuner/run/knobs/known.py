@@ -250,7 +250,7 @@ def short_first(trace: Trace) -> Trace:
 
 def _asynchronous(_: Place) -> str:
     return (
-        "a profile does not tell a step's time on the host from that on the device, so that "
+        "a profile does not tell for how much of its own launch a batch waits, so that "
         "starting it either way is what tells"
     )
 

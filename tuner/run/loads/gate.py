@@ -28,7 +28,7 @@ from tuner.run.predict import Predictions, at_once
 from tuner.search.race import CONFIDENCE
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.simulator import SimulatedEngine
+from tuner.shadow.simulated import SimulatedEngine
 from tuner.stats import Bools, Estimate, Floats
 
 # What is tried of each, ours: requests in the engine and before the gate as multiples of

@@ -39,9 +39,10 @@ from tuner.run.trial_runner import TrialRunner
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Observation, Trial, predictions
+from tuner.shadow import simulator
+from tuner.shadow.compiled import compiled_meanwhile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
-from tuner.shadow.simulator import compiled_meanwhile
 from tuner.traffic.windows import Window, whole
 
 NOTHING_ELSE = (
@@ -161,7 +162,8 @@ class Session:
         Raises: EngineError if it does not start at the current ones.
         """
         engine, space = self.runner.engine, self.context.space
-        with nullcontext() if self.method is Method.LIVE else compiled_meanwhile():
+        is_live = self.method is Method.LIVE
+        with nullcontext() if is_live else compiled_meanwhile(simulator.warm_up):
             started = engine.start_below(space.current)
         if engine.ceiling != space.ceiling:
             self.runner.context = self.context.below(engine.ceiling)
