@@ -29,6 +29,7 @@ from tuner.shadow.prepared import PreparedTrace
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.simulated import SimulatedEngine
 from tuner.shadow.simulator import simulate
+from tuner.shadow.speed import MoodSpreads, Speed, Uncertainty, with_host
 from tuner.shadow.step_model import NO_HOST, Host, StepModel
 from tuner.stats import Floats
 from tuner.traffic.prompts import PromptSource
@@ -58,9 +59,7 @@ def replay(limits: EngineLimits, steps: int, seed: int) -> StepColumns:
         decode_context_tokens=seqs * 1200,
     )
     took_s = DEVICE.predict_s(batches) * rng.lognormal(0.0, 0.02, steps)
-    launch_s = Host.loads_of(seqs, prefill, GRAPHS) @ np.array(
-        [HOST.full_s, HOST.mixed_s, HOST.eager_s, HOST.seq_s, HOST.token_s]
-    )
+    launch_s = Host.loads_of(seqs, prefill, GRAPHS) @ HOST.each_s
     return seen(batches, took_s, launch_s)
 
 
@@ -128,6 +127,34 @@ def test_what_launching_takes_the_host_is_learnt() -> None:
     found = host_of([replace(steps, launch_s=launch_s)], [GRAPHS])
     assert found.eager_s == pytest.approx(HOST.eager_s, rel=0.01)
     assert host_of([replace(steps, launch_s=np.zeros(1000))], [GRAPHS]) == NO_HOST
+
+
+def test_what_launching_may_take_at_another_time_follows_what_it_took_at_several() -> None:
+    steps = [replay(EngineLimits(64, 1024), 6000, seed) for seed in range(6)]
+    graphs = [GRAPHS] * len(steps)
+    of_device = Speed(DEVICE, Uncertainty(), MoodSpreads(0.0, 0.0, 0.0, 0.0))
+    spreads = []
+    for times in (1.0, 1.5):
+        # A host that is slower in every other replay, of which each takes more than a span.
+        moody = [
+            replace(s, launch_s=s.launch_s * (times if number % 2 else 1.0))
+            for number, s in enumerate(steps)
+        ]
+        for some in (moody[:2], moody):
+            host = host_of(some, graphs[: len(some)])
+            found = with_host(of_device, host, some, graphs[: len(some)]).model.host
+            spreads.append(found.spread)
+    of_few, of_many, of_few_moods, of_many_moods = spreads
+    assert 0.01 < of_many < of_few < of_few_moods
+    assert of_many < 0.05
+    assert of_many_moods > 0.1
+    # So far the drawn ones are apart.
+    host = replace(HOST, spread=0.2)
+    model = replace(DEVICE, host=host)
+    rows = np.random.default_rng(1).standard_normal((400, 2))
+    drawn = [Uncertainty(start=0.0).moved(model, row) for row in rows]
+    assert np.log([m.host.eager_s for m in drawn]).std() == pytest.approx(0.2, rel=0.1)
+    assert {m.base_s for m in drawn} == {model.base_s}
 
 
 def test_an_engine_that_waits_for_each_batch_has_no_host_beside_it() -> None:

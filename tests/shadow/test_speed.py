@@ -102,7 +102,7 @@ def test_the_stated_spread_holds_the_truth_and_is_not_idle() -> None:
     kinds: list[Kind] = [(16, 2048), (24, 1024), (48, 4096), (4, 512), (32, 2048)]
     for seed in range(6):
         speed, rng = learnt(seed), np.random.default_rng(seed)
-        numbers = rng.standard_normal((60, 1 + len(speed.uncertainty.table)))
+        numbers = rng.standard_normal((60, 2 + len(speed.uncertainty.table)))
         drawn = [speed.uncertainty.moved(speed.model, row) for row in numbers]
         for kind in kinds:
             logs = np.log([ratio(model, kind, (8, 2048)) for model in drawn])
@@ -169,8 +169,8 @@ def test_a_stall_does_not_look_like_a_slow_batch() -> None:
 
 def test_what_leaves_nothing_open_draws_itself_but_for_the_start() -> None:
     certain = Uncertainty(start=0.0)
-    assert certain.moved(LINEAR, np.ones(1)) == LINEAR.scaled(1.0)
-    drawn = np.random.default_rng(0).standard_normal((200, 1))
+    assert certain.moved(LINEAR, np.ones(2)) == LINEAR.scaled(1.0)
+    drawn = np.random.default_rng(0).standard_normal((200, 2))
     starts = [Uncertainty().moved(LINEAR, row).base_s for row in drawn]
     assert np.std(np.log(starts)) == pytest.approx(0.01, rel=0.2)
 

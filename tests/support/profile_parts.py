@@ -88,7 +88,7 @@ def step_models(draw: st.DrawFn, graphs: Graphs) -> StepModel:
     knots = (0, *draw(sizes))
     slopes_s = draw(st.lists(st.floats(0, 1e3), min_size=len(knots), max_size=len(knots)))
     scalars: dict[str, Any] = {name: draw(amounts) for name in (*SCALARS, "tidy_s")}
-    host = draw(st.just(NO_HOST) | st.builds(Host, *[amounts] * 5))
+    host = draw(st.just(NO_HOST) | st.builds(Host, *[amounts] * 6))
     return StepModel(
         token_knots=knots, token_slopes_s=tuple(slopes_s), graphs=graphs, host=host, **scalars
     )

@@ -454,7 +454,7 @@ class Drawing:
         uncertainty = profile.uncertainty
         if uncertainty is None or len(self._shared) >= models:
             return self._shared[:models]
-        ways = range(1 + len(uncertainty.table))
+        ways = range(1 + len(uncertainty.table) + 1)
         numbers = np.column_stack([self._normals(models, _COMMON, i) for i in ways])
         self._shared = [uncertainty.moved(profile.step_model, row) for row in numbers]
         return self._shared

@@ -18,8 +18,8 @@ from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.shadow.fit import MIN_STEPS, Fit, fit, host_of, model_of
 from tuner.shadow.launches import PASSES, noticed_in_time, on_device
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import Speed, learn
-from tuner.shadow.step_model import NO_HOST, Host, StepModel
+from tuner.shadow.speed import Speed, learn, with_host
+from tuner.shadow.step_model import StepModel
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -73,7 +73,7 @@ class Calibration:
         found = fit(list(_by_limits(seen).values()), self.shape.graphs, own)
         ran_with = [self.graphs_of(limits) for limits, _ in seen]
         speed = learn(found.model, [columns for _, columns in seen], ran_with)
-        return found, replace(speed, model=replace(speed.model, host=self._host()))
+        return found, self._with_host(speed)
 
     def _seen_on_device(self) -> _Steps:
         """Return the steps of which is known what they took the device, with that time."""
@@ -99,12 +99,13 @@ class Calibration:
             (limits, seen) for (limits, _), seen in zip(self.steps, found, strict=True)
         )
 
-    def _host(self) -> Host:
-        """Return what launching took the host, nothing where it waits for each batch."""
+    def _with_host(self, speed: Speed) -> Speed:
+        """Return the speed with what launching took the host, where it waits for no batch."""
         if not self.shape.asynchronous:
-            return NO_HOST
+            return speed
         ran_with = [self.graphs_of(limits) for limits, _ in self.steps]
-        return host_of([columns for _, columns in self.steps], ran_with)
+        replays = [columns for _, columns in self.steps]
+        return with_host(speed, host_of(replays, ran_with), replays, ran_with)
 
     def profile(self) -> Profile:
         """Learn from the steps and put the profile together.

@@ -278,6 +278,7 @@ class _Host(_Record, rename={"token_s": "token_s_per_token"}):
     eager_s: _Amount
     seq_s: _Amount
     token_s: _Amount
+    spread: _Amount
 
 
 class _StepModel(

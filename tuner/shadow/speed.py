@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tuner.engine.shape import Graphs
-from tuner.engine.steps import StepColumns
+from tuner.engine.steps import StepColumns, joined
 from tuner.errors import UsageError
-from tuner.shadow.fit import MIN_STALL_RATIO, undistorted
-from tuner.shadow.step_model import SCALARS, TERMS, Factors, StepModel, places
+from tuner.shadow.fit import MAX_STALL_RATIO, MIN_STALL_RATIO, undistorted
+from tuner.shadow.step_model import SCALARS, TERMS, Factors, Host, StepModel, places
 from tuner.stats import Floats, student_quantile
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
@@ -40,6 +40,9 @@ SPAN_S, MOOD_S = 30.0, 90.0
 PRIOR_TERM, PRIOR_OTHER = 0.1, 0.5
 # How much a start of the engine moves its speed: ours, in logarithms.
 START = 0.01
+# How far apart launches of the host are from one span to the next before anything is measured:
+# ours, in logarithms. On an H200 they took 11 ms in one minute and 14 to 22 in another.
+HOST_APART = 0.1
 # Directions of uncertainty beyond so many, and digits of a factor: ours, so that a profile's
 # file stays small. They are ordered by what they change of batches that were seen, those that
 # were not counting this much.
@@ -96,16 +99,18 @@ class Uncertainty:
         return numbers.reshape(-1, self.width).astype(np.float64)
 
     def moved(self, model: StepModel, numbers: Floats) -> StepModel:
-        """Return the model that is off by so many deviations: of its start, then in each way.
+        """Return the model that is off by so many deviations: start, directions, then host.
 
         As possible as the stated one, where the numbers are drawn from the normal distribution.
 
-        Shapes: numbers is [1 + directions].
+        Shapes: numbers is [1 + directions + 1].
         """
         times, table = math.exp(self.start * float(numbers[0])), self.table
+        launches = math.exp(model.host.spread * float(numbers[-1]))
+        model = replace(model, host=model.host.scaled(launches))
         if not len(table):
             return model.scaled(times)
-        off = numbers[1:] @ table
+        off = numbers[1:-1] @ table
         terms, factors = np.split(off, [len(TERMS)])
         return _changed(model, terms, factors.reshape(model.factors.table.shape)).scaled(times)
 
@@ -198,6 +203,39 @@ def _unseen_moods(spans: int) -> float:
     apart_of_seen = (1 - 1 / count) / (1 - alike)
     tails = student_quantile(count, _NINE_IN_TEN) / NormalDist().inv_cdf(_NINE_IN_TEN)
     return tails * math.sqrt(alike * apart_of_seen - 1 / count)
+
+
+def with_host(
+    speed: Speed, host: Host, replays: Sequence[StepColumns], ran_with: Sequence[Graphs]
+) -> Speed:
+    """Return the speed with a host, and how far that may be off at another time.
+
+    The longer the replays were that it was learnt from the less, and the more the further it
+    was apart from one SPAN_S to the next.
+    """
+    off = _launches_off(host, replays, ran_with)
+    if not off.size:
+        return replace(speed, model=replace(speed.model, host=host))
+    apart = math.sqrt((HOST_APART**2 + float(np.square(off - off.mean()).sum())) / off.size)
+    spread = math.hypot(START, apart * _unseen_moods(off.size))
+    return replace(speed, model=replace(speed.model, host=replace(host, spread=spread)))
+
+
+def _launches_off(
+    host: Host, replays: Sequence[StepColumns], ran_with: Sequence[Graphs]
+) -> Floats:
+    """Return how far off the host's launches were in each span, in logarithms."""
+    expected_s = [
+        Host.loads_of(steps.decode_seqs, steps.prefill_tokens, graphs) @ host.each_s
+        for steps, graphs in zip(replays, ran_with, strict=True)
+    ]
+    steps, wanted_s = joined([*replays]), np.concatenate([np.empty(0), *expected_s])
+    kept = (steps.launch_s > 0) & steps.has_batch & (wanted_s > 0)
+    kept &= steps.launch_s < MAX_STALL_RATIO * wanted_s
+    span = (np.cumsum(steps.duration_s) / SPAN_S).astype(np.int64)[kept]
+    took_s, wanted_s = (np.bincount(span, s[kept]) for s in (steps.launch_s, wanted_s))
+    found: Floats = np.log(took_s[wanted_s > 0] / wanted_s[wanted_s > 0])
+    return found
 
 
 def _level(model: StepModel, replays: Sequence[StepColumns], graphs: Sequence[Graphs]) -> float:

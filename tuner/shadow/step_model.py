@@ -149,6 +149,7 @@ class Host:
     `full_s` where all of it is one graph, `mixed_s` where a graph leaves the attention of a
     prompt out, `eager_s` where it is launched as it is; besides `seq_s` for each decoding
     sequence and `token_s` for each prefilled token. All 0 where the device alone takes time.
+    `spread` is the standard deviation of the logarithm of all of them at another time.
 
     Units: seconds.
     Raises: UsageError if one is negative or not finite.
@@ -159,6 +160,7 @@ class Host:
     eager_s: float = 0.0
     seq_s: float = 0.0
     token_s: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the seconds."""
@@ -175,6 +177,16 @@ class Host:
         else:
             kind_s = self.mixed_s if has_prompt else self.full_s
         return kind_s + self.seq_s * batch.decode_seqs + self.token_s * batch.prefill_tokens
+
+    @property
+    def each_s(self) -> Floats:
+        """The seconds, in the order of `loads_of`. Shapes: [5]."""
+        return np.array([self.full_s, self.mixed_s, self.eager_s, self.seq_s, self.token_s])
+
+    def scaled(self, ratio: float) -> Host:
+        """Return the host that takes ratio times as long."""
+        full_s, mixed_s, eager_s, seq_s, token_s = (self.each_s * ratio).tolist()
+        return Host(full_s, mixed_s, eager_s, seq_s, token_s, self.spread)
 
     @staticmethod
     def loads_of(decode_seqs: Floats, prefill_tokens: Floats, graphs: Graphs) -> Floats:
@@ -334,7 +346,7 @@ class StepModel(_Curves):
         """
         seqs = np.arange(most_seqs + 1, dtype=np.float64)
         loads = Host.loads_of(seqs, np.zeros(seqs.size), self.graphs)
-        found_s: Floats = loads @ np.array([getattr(self.host, f.name) for f in fields(Host)])
+        found_s: Floats = loads @ self.host.each_s
         found_s[0] = 0.0
         return found_s
 
