@@ -66,7 +66,7 @@ def planted(case: Case) -> ReplayLog:
     """Return a case as the planted engine replays it, with the plain step model's times."""
     like = case.engine
     source = PlantedSource(
-        Modelled(like.step_model.step_s, like.step_model.tidy_s),
+        Modelled(like.step_model.step_s, like.step_model.tidy_s, like.step_model.launch_s),
         case.limits,
         like.num_blocks,
         max_model_len=like.shape.max_model_len,

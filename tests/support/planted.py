@@ -379,7 +379,7 @@ class PlantedEngine:
         source, mood = self._source, self._source.mood
         formula = source.formula
         if batch is None:
-            return (formula.tidy_s if source.asynchronous else 0.0), formula.tidy_s
+            return 0.0, formula.tidy_s
         fixed_s, grows_s = formula.parts_s(batch, longest, self._graphs)
         launch_s = formula.launch_s(batch, self._graphs) if source.asynchronous else 0.0
         if mood is None:

@@ -295,6 +295,7 @@ class Modelled:
 
     step_s: Callable[[Batch], float]
     tidy_s: float = 0.0
+    launches_s: Callable[[Batch], float] | None = None
     graphs: Graphs = NO_GRAPHS
 
     def parts_s(self, batch: Batch, longest: int, graphs: Graphs) -> tuple[float, float]:
@@ -303,6 +304,6 @@ class Modelled:
         return self.step_s(batch), 0.0
 
     def launch_s(self, batch: Batch, graphs: Graphs) -> float:
-        """Nothing: the device alone is compared."""
-        _ = batch, graphs
-        return 0.0
+        """Return the model's seconds of a host, none without one."""
+        _ = graphs
+        return 0.0 if self.launches_s is None else self.launches_s(batch)
