@@ -1,7 +1,7 @@
 """Which few settings teach the step-time model most, and what is made of their steps.
 
 Answers what to replay live before the shadow can speak, and whether what was learnt is good
-enough to rank by. Replaying is left to `bench`, ranking to `search`.
+enough to rank by. Replaying is left to `replay`, ranking to `search`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
-from tuner.shadow.fit import MIN_STEPS, Fit, fit, host_of, model_of
-from tuner.shadow.launches import PASSES, noticed_in_time, on_device
+from tuner.shadow.fit import Fit, fit, host_of, model_of
+from tuner.shadow.launches import PASSES, on_device
 from tuner.shadow.profiles import KvStart, Profile
 from tuner.shadow.speed import Speed, learn, with_host
 from tuner.shadow.step_model import StepModel
+from tuner.stats import Floats
 
 # A shadow that is wrong by more than this on a configuration it has not seen ranks nothing:
 # ours; the settings of a sweep differ by about as much.
@@ -79,21 +82,23 @@ class Calibration:
         """Return the steps of which is known what they took the device, with that time."""
         if not any(columns.is_late.any() for _, columns in self.steps):
             return self.steps
-        seen: _Steps = tuple((at, noticed_in_time(columns)) for at, columns in self.steps)
-        if sum(int(columns.has_batch.sum()) for _, columns in seen) < MIN_STEPS:
-            seen = self.steps
+        seen = self._on_device([np.zeros(len(columns)) for _, columns in self.steps])
         for _ in range(PASSES):
             by_limits = _by_limits(seen)
             own = [self.graphs_of(limits) for limits in by_limits]
-            seen = self._on_device(model_of(list(by_limits.values()), self.shape.graphs, own))
+            model = model_of(list(by_limits.values()), self.shape.graphs, own)
+            seen = self._on_device(self._predicted_s(model))
         return seen
 
-    def _on_device(self, model: StepModel) -> _Steps:
-        """Return what steps took the device, by a model of those that were noticed late."""
-        predicted_s = [
+    def _predicted_s(self, model: StepModel) -> list[Floats]:
+        """Return what a model says of the steps of each replay."""
+        return [
             replace(model, graphs=self.graphs_of(limits)).predict_s(seen)
             for limits, seen in self.steps
         ]
+
+    def _on_device(self, predicted_s: Sequence[Floats]) -> _Steps:
+        """Return what steps took the device, by what is predicted of those noticed late."""
         found = on_device([seen for _, seen in self.steps], predicted_s)
         return tuple(
             (limits, seen) for (limits, _), seen in zip(self.steps, found, strict=True)
@@ -148,7 +153,7 @@ class Calibration:
         if not self.steps:
             raise TooFewSamplesError("no steps were seen to correct the profile by")
         took_s = predicted_s = 0.0
-        for limits, seen in self._on_device(profile.step_model):
+        for limits, seen in self._on_device(self._predicted_s(profile.step_model)):
             model = replace(profile.step_model, graphs=self.graphs_of(limits))
             took_s += float(seen.duration_s[seen.has_batch].sum())
             predicted_s += float(model.predict_s(seen)[seen.has_batch].sum())

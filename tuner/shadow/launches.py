@@ -29,13 +29,6 @@ only decodes is known from those that were noticed in time, and others follow fr
 _LEAST_KNOWN = 20
 
 
-def noticed_in_time(steps: StepColumns) -> StepColumns:
-    """Return the steps that were noticed in time after one that was: known by themselves."""
-    is_late = steps.is_late > 0
-    after_late = np.concatenate([[False], is_late[:-1]])[: len(steps)]
-    return steps.take(~(is_late | after_late))
-
-
 def on_device(
     replays: Sequence[StepColumns], predicted_s: Sequence[Floats]
 ) -> list[StepColumns]:
