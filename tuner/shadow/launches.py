@@ -69,10 +69,15 @@ class _Told:
         for row in np.flatnonzero(begins).tolist():
             end = _follow(steps, predicted_s, most_s, row)
             # Its own launch held it up, and no other launch made that seem late.
-            if end < len(steps) and steps.duration_s[end] <= NO_WAIT_S:
-                is_known[end] = False
-        is_sooner = ~is_known & steps.has_batch & (most_s < predicted_s)
-        return cls(steps, most_s, is_known | is_sooner)
+            is_known[end : end + 1] = steps.duration_s[end : end + 1] > NO_WAIT_S
+        is_sooner = is_late & steps.has_batch & (most_s < predicted_s)
+        return cls(steps, most_s, is_known | (is_sooner & cls._says_anything(steps)))
+
+    @staticmethod
+    def _says_anything(steps: StepColumns) -> NDArray[np.bool_]:
+        """Mark the steps after whose launch another was: of the last of all nothing is seen."""
+        mask: NDArray[np.bool_] = steps.duration_s > NO_WAIT_S
+        return mask
 
     def known(self, *, has_prompt: bool) -> int:
         """Return of how many steps with a prompt, or without, is known what they took."""
@@ -82,6 +87,7 @@ class _Told:
     def as_they_seemed(self, *, has_prompt: bool) -> Self:
         """Return them with all steps with a prompt, or without, as long as they had at most."""
         is_like = self.steps.has_batch & ((self.steps.prefill_tokens > 0) == has_prompt)
+        is_like &= self._says_anything(self.steps)
         return replace(self, is_known=self.is_known | is_like)
 
 
