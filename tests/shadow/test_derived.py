@@ -15,7 +15,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.derived import GPUS, Wanted, derive, gpu_of
+from tuner.shadow.derived import GPUS, SEEN_HOST, Wanted, derive, gpu_of
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.formats import read_trace
 
@@ -68,6 +68,11 @@ def test_what_is_known_of_a_model_folder_is_used(tmp_path: Path) -> None:
     assert profile.shape.device == "NVIDIA H100 80GB HBM3"
     assert profile.current_limits == EngineLimits(32, 4096)
     assert profile.serve_values == {"model": str(tmp_path)}
+    # Launching goes by the layers, of which there are 16 here, but for a single graph.
+    host = profile.step_model.host
+    seen = (SEEN_HOST.full_s, SEEN_HOST.mixed_s * 16 / 28, SEEN_HOST.eager_s * 16 / 28)
+    assert (host.full_s, host.mixed_s, host.eager_s) == pytest.approx(seen)
+    assert host.spread == SEEN_HOST.spread
 
 
 @pytest.mark.parametrize(
