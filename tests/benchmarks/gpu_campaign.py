@@ -410,7 +410,9 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
     scenario = {key: value for key, value in result["scenario"].items() if key != "trace"}
     scenario["settings"] = tuple(scenario["settings"])
     window = shadow_truth.traffic(Scenario(trace=result["trace_path"], **scenario))
-    starts_ = read_profile(learnt).kv_starts if learnt.exists() else profile.kv_starts
+    # What the tables say of KV blocks is held to the starts elsewhere.
+    seen = (KvStart(profile.current_limits, result["num_blocks"]),)
+    starts_ = read_profile(learnt).kv_starts if learnt.exists() else seen
     predictor = Predictor(replace(profile, kv_starts=starts_))
     shown = {}
     for name in result["predicted"]:
