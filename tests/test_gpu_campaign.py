@@ -124,6 +124,7 @@ def test_a_derived_profile_is_held_to_what_was_measured(campaign: Any, tmp_path:
         "scenario": asdict(scenario),
         "trace_path": scenario.trace,
         "device": profile.shape.device,
+        "num_blocks": profile.kv_starts[0].num_blocks,
         "live": live,
         "shadow": shadow,
         "predicted": list(live),
