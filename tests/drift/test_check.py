@@ -85,6 +85,7 @@ def test_nobody_who_shapes_traffic_moves_a_cap_further_than_its_reach() -> None:
         assert all(reach.holds(limits, current) for limits in predictor.asked)
 
 
+@pytest.mark.slow
 def test_a_shift_that_no_other_cap_serves_better_is_reported_as_such() -> None:
     found, replays = checked(longer_outputs(TODAY), current=5)
     assert (found.verdict, found.exit_code) == (DriftVerdict.STILL_BEST, 0)

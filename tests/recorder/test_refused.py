@@ -137,7 +137,9 @@ def prod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     process_recorder.cache_clear()
 
 
-@pytest.mark.parametrize("counted_by", ["engine", "usage"])
+@pytest.mark.parametrize(
+    "counted_by", [pytest.param("engine", marks=pytest.mark.slow), "usage"]
+)
 @pytest.mark.parametrize("name", ["constant", "own-{}"])
 def test_thousands_of_refused_requests_leave_no_prompt_open(
     prod: Path, counted_by: str, name: str

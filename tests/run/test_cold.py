@@ -223,7 +223,7 @@ def test_an_engine_that_hides_its_limits_was_started_cold_all_along(tmp_path: Pa
         assert run.engine.starts == starts
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_winner_that_fails_cold_is_not_recommended(tmp_path: Path, *, dies: bool) -> None:
     source = FragileSource(CROWDED, fails_above=16, dies=dies)
     with a_run(tmp_path, TRACE, a_space(CURRENT), source) as run:

@@ -81,6 +81,7 @@ def test_a_warm_up_that_runs_out_of_memory_lowers_the_ceiling(
     assert done.result["recommendation"]["max_num_seqs"] <= 32
 
 
+@pytest.mark.slow
 def test_graphs_that_cannot_be_hidden_are_said(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,7 @@ def planted(case: Case) -> ReplayLog:
     return replay(engine, case.trace, PromptSource(case.trace, 1000), case.plan)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_planted_engine_schedules_as_the_simulator_step_for_step(
     asynchronous: bool,
 ) -> None:

@@ -257,7 +257,13 @@ def test_a_change_is_confirmed_on_engines_started_cold(finished: Run) -> None:
     assert set(finished.result["provenance"]["stages_s"]) == {"start", "race", "cold"}
 
 
-@pytest.mark.parametrize("error", [EngineError("the device is lost"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("the device is lost"),
+        pytest.param(KeyboardInterrupt(), marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_decided_stands_though_what_is_told_beside_it_is_not_found(
     trace: Path,
     capsys: pytest.CaptureFixture[str],

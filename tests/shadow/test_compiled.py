@@ -155,6 +155,7 @@ def test_another_source_beside_it_compiles_anew_and_leaves_no_files(folder: Path
     assert len(kept(folder)) == before
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_agree(folder: Path) -> None:
     processes = [started(folder) for _ in range(3)]
     for process in processes:

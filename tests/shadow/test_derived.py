@@ -79,8 +79,14 @@ def test_what_is_known_of_a_model_folder_is_used(tmp_path: Path) -> None:
     ("changed", "gpu", "parallel", "words"),
     [
         ({"num_key_value_heads": 32}, "h200", 1, "keys of its own"),
-        ({}, "l40s", 2, "over PCIe"),
-        ({"num_attention_heads": 16}, "a100", 1, "measured in vLLM 0.14.0"),
+        pytest.param({}, "l40s", 2, "over PCIe", marks=pytest.mark.slow),
+        pytest.param(
+            {"num_attention_heads": 16},
+            "a100",
+            1,
+            "measured in vLLM 0.14.0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_further_off_than_usual_is_warned_of(
