@@ -31,7 +31,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
 from tuner.shadow.rebuilt import rebuild
 from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, steps_beside
-from tuner.shadow.step_model import StepModel
+from tuner.shadow.step_model import NO_HOST, StepModel
 from tuner.stats import Bools, Floats
 from tuner.traffic.traces import Trace
 
@@ -240,6 +240,22 @@ def test_what_an_asynchronous_core_noticed_late_is_told_apart(tmp_path: Path) ->
     # The same lines of an engine that launches nothing ahead mean what they say.
     assert off[0] == pytest.approx(1.0, abs=0.05)
     assert off[1] < 0.8
+
+
+def test_a_step_that_was_not_waited_for_tells_what_launching_the_next_one_took(
+    tmp_path: Path,
+) -> None:
+    for is_asynchronous in (True, False):
+        _, steps, rows = late(is_asynchronous=is_asynchronous)
+        (found,), requests = read(tmp_path, steps, rows)
+        rebuilt = rebuild(found, requests).steps
+        told = np.flatnonzero(rebuilt.launch_s)
+        assert (told.size > 20) == is_asynchronous
+        followed = told[np.isin(told - 1, np.flatnonzero(rebuilt.is_late))]
+        assert followed.size == told.size
+        assert rebuilt.launch_s[told] == pytest.approx(rebuilt.duration_s[told - 1])
+        host = learn_profile([found], requests, {"model": "toy"})[0].step_model.host
+        assert (host != NO_HOST) == is_asynchronous
 
 
 def test_what_found_an_asynchronous_engine_idle_has_no_time(tmp_path: Path) -> None:
