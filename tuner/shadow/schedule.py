@@ -1727,14 +1727,15 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
     now, slope_s, alone_s = x[NOW], x[DECODE_CONTEXT_S], x[BASE_S] + t[n]
     apart_s, factor = x[SPREAD_S] * spread + 0.0, t[g[CAP] + 1 + n]
     launch_s, device, is_late = t[g[AT_LAUNCHES] + n], x[DEVICE], x[WAS_LATE] > 0
-    first_s = took_s = used_sum = 0.0
+    first_s, took_s, used_sum, launched, was_late = 0.0, 0.0, 0.0, 0.0, False
     while w[phases + phase] <= free:
-        launched = now + launch_s
-        was_late, is_late = is_late, ahead and launched > device
-        # Like ones are noticed alike; the first that is not goes by itself.
-        if is_late != was_late and step > began:
-            is_late = was_late
-            break
+        if ahead:
+            launched = now + launch_s
+            was_late, is_late = is_late, launched > device
+            # Like ones are noticed alike; the first that is not goes by itself.
+            if is_late != was_late and step > began:
+                is_late = was_late
+                break
         last_used = used
         if g[IS_CACHED]:
             g[STEP] = step
@@ -1745,32 +1746,34 @@ def _decode_on(g, x, w, t, sl, r, h, log, kv, until_s):
         used = float(blocks - free)
         if not ahead:
             last_used = used
-        before = now
         if ahead:
             # The batch that is launched attends to a token of each more than the one noticed.
             computes_s = (alone_s + (slope_s * (context + n) + apart_s)) * factor
-            ends = device
+            ends, before = device, now
             device = max(max(device, now) + computes_s, launched)
             now = launched if is_late else ends
+            took_s = now - before
             if is_late and was_late:
-                x[HOST_BOUND_S] += now - before
+                x[HOST_BOUND_S] += took_s
+            if step == began:
+                first_s = took_s
         else:
             # As StepModel.step_s adds them, so that both come to the same instants.
-            now += (alone_s + (slope_s * context + apart_s)) * factor
-        took_s = now - before
-        if step == began:
-            first_s = took_s
+            took_s = (alone_s + (slope_s * context + apart_s)) * factor
+            now += took_s
         used_sum += last_used * took_s
         context += n
         phase = phase + 1 if phase + 1 < block else 0
         step += 1
         if now >= until_s or w[calendar + ((step - 1) & g[LAST_DAY])] >= 0:
             break
-        if is_late != was_late:
+        if ahead and is_late != was_late:
             break
     steps = step - began
     if steps == 0:
         return
+    if not ahead:
+        first_s = (alone_s + (slope_s * first_context + apart_s)) * factor
     g[STEP], g[FREE] = step, free
     g[DONE] += steps
     g[STUCK] = g[TIDY] = 0
