@@ -19,7 +19,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.shadow.correction import LEVEL, Anchor, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
-from tuner.shadow.step_model import NO_HOST
+from tuner.shadow.step_model import NO_HOST, Host
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
 
@@ -140,6 +140,16 @@ def test_a_point_of_mixed_batches_counts_their_prompts(n: int, more: float) -> N
     assert found.ratio == pytest.approx(SLOWER, rel=0.05)
     alone = Anchor(anchor.itl_s, anchor.running, anchor.context_tokens)
     assert anchor.itl_s / alone.predicted_s(profile) > more * SLOWER
+
+
+def test_a_point_is_met_where_the_host_is_the_slower_one_too() -> None:
+    profile = read_profile(H200)
+    bound = replace(profile.step_model, host=Host(full_s=0.05, eager_s=0.05))
+    profile = replace(profile, step_model=bound)
+    anchor = Anchor(itl_s=0.06, running=14, context_tokens=1000)
+    found, told = by_anchor(profile, anchor)
+    assert told.ratio == pytest.approx(1.2)
+    assert anchor.predicted_s(found) == pytest.approx(anchor.itl_s)
 
 
 def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None:

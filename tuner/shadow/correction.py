@@ -209,7 +209,9 @@ def by_anchor(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
         f"{anchor} is {found.ratio:.2g} times the {found.predicted_s * 1e3:.2f} ms",
     )
     wrong = min(profile.metric_error_ratio or math.inf, WRONG_RATIO)
+    # The point does not tell the host from the device: it is met whichever is the slower one.
     model = profile.step_model.scaled(found.ratio)
+    model = replace(model, host=model.host.scaled(found.ratio))
     return corrected(profile, model, str(anchor), wrong, _narrowed(profile)), found
 
 

@@ -166,10 +166,8 @@ def host_of(configs: Sequence[StepColumns], ran_with: Sequence[Graphs]) -> Host:
     took_s, kept = steps.launch_s, np.ones(len(steps), dtype=np.bool_)
     weights_s = found_s = took_s
     for _ in range(_PASSES):
-        columns = (loads / weights_s[:, None])[kept]
-        norms = np.linalg.norm(columns, axis=0)
-        norms[norms == 0.0] = 1.0
-        each_s = non_negative(columns / norms, (took_s / weights_s)[kept]) / norms
+        weighted = np.column_stack([loads, took_s])[kept] / weights_s[kept, None]
+        each_s = _solved(_factor(weighted), np.eye(loads.shape[1]))
         found_s = loads @ each_s
         weights_s = np.maximum(found_s, 0.1 * float(np.median(took_s)))
         kept = took_s < MAX_STALL_RATIO * weights_s

@@ -162,8 +162,7 @@ class ReferenceEngine:
         running, waiting = core.counts()
         usage = 1 - core.free_blocks / core.all_blocks
         took_s = self.timer.tidy_s if batch is None else self.timer.step_s(batch)
-        is_ahead = batch is not None and core.queue_size > 1
-        launch_s = self.timer.launch_s(batch) if is_ahead and batch is not None else 0.0
+        launch_s = 0.0 if batch is None or core.queue_size == 1 else self.timer.launch_s(batch)
         idle_from_s = self._sent[-1].ends_s if self._sent else self._now_s
         ends_s = max(max(idle_from_s, self._now_s) + took_s, self._now_s + launch_s)
         step = Step(took_s, (), batch, running, waiting, usage, launch_s)
