@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 from scipy.special import stdtrit
 from scipy.stats import binom
 from threadpoolctl import threadpool_info
@@ -16,7 +17,9 @@ from threadpoolctl import threadpool_info
 from tuner.errors import TooFewSamplesError
 from tuner.stats import (
     CONFIDENCE,
+    Floats,
     carries_quantile,
+    lowest,
     mean,
     one_thread,
     order_interval,
@@ -165,3 +168,32 @@ def test_linear_algebra_is_kept_on_one_thread_and_given_back() -> None:
     with one_thread():
         assert set(threads()) == {1}
     assert threads() == before
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+def test_a_function_is_lowest_where_scipys_simplex_finds_it(seed: int, n: int) -> None:
+    """Move for move, so to 1e-9, on bowls that are rippled."""
+    rng = np.random.default_rng(seed)
+    slopes, centre = rng.normal(size=(n, n)), rng.normal(size=n)
+
+    def bowl(x: Floats) -> float:
+        off = slopes @ (x - centre)
+        return float(off @ off + 0.1 * (x - centre) @ (x - centre) + 0.3 * np.sin(3 * x).sum())
+
+    corners = np.vstack([np.zeros(n), 0.7 * np.eye(n)])
+    options = {"initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-3, "maxfev": 5000}
+    wanted = minimize(bowl, corners[0], method="Nelder-Mead", options=options)
+    assert wanted.success
+    found = lowest(bowl, corners, x_apart=1e-3, y_apart=1e-3, most=5000)
+    np.testing.assert_allclose(found, wanted.x, rtol=0, atol=1e-9)
+
+
+def test_a_function_is_not_called_for_ever() -> None:
+    calls = []
+
+    def falls(x: Floats) -> float:
+        calls.append(x)
+        return float(x.sum())
+
+    lowest(falls, np.vstack([np.zeros(2), np.eye(2)]), x_apart=1e-3, y_apart=1e-3, most=50)
+    assert 50 <= len(calls) <= 52

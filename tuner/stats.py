@@ -6,8 +6,9 @@ blocks again. An `Estimate` holds value, interval and sample size together.
 
 `Floats`, `Ints` and `Bools` are the array types that signatures name.
 
-The two distributions that the standard library lacks are a few lines here: SciPy, which the
-tests hold them to, is 140 MB in every installation and half a second of every start.
+The two distributions that the standard library lacks, and the search for where a function is
+lowest, are a few lines here: SciPy, which the tests hold them to, is 140 MB in every
+installation and half a second of every start.
 """
 
 from __future__ import annotations
@@ -499,3 +500,46 @@ def tail_statistic(requests: int) -> str:
         f"{requests} requests are too few to tell configurations apart, at least 20 are needed",
         "widen --window or record more traffic",
     )
+
+
+def lowest(
+    of: Callable[[Floats], float], corners: Floats, *, x_apart: float, y_apart: float, most: int
+) -> Floats:
+    """Return where a function is lowest, by a simplex that moves, stretches and shrinks.
+
+    Until its corners and their values are no further apart than that, or the function was
+    called `most` times.
+
+    Shapes: corners is [n + 1, n].
+    Source: Nelder and Mead (1965), in the form of Lagarias, Reeds, Wright and Wright (1998).
+    """
+    points, values = [*corners], [of(corner) for corner in corners]
+    calls = len(values)
+
+    def at(times: float) -> tuple[float, Floats]:
+        """Return the value and the point so many times as far from the worst as the others."""
+        nonlocal calls
+        calls += 1
+        point = np.mean(points[:-1], axis=0) * (1 + times) - times * points[-1]
+        return of(point), point
+
+    while calls < most:
+        order = np.argsort(values, kind="stable")
+        points, values = [points[i] for i in order], [values[i] for i in order]
+        is_small = np.abs(np.array(points) - points[0]).max() <= x_apart
+        if is_small and values[-1] - values[0] <= y_apart:
+            break
+        tried = at(1.0)
+        if tried[0] < values[0]:
+            tried = min(tried, at(2.0), key=lambda one: one[0])
+        elif tried[0] >= values[-2]:
+            limit = min(tried[0], values[-1])
+            tried = at(0.5 if tried[0] < values[-1] else -0.5)
+            if tried[0] > limit:
+                points[1:] = [points[0] + (point - points[0]) / 2 for point in points[1:]]
+                values[1:] = [of(point) for point in points[1:]]
+                calls += len(values) - 1
+                continue
+        values[-1], points[-1] = tried
+    least: Floats = points[int(np.argmin(values))]
+    return least

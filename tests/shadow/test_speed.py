@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.optimize import minimize
 
 from support.step_parts import LINEAR, columns
 from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.shadow.fit import fit
-from tuner.shadow.speed import START, Speed, Uncertainty, learn, lowest
+from tuner.shadow.speed import START, Speed, Uncertainty, learn
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
 
@@ -183,32 +180,3 @@ def test_directions_that_are_none_are_refused() -> None:
         Uncertainty(b"\x00" * 10, width)
     with pytest.raises(UsageError, match="finite"):
         Uncertainty.of(np.full((1, len(TERMS) + 1), np.nan))
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
-def test_a_function_is_lowest_where_scipys_simplex_finds_it(seed: int, n: int) -> None:
-    """Move for move, so to 1e-9, on bowls that are rippled."""
-    rng = np.random.default_rng(seed)
-    slopes, centre = rng.normal(size=(n, n)), rng.normal(size=n)
-
-    def bowl(x: Floats) -> float:
-        off = slopes @ (x - centre)
-        return float(off @ off + 0.1 * (x - centre) @ (x - centre) + 0.3 * np.sin(3 * x).sum())
-
-    corners = np.vstack([np.zeros(n), 0.7 * np.eye(n)])
-    options = {"initial_simplex": corners, "xatol": 1e-3, "fatol": 1e-3, "maxfev": 5000}
-    wanted = minimize(bowl, corners[0], method="Nelder-Mead", options=options)
-    assert wanted.success
-    found = lowest(bowl, corners, x_apart=1e-3, y_apart=1e-3, most=5000)
-    np.testing.assert_allclose(found, wanted.x, rtol=0, atol=1e-9)
-
-
-def test_a_function_is_not_called_for_ever() -> None:
-    calls = []
-
-    def falls(x: Floats) -> float:
-        calls.append(x)
-        return float(x.sum())
-
-    lowest(falls, np.vstack([np.zeros(2), np.eye(2)]), x_apart=1e-3, y_apart=1e-3, most=50)
-    assert 50 <= len(calls) <= 52

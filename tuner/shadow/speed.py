@@ -14,7 +14,7 @@ Source: linear mixed models, Pinheiro & Bates, Mixed-Effects Models in S and S-P
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Self
@@ -27,7 +27,7 @@ from tuner.engine.steps import StepColumns, joined
 from tuner.errors import UsageError
 from tuner.shadow.fit import MAX_STALL_RATIO, MIN_STALL_RATIO, undistorted
 from tuner.shadow.step_model import SCALARS, TERMS, Factors, Host, StepModel, places
-from tuner.stats import Floats, student_quantile
+from tuner.stats import Floats, lowest, student_quantile
 
 # Steps that follow each other within so many seconds share the machine's mood: ours, a burst of
 # other work lasts longer. There are no more segments than this: ours, for the time it takes.
@@ -578,46 +578,3 @@ def _settled(seen: _Cells) -> Floats:
 
     steps = np.vstack([_PRIOR_SDS, _PRIOR_SDS + 0.7 * np.eye(len(_PRIOR_SDS))])
     return lowest(cost, steps, x_apart=0.15, y_apart=0.2, most=150)
-
-
-def lowest(
-    of: Callable[[Floats], float], corners: Floats, *, x_apart: float, y_apart: float, most: int
-) -> Floats:
-    """Return where a function is lowest, by a simplex that moves, stretches and shrinks.
-
-    Until its corners and their values are no further apart than that, or the function was
-    called `most` times. Our own, since this was all that calibrating needed SciPy for.
-
-    Shapes: corners is [n + 1, n].
-    Source: Nelder and Mead (1965), in the form of Lagarias, Reeds, Wright and Wright (1998).
-    """
-    points, values = [*corners], [of(corner) for corner in corners]
-    calls = len(values)
-
-    def at(times: float) -> tuple[float, Floats]:
-        """Return the value and the point so many times as far from the worst as the others."""
-        nonlocal calls
-        calls += 1
-        point = np.mean(points[:-1], axis=0) * (1 + times) - times * points[-1]
-        return of(point), point
-
-    while calls < most:
-        order = np.argsort(values, kind="stable")
-        points, values = [points[i] for i in order], [values[i] for i in order]
-        is_small = np.abs(np.array(points) - points[0]).max() <= x_apart
-        if is_small and values[-1] - values[0] <= y_apart:
-            break
-        tried = at(1.0)
-        if tried[0] < values[0]:
-            tried = min(tried, at(2.0), key=lambda one: one[0])
-        elif tried[0] >= values[-2]:
-            limit = min(tried[0], values[-1])
-            tried = at(0.5 if tried[0] < values[-1] else -0.5)
-            if tried[0] > limit:
-                points[1:] = [points[0] + (point - points[0]) / 2 for point in points[1:]]
-                values[1:] = [of(point) for point in points[1:]]
-                calls += len(values) - 1
-                continue
-        values[-1], points[-1] = tried
-    least: Floats = points[int(np.argmin(values))]
-    return least
