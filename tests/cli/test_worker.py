@@ -21,13 +21,13 @@ from support.toy_tune import command, lines_of, wait_for, worker_on, write_trace
 from tuner.errors import TraceError, UsageError
 from tuner.run.journal import Journal
 
-TOY = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
+TOY: dict[str, Any] = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0}
 """Replays that differ by noise, and each takes a while, so that workers have time to join."""
 
 
-def begun(arguments: list[str]) -> subprocess.Popen[str]:
+def begun(arguments: list[str], costs: dict[str, Any] = TOY) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(arguments, **TOY), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        command(arguments, **costs), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
 
 
@@ -88,6 +88,28 @@ def test_workers_that_join_and_die_neither_lose_nor_double_a_round(tmp_path: Pat
     assert [t["number"] for t in result["trials"]] == sorted(
         t["number"] for t in result["trials"]
     )
+
+
+@pytest.mark.slow
+def test_a_worker_shares_what_a_run_calibrates_on(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", n=400, per_s=20.0)
+    url, run_dir = f"sqlite:///{tmp_path / 'shared.db'}", tmp_path / "run"
+    costs = {**TOY, "noise_ratio": 0.05, "pause_s": 0.3}
+    own = ["--trace", str(trace), "--run-dir", str(run_dir), "-o", str(tmp_path / "best.yaml")]
+    main = begun([*own, "--storage", url, "--window", "all", "--budget", "3m"], costs)
+    wait_for((run_dir / "run.json").exists, main)
+    worker = begun(["worker", "--storage", url, "--run", str(run_dir)], costs)
+    try:
+        _, said = main.communicate(timeout=240)
+        _, heard = worker.communicate(timeout=60)
+    finally:
+        for process in (main, worker):
+            process.kill()
+            process.wait()
+    assert main.returncode == 0, said
+    assert worker.returncode == 0, heard
+    assert re.search(r"calibrate round \d+:", heard), heard
+    assert json.loads((run_dir / "result.json").read_text())["state"] == "complete"
 
 
 def a_stored_run(folder: Path, trace: Path, **changed: Any) -> None:

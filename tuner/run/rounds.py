@@ -79,8 +79,8 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
             Workload.of_piece(block.of(loaded[block.load]), ReplayPlan(), aim)
             for block in one.blocks
         ]
-    at_load = replace(aim, plan=replace(aim.plan, load=one.load))
-    return [Workload.of(WINDOW, trace, one.windows, at_load)] * len(one.settings)
+    loaded_aim = replace(aim, plan=replace(aim.plan, load=one.load))
+    return [Workload.of(WINDOW, trace, one.windows, loaded_aim)] * len(one.settings)
 
 
 def predicted_part(trace: Trace, aim: Aim) -> Trace:
