@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from tuner.replay.plan import CutRule, ReplayPlan
 from tuner.replay.slo import parse_slo
 from tuner.replay.timeline import Outcome
 from tuner.search.objective import HOPELESS_RATIO, Objective, Score, Scoring, Tier, make_scoring
+from tuner.search.trials import Phase, Trial
 from tuner.stats import tail_statistic
 
 ROOMY = EngineLimits(32, 512)
@@ -246,3 +248,37 @@ def test_a_hidden_server_that_is_twice_as_slow_is_seen_in_the_score() -> None:
         for c in (costs, costs.scaled(2))
     )
     assert slow.value / normal.value == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "none"),
+    [
+        (Objective.GOODPUT, {"goodput_per_s": 0.0}),
+        (Objective.CAPACITY, {"capacity": 0.0}),
+    ],
+)
+def test_who_has_nothing_of_what_is_optimised_is_the_worst_by_it(
+    objective: Objective, none: dict[str, float]
+) -> None:
+    """Also where a trial has kept the score, and though it answers more requests a second."""
+    scoring = goal(objective, "ttft_p50=1s")
+    some = dict.fromkeys(none, 1e-6)
+    measured_ones = [replace(measured(50.0, 4, 150, "ttft_p50=1s"), **x) for x in (none, some)]
+    scores = [scoring.score(m) for m in measured_ones]
+    trials = [Trial.of(0, ROOMY, Phase.RACE, 1, score, None) for score in scores]
+    for worse, better in (scores, [trial.score for trial in trials]):
+        assert worse.own_metric == better.own_metric == next(iter(none))
+        assert worse.value_in(Tier.GOOD) == math.inf
+        assert better.value_in(Tier.GOOD) == pytest.approx(1e6)
+
+
+def test_at_a_given_load_capacities_compare_by_their_slos_on_either_side_of_the_bound() -> None:
+    m = measured(2.0, 32, 150, "ttft_p50=1s")
+    ttft_s = m.latency("ttft_s", "p50") or 0.0
+    within, beyond = (
+        goal(Objective.CAPACITY, f"ttft_p50={bound_s}s").score(m)
+        for bound_s in (1.01 * ttft_s, 0.99 * ttft_s)
+    )
+    assert (within.tier, beyond.tier) == (Tier.GOOD, Tier.BREAKS_SLO)
+    ratio = beyond.value_in(Tier.GOOD) / within.value_in(Tier.GOOD)
+    assert ratio == pytest.approx(1.01 / 0.99, rel=1e-3)

@@ -103,14 +103,6 @@ def share_done(trace: Trace, lines: Timelines, steps: StepSummary) -> float:
     return min(1.0, (prefill_s + each_s * decoded) / all_s) if all_s > 0 else 1.0
 
 
-def pace_s(lines: Timelines) -> float:
-    """Return the middle time per output token, also of unfinished answers; 0 if unknown."""
-    begun = lines.output_tokens >= 2
-    gaps = lines.output_tokens[begun] - 1
-    each_s = (lines.last_s[begun] - lines.first_s[begun]) / gaps
-    return float(np.median(each_s)) if each_s.size else 0.0
-
-
 # Requests in flight count as growing when their rise over the middle of the window is worth
 # this share of the requests offered, at least this many requests, and this many standard
 # errors of its own noise: ours, see `is_sustained`.

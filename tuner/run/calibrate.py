@@ -31,7 +31,7 @@ from tuner.run.predict import predict
 from tuner.run.rounds import STEPS, Steps, predicted_part, share_round, unpacked
 from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, Pilot, choose_windows, outlook
+from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, choose_windows, outlook
 from tuner.search.objective import Objective
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
@@ -231,8 +231,10 @@ class Blocks:
         parts = (runner, calibrator, predictor_of, trace, rng)
         return cls(*parts, are_alone=are_alone, tells_capacity=tells_capacity)
 
-    def calibrate(self) -> Pilot:
+    def calibrate(self) -> float:
         """Replay blocks live until it is known who is the best, or their share is over.
+
+        Return the real time that a second of the trace costs, by the pilot before them.
 
         Raises: EngineError; ShadowError, TooFewSamplesError, UsageError where nothing is
             predicted.
@@ -241,10 +243,10 @@ class Blocks:
         self.calibrator.is_own = True
         with context.stopwatch.stage("calibrate"):
             observe = None if context.is_shared else self.calibrator.observe
-            pilot = fly_pilot(self.runner, observe)
-            self._request_s = pilot.wall_per_trace_s * trace.duration_s / len(trace)
+            rate = fly_pilot(self.runner, observe)
+            self._request_s = rate * trace.duration_s / len(trace)
             if not self.are_alone:
-                context.listener.note(_outlook(self.runner, pilot))
+                context.listener.note(_outlook(self.runner, rate))
             context.listener.note("calibrating on short blocks of the traffic")
             time_s = CALIBRATION_SHARE * context.budget.total_s
             if self.are_alone:
@@ -252,7 +254,7 @@ class Blocks:
             self.ends_s = time.monotonic() + time_s
             self._first()
             self._chosen()
-        return pilot
+        return rate
 
     @property
     def _left_s(self) -> float:
@@ -538,7 +540,7 @@ def _kept(log: ReplayLog) -> StepColumns:
     return log.kept_steps
 
 
-def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
+def _outlook(runner: TrialRunner, rate: float) -> str:
     """Say what the time that is left can answer."""
     context, engine = runner.context, runner.engine
     trace, aim = context.trace, context.aim
@@ -547,10 +549,10 @@ def _outlook(runner: TrialRunner, pilot: Pilot) -> str:
     else:
         left_s = context.left_s - CALIBRATION_SHARE * context.budget.total_s
         try:
-            windows = choose_windows(trace, pilot.wall_per_trace_s, left_s, RACE_REPLAYS)
+            windows = choose_windows(trace, rate, left_s, RACE_REPLAYS)
         except UsageError:
             windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
-    replay_s = sum(w.length_s for w in windows) * pilot.wall_per_trace_s
+    replay_s = sum(w.length_s for w in windows) * rate
     current = context.space.current
     cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)
     return outlook(context.budget, context.left_s, CALIBRATION_SHARE, replay_s, cold_s)

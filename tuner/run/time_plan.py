@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, UsageError
 from tuner.replay.arrivals import ClockKind
-from tuner.replay.load import pace_s, share_done
+from tuner.replay.load import share_done
 from tuner.replay.loop import ReplayLog
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import CutRule
@@ -26,7 +24,6 @@ from tuner.search.budget import (
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     Aim,
-    Pilot,
     choose_windows,
     shorter_window,
     window_text,
@@ -147,8 +144,8 @@ def _min_s(plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
     return MIN_ROUNDS * sum(plan.replay_s(limits) for limits in settings)
 
 
-def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> Pilot:
-    """Return what a part of the trace costs at the current limits.
+def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
+    """Return the real time that a second of the trace costs at the current limits.
 
     Counted by the work that was done when the pilot ended, not by who was answered in full.
     `observe` receives its steps.
@@ -179,7 +176,7 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> Pilot:
         )
     rate = measured.wall_s / (done * max(pilot.duration_s, 1e-3))
     context.listener.note(f"pilot: a second of the trace costs {rate:.2g} s here")
-    return Pilot(rate, pace_s(log.timelines) * float(np.median(pilot.output_tokens)))
+    return rate
 
 
 def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
@@ -190,22 +187,16 @@ def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     context = runner.context
     if context.aim.window is not None:
         return (context.aim.window,)
-    rate = fly_pilot(runner).wall_per_trace_s
+    rate = fly_pilot(runner)
     replays = SEARCH_REPLAYS + RACE_REPLAYS
     return choose_windows(context.trace, rate, context.left_s, replays)
 
 
-def race_windows(runner: TrialRunner, rate: float | None) -> tuple[Window, ...]:
-    """Return the windows of a race: as asked for, or as much as the time is thought to hold.
+def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:
+    """Return as much of the trace as the time is thought to hold a race of.
 
-    `rate` is what a second of the trace costs, None where a pilot has to tell.
-
-    Raises: EngineError.
+    `rate` is what a second of it costs, by a pilot.
     """
-    context = runner.context
-    if context.aim.window is not None:
-        return (context.aim.window,)
-    rate = fly_pilot(runner).wall_per_trace_s if rate is None else rate
     try:
         return choose_windows(context.trace, rate, context.left_s, LIVE_REPLAYS)
     except UsageError:
@@ -229,7 +220,11 @@ def plan_race(
     """
     pair = list(dict.fromkeys([settings[0], context.space.current]))
     windows = wanted
-    while not _holds_rounds(plan := race_on(context, predictor, aim, pair, windows), pair):
+    while True:
+        workload = Workload.of(WINDOW, context.trace, windows, aim)
+        plan = race_on(context, predictor, pair, workload)
+        if _holds_rounds(plan, pair):
+            break
         shorter = shorter_window(context.trace, windows, SHORTER_RATIO)
         if shorter is None:
             return None
@@ -239,24 +234,22 @@ def plan_race(
             f"two rounds of {window_text(wanted, context.trace)} do not fit into the time; "
             f"racing {window_text(windows, context.trace)}"
         )
-    return race_on(context, predictor, aim, settings, windows, plan)
+    return race_on(context, predictor, settings, workload, plan)
 
 
 def race_on(
     context: RunContext,
     predictor: Predictor,
-    aim: Aim,
     settings: Sequence[EngineLimits],
-    windows: tuple[Window, ...],
+    workload: Workload,
     known: RacePlan | None = None,
 ) -> RacePlan:
-    """Return the race of settings on windows, with what is predicted of it.
+    """Return the race of settings on a workload, with what is predicted of it.
 
-    What a plan `known` for the same windows holds is not predicted again.
+    What a plan `known` for the same workload holds is not predicted again.
 
-    Raises: ShadowError, TooFewSamplesError, UsageError.
+    Raises: ShadowError, UsageError.
     """
-    workload = Workload.of(WINDOW, context.trace, windows, aim)
     predicted = {} if known is None else dict(known.predicted)
     for limits in settings:
         if limits not in predicted:

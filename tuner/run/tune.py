@@ -43,7 +43,7 @@ from tuner.run.sessions.shadow import RunFindings
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
-from tuner.search.objective import Scoring
+from tuner.search.objective import Scoring, Tier
 from tuner.search.race import UNFINISHED, RaceDecision, RaceVerdict
 from tuner.search.trials import decisive, leader, predictions
 from tuner.shadow.predictor import Predictor
@@ -188,10 +188,9 @@ class _Run:
         if decision.odds is not None and decision.odds.p_slo is not None:
             nearest, p_slo = decision.best, decision.odds.p_slo
         own = [t for t in records if t.limits == nearest]
-        trial = own[-1] if own else next(t for t in records if t.number == best.number)
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
         said = [] if p_slo is None else [f"meets them with probability {p_slo:.2f}"]
-        said += scoring.broken_in(trial.measurement or {}) if own else []
+        said += scoring.broken_in(own[-1].measurement or {}) if own else []
         hint = "relax an SLO, lower --load, or add replicas"
         if p_slo is not None and p_slo >= MAYBE_MEETS:
             hint += "; it may meet them yet, which a longer --budget would tell"
@@ -204,6 +203,9 @@ class _Run:
     def _none_survived(self) -> NoFeasibleConfigError:
         """Say why nothing was answered anywhere: who lost least, or what mostly went wrong."""
         records = decisive(self._context.journal.records())
+        best = leader([t.observation for t in records])
+        if best is not None and best.score.tier is Tier.BREAKS_SLO:
+            return self._nothing_feasible(self._so_far())
         trials = f"all trials are in {self._context.run_dir.path}"
         lost = [(t.measurement["lost_ratio"], t) for t in records if t.measurement]
         ratio, least = min(lost, key=lambda one: (one[0], one[1].number), default=(0.0, None))

@@ -60,18 +60,6 @@ class Budget:
         return min(15.0, max(1.0, 0.02 * self.total_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Pilot:
-    """What a first short replay at the current limits has shown.
-
-    `wall_per_trace_s` is the real time that a second of the trace costs, `decode_s` how long
-    the middle request decodes.
-    """
-
-    wall_per_trace_s: float
-    decode_s: float
-
-
 def choose_windows(
     trace: Trace,
     wall_per_trace_s: float,

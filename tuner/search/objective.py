@@ -89,7 +89,8 @@ class Score:
 
     `metric` names what value is made of; a rate stands as its inverse, so that less is better
     throughout and ratios of values are ratios of the metric. `others` are the values by which
-    the other tiers are judged, for the race between replays of different tiers. `slo_used` is
+    the other tiers are judged, for the race between replays of different tiers; what is
+    optimised is always among them, without end where there is none of it. `slo_used` is
     how much of its tightest SLO is used up and `load_used` how much of what the engine can
     sustain, 1 is all of it; None where that does not count.
     """
@@ -117,8 +118,9 @@ class Score:
         """The metric that the objective optimises."""
         if self.tier is Tier.GOOD:
             return self.metric
-        own = (name for name, _ in self.others if name not in (RATE, WORST_SLACK))
-        return next(own, RATE)
+        names = [name for name, _ in self.others]
+        own = (name for name in names if name not in (RATE, WORST_SLACK))
+        return next(own, RATE if RATE in names else self.metric)
 
     def times(self, times: float) -> Score:
         """Return the score of a setting whose every latency is so many times as long.
@@ -229,8 +231,9 @@ class Scoring:
             return Score(Tier.CUT, math.inf, "cut short")
         if m.completed == 0 or m.requests_per_s <= 0:
             return Score(Tier.FAILED, math.inf, "no request completed")
-        placed = self._place(m)
-        values = [(RATE, 1 / m.requests_per_s), *self._own_value(m)]
+        placed, values = self._place(m), self._own_value(m)
+        if self.objective is not Objective.CAPACITY:
+            values.insert(0, (RATE, 1 / m.requests_per_s))
         if self.slos:
             values.append((WORST_SLACK, self._slo_used(m)))
         others = tuple((name, value) for name, value in values if name != placed.metric)
@@ -247,7 +250,8 @@ class Scoring:
         if self.objective is Objective.CAPACITY:
             return self._score_capacity(m)
         if self.objective is Objective.GOODPUT:
-            for metric, value in self._own_value(m):
+            (metric, value), *_ = self._own_value(m)
+            if math.isfinite(value):
                 return Score(Tier.GOOD, value, metric)
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
         return self._score_within_slos(m)
@@ -255,7 +259,8 @@ class Scoring:
     def _score_capacity(self, m: Measurement) -> Score:
         """Place by the largest load, or at a given load by how much of its SLO is used up."""
         for metric, value in self._own_value(m):
-            return Score(Tier.GOOD, value, metric)
+            if math.isfinite(value):
+                return Score(Tier.GOOD, value, metric)
         used = self._slo_used(m)
         if used > 1:
             return Score(Tier.BREAKS_SLO, used, WORST_SLACK)
@@ -266,7 +271,7 @@ class Scoring:
         """Place a whole measurement by its SLOs first, then by rate or latency."""
         if self._worst_slack(m) > 0:
             return Score(Tier.BREAKS_SLO, self._slo_used(m), WORST_SLACK)
-        metric, value = next(iter(self._own_value(m)), (f"e2e_{self._statistic}", math.inf))
+        (metric, value), *_ = self._own_value(m)
         keeps_up = m.is_sustained or self.objective is not Objective.BALANCED
         if not (keeps_up and math.isfinite(value)):
             return Score(Tier.NOT_SUSTAINED, 1 / m.requests_per_s, RATE)
@@ -277,17 +282,22 @@ class Scoring:
         return "p50" if self.objective is Objective.LATENCY else self.tail
 
     def _own_value(self, m: Measurement) -> list[tuple[str, float]]:
-        """Return the value by what the objective optimises, in any tier; none if unknown."""
+        """Return the value by what the objective optimises, in any tier, without end if none.
+
+        Nothing where only a load is known that is given, and a capacity is asked for.
+        """
         match self.objective:
             case Objective.THROUGHPUT:
                 return [(RATE, 1 / m.requests_per_s)]
             case Objective.GOODPUT:
-                return [("goodput_per_s", 1 / m.goodput_per_s)] if m.goodput_per_s else []
+                return [("goodput_per_s", 1 / m.goodput_per_s if m.goodput_per_s else math.inf)]
+            case Objective.CAPACITY if m.capacity is None:
+                return []
             case Objective.CAPACITY:
-                return [("capacity", 1 / m.capacity)] if m.capacity else []
+                return [("capacity", 1 / m.capacity if m.capacity else math.inf)]
             case _:
                 value_s = m.latency("e2e_s", self._statistic)
-                return [(f"e2e_{self._statistic}", value_s)] if value_s else []
+                return [(f"e2e_{self._statistic}", value_s or math.inf)]
 
     def _slo_used(self, m: Measurement) -> float:
         """Return how much of its tightest SLO a measurement uses up: 1 is all of it."""

@@ -140,7 +140,7 @@ class Trial:
     that measured it, which a run has several of where it was resumed or had workers;
     `prediction` counts the profiles that the run predicted by, 0 for what was measured; `cause`
     says why nothing was measured.
-    `value` is None where it has no end, for which JSON has no number.
+    `value` is None where it has no end, for which JSON has no number; others are "inf" then.
 
     Raises: UsageError if vLLM would refuse the limits.
     """
@@ -156,7 +156,7 @@ class Trial:
     tier: Tier
     value: float | None
     metric: str
-    others: dict[str, float] = field(default_factory=dict)
+    others: dict[str, float | Literal["inf"]] = field(default_factory=dict)
     slo_used: float | Literal["inf"] | None = None
     load_used: float | None = None
     cause: str
@@ -192,9 +192,9 @@ class Trial:
             tier=score.tier,
             value=score.value if math.isfinite(score.value) else None,
             metric=score.metric,
-            others={name: value for name, value in score.others if math.isfinite(value)},
+            others={name: _with_end(value) for name, value in score.others},
             # Without end where a bound falls on a lost request.
-            slo_used="inf" if score.slo_used == math.inf else score.slo_used,
+            slo_used=None if score.slo_used is None else _with_end(score.slo_used),
             load_used=score.load_used,
             cause=cause,
             measurement=None if measurement is None else dict(measurement),
@@ -227,7 +227,7 @@ class Trial:
             self.tier,
             math.inf if self.value is None else self.value,
             self.metric,
-            tuple(self.others.items()),
+            tuple((name, float(value)) for name, value in self.others.items()),
             None if self.slo_used is None else float(self.slo_used),
             self.load_used,
         )
@@ -246,6 +246,11 @@ class Trial:
             decode_step_s=(measured.get("decode_step_s") or {}).get("p50"),
             race_round=self.race_round,
         )
+
+
+def _with_end(value: float) -> float | Literal["inf"]:
+    """Return a number, or its name where JSON has no number for it."""
+    return "inf" if value == math.inf else value
 
 
 def race_records(trials: Sequence[Trial], limits: EngineLimits) -> dict[int, dict[str, Any]]:

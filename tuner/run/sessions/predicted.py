@@ -11,7 +11,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
 from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.cold import start_all
-from tuner.run.context import RunContext, Workload
+from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.drawing import DRAWS, Deployed, contend, predict_deployed
 from tuner.run.options import Method
@@ -32,7 +32,7 @@ from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, window_text
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
-from tuner.search.trials import leader
+from tuner.search.trials import Phase, leader
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, read_profile
@@ -58,7 +58,8 @@ class PredictedSearch:
     With Method.CALIBRATED nothing is raced where it can be predicted. `chosen` are the windows
     that are replayed, those that an earlier process of the run has chosen at first; `plan` is
     who races on them. `predictor` and `predicted` are None until something is predicted, and
-    once it turns out to be wrong. `compared` is what was measured beside what was predicted.
+    once it turns out to be wrong. `compared` is what was measured beside what was predicted,
+    and `rate` the real time that a second of the trace costs, None until a pilot has told.
     """
 
     learning: Learning
@@ -69,6 +70,7 @@ class PredictedSearch:
     predictor: Predictor | None = None
     predicted: Predictions | None = None
     compared: Differences = field(default_factory=dict)
+    rate: float | None = None
 
     @property
     def runner(self) -> TrialRunner:
@@ -87,7 +89,7 @@ class PredictedSearch:
         """
         context, path = self.context, self.context.run_dir.path / PROFILE_FILE
         try:
-            rate, given = None, None
+            given = None
             if path.exists():
                 # The run is resumed, or was given a profile: the calibration is done.
                 profile = given = self.learning.take_over(read_profile(path), started)
@@ -96,17 +98,17 @@ class PredictedSearch:
                 is_alone = self.method is Method.CALIBRATED
                 parts = (self.runner, calibrator, self.learning.predictor_of)
                 blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
-                rate = blocks.calibrate().wall_per_trace_s
+                self.rate = blocks.calibrate()
                 profile = self.learning.fitted(calibrator)
             profile = self.learning.compared(profile)
             settings = self.finalists(profile)
             if self.method is Method.CALIBRATED:
                 return self.decide()
-            plan = self._race_plan(settings, rate)
+            plan = self._race_plan(settings)
             if plan is None and given is not None:
-                plan = self._plan_beside_a_pilot(given, rate)
-            elif plan is None and rate is not None and self.learning.calibrator is not None:
-                self._look_longer(self.learning.calibrator, profile, settings, rate)
+                plan = self._plan_beside_a_pilot(given)
+            elif plan is None and self.learning.calibrator is not None:
+                self._look_longer(self.learning.calibrator, profile, settings)
         except (ShadowError, TooFewSamplesError) as unfit:
             context.caveats.add(Caveat.SHADOW_UNFIT)
             self.predicted = self.predictor = None
@@ -123,7 +125,6 @@ class PredictedSearch:
         calibrator: Calibrator,
         profile: Profile,
         settings: Sequence[EngineLimits],
-        rate: float,
     ) -> None:
         """Spend the time that holds no race on the finalists' steps, and predict them anew.
 
@@ -132,7 +133,7 @@ class PredictedSearch:
 
         Raises: EngineError, ShadowError, TooFewSamplesError, UsageError.
         """
-        looked = set[EngineLimits]()
+        looked, rate = set[EngineLimits](), self._flown()
         for _ in range(MOST_LOOKS):
             chosen = [limits for limits in settings if limits not in looked]
             time_s = LONGER_SHARE * self.context.left_s
@@ -168,17 +169,32 @@ class PredictedSearch:
 
     @property
     def _race_aim(self) -> Aim:
-        """What the race is after: where capacity is, it offers what the best can bear."""
-        aim = self.context.aim
+        """What the race is after: where capacity is, it offers what the best can bear.
+
+        A run that goes on offers what it did before.
+        """
+        aim, records = self.context.aim, self.context.journal.records()
         best = None if self.predicted is None else leader(self.predicted.observations)
         if aim.objective is not Objective.CAPACITY or best is None:
             return aim
+        raced = [t.measurement for t in records if t.phase is Phase.RACE and t.measurement]
         load = 1 / best.score.value if best.score.tier is Tier.GOOD else 1.0
+        if raced:
+            load = raced[0]["load"] / self.context.trace.load
         return replace(aim, plan=replace(aim.plan, load=load))
 
-    def _race_plan(
-        self, settings: Sequence[EngineLimits], rate: float | None
-    ) -> RacePlan | None:
+    def _flown(self) -> float:
+        """Return what a second of the trace costs, by a pilot whose steps are learnt from.
+
+        Raises: EngineError.
+        """
+        if self.rate is None:
+            calibrator = self.learning.calibrator
+            observe = None if calibrator is None else calibrator.observe
+            self.rate = fly_pilot(self.runner, observe)
+        return self.rate
+
+    def _race_plan(self, settings: Sequence[EngineLimits]) -> RacePlan | None:
         """Return who races on what, None where the time holds no race.
 
         On the windows of before where the run goes on, else on what the time holds.
@@ -189,9 +205,10 @@ class PredictedSearch:
         if aim.objective is Objective.CAPACITY:
             context.listener.note(f"racing at {aim.plan.load:.3g} x the recorded load")
         if self.chosen:
-            plan: RacePlan | None = race_on(context, predictor, aim, settings, self.chosen)
+            workload = Workload.of(WINDOW, context.trace, self.chosen, aim)
+            plan: RacePlan | None = race_on(context, predictor, settings, workload)
         else:
-            wanted = race_windows(self.runner, rate)
+            wanted = (aim.window,) if aim.window else race_windows(context, self._flown())
             plan = plan_race(context, predictor, aim, settings, wanted)
         if plan is not None:
             self.choose(plan.workload.windows)
@@ -205,7 +222,7 @@ class PredictedSearch:
         text = window_text(windows, self.context.trace)
         self.context.listener.note(f"replaying {text}")
 
-    def _plan_beside_a_pilot(self, given: Profile, rate: float | None) -> RacePlan | None:
+    def _plan_beside_a_pilot(self, given: Profile) -> RacePlan | None:
         """Measure whether a given profile is right that there is no time to race.
 
         Where it is not, it is corrected by the pilot's steps, and the race planned anew.
@@ -213,7 +230,7 @@ class PredictedSearch:
         calibrator, predictor = self.learning.calibrator, self.predictor
         if calibrator is None or predictor is None:
             return None
-        fly_pilot(self.runner, calibrator.observe)
+        self._flown()
         if not calibrator.calibration.steps:
             return None
         times = calibrator.calibration.times_of(given)
@@ -223,7 +240,7 @@ class PredictedSearch:
             f"live and predicted disagree: steps of the pilot take {times:.2g} times what the "
             "profile says; correcting it"
         )
-        return self._race_plan(self.finalists(self.learning.fitted(calibrator, given)), rate)
+        return self._race_plan(self.finalists(self.learning.fitted(calibrator, given)))
 
     def _race(self, plan: RacePlan) -> RaceDecision:
         """Replay who may be the best, live, and learn from each round.
@@ -294,8 +311,8 @@ class PredictedSearch:
         predictor, predicted = self.predictor, self.predicted
         if predictor is None or predicted is None:
             raise ShadowError("nothing was predicted")
-        evidence.predictor, evidence.predictions = predictor, predicted
         raced = evidence.settings()
+        evidence.predictor, evidence.predictions = predictor, predicted
         field = list(dict.fromkeys([*settings[:-1], *raced, current]))
         evidence.predictions = predict_more(predictor.as_deployed(), predicted, field)
         draws = evidence.draws_of(field, DRAWS)
@@ -337,8 +354,7 @@ class PredictedSearch:
             # The first round may show that others are better; later ones move little.
             settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))
             predicted = self.predicted or predicted
-        windows = plan.workload.windows
-        plan = race_on(context, predictor, self._race_aim, settings, windows)
+        plan = race_on(context, predictor, settings, plan.workload)
         predicted = predict_more(predictor.as_deployed(), predicted, plan.settings)
         self.plan, self.predictor, self.predicted = plan, predictor, predicted
         return plan, predictor, predicted
