@@ -16,7 +16,8 @@ from sqlalchemy import text
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import StorageError, UsageError
-from tuner.run.journal import Journal, Recorded, Round
+from tuner.run.directory import TRIALS_FILE, RunDir
+from tuner.run.journal import Journal, Recorded, Round, open_journal
 from tuner.search.objective import Score, Tier
 from tuner.search.trials import Phase, Trial, race_records
 from tuner.traffic.windows import Window
@@ -301,6 +302,25 @@ def test_what_could_not_be_kept_as_the_storage_was_away_gets_a_number_of_its_own
     assert again.restore(file) == {number}
     assert [record.number for record in again.records()] == [0, number + 1]
     assert replace(again.records()[1], number=number) == lost
+
+
+def test_a_run_that_goes_on_again_and_again_restores_what_was_lost_once(tmp_path: Path) -> None:
+    url, study = f"sqlite:///{tmp_path / 'study.db'}", "own"
+    first = Journal(url, study)
+    kept(first, GOOD)
+    number = first.begin(LIMITS)  # measured, and then the storage went away
+    records = [*first.records(), Trial.of(number, LIMITS, Phase.RACE, 1, GOOD, MEASURED)]
+    first.close()
+    run_dir, said = RunDir(tmp_path / "run", resume=False), []
+    run_dir.write_lines(TRIALS_FILE, records)
+    for _ in range(3):
+        journal, messages = open_journal(url, study, run_dir, (), print, is_resumed=True)
+        assert len(journal.race_runs()) == 1
+        assert len(journal.records()) == 2
+        said += messages
+        journal.close()
+    run_dir.close()
+    assert said == [f"1 trials were restored from {TRIALS_FILE}: the study lacked them"]
 
 
 DAMAGE = {

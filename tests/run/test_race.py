@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.paths import ROOT
 from support.race_parts import BETTER, CROWDED_TOY, CURRENT, TRACE, WORSE, known_ratio
 from support.run_parts import Heard, ToyRun, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToySource
@@ -30,6 +31,7 @@ from tuner.search.posterior import Draws, Learnable, drawn_of
 from tuner.search.race import MAX_ROUNDS, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiles import read_profile
 from tuner.shadow.step_model import StepModel
 
 
@@ -195,3 +197,17 @@ def test_a_replay_is_compared_with_the_simulation_at_its_own_speed(tmp_path: Pat
     assert own.latency("e2e_s", tail) == pytest.approx(measured_s, rel=0.02)
     assert as_stated.latency("e2e_s", tail) != pytest.approx(measured_s, rel=0.1)
     assert trial.is_whole
+
+
+def test_a_replay_whose_host_was_slower_has_a_speed_of_its_own_too(tmp_path: Path) -> None:
+    """On a profile of which the host is the slower one for most batches."""
+    profile = read_profile(ROOT / "profiles" / "gpu" / "qwen3-1.7b.1xh100_sxm.yaml")
+    host = profile.step_model.host
+    slow = replace(profile, step_model=replace(profile.step_model, host=host.scaled(2.0)))
+    with a_run(tmp_path, TRACE, a_space(CURRENT), ToySource()) as run:
+        live = Predictor(slow).measure(run.workload.pieces, CURRENT, run.workload.plan)
+        assert isinstance(live, Measurement)
+        step_s = live.busy_s / live.steps
+        own = at_own_speed(Predictor(profile), run.workload, CURRENT, step_s)
+        assert own is not None
+        assert own.busy_s / own.steps == pytest.approx(step_s, rel=0.005)

@@ -182,3 +182,15 @@ def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None
 def columns_of(steps: StepColumns) -> list[Floats]:
     """Return the columns in their order."""
     return [getattr(steps, f.name) for f in fields(StepColumns)]
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0.02, 0.02), (0.2, LEVEL)])
+def test_a_point_says_of_other_times_no_more_than_how_well_it_knows_the_level(
+    start: float, kept: float
+) -> None:
+    profile = read_profile(H200)
+    assert profile.uncertainty is not None
+    learnt = replace(profile, uncertainty=replace(profile.uncertainty, start=start))
+    found, _ = by_anchor(learnt, Anchor(Anchor(1.0, 14.0).predicted_s(learnt), 14.0))
+    assert found.uncertainty is not None
+    assert found.uncertainty.start == kept

@@ -127,6 +127,8 @@ class Calibrator:
         The worker's machine is of the same kind, and its speed a factor of its own; without
         enough steps of the run's own engine to tell that factor, they are left out.
         """
+        if not steps:
+            return
         try:
             here = self.calibration.profile()
             theirs = replace(self.calibration, steps=tuple(steps))

@@ -489,6 +489,8 @@ def open_journal(
         what = [(lacking, "trials that the study does not know"), (damaged, "damaged lines")]
         said = " and ".join(f"{count} {words}" for count, words in what if count)
         messages.append(f"{TRIALS_FILE} held {said}: it is kept as {aside.name}")
+    if lacking or damaged or restored:
+        # Under the numbers of the study, so that the next to go on restores nothing again.
         run_dir.write_lines(TRIALS_FILE, in_study)
     return journal, messages
 

@@ -40,8 +40,9 @@ REFINE_RATIO = 0.2
 # which is a median: ours.
 DISAGREEMENT = 3.0
 
-# How closely a replay's own speed is found: ours, a tenth of what two replays differ by.
-SPEED_RATIO, SPEED_PASSES, _SMALL = 0.002, 8, 1e-6
+# How closely a replay's own speed is found: ours, a tenth of what two replays differ by, and
+# after so many passes half of it, near overload.
+SPEED_RATIO, FAR_RATIO, SPEED_PASSES, _SMALL = 0.002, 0.01, 8, 1e-6
 
 # Threads that replay, where there are as many cores: ours. Half of a short replay holds
 # Python's lock; on two idle cores 600 of them took two threads 1.0 s, three 1.4 and six 1.6 s.
@@ -174,29 +175,29 @@ def at_own_speed(
 ) -> Measurement | None:
     """Return what is predicted of a replay whose steps took step_s in the mean.
 
-    Slower steps hold more requests each, so that the speed is searched for. None where nothing
-    can be predicted of it.
+    Slower steps hold more requests each, so that the speed is searched for; device and host are
+    taken to be as much slower. None where nothing can be predicted of it, or at no speed.
 
     Raises: ShadowError, UsageError.
     """
-    profile, log_times, growth = predictor.profile, 0.0, 1.0
-    found, last = None, (0.0, 0.0)
+    profile, log_times, growth, last = predictor.profile, 0.0, 1.0, (0.0, 0.0)
     for number in range(SPEED_PASSES):
-        model = profile.step_model.scaled(math.exp(log_times))
-        scaled = replace(predictor, profile=replace(profile, step_model=model))
+        model = profile.step_model.slower(math.exp(log_times))
+        scaled = predictor.of(replace(profile, step_model=model))
         outcome = scaled.measure(workload.pieces, limits, workload.plan, workload.slos)
         if isinstance(outcome, Failure) or outcome.busy_s <= 0 or step_s <= 0:
             return None
-        found, off = outcome, math.log(step_s * outcome.steps / outcome.busy_s)
-        if abs(off) < SPEED_RATIO:
-            break
+        off = math.log(step_s * outcome.steps / outcome.busy_s)
+        is_last = number == SPEED_PASSES - 1
+        if abs(off) < (FAR_RATIO if is_last else SPEED_RATIO):
+            return outcome
         if number and abs(log_times - last[0]) > _SMALL:
             # How much longer a mean step takes where each of a kind does: seldom less, at most
             # a few times as much, where a queue fills.
             growth = min(max((last[1] - off) / (log_times - last[0]), 0.5), 4.0)
         last = log_times, off
         log_times += off / growth
-    return found
+    return None
 
 
 def capacity_per_s(

@@ -199,7 +199,9 @@ def race(
                 next_s = max(round_s, usual_s)
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
-                if _is_settled(evidence, inside, current, confidence, round_s):
+                asked = (inside, current, confidence, round_s)
+                # A few draws may be wrong about it.
+                if is_settled(draws, *asked) and is_settled(evidence.draws(DRAWS), *asked):
                     break
             before_s = context.left_s
             if not _replay_round(runner, plan, rounds + 1, inside, reserved_s, observe):
@@ -214,20 +216,6 @@ def race(
             context.journal.withdraw(Phase.RACE)
         whole = whole_rounds(context.journal.race_runs(), evidence.settings())
         return evidence.draws(DRAWS).decide(current, confidence, whole)
-
-
-def _is_settled(
-    evidence: Evidence,
-    inside: Sequence[EngineLimits],
-    current: EngineLimits,
-    confidence: float,
-    round_s: float,
-) -> bool:
-    """Whether it is settled by a few draws, and by many, about which a few may be wrong."""
-    return all(
-        is_settled(evidence.draws(count), inside, current, confidence, round_s)
-        for count in (FEW_DRAWS, DRAWS)
-    )
 
 
 def _is_for_the_cold(runner: TrialRunner, plan: RacePlan, draws: Draws, round_s: float) -> bool:

@@ -210,8 +210,7 @@ def by_anchor(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
     )
     wrong = min(profile.metric_error_ratio or math.inf, WRONG_RATIO)
     # The point does not tell the host from the device: it is met whichever is the slower one.
-    model = profile.step_model.scaled(found.ratio)
-    model = replace(model, host=model.host.scaled(found.ratio))
+    model = profile.step_model.slower(found.ratio)
     return corrected(profile, model, str(anchor), wrong, _narrowed(profile)), found
 
 
@@ -226,7 +225,10 @@ def _check_near(profile: Profile, ratio: float, what: str) -> None:
 
 
 def _narrowed(profile: Profile) -> Uncertainty | None:
-    """Return what is left open once the level is known: all terms moved alike by less."""
+    """Return what is left open once the level is known: all terms moved alike by less.
+
+    How far a start at another time may be off is kept, but for what the level says of it.
+    """
     uncertainty = profile.uncertainty
     if uncertainty is None:
         return None
@@ -235,7 +237,8 @@ def _narrowed(profile: Profile) -> Uncertainty | None:
         terms = row[: len(TERMS)]
         if terms.min() > LEVEL and terms.min() == terms.max():
             row[: len(TERMS)] = LEVEL
-    return type(uncertainty).of(table)
+    directions = type(uncertainty).of(table).directions
+    return replace(uncertainty, directions=directions, start=min(uncertainty.start, LEVEL))
 
 
 # By recorded steps.

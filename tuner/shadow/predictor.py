@@ -47,9 +47,8 @@ class Predictor:
     _engines: dict[EngineLimits, ReferenceEngine] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _prepared: list[PreparedTrace] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    # Those that are made of another share what is laid out of the traces.
+    _prepared: list[PreparedTrace] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def wrong_ratio(self) -> float:
@@ -76,10 +75,8 @@ class Predictor:
         return replace(self, ceiling=None)
 
     def of(self, profile: Profile) -> Predictor:
-        """Return the same of another profile; traces that are laid out stay so."""
-        made = replace(self, profile=profile)
-        made._prepared.extend(self._prepared)  # noqa: SLF001 - of the same class
-        return made
+        """Return the same of another profile."""
+        return replace(self, profile=profile)
 
     def info(self, limits: EngineLimits) -> EngineInfo:
         """Return what is known of the engine that the limits are predicted on."""
@@ -116,7 +113,7 @@ class Predictor:
             if known.fits(trace, plan):
                 return known
         room_for(trace, self.profile.shape)
-        del self._prepared[:-_KEPT]
+        del self._prepared[: 1 - _KEPT]
         made = PreparedTrace(at_load(trace, plan.load), plan, of=trace)
         self._prepared.append(made)
         return made

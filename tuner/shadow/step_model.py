@@ -356,6 +356,10 @@ class StepModel(_Curves):
         slopes_s = tuple(s * ratio for s in self.token_slopes_s)
         return replace(self, token_slopes_s=slopes_s, **scalars)
 
+    def slower(self, ratio: float) -> StepModel:
+        """Return the model of which device and host take ratio times as long."""
+        return replace(self.scaled(ratio), host=self.host.scaled(ratio))
+
     def served(self, added_s: float, prefill_ratio: float) -> StepModel:
         """Return the model whose every batch takes added_s longer, with a prompt ratio times.
 

@@ -111,6 +111,7 @@ class Session:
             when the window cannot carry what was asked.
         """
         self.context.stopwatch.begin()
+        self.context.journal.set_state("running")
         started = self._started()
         context = self.context
         context.listener.note(

@@ -260,6 +260,7 @@ class ShadowSession:
         """
         context, predictor = self.context, self.predictor
         context.stopwatch.begin()
+        context.journal.set_state("running")
         self._predicted = predict_space(context, predictor)
         workload = self._predicted.workload
         context.keep_windows(workload.windows, workload.windows)
