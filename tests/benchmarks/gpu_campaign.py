@@ -436,7 +436,9 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
 def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
     """Return the profile of published tables for a stage's engine, or why there is none."""
     from tuner.errors import UsageError
-    from tuner.shadow.derived import GPUS, Wanted, derive
+    from tuner.shadow.derived.derive import derive
+    from tuner.shadow.derived.gpus import GPUS
+    from tuner.shadow.derived.wanted import Wanted
 
     device, values = result["device"], result["scenario"]["values"]
     gpu = next((one for one in GPUS if one.device == device), None)

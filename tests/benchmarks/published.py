@@ -34,7 +34,9 @@ from tuner.replay.arrivals import StaticBatches
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.run.loads.strategies import strategies, uniform
-from tuner.shadow.derived import Wanted, derive, gpu_of
+from tuner.shadow.derived.derive import derive
+from tuner.shadow.derived.gpus import gpu_of
+from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 from tuner.traffic.formats import read_trace

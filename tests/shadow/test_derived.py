@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, UsageError
 from tuner.replay.metrics import measure
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.derived import GPUS, SEEN_HOST, Wanted, derive, gpu_of
+from tuner.shadow.derived.derive import SEEN_HOST, derive
+from tuner.shadow.derived.gpus import GPUS, gpu_of
+from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.formats import read_trace
 
@@ -104,6 +107,9 @@ def test_what_is_further_off_than_usual_is_warned_of(
     [
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"sliding_window": 1024}, "attend to 1024 tokens"),
+        ({"hybrid_override_pattern": "M-M*"}, "layers of several kinds"),
+        ({"vocab_size": "lots"}, "vocab_size is 'lots'"),
     ],
 )
 def test_what_the_shadow_cannot_keep_account_of_is_refused(
@@ -113,16 +119,97 @@ def test_what_the_shadow_cannot_keep_account_of_is_refused(
         derive(Wanted(gpu_of("h200"), a_config(tmp_path, **changed)))
 
 
+def test_a_window_that_is_not_used_is_none(tmp_path: Path) -> None:
+    config = a_config(tmp_path, sliding_window=1024, use_sliding_window=False)
+    assert derive(Wanted(gpu_of("h200"), config)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("quantization", "fp8", "quantization: fp8"),
+        ("kv-cache-dtype", "fp8", "kv-cache-dtype: fp8 changes"),
+        ("data-parallel-size", 2, "data-parallel-size: 2 changes"),
+        ("speculative-config", {"method": "ngram"}, "speculative-config: .* changes"),
+        ("enable-lora", True, "enable-lora: True changes"),
+        ("gpu-memory-utilization", "lots", "lots is no share"),
+        ("tensor-parallel-size", "auto", "auto is no whole number"),
+        ("enforce-eager", "maybe", "maybe is neither true nor false"),
+        ("max-model-len", 1_000_000, "more than the 8192 of the model"),
+    ],
+)
+def test_what_is_served_as_the_tables_do_not_know_is_refused(
+    tmp_path: Path, key: str, value: object, words: str
+) -> None:
+    config = tmp_path / "served.yaml"
+    config.write_text(json.dumps({"model": a_config(tmp_path / "m"), key: value}))
+    line = ["profile", "derive", "--gpu", "h200", "--config", str(config)]
+    done = CliRunner().invoke(command, [*line, "-o", str(tmp_path / "p.yaml")])
+    assert isinstance(done.exception, UsageError)
+    assert re.search(words, str(done.exception))
+
+
+def test_what_is_served_otherwise_than_by_default_is_in_the_profile(tmp_path: Path) -> None:
+    served = {
+        "enforce-eager": True,
+        "no-enable-prefix-caching": True,
+        "async-scheduling": False,
+        "block-size": 32,
+        "num-gpu-blocks-override": 5000,
+        "scheduling-policy": "priority",
+        "long-prefill-token-threshold": 512,
+        "served-model-name": "mine",
+    }
+    profile = derive(Wanted(gpu_of("h200"), a_config(tmp_path), serve_values=served)).profile
+    shape = profile.shape
+    assert (shape.captured_sizes, shape.prefix_caching, shape.asynchronous) == (
+        (),
+        False,
+        False,
+    )
+    assert (shape.block_size, shape.has_priorities) == (32, True)
+    assert shape.scheduler["long_prefill_token_threshold"] == 512
+    assert profile.num_blocks_at(EngineLimits(8, 2048)) == 5000
+
+
+def test_what_vllm_would_not_start_is_refused_and_told_what_it_would() -> None:
+    """A request of 131,072 tokens, of which the KV cache holds 96,032."""
+    model, gpu = "meta-llama/Meta-Llama-3.1-70B", gpu_of("b200")
+    with pytest.raises(UsageError, match="holds 96,032 tokens") as caught:
+        derive(Wanted(gpu, model))
+    assert "max-model-len: 95232" in caught.value.hint
+    assert derive(Wanted(gpu, model, max_model_len=95232)).profile.shape.max_model_len == 95232
+
+
+@pytest.mark.slow
+def test_no_more_memory_is_asked_for_than_the_limits_take() -> None:
+    """Four times the token budget would leave none for the KV cache."""
+    fits = EngineLimits(256, 16384)
+    wanted = Wanted(gpu_of("l40s"), "Qwen/Qwen3-32B-FP8", 1, fits, max_model_len=16384)
+    profile = derive(wanted).profile
+    assert profile.num_blocks_at(fits) == profile.kv_starts[0].num_blocks > 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1"])
+def test_experts_are_spread_over_gpus_as_all_else_and_without_a_network(model: str) -> None:
+    one, two = (derive(Wanted(gpu_of("h200"), model, count)) for count in (1, 2))
+    assert any("mixture of experts" in warning for warning in two.warnings)
+    at = EngineLimits(64, 8192)
+    assert two.profile.num_blocks_at(at) > 2 * one.profile.num_blocks_at(at)
+
+
 def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nearest that is known is h200_sxm"):
         gpu_of("h20")
     with pytest.raises(UsageError, match="Qwen/Qwen3-32B"):
         derive(Wanted(gpu_of("h200"), "Qwen/Qwen3-33B"))
-    with pytest.raises(UsageError, match="the tables of a100_sxm lack a measurement"):
+    with pytest.raises(UsageError, match=r"do not know .* on 1 x a100_sxm: .* data missing"):
         derive(Wanted(gpu_of("a100"), a_config(tmp_path)))
     with pytest.raises(UsageError, match="no KV budget"):
         derive(Wanted(gpu_of("l40s"), "Qwen/Qwen3-32B"))
     assert [gpu_of(gpu.name) for gpu in GPUS] == list(GPUS)
+    assert [gpu_of(gpu.device) for gpu in GPUS] == list(GPUS)
 
 
 @pytest.mark.parametrize("typed", ["banana", "0.32", "v0.32.0", "0.32.0rc1", "0.33.1+cu128"])

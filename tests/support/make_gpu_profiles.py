@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 from tuner.errors import UsageError
-from tuner.shadow.derived import Derived, Wanted, derive, gpu_of
+from tuner.shadow.derived.derive import Derived, derive
+from tuner.shadow.derived.gpus import gpu_of
+from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.profiles import write_profile
 
 MODELS = (

@@ -11,11 +11,13 @@ from tuner.cli.console import say, show_result
 from tuner.cli.inputs import check_folder
 from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
-from tuner.engine.serve_config import human_integer, limits, read_config
+from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
-from tuner.shadow.derived import EXPECTED, MEMORY_SHARE, Wanted, derive, gpu_of
+from tuner.shadow.derived.derive import EXPECTED, derive
+from tuner.shadow.derived.gpus import gpu_of
+from tuner.shadow.derived.wanted import Served, Wanted
 from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, write_profile
@@ -28,6 +30,8 @@ _RELEASE: Final = re.compile(
     r"\d+(?:\.\d+)+(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?(?:\+[a-z0-9.]+)?"
 )
 """What vLLM's builds are called. Source: PEP 440."""
+RELEASES: Final = range(20, 34)
+"""The releases 0.N whose schedule the simulator keeps (tests/benchmarks/vllm_versions.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,13 @@ class DeriveOptions:
                 f"--vllm {params['vllm']} is no version of vLLM: expected numbers as in 0.32.0",
                 "name the release whose scheduling is predicted, or leave it out",
             )
+        release = re.match(r"0\.(\d+)", params["vllm"])
+        if release is None or int(release[1]) not in RELEASES:
+            raise UsageError(
+                f"--vllm {params['vllm']}: the scheduling of 0.{RELEASES[0]} to "
+                f"0.{RELEASES[-1]} is known",
+                "name the nearest of them, or measure: tune on such a GPU",
+            )
         config = path_of(params["config"])
         values = {} if config is None else read_config(config).values
         model = params["model"] or values.get("model")
@@ -96,17 +107,15 @@ class DeriveOptions:
                     f"{name} is missing",
                     "for example --gpu h200_sxm --model meta-llama/Meta-Llama-3.1-8B",
                 )
-        gpu, share = gpu_of(params["gpu"]), values.get("gpu-memory-utilization")
-        seqs, tokens = limits(values)
-        parallel = params["tp"] or values.get("tensor-parallel-size") or 1
-        longest = values.get("max-model-len")
+        gpu, served = gpu_of(params["gpu"]), Served.of(values)
+        seqs, tokens = served.limits
         wanted = Wanted(
             gpu=gpu,
             model=str(model),
-            tensor_parallel=int(str(parallel)),
+            tensor_parallel=params["tp"] or served.tensor_parallel,
             limits=EngineLimits(seqs or gpu.seqs, tokens or gpu.tokens),
-            max_model_len=None if longest is None else human_integer(str(longest)),
-            memory_share=MEMORY_SHARE if share is None else float(str(share)),
+            max_model_len=served.max_model_len,
+            memory_share=served.memory_share,
             vllm_version=params["vllm"],
             serve_values=values,
         )

@@ -1,0 +1,176 @@
+"""What a model's own configuration says of its steps and of its KV cache."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from tuner.errors import UsageError
+
+LIBRARY: Final = "aiconfigurator-core"
+INSTALL: Final = "pip install 'max-num-seqs-tuner[predict]'"
+CONFIG, QUANTISED = "config.json", "hf_quant_config.json"
+# What a configuration has where layers do not all attend to everything that came before, by
+# what to call that: names that model families give it.
+_OTHER_ATTENTION: Final[Mapping[str, str]] = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "index_topk": "sparse attention",
+    "hybrid_layer_pattern": "layers of several kinds",
+    "hybrid_override_pattern": "layers of several kinds",
+    "layers_block_type": "layers of several kinds",
+    "mamba_num_heads": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+    "linear_attn_config": "linear attention",
+}
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_DTYPES: Final = frozenset({"bfloat16", "float16"})
+
+
+def library(name: str) -> Any:  # noqa: ANN401 - untyped, and not there everywhere
+    """Return a module of the library that holds the tables. Raises: UsageError without it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if not (missing.name or "").startswith("aiconfigurator_core"):
+            raise
+        raise UsageError(f"{LIBRARY} is not installed", INSTALL) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model's configuration, that of its text part where it has several.
+
+    `is_quantised` says whether its weights are of fewer bits than it computes with; `files` are
+    what the tables' library reads of it, by the names that it reads.
+    """
+
+    model: str
+    content: Mapping[str, Any]
+    files: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, model: str) -> ModelConfig:
+        """Return that of a folder, or of a model that comes with the tables, by its name.
+
+        Raises: UsageError.
+        """
+        folder = Path(model)
+        files = {CONFIG: folder / CONFIG, QUANTISED: folder / QUANTISED}
+        if not files[CONFIG].is_file():
+            known = _known_models()
+            if model not in known:
+                near = ", ".join(difflib.get_close_matches(model, known, 3, 0.3)) or "none"
+                raise UsageError(
+                    f"--model {model}: neither a folder with a {CONFIG} nor a model that the "
+                    f"tables know; the nearest of these: {near}",
+                    f"name a folder that holds the model's {CONFIG}",
+                )
+            path = known[model]
+            name = path.name.removesuffix(CONFIG)
+            files = {CONFIG: path, QUANTISED: path.with_name(name + QUANTISED)}
+        content = _read(files[CONFIG])
+        files = {name: path for name, path in files.items() if path.is_file()}
+        return cls(model, content, files)
+
+    def integer(self, key: str, otherwise: int) -> int:
+        """Return a whole number of it. Raises: UsageError if something else stands there."""
+        value = self.content.get(key)
+        if value is None:
+            return otherwise
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(
+                f"{self.files[CONFIG]}: {key} is {value!r}, expected a whole number",
+                "take the file as the model's publisher has it",
+            )
+        return value
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a request may have. Raises: UsageError."""
+        return self.integer("max_position_embeddings", 8192)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether only some of its weights work on each token. Raises: UsageError."""
+        return any(self.integer(name, 0) > 1 for name in _EXPERTS)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its weights have fewer bits than what is computed with."""
+        return bool(self.content.get("quantization_config")) or QUANTISED in self.files
+
+    @property
+    def dtype(self) -> str:
+        """What it computes with, as vLLM takes it: floats of 32 bits are not, but by demand."""
+        named = str(self.content.get("torch_dtype") or self.content.get("dtype"))
+        return named if named in _DTYPES else "bfloat16"
+
+    def check_attention(self, max_model_len: int) -> None:
+        """Refuse what does not attend to everything before. Raises: UsageError."""
+        kinds = set(self.content.get("layer_types") or ()) - {"full_attention"}
+        found = f"layers of {', '.join(sorted(kinds))}" if kinds else ""
+        for key, what in _OTHER_ATTENTION.items():
+            found = found or (what if self.content.get(key) else "")
+        slides = self.content.get("use_sliding_window", True)
+        windows = [self.integer("sliding_window", 0) * bool(slides)]
+        windows.append(self.integer("attention_chunk_size", 0))
+        window = min((w for w in windows if w), default=max_model_len)
+        if not found and window < max_model_len:
+            found = f"layers that attend to {window} tokens"
+        if found:
+            raise UsageError(
+                f"{self.model} has {found}, and a derived profile knows a KV cache of full "
+                "attention alone",
+                "measure it: tune on one such GPU",
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield why a prediction of it is further off than usual. Raises: UsageError."""
+        if self.has_experts:
+            yield (
+                "a mixture of experts: published points are 5 to 12 % off, first tokens more"
+            )
+        heads = self.integer("num_attention_heads", 0)
+        # Where layers differ each says so itself.
+        otherwise = 0 if self.content.get("block_configs") else heads
+        if heads and heads == self.integer("num_key_value_heads", otherwise):
+            yield "every head has keys of its own: published points are 8 to 33 % faster"
+        if self.is_quantised:
+            yield "quantised weights: small prefills may be far off in the tables"
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """Hold a folder as the tables' library reads models, which needs no network."""
+        with TemporaryDirectory(prefix="tune-model-") as name:
+            for file, path in self.files.items():
+                (Path(name) / file).write_bytes(path.read_bytes())
+            yield name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds no keys and values, as a model's {CONFIG} does")
+    inner = found.get("text_config")
+    return {**found, **inner} if isinstance(inner, dict) else found
+
+
+def _known_models() -> dict[str, Path]:
+    """Return the configurations that come with the tables, by model."""
+    package = Path(library("aiconfigurator_core").__file__ or "").parent / "model_configs"
+    return {
+        path.name.removesuffix(f"_{CONFIG}").replace("--", "/"): path
+        for path in package.glob(f"*_{CONFIG}")
+        if not path.name.endswith(f"_{QUANTISED}")
+    }
