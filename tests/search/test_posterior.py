@@ -287,3 +287,29 @@ def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
     found = Draws.of((CURRENT, OTHER, THIRD), point, here, learnable=told)
     saved = found.saved_by_a_round((OTHER, THIRD), CURRENT)
     assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)
+
+
+def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None:
+    """Both may bear it, and the current one a little less probably; its tail is shorter."""
+    point = score(2.0, load=0.98), score(2.3, load=0.96)
+    found = draws(*point, error=0.005, common=0.03).decide(CURRENT)
+    now, other = sorted(found.standings, key=lambda s: s.limits != CURRENT)
+    assert 0.5 < now.p_sustained < 0.85
+    assert other.p_sustained > 0.88
+    assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
+    # At a tail that is no longer, bearing the load is worth a restart.
+    point = score(2.0, load=1.04), score(2.02, load=0.9)
+    found = draws(*point, error=0.005, common=0.03).decide(CURRENT)
+    assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
+    assert found.odds is not None
+    assert found.odds.meets_more
+    assert found.odds.loss == pytest.approx(0.08, abs=0.03)
+
+
+@given(load=st.floats(1.01, 3.0), tail=st.floats(1.2, 4.0))
+def test_who_surely_misses_a_load_that_another_bears_is_never_recommended(
+    load: float, tail: float
+) -> None:
+    point = score(tail, load=0.8), score(1.0, load=1.1 * load)
+    found = draws(*point, error=0.005, common=0.01).decide(CURRENT)
+    assert found.winner == CURRENT

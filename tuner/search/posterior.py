@@ -2,7 +2,8 @@
 
 Every draw replays all settings in contention on the same requests, so that what a draw does to
 all of them cancels. Metrics of one decision come from one latency vector: a setting that may
-break an SLO, or not sustain the load, has a probability of it, not another metric.
+break an SLO has a probability of it, not another metric. One that does not sustain a load that
+another sustains costs the more the further it is from it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ TIE_LOSS = 0.01
 # The current setting goes for the sake of its bounds alone where it misses them this many times
 # as often as is asked: ours, so that nobody restarts a server for a percent of probability.
 MISSED = 2.0
+# What not sustaining the load costs at the least where another setting sustains it, as a share
+# of what is optimised: ours, so that who just misses a load is a little worse off than who just
+# bears it. Who is overloaded by more than that pays as much as it is overloaded.
+MISSED_LOAD = 0.1
 # A change must be more likely than not to be better on other traffic of the kind too.
 LIKELY = 0.5
 # Who is the best in fewer draws than this is out of contention, and so are all but the
@@ -237,7 +242,7 @@ class Draws:
             )
         field, column, metric = self.criterion(confidence, current)
         cost, now = self.here[:, :, column], self.settings.index(current)
-        loss = _losses(cost, field)
+        loss = _losses(_charged(self.here, column, field), field)
         best, tied = self._least(loss, field, now)
         elsewhere, odds = self._beside(best, now, column, confidence)
         first = min(tied, key=lambda i: loss[i])
@@ -260,7 +265,7 @@ class Draws:
             gain_here=None if best == now else _gain(cost[:, [best, now]]),
             is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
-            standings=self._standings(field, cost, loss),
+            standings=self._standings(field, column, loss),
         )
 
     def _beside(
@@ -273,13 +278,12 @@ class Draws:
         elsewhere = self.elsewhere((self.settings[setting], self.settings[now]))
         return elsewhere, self.odds([setting, now], elsewhere, column, confidence)
 
-    def _standings(self, field: Bools, cost: Floats, loss: Floats) -> tuple[Standing, ...]:
+    def _standings(self, field: Bools, column: int, loss: Floats) -> tuple[Standing, ...]:
         """Return what is known of each, of the least expected loss first.
 
         Nothing is of one that fails, or where nobody was replayed, whose costs are zeros.
         """
-        least = np.where(field, cost, math.inf).argmin(axis=1)
-        shares = np.bincount(least, minlength=len(self.settings)) / len(least)
+        cost, shares = self.here[:, :, column], self._p_best(field, column)
         order = np.lexsort((loss, ~field)).tolist()
         quantiles = np.quantile(cost, STANDING_SHARES, axis=0, method="inverted_cdf")
         return tuple(
@@ -308,15 +312,17 @@ class Draws:
         expected loss. At least one other than the current one, as long as there is any.
         """
         field, column, _ = self.criterion(confidence, current)
-        cost = self.here[:, :, column]
-        least = np.where(field, cost, math.inf).argmin(axis=1)
-        shares = np.bincount(least, minlength=len(self.settings)) / len(least)
-        now = self.settings.index(current)
+        shares, now = self._p_best(field, column), self.settings.index(current)
         alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
-        loss = _losses(cost, field)
+        loss = _losses(_charged(self.here, column, field), field)
         order = [int(i) for i in np.lexsort((loss, -shares)) if i != now and alive[i]]
         inside = [i for i in order if shares[i] >= share][:most] or order[:1]
         return [*(self.settings[i] for i in inside), current]
+
+    def _p_best(self, field: Bools, column: int) -> Floats:
+        """Return in which share of the draws each is the best. Shapes: [settings]."""
+        cost = np.where(field, _charged(self.here, column, field), math.inf)
+        return np.bincount(cost.argmin(axis=1), minlength=len(self.settings)) / len(cost)
 
     def ratios(
         self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE
@@ -357,7 +363,7 @@ class Draws:
             Decision Theory, chapter 4.
         """
         field, column, _ = self.criterion(confidence, current)
-        loss = _losses(self.here[:, :, column], field)
+        loss = _losses(_charged(self.here, column, field), field)
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
     def saved_by_a_round(
@@ -401,15 +407,18 @@ class Draws:
     ) -> tuple[Bools, int, str]:
         """Return who may be recommended, by what of the draws they are judged, and its name.
 
-        Where nobody surely keeps the SLOs and nobody is further from them than the current
-        setting is, whoever is as close is judged by what is optimised.
+        Who surely does not sustain the load may not be where another surely does. Where nobody
+        surely keeps the SLOs and nobody is further from them than the current setting is,
+        whoever is as close is judged by what is optimised.
 
         Shapes: [settings].
         """
-        for kept in _keeps(self.here):
-            field: Bools = kept.mean(axis=0) >= confidence
-            if field.any():
-                return field, COST, self.metric
+        meets, sustains = (self.here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0).T
+        field: Bools = meets >= confidence
+        if (field & (sustains >= confidence)).any():
+            field &= sustains > 1 - confidence
+        if field.any():
+            return field, COST, self.metric
         every = np.ones(len(self.settings), dtype=np.bool_)
         loss = _losses(self.here[:, :, SLO], every)
         least = loss <= loss.min() + TIE_LOSS
@@ -429,20 +438,20 @@ class Draws:
     def odds(self, pair: list[int], elsewhere: Floats, column: int, confidence: float) -> Odds:
         """Return how sure it is that the first of a pair is better than the second."""
         here, best = self.here[:, pair], pair[0]
-        # What nobody keeps is asked of nobody.
-        kept = enumerate(_keeps(self.here))
-        asked = next((i for i, k in kept if (k.mean(axis=0) >= confidence).any()), -1)
+        cost, its = _charged(here, column).T
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = here[:, 1, column] / here[:, 0, column]
-        loss = np.nan_to_num(ratios - 1, nan=0.0, posinf=MAX_LOSS)
-        holds, held = _keeps(here)[asked].mean(axis=0).tolist()
+            loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
+        p_better = _share(_is_better(here, column))
+        # What is more probably kept than it was, and surely: the SLOs, and the load.
+        kept = (here[:, :, [SLO, LOAD]] <= 1.0).mean(axis=0)
+        slos, load = (kept[0] >= confidence) & (1 - kept[1] > MISSED * (1 - confidence))
         return Odds(
-            _share(_is_better(here, asked, column)),
+            p_better,
             self._p_slo(best),
             self._p_sustained(best),
             max(0.0, float(np.minimum(loss, MAX_LOSS).mean())),
-            _share(_is_better(elsewhere, asked, column)),
-            meets_more=holds >= confidence and 1 - held > MISSED * (1 - confidence),
+            _share(_is_better(elsewhere, column)),
+            meets_more=bool(slos or (load and p_better >= confidence)),
             basis=self.basis,
             confidence=confidence,
         )
@@ -461,22 +470,28 @@ def _is_sure(odds: Odds) -> bool:
     return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
 
 
-def _keeps(drawn: Floats) -> tuple[Bools, Bools]:
-    """Return where all bounds are kept, and where the SLOs are: what may be asked for.
+def _charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
+    """Return what settings cost, with what it costs not to sustain what one of the field does.
 
-    Shapes: drawn is [draws, settings, 3], the others [draws, settings].
+    Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
     """
-    meets: Bools = drawn[:, :, SLO] <= 1.0
-    return meets & (drawn[:, :, LOAD] <= 1.0), meets
+    cost = drawn[:, :, column]
+    if column != COST:
+        return cost
+    over = drawn[:, :, LOAD] - 1.0
+    sustains = over <= 0 if field is None else (over <= 0) & field
+    missed = (over > 0) & sustains.any(axis=1, keepdims=True)
+    charged: Floats = np.where(missed, cost * (1 + np.maximum(over, MISSED_LOAD)), cost)
+    return charged
 
 
-def _is_better(pair: Floats, asked: int, column: int) -> Bools:
-    """Return in which draws the first is better: it alone keeps its bounds, or costs less.
+def _is_better(pair: Floats, column: int) -> Bools:
+    """Return in which draws the first is better: it alone keeps its SLOs, or costs less.
 
     Shapes: pair is [draws, 2, 3].
     """
-    ours, theirs = _keeps(pair)[asked].T
-    cost, its = pair[:, :, column].T
+    ours, theirs = (pair[:, :, SLO] <= 1.0).T
+    cost, its = _charged(pair, column).T
     better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
     return better
 
