@@ -433,6 +433,10 @@ def derived_against(result: dict[str, Any], learnt: Path) -> dict[str, Any]:
     }
 
 
+# What the stages serve otherwise than by default, as published tables can be asked.
+_PREDICTED = {"enforce-eager", "async-scheduling"}
+
+
 def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
     """Return the profile of published tables for a stage's engine, or why there is none."""
     from tuner.errors import UsageError
@@ -446,7 +450,10 @@ def _derived_profile(result: Mapping[str, Any]) -> tuple[Profile | None, str]:
         return None, f"no tables of {device}"
     model = str(values["model"])
     try:
-        wanted = Wanted(gpu, model, max_model_len=int(values["max-model-len"]))
+        # The KV cache is that of the stage's own start, whatever its size was set by.
+        served = {key: values[key] for key in _PREDICTED & values.keys()}
+        longest = int(values["max-model-len"])
+        wanted = Wanted(gpu, model, max_model_len=longest, serve_values=served)
         return derive(wanted).profile, ""
     except UsageError as error:
         name = Path(model).name.removesuffix("-shape")
