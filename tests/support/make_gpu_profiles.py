@@ -2,8 +2,8 @@
 
     python tests/support/make_gpu_profiles.py profiles/gpu
 
-Each on as few GPUs as hold the model, its longest request and enough KV cache beside it. Takes a
-minute.
+Each on as few GPUs as hold the model, its longest request and enough KV cache beside it. It
+takes a minute.
 """
 
 # ruff: noqa: T201 - it says what it writes
