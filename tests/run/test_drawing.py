@@ -21,8 +21,8 @@ from tuner.run.predict import Predictions, offered_per_s, predict
 from tuner.search.budget import Aim
 from tuner.search.ladder import alike
 from tuner.search.objective import Objective
-from tuner.search.posterior import COST, MODEL_ALONE, OTHER_TRAFFIC, Draws
-from tuner.search.race import RaceVerdict
+from tuner.search.posterior import COST, MODEL_ALONE, Draws
+from tuner.search.race import OTHER_TRAFFIC, RaceVerdict
 from tuner.search.trials import leader
 from tuner.shadow.predictor import Predictor
 from tuner.stats import Floats

@@ -313,3 +313,29 @@ def test_who_surely_misses_a_load_that_another_bears_is_never_recommended(
     point = score(tail, load=0.8), score(1.0, load=1.1 * load)
     found = draws(*point, error=0.005, common=0.01).decide(CURRENT)
     assert found.winner == CURRENT
+
+
+def test_a_keep_says_how_probably_which_other_setting_is_better_and_what_keeping_loses() -> (
+    None
+):
+    point = [score(2.0, slo=0.5), score(2.6, slo=0.5), score(2.02, slo=0.5)]
+    found = draws(*point, error=0.02, common=0.01).decide(CURRENT)
+    assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
+    odds = found.odds
+    assert odds is not None
+    assert odds.rival == THIRD
+    # One that is 1 % worse, where both scatter by 2 %.
+    assert odds.p_better == pytest.approx(0.36, abs=0.07)
+    own = next(one for one in found.standings if one.limits == CURRENT)
+    assert odds.loss == own.loss == pytest.approx(0.007, abs=0.002)
+    assert f"P(4/512 better) {odds.p_better:.2f}" in odds.text
+    assert "of the current one P(SLOs met) 1.00" in odds.text
+    assert f"keeping loses {odds.loss:.1%}" in odds.text
+    # Where no other traffic can be drawn there is one probability, not two.
+    assert "other hours" not in odds.text
+
+
+def test_of_a_setting_that_is_alone_no_odds_against_itself_are_told() -> None:
+    odds = draws(score(2.0)).decide(CURRENT).odds
+    assert odds is not None
+    assert odds.text == "P(load sustained) 1.00, beside no other setting"

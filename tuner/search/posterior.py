@@ -23,6 +23,7 @@ from tuner.search.effects import Effects, Spreads
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
 from tuner.search.race import (
     CONFIDENCE,
+    OTHER_TRAFFIC,
     STANDING_SHARES,
     Odds,
     RaceDecision,
@@ -53,8 +54,7 @@ CONTENDS, MAX_CONTENDERS = 0.05, 2
 LIVE_SPREADS = Spreads(effect=1.0, mood=0.15, noise=0.05)
 # Of what a bound leaves it is the level that counts, of which a mood is a part.
 LEVEL_SPREADS = Spreads(effect=1.0, mood=0.0, noise=0.05)
-# What the draws are of.
-OTHER_TRAFFIC = "other traffic of the kind and the model's error"
+# What the draws are of, beside other traffic.
 MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
 LIVE_ALONE = "other replays of the same traffic"
 _LEAST_USED = 1e-9
@@ -244,7 +244,10 @@ class Draws:
         cost, now = self.here[:, :, column], self.settings.index(current)
         loss = _losses(_charged(self.here, column, field), field)
         best, tied = self._least(loss, field, now)
-        elsewhere, odds = self._beside(best, now, column, confidence)
+        rival = self._rival(field, now, column, loss) if best == now else best
+        elsewhere, odds = self._beside(rival, now, column, confidence)
+        if best == now:
+            odds = self._of_a_keep(odds, rival, now, float(loss[now]))
         first = min(tied, key=lambda i: loss[i])
         if now not in (best, first) and not _is_sure(odds):
             # The smallest of those that lose the same may be less sure than the best of them.
@@ -277,6 +280,30 @@ class Draws:
         """
         elsewhere = self.elsewhere((self.settings[setting], self.settings[now]))
         return elsewhere, self.odds([setting, now], elsewhere, column, confidence)
+
+    def _rival(self, field: Bools, now: int, column: int, loss: Floats) -> int:
+        """Return who is the likeliest to be better than the current setting, by what decides.
+
+        Among those that may be recommended, or where there is none among all that do not fail;
+        the current one where there is no other.
+        """
+        cost = _charged(self.here, column, field)
+        alive: Bools = np.asarray(np.isfinite(cost).any(axis=0))
+        others = [i for i in np.flatnonzero(alive & field).tolist() if i != now]
+        others = others or [i for i in np.flatnonzero(alive).tolist() if i != now]
+        better = (cost < cost[:, [now]]).mean(axis=0)
+        return max(others, key=lambda i: (better[i], -loss[i]), default=now)
+
+    def _of_a_keep(self, odds: Odds, rival: int, now: int, loss: float) -> Odds:
+        """Return the odds of a rival where the current setting is thought best itself."""
+        return replace(
+            odds,
+            p_slo=self._p_slo(now),
+            p_sustained=self._p_sustained(now),
+            loss=loss,
+            rival=None if rival == now else self.settings[rival],
+            is_alone=rival == now,
+        )
 
     def _standings(self, field: Bools, column: int, loss: Floats) -> tuple[Standing, ...]:
         """Return what is known of each, of the least expected loss first.
@@ -539,7 +566,7 @@ def _drawn_live(
 def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
     """Say in a line why the answer is what it is."""
     if is_same:
-        return f"nothing is better by {TIE_LOSS:.0%}"
+        return f"nothing is better by {TIE_LOSS:.0%} in the mean"
     if odds.meets_more:
         return f"keeps with probability {confidence:g} what the current one does not"
     text = f"better with probability {odds.p_better:.2f}"

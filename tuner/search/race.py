@@ -22,6 +22,8 @@ CONFIDENCE = 0.9
 MAX_ROUNDS = 8
 UNFINISHED = "unfinished"
 """Why the best so far is named where a run ended before it had decided."""
+OTHER_TRAFFIC = "other traffic of the kind and the model's error"
+"""What odds and intervals are over where other traffic than the recorded can be drawn."""
 # Which quantiles are kept of what a setting costs: intervals of 90 and 50 %, and the middle.
 STANDING_SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -103,6 +105,10 @@ class Odds:
     better on other traffic of the kind. `meets_more`: it surely keeps bounds that the current
     configuration does not. `basis` is what the intervals and probabilities are over, and
     `confidence` what was asked of those of a change.
+
+    Where the current configuration itself is thought best, `p_better` and `p_elsewhere` are of
+    its `rival`, the likeliest other one to be better, or of nobody where it `is_alone`; the
+    bounds are the current one's, and `loss` is what it costs more than whoever is the best.
     """
 
     p_better: float
@@ -113,18 +119,33 @@ class Odds:
     meets_more: bool = False
     basis: str = ""
     confidence: float = CONFIDENCE
+    rival: EngineLimits | None = None
+    is_alone: bool = False
+
+    @property
+    def has_other_traffic(self) -> bool:
+        """Whether what is other traffic of the kind was drawn for them."""
+        return self.basis == OTHER_TRAFFIC
 
     @property
     def text(self) -> str:
         """Return the probabilities in a line.
 
-        >>> Odds(0.99, None, 1.0, 0.12, 0.95).text
+        >>> Odds(0.99, None, 1.0, 0.12, 0.95, basis=OTHER_TRAFFIC).text
         'P(better) 0.99 (other hours 0.95), P(load sustained) 1.00, keeping loses 12.0%'
+        >>> Odds(0.2, None, 1.0, 0.003, 0.2, rival=EngineLimits(8, 512)).text[:21]
+        'P(8/512 better) 0.20,'
         """
         slo = "" if self.p_slo is None else f"P(SLOs met) {self.p_slo:.2f}, "
+        if self.is_alone:
+            return f"{slo}P(load sustained) {self.p_sustained:.2f}, beside no other setting"
+        who, own, to = "", "", ""
+        if self.rival is not None:
+            who, own, to = f"{self.rival} ", "of the current one ", " to whoever is best"
+        other = f" (other hours {self.p_elsewhere:.2f})" if self.has_other_traffic else ""
         return (
-            f"P(better) {self.p_better:.2f} (other hours {self.p_elsewhere:.2f}), {slo}"
-            f"P(load sustained) {self.p_sustained:.2f}, keeping loses {self.loss:.1%}"
+            f"P({who}better) {self.p_better:.2f}{other}, {own}{slo}"
+            f"P(load sustained) {self.p_sustained:.2f}, keeping loses {self.loss:.1%}{to}"
         )
 
 
