@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.report_parts import changed, live_run, read
+from support.report_parts import changed, live_run, read, write
+from support.result_parts import CHANGE, made
 from tuner.report.certainty import certainty
 from tuner.report.run_files import read_run
+from tuner.report.summary import answer, gain_words
 from tuner.run.directory import RESULT_FILE
+from tuner.search.posterior import MODEL_ALONE
+from tuner.search.race import OTHER_TRAFFIC, Odds
+from tuner.stats import Estimate
 
 BEST, CURRENT, OTHER = (
     {"max_num_seqs": cap, "max_num_batched_tokens": 2048} for cap in (8, 32, 16)
@@ -42,11 +48,13 @@ def said(
     here: tuple[float, float],
     elsewhere: tuple[float, float],
     loss: float = LOSING,
+    **known: Any,
 ) -> str:
     """Return what the page says of a run of such an answer, with intervals of its gain."""
     advice = read(run, RESULT_FILE)["recommendation"]
     is_change = verdict == "change"
     odds = {**advice["odds"], "p_better": 0.95 if is_change else 0.8, "meets_more": False}
+    odds |= known
     advice |= BEST if is_change else CURRENT
     advice |= {
         "verdict": verdict,
@@ -94,3 +102,70 @@ def test_it_says_which_measurement_would_help_most(run: Path, tmp_path: Path) ->
         (tmp_path / name).mkdir()
         text = said(run, tmp_path / name, "keep", here, elsewhere, loss)
         assert expected in text.lower() or expected in text, name
+
+
+def test_numbers_of_the_recorded_traffic_are_not_told_as_of_other(
+    run: Path, tmp_path: Path
+) -> None:
+    both = (-0.155, -0.055), (-0.155, -0.055)
+    text = said(run, tmp_path, "change", *both, basis=OTHER_TRAFFIC)
+    assert "on the recorded traffic, over the model's error; 8/2048 is expected" in text
+    assert OTHER_TRAFFIC not in text
+
+
+@pytest.mark.parametrize(
+    ("slo", "load", "expected"),
+    [
+        (None, 0.2, "for the load that 32/2048 may not sustain: where there is less of it"),
+        (0.2, 1.0, "for the SLOs that 32/2048 may not meet: where they are relaxed"),
+        (0.2, 0.2, "for bounds that 32/2048 may not keep: where they are relaxed"),
+    ],
+)
+def test_it_says_for_which_bound_the_current_setting_is_left(
+    run: Path, tmp_path: Path, slo: float | None, load: float, expected: str
+) -> None:
+    folder = changed(run, tmp_path)
+    result = read(folder, RESULT_FILE)
+    advice = result["recommendation"]
+    advice["odds"] |= {"meets_more": True, "p_sustained": 1.0, "confidence": 0.9}
+    advice["standings"] = [
+        standing({k: advice[k] for k in BEST}, 0.6, LOSING),
+        {**standing(CURRENT, 0.1, LOSING), "p_slo": slo, "p_sustained": load},
+    ]
+    write(folder, RESULT_FILE, result)
+    assert expected in " ".join(certainty(read_run(folder)).says)
+
+
+def test_a_keep_says_what_is_likeliest_to_be_better_and_what_would_change_it(
+    run: Path, tmp_path: Path
+) -> None:
+    """On top of the page, and where it says how sure the answer is."""
+    folder = changed(run, tmp_path)
+    result = read(folder, RESULT_FILE)
+    advice = result["recommendation"]
+    advice |= CURRENT
+    advice |= {"verdict": "keep", "best_measured": CURRENT, "why": "nothing is better"}
+    advice |= {"gain_ratio": None, "gain_interval": None, "gain_here_interval": None}
+    advice["odds"] |= {"p_better": 0.3, "rival": OTHER, "loss": 0.004}
+    advice["standings"] = [standing(CURRENT, 0.7, 0.004), standing(OTHER, 0.3, 0.009)]
+    write(folder, RESULT_FILE, result)
+    kept = read_run(folder)
+    top = " ".join(answer(kept).says)
+    assert "P(16/2048 better) 0.30" in top
+    assert "keeping loses 0.4% to whoever is best" in top
+    text = " ".join(certainty(kept).says)
+    assert "not be 16/2048 unless it were better beside 32/2048 by 1.5% more than is" in text
+
+
+def test_without_other_traffic_one_interval_and_one_probability_are_told() -> None:
+    told = {}
+    for basis in (MODEL_ALONE, OTHER_TRAFFIC):
+        odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis=basis)
+        here = Estimate(0.8, 0.76, 0.84, 3)
+        result = made(dataclasses.replace(CHANGE, odds=odds, gain_here=here, metric="e2e_p99"))
+        assert result.recommendation is not None
+        told[basis] = gain_words(result, result.recommendation) + odds.text
+    assert told[MODEL_ALONE].count(" … ") == 1
+    assert "other hours" not in told[MODEL_ALONE]
+    assert told[OTHER_TRAFFIC].count(" … ") == 2
+    assert "other hours 0.98" in told[OTHER_TRAFFIC]

@@ -34,7 +34,7 @@ from tuner.report.words import (
 from tuner.run.result import Advice
 from tuner.search.objective import Bounds, is_rate
 from tuner.search.posterior import TIE_LOSS
-from tuner.search.race import Standing
+from tuner.search.race import Odds, Standing
 
 # An interval over other hours so many times as wide as on this one is mostly theirs: ours.
 _MOSTLY_TRAFFIC = 1.5
@@ -70,7 +70,7 @@ def _probable(advice: Advice) -> str:
     ]
     own = _standing_of(advice, advice.limits)
     best = f"by {metric_name(advice.gain_metric)} the best is {listed(chances)}"
-    basis = "" if advice.odds is None else f", over {advice.odds.basis}"
+    basis = "" if advice.odds is None else f", {_own_basis(advice.odds)}"
     if own is None or own.loss is None:
         return f"{best}{basis}"
     return (
@@ -78,14 +78,20 @@ def _probable(advice: Advice) -> str:
     )
 
 
+def _own_basis(odds: Odds) -> str:
+    """Say what the probabilities of each are over, and what it is expected to cost more."""
+    if odds.has_other_traffic:
+        return "on the recorded traffic, over the model's error"
+    return f"over {odds.basis}"
+
+
 def _what_would_change(advice: Advice, current: EngineLimits) -> str:
     """Say by how much what is known would have to be wrong for another answer."""
     odds, here = advice.odds, _log_normal(advice.gain_here_interval)
     if odds is not None and advice.is_change and odds.meets_more:
-        return (
-            f"{advice.limits} is recommended for the SLOs that {current} may not keep: where "
-            "they are relaxed the answer may be another"
-        )
+        return _is_for_bounds(advice, odds, current)
+    if odds is not None and odds.rival is not None:
+        return _what_a_rival_lacks(advice, odds.rival, current)
     if odds is None or here is None or advice.shown == current:
         return ""
     mean, spread = here
@@ -101,6 +107,38 @@ def _what_would_change(advice: Advice, current: EngineLimits) -> str:
     return (
         f"the answer would be {advice.shown} if it were better beside {current} by {moved} "
         "than is known"
+    )
+
+
+def _is_for_bounds(advice: Advice, odds: Odds, current: EngineLimits) -> str:
+    """Say which bounds the current setting may not keep, for which it is left."""
+    own, asked = _standing_of(advice, current), odds.confidence
+    # Where nobody surely sustains the load that is asked of nobody.
+    is_load = own is not None and own.p_sustained < asked <= odds.p_sustained
+    is_slo = own is not None and own.p_slo is not None and own.p_slo < asked
+    for_what, otherwise = "for bounds that {} may not keep", "they are relaxed"
+    if is_slo and not is_load:
+        for_what = "for the SLOs that {} may not meet"
+    elif is_load and not is_slo:
+        for_what, otherwise = "for the load that {} may not sustain", "there is less of it"
+    return (
+        f"{advice.limits} is recommended {for_what.format(current)}: where {otherwise} the "
+        "answer may be another"
+    )
+
+
+def _what_a_rival_lacks(advice: Advice, rival: EngineLimits, current: EngineLimits) -> str:
+    """Say what the likeliest other setting would have to be for the answer not to be to keep.
+
+    By how much it would have to lose less before anybody restarts a server for it.
+    """
+    ours, theirs = _standing_of(advice, current), _standing_of(advice, rival)
+    if ours is None or theirs is None or ours.loss is None or theirs.loss is None:
+        return f"{rival} is not sure enough to keep its bounds to be the answer"
+    lacking = TIE_LOSS + theirs.loss - ours.loss
+    return (
+        f"the answer would not be {rival} unless it were better beside {current} by "
+        f"{percent(lacking)} more than is known"
     )
 
 

@@ -89,14 +89,14 @@ def _gain(run: RunFiles) -> list[str]:
         first = f"{gain} {against}" if gain else f"better {against}: {advice.why}"
         return [first, *_odds(advice)]
     if run.shown == run.current:
-        return [advice.why]
+        return [advice.why, *_odds(advice)]
     best = f"the best that was found is {limits_words(run.shown)}"
     gain = gain_words(result, advice)
     return [f"{best}, but {advice.why}{f': {gain}' if gain else ''}", *_odds(advice)]
 
 
 def _odds(advice: Advice) -> list[str]:
-    """Return how sure a predicted answer is."""
+    """Return how sure an answer is."""
     return [] if advice.odds is None else [advice.odds.text]
 
 
@@ -109,9 +109,11 @@ def gain_words(result: RunResult, advice: Advice) -> str:
     ratio = moved(metric, ratio)
     bounds, here = (moved_bounds(metric, one) if one else one for one in (bounds, here))
     over = f" over {advice.odds.basis}" if advice.odds is not None else ""
+    # Without other traffic both are of the recorded one.
+    is_once = here == bounds or (advice.odds is not None and not advice.odds.has_other_traffic)
     parts = ["predicted"] if advice.rounds == 0 else []
     parts += [f"90% interval {interval(bounds)}{over}"] if bounds else []
-    parts += [f"{interval(here)} on the recorded traffic"] if here and here != bounds else []
+    parts += [f"{interval(here)} on the recorded traffic"] if here and not is_once else []
     within = f" ({'; '.join(parts)})" if parts else ""
     return f"{metric_name(metric)} {change(ratio)}{within}"
 
