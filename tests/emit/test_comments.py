@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from support.result_parts import CHANGE, CURRENT, WINNER, made
+from support.result_parts import AROUND, CHANGE, CURRENT, GOAL, MEASURED, WINNER, made
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
-from tuner.run.result import ColdConfirmation
-from tuner.search.race import UNFINISHED, Odds, RaceDecision, RaceVerdict
+from tuner.run.result import ColdConfirmation, make_outcome
+from tuner.search.objective import Score, Tier
+from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict
+from tuner.search.trials import Phase, Trial
+from tuner.stats import Estimate
 
 
 def test_comments_carry_what_a_reader_needs_years_later() -> None:
@@ -107,5 +110,41 @@ def test_cold_engines_that_showed_nothing_to_compare_confirm_nothing() -> None:
         told[ratio] = "\n".join(
             comments(replace(made(), confirmed_cold=cold), "best.yaml", "runs/x")
         )
-    assert "confirmed on engines started cold" in told[0.8]
+    assert "confirmed on engines started cold: e2e_p95 -20.0% there" in told[0.8]
     assert "confirmed on engines started cold" not in told[None]
+
+
+def test_the_gain_of_the_race_and_of_cold_engines_stand_beside_each_other() -> None:
+    result = made()
+    own = Score(Tier.GOOD, 2.0, "e2e_p99")
+    cold = [
+        Trial.of(9, limits, Phase.COLD, 0, own, MEASURED, "") for limits in (WINNER, CURRENT)
+    ]
+    shown = ColdConfirmation(
+        metric="e2e_p99", winner=1.1, current_metric="e2e_p99", current=2.0, ratio=0.55
+    )
+    trials = (*result.trials, *cold)
+    told = comments(replace(result, trials=trials, confirmed_cold=shown), "best.yaml", "runs/x")
+    # Both of the race's measured 2 s; the row tells what is thought by all that is known.
+    assert any("cold: e2e_p99 +0.0% in the race, -45.0% there" in line for line in told)
+
+
+def test_what_is_predicted_has_both_of_its_intervals() -> None:
+    """That on the recorded traffic in the row, and that over other traffic."""
+    odds = Odds(0.99, None, 1.0, 0.25, 0.98, basis=OTHER_TRAFFIC)
+    decision = replace(
+        CHANGE,
+        rounds=0,
+        is_predicted=True,
+        metric="e2e_p99",
+        gain_here=Estimate(0.8, 0.78, 0.82, 200),
+        odds=odds,
+    )
+    records = [
+        Trial.of(n, limits, Phase.SHADOW, 0, Score(Tier.GOOD, 2.0, "e2e_p99"), MEASURED)
+        for n, limits in enumerate((WINNER, CURRENT))
+    ]
+    result = make_outcome(decision, CURRENT, GOAL, records, [], AROUND, "complete")
+    told = "\n".join(comments(result, "best.yaml", "runs/x"))
+    assert "(-20.0%, predicted, interval -22.0% … -18.0%)" in told
+    assert "expected of e2e_p99: -20.0% (90% interval -25.0% … -15.0% over other" in told

@@ -88,6 +88,8 @@ def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
     # It was made before there were any.
     whole = {**demo, "knobs": None, "starting_points": [], "variants": None, "clients": None}
     whole["capacity"] = {**demo["capacity"], "interval": None}
+    odds = {**demo["recommendation"]["odds"], "rival": None, "is_alone": False}
+    whole["recommendation"] = {**demo["recommendation"], "odds": odds}
     trace = {**demo["provenance"]["trace"], "predicted": "", "predicted_requests": 0}
     whole["provenance"] = {**demo["provenance"], "trace": trace}
     assert again == whole

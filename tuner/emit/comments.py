@@ -10,6 +10,10 @@ from tuner.run.result import NOTHING_FEASIBLE, RELAX, Advice, RunResult, TraceRe
 from tuner.search.race import UNFINISHED
 from tuner.search.trials import ranked
 
+DECIDED_BY: Final = "decided by "
+"""How the comment begins that tells the gain where no row does."""
+EXPECTED: Final = "expected of "
+"""How the one begins that tells it over other traffic too, where the row is of the recorded."""
 SET_BESIDE: Final = "set beside the limits: "
 """How the comment begins that names the keys of knobs, by which the next reader finds them."""
 
@@ -49,13 +53,21 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
         if advice.best_measured != current and rows:
             best = advice.best_measured
             lines += [f"best that was found, {best}, against the current values:", *rows]
-    if advice.gain_metric not in {row.metric for row in result.evidence}:
-        lines.append(advice.decided_text)
+    lines.append(_decided(result, advice))
     if advice.odds is not None:
         lines.append(advice.odds.text)
     lines = [*filter(None, [*lines, result.load, result.kv])]
     lines.append(f"limited by: {result.limited_by}")
     return [*lines, *_beside(result), f"evidence: {run_dir}"]
+
+
+def _decided(result: RunResult, advice: Advice) -> str:
+    """Return the gain by all that is known, empty where a row above tells it."""
+    gain = advice.gain_text
+    if advice.gain_metric not in {row.metric for row in result.evidence}:
+        return f"{DECIDED_BY}{gain}" if gain else ""
+    is_of_more = advice.odds is not None and advice.odds.has_other_traffic
+    return f"{EXPECTED}{gain}" if gain and is_of_more else ""
 
 
 def _on(trace: TraceRecord) -> str:
@@ -92,9 +104,7 @@ def _how(result: RunResult, advice: Advice) -> str:
         return f"PREDICTED by the shadow of a profile of {made_at}, not measured"
     made = [t for t in ranked(result.trials) if not t.is_live]
     first = f"{len(made)} settings replayed in the shadow, " if made else ""
-    shown = result.confirmed_cold
-    is_shown = shown is not None and shown.ratio is not None
-    cold = ", confirmed on engines started cold" if is_shown else ""
+    cold = f", {result.how_confirmed}" if result.how_confirmed else ""
     if advice.is_predicted:
         return f"{first}PREDICTED, not raced{cold}"
     measured = "measured live, " if result.is_raced else ""

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from tuner.emit.comments import SET_BESIDE
+from tuner.emit.comments import DECIDED_BY, SET_BESIDE
 from tuner.emit.yaml_text import commented
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import (
@@ -28,7 +28,7 @@ from tuner.engine.serve_config import (
 from tuner.errors import UsageError
 from tuner.redact import REDACTED, has_secrets
 from tuner.run.knobs.records import settings_text
-from tuner.run.result import DECIDED_BY, Advice, RunResult
+from tuner.run.result import Advice, RunResult
 
 CAPPED: Final = "which would cap the tuned limits"
 """How the remark on a key ends that is left out because it would undo the tuning."""
@@ -302,8 +302,8 @@ def _gain(result: RunResult, advice: Advice) -> str:
     if not result.evidence:
         return "not compared with the current values"
     row = min(result.evidence, key=lambda row: row.metric != advice.gain_metric)
-    if row.metric != advice.gain_metric and advice.decided_text:
-        return advice.decided_text.removeprefix(DECIDED_BY)
+    if row.metric != advice.gain_metric and advice.gain_text:
+        return advice.gain_text
     return _gain_of(row.text)
 
 

@@ -64,9 +64,9 @@ def _nothing(run: RunFiles) -> str:
 
 def _how(rows: Sequence[MetricChange]) -> str:
     rounds = max(row.rounds for row in rows)
-    if rounds == 0:
-        return "Both were predicted by the shadow."
     text = "; 90% interval" if any(row.change_interval for row in rows) else ""
+    if rounds == 0:
+        return f"Both were predicted by the shadow{text}."
     times = counted(rounds, "round")
     return f"Both were replayed in turns on the same requests, {times}{text}."
 
@@ -74,10 +74,10 @@ def _how(rows: Sequence[MetricChange]) -> str:
 def _meaning(row: MetricChange, wrong: float) -> str:
     """Return whether a change is for the better, and whether it is one that matters.
 
-    `wrong` is by how much a prediction may be off; measured changes have their intervals.
+    `wrong` is by how much a prediction without an interval may be off.
     """
     moved = row.moved_ratio
-    if row.rounds == 0:
+    if row.rounds == 0 and row.change_interval is None:
         if abs(moved) <= wrong:
             return "within the shadow's error"
     elif row.change_interval is None:

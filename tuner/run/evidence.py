@@ -45,8 +45,8 @@ TELLING_RATIO = 0.05
 class MetricChange:
     """One metric of the winner beside the current configuration's.
 
-    `change_ratio` is the ratio minus one with its interval, None where nothing was replayed
-    live: paired in `rounds`, or, for the metric that decides, by all that is known.
+    `change_ratio` is the ratio minus one with its interval: paired in `rounds` of live replays,
+    None without any, or, for the metric that decides, by all that is known.
 
     Units: `unit` is s or /s.
     """
@@ -74,10 +74,9 @@ class MetricChange:
             gain += ", predicted"
         elif self.change_ratio is None:
             gain += ", no interval"
-        else:
-            low, high = self.change_interval or (None, None)
-            if low is not None and high is not None:
-                gain += f", interval {low:+.1%} … {high:+.1%}"
+        low, high = self.change_interval or (None, None)
+        if low is not None and high is not None:
+            gain += f", interval {low:+.1%} … {high:+.1%}"
         unit = self.unit if self.unit.startswith("/") else f" {self.unit}"
         return (
             f"{self.metric:<16} {_number(self.before)}{unit} -> "

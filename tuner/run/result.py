@@ -50,7 +50,6 @@ from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 2
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
-DECIDED_BY: Final = "decided by "
 RELAX: Final = "relax an SLO, or lower --load, and run again"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
 _RESTORE: Final = "restore it, or use the YAML file that the run wrote"
@@ -108,7 +107,7 @@ class Advice(LimitsRecord):
         return self.limits if self.is_change else self.best_measured
 
     @property
-    def decided_text(self) -> str:
+    def gain_text(self) -> str:
         """By how much the latency or rate that decided changes; empty where neither did."""
         metric = self.gain_metric
         is_told = f"{metric.rpartition('_')[0]}_s" in LATENCIES or is_rate(metric)
@@ -118,7 +117,7 @@ class Advice(LimitsRecord):
         known = low is not None and high is not None
         within = f"90% interval {low:+.1%} … {high:+.1%} over " if known else "over "
         change = f"{moved(metric, self.gain_ratio):+.1%}"
-        return f"{DECIDED_BY}{metric}: {change} ({within}{self.odds.basis})"
+        return f"{metric}: {change} ({within}{self.odds.basis})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +355,23 @@ class RunResult:
         return f"predicted{of}, corrected by {rounds} of others"
 
     @property
+    def how_confirmed(self) -> str:
+        """What the race and engines started cold have shown, empty where those showed nothing.
+
+        Each by itself; the gain that is told is by both.
+        """
+        cold = self.confirmed_cold
+        if cold is None or cold.ratio is None:
+            return ""
+        own = (t.score.own_metric for t in self.trials if t.phase is Phase.COLD)
+        metric = next(own, cold.metric)
+        there = f"{moved(metric, cold.ratio - 1):+.1%} there"
+        rows = metric_changes(self.trials, self.shown, self.current, self.tail)
+        raced = [row.moved_ratio for row in rows if row.rounds and row.metric == metric]
+        in_race = f"{raced[0]:+.1%} in the race, " if raced else ""
+        return f"confirmed on engines started cold: {metric} {in_race}{there}"
+
+    @property
     def deployed(self) -> EngineLimits:
         """The limits that are deployed: others than were found alone where knobs want them."""
         if self.knobs is not None and self.knobs.is_deployed:
@@ -485,7 +501,7 @@ def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
 def _with_gain(changes: Sequence[MetricChange], decision: RaceDecision) -> list[MetricChange]:
     """Return the changes, that of the metric that decides by all that is known of it."""
     gain = decision.gain_here or decision.gain
-    if gain is None or decision.is_predicted:
+    if gain is None:
         return [*changes]
     metric = decision.metric
     ratio, bounds = moved(metric, gain.value - 1), moved_bounds(metric, change_bounds(gain))
