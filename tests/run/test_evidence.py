@@ -178,3 +178,26 @@ def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
     idle = a_record(WINNER, 2.0, running={"mean": 1.0, "max": 3})
     said = limited_by([idle], WINNER, (), "p99")
     assert said == "the traffic: at most 3 requests ran at once, the cap never bound"
+
+
+def test_of_a_winner_that_never_raced_what_is_predicted_is_told_as_that() -> None:
+    predicted = a_record(
+        WINNER,
+        2.0,
+        Phase.SHADOW,
+        offered_per_s=30.0,
+        utilisation=1.2,
+        gpu_cache_usage_perc={"max": 0.99},
+    )
+    others = [a_record(CURRENT, 2.0, Phase.RACE, n) for n in (1, 2)]
+    records = [predicted, *others]
+    for is_part in (False, True):
+        told = load_text(records, WINNER, is_part=is_part)
+        assert told == "offered 30/s, finished 0.5/s: overloaded 1.2 x, predicted"
+        said = limited_by(records, WINNER, (parse_slo("e2e_p99=2.1s"),), "p99", is_part=is_part)
+        assert said == (
+            "SLO e2e_p99=2.1s (predicted); the load, 1.2 x what it can sustain (predicted); "
+            "the KV cache, which was full (predicted)"
+        )
+    assert kv_text(records, WINNER).endswith("peak 0.99, no preemption, predicted")
+    assert "predicted" not in kv_text(records, CURRENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
@@ -46,12 +47,15 @@ def test_where_nothing_else_was_replayed_the_steps_seen_predict(
     with out_of_time(tmp_path) as session:
         decision = session.run()
         caveats = session.caveats(decision)
+        # As after rounds of others, which have made best who was in none of them.
+        beside_a_race = session.caveats(replace(decision, is_predicted=False, rounds=2))
         kept = read_profile(session.context.run_dir.path / PROFILE_FILE)
         phases = {t.phase for t in session.context.journal.records()}
     assert (decision.verdict, decision.is_predicted) == (RaceVerdict.CHANGE, True)
     assert decision.winner.max_num_seqs < CURRENT.max_num_seqs
     assert {"current", "shadow"} <= phases
     assert Caveat.NOT_RACED in caveats
+    assert Caveat.NOT_RACED in beside_a_race
     assert Caveat.SHADOW_UNFIT not in caveats
     # The steps of the run itself, not those of the profile that was unfit.
     assert kept.calibrated_on == (str(CURRENT),)

@@ -184,12 +184,14 @@ def kv_text(records: Sequence[Trial], limits: EngineLimits) -> str:
 
     An engine that is started with the limits alone has other blocks than the one that raced.
     """
-    mine, cold = _of(records, limits), _cold(records, limits)
+    (mine, is_foretold), cold = _known(records, limits), _cold(records, limits)
     if not mine and not cold:
         return "KV cache not measured"
     text = f"gpu_cache_usage_perc (kv_cache_usage_perc) {_kv_words(cold or mine)}"
     if cold:
         return f"{text}, started as it is deployed"
+    if is_foretold:
+        return f"{text}, predicted"
     predicted = _predicted(records, limits)
     is_raced = any(t.phase is Phase.RACE for t in records if t.limits == limits)
     if predicted is None or not is_raced:
@@ -220,12 +222,18 @@ def gpu_text(records: Sequence[Trial]) -> str:
     return "" if pooled is None else pooled.text
 
 
-def _of(records: Sequence[Trial], limits: EngineLimits) -> list[dict[str, Any]]:
-    return [
-        t.measurement
-        for t in decisive(records)
-        if t.measurement is not None and t.limits == limits
-    ]
+def _known(
+    records: Sequence[Trial], limits: EngineLimits
+) -> tuple[list[Mapping[str, Any]], bool]:
+    """Return what was measured of a setting, else what was predicted, and whether it is that.
+
+    Rounds of others may make best who was never replayed.
+    """
+    mine = [t for t in decisive(records) if t.limits == limits and t.measurement is not None]
+    if mine:
+        return [t.measurement for t in mine if t.measurement is not None], not mine[0].is_live
+    predicted = _predicted(records, limits)
+    return [] if predicted is None else [predicted], True
 
 
 def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool = False) -> str:
@@ -234,14 +242,16 @@ def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool =
     Where a part of the trace was replayed, mostly its busiest, what is predicted of all of it
     stands first: that is what was decided on.
     """
-    mine = _of(records, limits)
+    mine, is_foretold = _known(records, limits)
     known = [m for m in mine if m.get("utilisation") is not None]
     if not known:
         return ""
     used = statistics.median(m["utilisation"] for m in known)
     rate = statistics.median(m["requests_per_s"] for m in known)
     text = metrics.load_text(known[-1]["offered_per_s"], rate, used)
-    whole = _predicted(records, limits) if is_part else None
+    whole = _predicted(records, limits) if is_part and not is_foretold else None
+    if is_foretold:
+        text += ", predicted"
     if whole is not None:
         told = (whole["offered_per_s"], whole["requests_per_s"], whole["utilisation"])
         text = f"{metrics.load_text(*told)}, predicted; in the window that raced {text}"
@@ -261,27 +271,28 @@ def limited_by(
 
     What was predicted says so, as the load is where a part of the trace was replayed.
     """
-    mine = _of(records, limits)
+    mine, is_foretold = _known(records, limits)
     if not mine:
         return "nothing that was measured"
-    said = []
+    said, own = [], " (predicted)" if is_foretold else ""
     for slo in slos:
         value = read_metric(mine[-1], slo.name)
         if value is not None and value > (1 - BINDING_RATIO) * slo.bound_s:
-            said.append(f"SLO {slo}")
+            said.append(f"SLO {slo}{own}")
     whole = _predicted(records, limits) if is_part else None
-    loads = mine if whole is None else [whole]
+    loads: Sequence[Mapping[str, Any]] = mine if whole is None else [whole]
     used = [m["utilisation"] for m in loads if m.get("utilisation") is not None]
     if used and statistics.median(used) > 1:
-        how = "" if whole is None else " (predicted)"
+        how = own if whole is None else " (predicted)"
         said.append(f"the load, {statistics.median(used):.2g} x what it can sustain{how}")
-    as_deployed = _cold(records, limits) or mine
-    if max(m["gpu_cache_usage_perc"]["max"] for m in as_deployed) > KV_FULL_RATIO:
-        said.append("the KV cache, which was full")
+    cold = _cold(records, limits)
+    if max(m["gpu_cache_usage_perc"]["max"] for m in cold or mine) > KV_FULL_RATIO:
+        said.append(f"the KV cache, which was full{'' if cold else own}")
     said.extend(_neighbours(records, limits, tail))
     if not said and mine[-1]["running"]["max"] < limits.max_num_seqs:
         peak = int(mine[-1]["running"]["max"])
-        said.append(f"the traffic: at most {peak} requests ran at once, the cap never bound")
+        never = f"at most {peak} requests ran at once, the cap never bound"
+        said.append(f"the traffic: {never}{own}")
     return "; ".join(said) or "nothing that was measured"
 
 

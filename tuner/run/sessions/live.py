@@ -38,7 +38,7 @@ from tuner.run.time_plan import RacePlan, search_windows
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.ladder import at_edge, disturbed
 from tuner.search.race import RaceDecision, RaceVerdict
-from tuner.search.trials import Observation, Trial, predictions
+from tuner.search.trials import Observation, Phase, Trial, predictions
 from tuner.shadow import simulator
 from tuner.shadow.compiled import compiled_meanwhile
 from tuner.shadow.predictor import Predictor
@@ -284,7 +284,10 @@ class Session:
         is_kept = decision.verdict is RaceVerdict.KEEP
         if is_kept and decision.best != context.space.current:
             found.add(Caveat.WITHIN_NOISE)
-        if decision.is_predicted and len(self._seen()) > 1:
+        # Rounds of others may have made best who did not race.
+        has_raced = any(trial.phase is Phase.RACE for trial in mine)
+        is_foretold = decision.is_predicted or (decision.rounds > 0 and not has_raced)
+        if is_foretold and len(self._seen()) > 1:
             found.add(Caveat.NOT_RACED)
         if disturbed(searched(context)):
             found.add(Caveat.NOISY_MACHINE)
