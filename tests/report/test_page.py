@@ -106,6 +106,38 @@ def test_the_gain_is_reported_with_its_interval(live: Path) -> None:
     assert f"{low} … {high}" in said
 
 
+def test_how_much_the_engine_was_used_stands_beside_the_answer(live: Path) -> None:
+    result = read(live, RESULT_FILE)
+    said = " ".join(sections_of(read_run(live))[0].says)
+    assert result["load"]
+    assert result["load"][1:] in said
+    assert "kv_cache_usage_perc) peak" in said
+
+
+def test_where_nothing_meets_the_slos_it_says_that_and_who_is_nearest(
+    live: Path, tmp_path: Path
+) -> None:
+    nearest = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "p_slo": 0.31}
+    folder = changed(live, tmp_path, recommendation=None, nearest=nearest)
+    run = read_run(folder)
+    said = {section.anchor: " ".join(section.says) for section in sections_of(run)}
+    assert headline(run) == "No configuration meets the SLOs"
+    told = "meets them with probability 0.31"
+    assert f"Nearest is max_num_seqs 8, max_num_batched_tokens 2048: {told}" in said["answer"]
+    assert f"8/2048 is nearest and {told}" in said["certainty"]
+    assert "Nothing is likely to meet the SLOs" in said["gain"]
+
+
+def test_what_was_not_replayed_is_not_said_to_have_been(live: Path, tmp_path: Path) -> None:
+    trials = [t for t in read(live, RESULT_FILE)["trials"] if t["phase"] == "race"]
+    foretold = [{**t, "phase": "shadow", "engine": "shadow"} for t in trials]
+    run = read_run(changed(live, tmp_path, trials=foretold))
+    said = {section.anchor: " ".join(section.says) for section in sections_of(run)}
+    assert "requests were predicted, the whole trace" in said["answer"]
+    assert "Predicted: the whole trace" in said["trace"]
+    assert "requests were replayed" in sections_of(read_run(live))[0].says[-2]
+
+
 def test_text_of_the_users_is_never_markup(page: str) -> None:
     assert EVIL not in page
     assert "&lt;script&gt;alert(&#39;model&#39;)&lt;/script&gt;" in page

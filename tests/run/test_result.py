@@ -14,6 +14,7 @@ from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.errors import Caveat, UsageError
 from tuner.run.result import RunResult, read_result
 from tuner.search.objective import Tier
+from tuner.search.race import Odds
 from tuner.stats import Estimate
 
 DEMO_RUN = Path(__file__).parents[2] / "examples" / "demo" / "run"
@@ -61,6 +62,15 @@ def test_nothing_is_recommended_when_every_configuration_breaks_an_slo() -> None
     assert made(tier=Tier.NOT_SUSTAINED).feasible
 
 
+def test_who_is_nearest_to_slos_that_nothing_meets_is_kept_with_its_probability() -> None:
+    odds = Odds(0.9, 0.2, 1.0, 0.1, 0.9)
+    outcome = made(replace(CHANGE, odds=odds))
+    assert not outcome.feasible
+    assert outcome.nearest is not None
+    assert (outcome.nearest.limits, outcome.nearest.p_slo) == (WINNER, 0.2)
+    assert made(replace(CHANGE, odds=replace(odds, p_slo=0.9))).nearest is None
+
+
 def test_a_gain_without_an_interval_is_told_without_one() -> None:
     decision = replace(CHANGE, gain=Estimate(0.9, None, None, 1))
     open_ended, none = made(decision).recommendation, made(replace(CHANGE, gain=None))
@@ -87,6 +97,7 @@ def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
     again = json.loads(msgspec.json.encode(read_result(DEMO_RUN)))
     # It was made before there were any.
     whole = {**demo, "knobs": None, "starting_points": [], "variants": None, "clients": None}
+    whole["nearest"] = None
     whole["capacity"] = {**demo["capacity"], "interval": None}
     odds = {**demo["recommendation"]["odds"], "rival": None, "is_alone": False}
     whole["recommendation"] = {**demo["recommendation"], "odds": odds}

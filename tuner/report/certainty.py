@@ -45,6 +45,9 @@ _MOST_DRAWN = 6
 def certainty(run: RunFiles) -> Section:
     """Return what is known of the settings that were decided between."""
     title, advice = "How sure the answer is", run.result.recommendation
+    if (nearest := run.result.nearest) is not None:
+        who = f"{nearest.limits} is nearest and {nearest.text}"
+        return Section("certainty", title, (f"Nothing is likely to meet the SLOs: {who}.",))
     if advice is None or advice.odds is None or not advice.standings:
         return Section("certainty", title, ("No probabilities were found in this run.",))
     says = [

@@ -57,6 +57,8 @@ def gain(run: RunFiles) -> Section:
 
 
 def _nothing(run: RunFiles) -> str:
+    if not run.result.feasible:
+        return "Nothing is likely to meet the SLOs, so nothing is recommended that could gain."
     if run.shown == run.current:
         return "Nothing that was tried is better than the current configuration."
     return "The two were not replayed on the same requests, so there is no gain to show."

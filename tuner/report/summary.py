@@ -34,7 +34,7 @@ from tuner.run.result import (
 )
 from tuner.search.objective import Objective, Scoring, moved, moved_bounds
 from tuner.search.race import UNFINISHED
-from tuner.search.trials import decisive
+from tuner.search.trials import decisive, predictions
 
 
 def headline(run: RunFiles) -> str:
@@ -134,13 +134,18 @@ def _broken(result: RunResult) -> list[str]:
     whole = [t for t in decisive(result.trials) if t.observation.is_whole and t.measurement]
     if not whole:
         return ["no configuration survived its replay"]
-    nearest = min(whole, key=lambda t: t.score.order)
-    broken = "; ".join(goal.broken_in(nearest.measurement or {}))
-    return [f"nearest is {limits_words(nearest.limits)}: {broken or nearest.tier[2:]}"]
+    known = result.nearest
+    found = [t for t in predictions(result.trials) if t.measurement] + whole
+    own = [t for t in found if known is not None and t.limits == known.limits]
+    nearest = own[-1] if own else min(whole, key=lambda t: t.score.order)
+    says = [known.text] if known is not None and own else []
+    says += goal.broken_in(nearest.measurement or {})
+    return [f"nearest is {limits_words(nearest.limits)}: {'; '.join(says) or nearest.tier[2:]}"]
 
 
 def _limits(result: RunResult) -> list[str]:
-    sentences = []
+    sentences = [result.load] if result.load else []
+    sentences += [f"of the KV cache: {result.kv}"] if result.feasible else []
     if result.limited_by:
         sentences.append(f"limited by: {result.limited_by}")
     if result.capacity is not None:
@@ -157,11 +162,11 @@ def _predicted(made: TraceRecord) -> str:
 
 def _behind(result: RunResult) -> list[str]:
     """Return what the answer rests on and what qualifies it."""
-    made = result.provenance.trace
+    made, how = result.provenance.trace, "replayed" if result.has_replays else "predicted"
     wanted = f"SLOs: {', '.join(result.slos)}" if result.slos else "no SLO was given"
     sentences = [
         f"objective {result.objective}, {wanted}; {made.replayed_requests:,} requests were "
-        f"replayed, {made.window}{_predicted(made)}"
+        f"{how}, {made.window}{_predicted(made)}"
     ]
     if result.caveats:
         texts = "; ".join(caveat.text for caveat in result.caveats)
@@ -241,8 +246,9 @@ _LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
 def trace_facts(run: RunFiles) -> Section:
     """Return what the trace asks of a server, and what may mislead in it."""
     made = run.result.provenance.trace
+    how = "Replayed" if run.result.has_replays else "Predicted"
     sentences = (
-        f"{made.source}, format {made.format}, {made.requests:,} requests. Replayed: "
+        f"{made.source}, format {made.format}, {made.requests:,} requests. {how}: "
         f"{made.window}, {made.replayed_requests:,} requests{_predicted(made)}.",
     )
     description = run.result.trace_description

@@ -121,6 +121,18 @@ class Advice(LimitsRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest(LimitsRecord):
+    """Who is nearest to SLOs that nothing is likely to meet, and how probably it meets them."""
+
+    p_slo: float
+
+    @property
+    def text(self) -> str:
+        """Return the probability in words."""
+        return f"meets them with probability {self.p_slo:.2f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CurrentConfiguration(LimitsRecord):
     """What the run began with, and who had set it."""
 
@@ -285,7 +297,8 @@ class Compared(LimitsRecord):
 class RunResult:
     """What a finished or interrupted run came to: the content of `result.json`, in its order.
 
-    `recommendation` is None where no configuration meets the SLOs. `serve_values` is the
+    `recommendation` is None where no configuration meets the SLOs; `nearest` is who is nearest
+    then, None where its probability is not known. `serve_values` is the
     engine's configuration without secrets.
     """
 
@@ -313,6 +326,12 @@ class RunResult:
     starting_points: tuple[StartFinding, ...] = ()
     variants: VariantComparison | None = None
     clients: ClientAdvice | None = None
+    nearest: Nearest | None = None
+
+    @property
+    def has_replays(self) -> bool:
+        """Whether the run's windows were replayed live, not predicted alone."""
+        return any(trial.phase.is_on_windows for trial in self.trials)
 
     @property
     def feasible(self) -> bool:
@@ -458,13 +477,14 @@ def make_outcome(
     trials = predictions(records) if decision.is_predicted else records
     is_part = around.replayed_requests < len(around.trace) and not decision.is_predicted
     changes = _with_gain(metric_changes(trials, decision.shown, current, goal.tail), decision)
+    is_feasible = _is_feasible(decision, trials)
     return RunResult(
         state=state,
         method=around.method,
         objective=goal.objective,
         tail=goal.tail,
         slos=tuple(str(slo) for slo in goal.slos),
-        recommendation=_advice(decision) if _is_feasible(decision, trials) else None,
+        recommendation=_advice(decision) if is_feasible else None,
         baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
         evidence=tuple(changes),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
@@ -474,17 +494,29 @@ def make_outcome(
         provenance=_provenance(around),
         serve_values=dict(around.serve_values),
         trace_description=dict(around.description),
-        live_against_shadow=tuple(
-            Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
-            for (limits, metric), (live, shadow) in around.compared.items()
-        ),
+        live_against_shadow=_compared(around),
         ladder=tuple(around.ladder),
         caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
         trials=tuple(records),
         knobs=around.knobs,
         starting_points=tuple(around.starting_points),
         clients=around.clients,
+        nearest=None if is_feasible else nearest_of(decision),
     )
+
+
+def _compared(around: RunProvenance) -> tuple[Compared, ...]:
+    return tuple(
+        Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
+        for (limits, metric), (live, shadow) in around.compared.items()
+    )
+
+
+def nearest_of(decision: RaceDecision) -> Nearest | None:
+    """Return who is nearest to the SLOs, None where no probability of it is known."""
+    if decision.odds is None or decision.odds.p_slo is None:
+        return None
+    return Nearest(**asdict(decision.best), p_slo=decision.odds.p_slo)
 
 
 def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:

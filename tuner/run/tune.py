@@ -37,7 +37,7 @@ from tuner.run.inputs import (
 )
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
-from tuner.run.result import RunProvenance, RunResult, make_outcome
+from tuner.run.result import RunProvenance, RunResult, make_outcome, nearest_of
 from tuner.run.sessions.live import AnySession
 from tuner.run.sessions.shadow import RunFindings
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
@@ -184,15 +184,14 @@ class _Run:
         best = leader([t.observation for t in records])
         if best is None:
             return self._none_survived()
-        nearest, p_slo = best.limits, None
-        if decision.odds is not None and decision.odds.p_slo is not None:
-            nearest, p_slo = decision.best, decision.odds.p_slo
+        known = nearest_of(decision)
+        nearest = best.limits if known is None else known.limits
         own = [t for t in records if t.limits == nearest]
         scoring = Scoring(context.aim.objective, context.aim.slos, "p50")
-        said = [] if p_slo is None else [f"meets them with probability {p_slo:.2f}"]
+        said = [] if known is None else [known.text]
         said += scoring.broken_in(own[-1].measurement or {}) if own else []
         hint = "relax an SLO, lower --load, or add replicas"
-        if p_slo is not None and p_slo >= MAYBE_MEETS:
+        if known is not None and known.p_slo >= MAYBE_MEETS:
             hint += "; it may meet them yet, which a longer --budget would tell"
         return NoFeasibleConfigError(
             f"no configuration is likely to meet the SLOs; nearest is {nearest} "
