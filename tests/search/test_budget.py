@@ -140,6 +140,14 @@ def test_what_the_time_can_answer_is_reported_with_the_option_that_helps(
     assert "calibrating takes up to 72 s of the 226 s left" in shown
 
 
+def test_that_the_time_is_spent_is_said_without_a_negative_time() -> None:
+    shown = outlook(Budget(60), -3.0, 0.3, 5.0, cold_s=30.0)
+    assert shown == (
+        "outlook: the time of 60 s is spent before calibrating; --budget 4m holds that, a race "
+        "and cold engines"
+    )
+
+
 def test_one_window_is_named_by_its_ends() -> None:
     trace = steady(100, per_s=1)
     assert "10 s to 30 s (20 of " in window_text((Window(10, 30),), trace)

@@ -117,15 +117,20 @@ def outlook(
     `replay_s` is what one replay of the wanted window takes at the current limits, `cold_s`
     what starting two engines cold takes besides. Others may be faster, so this is careful.
     """
-    calibration_s = min(calibration_share * budget.total_s, left_s)
+    calibration_s = min(calibration_share * budget.total_s, max(left_s, 0.0))
     race_s, round_s = left_s - calibration_s, 2 * replay_s
+    needed_s = (budget.total_s - left_s + 3 * round_s + cold_s + round_s) / (
+        1 - calibration_share
+    )
+    if left_s < 1.0:
+        return (
+            f"outlook: the time of {budget.total_s:.0f} s is spent before calibrating; "
+            f"--budget {math.ceil(needed_s / 60)}m holds that, a race and cold engines"
+        )
     rounds = int(race_s / round_s) if round_s > 0 else MAX_ROUNDS_SHOWN
     cost = (
         f"outlook: calibrating takes up to {calibration_s:.0f} s of the {left_s:.0f} s left, "
         f"then a replay of the window takes about {replay_s:.3g} s"
-    )
-    needed_s = (budget.total_s - left_s + 3 * round_s + cold_s + round_s) / (
-        1 - calibration_share
     )
     if rounds < 2:
         return (
