@@ -200,6 +200,10 @@ def test_what_nothing_can_meet_is_an_error_with_the_nearest(trace: Path) -> None
         ({"window": "noon"}, "window must be all"),
         ({"objective": "goodput"}, "needs at least one"),
         ({"method": "shadow"}, "needs --profile"),
+        (
+            {"method": "shadow", "profile": "x.yaml", "is_greedy": True},
+            "--greedy is for a live engine",
+        ),
         ({"run_dir": None, "is_resumed": True}, "needs its run_dir"),
     ],
 )

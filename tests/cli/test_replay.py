@@ -72,6 +72,7 @@ def test_greedy_is_off_unless_asked_for(tmp_path: Path) -> None:
     [
         (["--engine", "shadow"], "--engine shadow needs --profile FILE"),
         (["--profile", "x.yaml"], "--profile is for --engine shadow"),
+        (["--engine", "shadow", "--greedy"], "--greedy is for a live engine"),
     ],
 )
 def test_a_profile_and_a_shadow_go_together(

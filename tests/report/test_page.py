@@ -138,6 +138,14 @@ def test_what_was_not_replayed_is_not_said_to_have_been(live: Path, tmp_path: Pa
     assert "requests were replayed" in sections_of(read_run(live))[0].says[-2]
 
 
+def test_how_tokens_were_sampled_is_among_the_facts(live: Path, tmp_path: Path) -> None:
+    made = read(live, RESULT_FILE)["provenance"]
+    told = "tokens are sampled greedily"
+    provenance = {**made, "engine": {**made["engine"], "sampling": told}}
+    (table,) = sections_of(read_run(changed(live, tmp_path, provenance=provenance)))[-1].tables
+    assert ("sampling", told) in [tuple(cell.text for cell in row) for row in table.rows]
+
+
 def test_text_of_the_users_is_never_markup(page: str) -> None:
     assert EVIL not in page
     assert "&lt;script&gt;alert(&#39;model&#39;)&lt;/script&gt;" in page

@@ -51,7 +51,9 @@ def test_what_is_written_is_what_is_read() -> None:
         "source": "configuration",
     }
     assert content["caveats"] == [{"id": "windowed", "text": Caveat.WINDOWED.text}]
-    assert content["provenance"]["engine"]["started_at_limits"]["max_num_seqs"] == 32
+    engine = content["provenance"]["engine"]
+    assert engine["started_at_limits"]["max_num_seqs"] == 32
+    assert engine["sampling"] == "tokens are sampled greedily"
 
 
 def test_nothing_is_recommended_when_every_configuration_breaks_an_slo() -> None:
@@ -102,7 +104,8 @@ def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
     odds = {**demo["recommendation"]["odds"], "rival": None, "is_alone": False}
     whole["recommendation"] = {**demo["recommendation"], "odds": odds}
     trace = {**demo["provenance"]["trace"], "predicted": "", "predicted_requests": 0}
-    whole["provenance"] = {**demo["provenance"], "trace": trace}
+    engine = {**demo["provenance"]["engine"], "sampling": ""}
+    whole["provenance"] = {**demo["provenance"], "trace": trace, "engine": engine}
     assert again == whole
     assert list(again) == list(whole)
 

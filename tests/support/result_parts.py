@@ -24,6 +24,7 @@ INFO = EngineInfo(
     *("toy", "m", "cpu", "float32", "0.32.0", 100, 4096, 16, 64, CURRENT),
     can_change_limits=True,
     asynchronous=False,
+    sampling="tokens are sampled greedily",
 )
 AROUND = RunProvenance(
     trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),

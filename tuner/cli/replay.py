@@ -55,6 +55,11 @@ class ReplayOptions:
     def parse(cls, params: Params) -> Self:
         """Return what the command line says. Raises: UsageError."""
         is_shadow, shadow = params["engine_kind"] == "shadow", None
+        if is_shadow and params["greedy"]:
+            raise UsageError(
+                "--greedy is for a live engine, and --engine shadow starts none",
+                "leave --greedy out",
+            )
         if is_shadow:
             missing = UsageError("--engine shadow needs --profile FILE", WHERE_PROFILES_ARE)
             shadow = ShadowOptions.parse(params, missing)

@@ -216,6 +216,7 @@ def _engine(engine: EngineRecord | None) -> dict[str, str]:
         "dtype": engine.dtype,
         "longest model length": f"{engine.max_model_len} tokens",
         "KV cache": f"{blocks}, started at {started}",
+        "sampling": engine.sampling,
     }
 
 

@@ -213,6 +213,11 @@ class TuningOptions(ReplaySettings):
                 "--method shadow needs --profile FILE",
                 "every live run writes profile.yaml into its run directory",
             )
+        if self.method is Method.SHADOW and self.is_greedy:
+            raise UsageError(
+                "--greedy is for a live engine, and --method shadow starts none",
+                "leave --greedy out",
+            )
         if self.profile and self.method not in (Method.AUTO, Method.SHADOW):
             raise UsageError(
                 f"--profile is for --method auto and shadow, got --method {self.method}",

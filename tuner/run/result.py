@@ -208,7 +208,7 @@ class TraceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """The engine that was measured on."""
+    """The engine that was measured on; `sampling` says how it sampled tokens, if it did."""
 
     kind: str
     vllm_version: str
@@ -218,6 +218,7 @@ class EngineRecord:
     block_size: int
     num_blocks: int
     started_at_limits: EngineLimits
+    sampling: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -615,6 +616,7 @@ def _engine(info: EngineInfo) -> EngineRecord:
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         started_at_limits=info.ceiling,
+        sampling=info.sampling,
     )
 
 
