@@ -37,7 +37,7 @@ from tuner.shadow.step_model import StepModel
 
 def raced(run: ToyRun, plan: RacePlan, observe: Observe | None = None) -> RaceDecision:
     """Race without any prediction."""
-    return race(run.runner, plan, LiveEvidence(plan), observe)
+    return race(run.runner, LiveEvidence(plan), observe)
 
 
 def test_a_race_hears_of_every_step_and_runs_no_round_twice(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_
         run.context.stopwatch.total_s = total_s
         near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
         plan = LongPlan(run.context, (BETTER, near, CURRENT), run.workload)
-        found = race(run.runner, plan, OpenEvidence(plan, min_rounds=1, tells=tells))
+        found = race(run.runner, OpenEvidence(plan, min_rounds=1, tells=tells))
     assert (found.verdict, found.rounds) == (RaceVerdict.CHANGE, rounds)
     assert run.context.caveats == set()
 

@@ -54,7 +54,7 @@ class LiveEvidence:
         return draws.contenders(context.space.current, confidence)
 
     def learn(self) -> None:
-        """Know it already: the journal does."""
+        """Take in nothing: the journal has it."""
 
 
 def searched(context: RunContext) -> list[Observation]:

@@ -56,6 +56,10 @@ class Evidence(Protocol):
     """What is known of the settings that race, and becomes known with each replay."""
 
     @property
+    def plan(self) -> RacePlan:
+        """Who races on what, and how long a replay of each should take."""
+
+    @property
     def min_rounds(self) -> int:
         """How many rounds are replayed at least."""
 
@@ -174,7 +178,6 @@ class PredictedEvidence:
 
 def race(
     runner: TrialRunner,
-    plan: RacePlan,
     evidence: Evidence,
     observe: Observe | None = None,
     confidence: float = CONFIDENCE,
@@ -188,12 +191,12 @@ def race(
     Raises: EngineError when the engine cannot be kept alive; ShadowError, UsageError.
     """
     context, current = runner.context, runner.context.space.current
-    reserved_s, rounds = reserve_s(runner, plan), 0
+    reserved_s, rounds = reserve_s(runner, evidence.plan), 0
     usual_s = 0.0
     with context.stopwatch.stage("race"):
         draws = evidence.draws(FEW_DRAWS)
         while rounds < MAX_ROUNDS and len(draws.settings) > 1:
-            inside = evidence.inside(draws, confidence)
+            plan, inside = evidence.plan, evidence.inside(draws, confidence)
             round_s = sum(plan.replay_s(limits) for limits in inside)
             if rounds >= evidence.min_rounds:
                 next_s = max(round_s, usual_s)

@@ -188,7 +188,7 @@ class Session:
         workload = Workload.of(WINDOW, context.trace, windows, context.aim)
         plan = self.search.plan = search_live(runner, workload, observe)
         confidence = context.aim.confidence
-        decision = race(runner, plan, LiveEvidence(plan), confidence=confidence)
+        decision = race(runner, LiveEvidence(plan), confidence=confidence)
         profile = self.search.learning.profile_of_search()
         if not has_searched(context):
             decision = replace(decision, why=NOTHING_ELSE)

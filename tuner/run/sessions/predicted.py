@@ -256,9 +256,7 @@ class PredictedSearch:
             raise ShadowError("nothing was predicted")
         self._check_lifetimes(plan)
         evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
-        decision = race(
-            self.runner, plan, evidence, calibrator.observe, self.context.aim.confidence
-        )
+        decision = race(self.runner, evidence, calibrator.observe, self.context.aim.confidence)
         self.plan = evidence.plan
         self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
         if differ := evidence.disagreement():
