@@ -19,6 +19,7 @@ from tuner.run.calibrate import Calibrator
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
 from tuner.run.rounds import unpacked
 from tuner.run.sessions.learning import Learning
+from tuner.search.race import Odds, RaceDecision, RaceVerdict
 from tuner.shadow.calibration import Calibration
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile, read_profile
@@ -49,6 +50,34 @@ def test_much_time_that_the_profile_leaves_out_is_told(
         assert isinstance(heard, Heard)
         assert any("longer than it says" in note for note in heard.notes) == is_told
         assert read_profile(run.context.run_dir.path / PROFILE_FILE).fit.steps > 0
+
+
+def test_how_restless_the_machine_was_is_learnt_with_its_speed(tmp_path: Path) -> None:
+    """By turns a tenth slower and faster for two seconds each."""
+    steps = kept(replay_toy(TRACE, LIMITS, ToySource(), ReplayPlan(keep_steps=True)))
+    moment = (np.cumsum(steps.duration_s) / 2.0).astype(int)
+    moods = np.exp(0.1 * (-1.0) ** np.arange(moment.max() + 1))
+    shape = ToyEngine(ToySource(), LIMITS).shape()
+    calibration = Calibration(shape, (KvStart(LIMITS, 1000),), (), LIMITS, {"model": "toy"})
+    odds = Odds(0.95, None, 1.0, 0.1, 0.95, open_ratio=0.02)
+    decision = RaceDecision(RaceVerdict.KEEP, LIMITS, LIMITS, (), None, 1, "", odds=odds)
+    told = []
+    with a_run(tmp_path, TRACE, a_space(LIMITS)) as run:
+        run.context.stopwatch.add("calibrate", 100.0)
+        for times in (np.ones_like(moods), moods):
+            slow = replace(steps, duration_s=steps.duration_s * times[moment])
+            learning = Learning(run.runner, {}, toy_predictor)
+            learning.calibrator = Calibrator(calibration.and_steps(LIMITS, [slow]))
+            assert learning.restlessness(decision) is None
+            learning.fitted(learning.calibrator)
+            told.append(learning.restlessness(decision))
+    quiet, restless = told
+    assert quiet is not None
+    assert restless is not None
+    assert restless.apart_ratio == pytest.approx(0.1, abs=0.05)
+    assert quiet.apart_ratio < restless.apart_ratio / 2
+    # Four times as long for half of what is open.
+    assert restless.more_s == pytest.approx(300.0)
 
 
 def test_steps_are_on_disk_as_soon_as_they_are_seen(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from support.result_parts import CHANGE, CURRENT, WINNER, made
 from tuner.errors import Caveat, UsageError
-from tuner.run.result import RunResult, read_result
+from tuner.run.result import Restlessness, RunResult, read_result
 from tuner.search.objective import Tier
 from tuner.search.race import Odds
 from tuner.stats import Estimate
@@ -99,9 +99,10 @@ def test_a_kept_run_is_read_whole(demo: dict[str, Any]) -> None:
     again = json.loads(msgspec.json.encode(read_result(DEMO_RUN)))
     # It was made before there were any.
     whole = {**demo, "knobs": None, "starting_points": [], "variants": None, "clients": None}
-    whole["nearest"] = None
+    whole |= {"nearest": None, "restlessness": None}
     whole["capacity"] = {**demo["capacity"], "interval": None}
     odds = {**demo["recommendation"]["odds"], "rival": None, "is_alone": False}
+    odds["open_ratio"] = None
     whole["recommendation"] = {**demo["recommendation"], "odds": odds}
     trace = {**demo["provenance"]["trace"], "predicted": "", "predicted_requests": 0}
     engine = {**demo["provenance"]["engine"], "sampling": ""}
@@ -129,3 +130,18 @@ def test_a_result_that_no_run_wrote_is_refused(
     with pytest.raises(UsageError, match=shown) as refused:
         read_result(kept(tmp_path, demo))
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("open_ratio", "spent_s", "said"),
+    [
+        (None, 100.0, "differ by 6.0% between moments"),
+        (0.008, 100.0, "and 0.8% is open of the two best"),
+        (0.03, 60.0, "open of the two best: about 8 min more would bring that below 1%"),
+        (0.1, 60.0, "more time does not help, a machine that is left alone would"),
+    ],
+)
+def test_of_a_restless_machine_it_is_told_how_much_longer_would_help(
+    open_ratio: float | None, spent_s: float, said: str
+) -> None:
+    assert Restlessness.of(0.06, open_ratio, spent_s).text.endswith(said)

@@ -177,6 +177,8 @@ def _behind(result: RunResult) -> list[str]:
 def caveats(run: RunFiles) -> Section:
     """Return every caveat of the run."""
     texts = tuple(f"{caveat.text} ({caveat.id})" for caveat in run.result.caveats)
+    if run.result.restlessness is not None:
+        texts += (run.result.restlessness.text,)
     said = () if texts else ("None: nothing that was checked gave reason to doubt the answer.",)
     return Section("caveats", "Caveats", said, texts)
 

@@ -39,7 +39,7 @@ from tuner.shadow.calibration import Calibration
 from tuner.shadow.design import Block, choose, instants_s, spreads, wanted
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart, Profile
-from tuner.shadow.speed import Speed, Visited
+from tuner.shadow.speed import MoodSpreads, Speed, Visited
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
@@ -77,12 +77,14 @@ class Calibrator:
     """What live replays have shown of an engine's steps so far.
 
     `is_own` says whether this run has calibrated, not an earlier one. `keep` receives the steps
-    of each replay, to put them on disk.
+    of each replay, to put them on disk. `mood` is how restless the machine was by what was
+    learnt last, None before.
     """
 
     calibration: Calibration
     is_own: bool = False
     keep: Callable[[EngineLimits, StepColumns], None] = lambda *_: None
+    mood: MoodSpreads | None = None
 
     @classmethod
     def of(
@@ -144,6 +146,7 @@ class Calibrator:
         Raises: TooFewSamplesError with too few steps.
         """
         found, speed = self.calibration.learn()
+        self.mood = speed.mood
         return self.calibration.profile_of(found, speed), speed
 
     def profile(self) -> Profile:

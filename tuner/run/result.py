@@ -7,12 +7,13 @@ What is said of the winner is worked out in `evidence`, wording for a terminal i
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -42,13 +43,15 @@ from tuner.search.objective import (
     moved,
     moved_bounds,
 )
-from tuner.search.posterior import LIKELY
+from tuner.search.posterior import LIKELY, TIE_LOSS
 from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
 from tuner.search.trials import Phase, Trial, decisive, leader, predictions
 from tuner.stats import Estimate
 from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 2
+MOST_MORE_S: Final = 3600.0
+"""Ours: whoever would have to wait longer for a restless machine needs another one."""
 NOTHING_FEASIBLE: Final = "no configuration met the SLOs"
 RELAX: Final = "relax an SLO, or lower --load, and run again"
 _NAME_A_RUN: Final = "name a run directory, as runs/2026-11-20T14-03-00"
@@ -258,6 +261,48 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restlessness:
+    """How restless the machine was, and how much longer a run it would take to know well.
+
+    `apart_ratio` is by how much like steps differ from one moment to another, `open_ratio` how
+    much is open of the two best, None where nothing is known of that. `more_s` is how much more
+    calibrating and racing would bring it below TIE_LOSS, since it shrinks as the root of the
+    time grows; None where that is too long.
+    """
+
+    apart_ratio: float
+    open_ratio: float | None
+    more_s: float | None
+
+    @classmethod
+    def of(cls, apart_ratio: float, open_ratio: float | None, spent_s: float) -> Self:
+        """Return it of a run that has calibrated and raced for so long."""
+        more_s = None
+        if open_ratio is not None:
+            more_s = spent_s * max(0.0, (open_ratio / TIE_LOSS) ** 2 - 1)
+        is_long = more_s is not None and more_s > MOST_MORE_S
+        return cls(
+            apart_ratio=apart_ratio,
+            open_ratio=open_ratio,
+            more_s=None if is_long else more_s,
+        )
+
+    @property
+    def text(self) -> str:
+        """Return it as a line."""
+        said = f"like steps of this machine differ by {self.apart_ratio:.1%} between moments"
+        if self.open_ratio is None:
+            return said
+        said += f", and {self.open_ratio:.1%} is open of the two best"
+        if self.more_s is None:
+            return f"{said}: more time does not help, a machine that is left alone would"
+        if self.more_s <= 0:
+            return said
+        minutes = math.ceil(self.more_s / 60)
+        return f"{said}: about {minutes} min more would bring that below {TIE_LOSS:.0%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartFinding(LimitsRecord):
     """How far a starting point is from what is recommended, by the prediction of both.
 
@@ -299,7 +344,8 @@ class RunResult:
     """What a finished or interrupted run came to: the content of `result.json`, in its order.
 
     `recommendation` is None where no configuration meets the SLOs; `nearest` is who is nearest
-    then, None where its probability is not known. `serve_values` is the
+    then, None where its probability is not known; `restlessness` is told where the machine was
+    noisy. `serve_values` is the
     engine's configuration without secrets.
     """
 
@@ -328,6 +374,7 @@ class RunResult:
     variants: VariantComparison | None = None
     clients: ClientAdvice | None = None
     nearest: Nearest | None = None
+    restlessness: Restlessness | None = None
 
     @property
     def has_replays(self) -> bool:
@@ -463,6 +510,7 @@ class RunProvenance:
     knobs: KnobAdvice | None = None
     starting_points: Sequence[StartFinding] = ()
     clients: ClientAdvice | None = None
+    restlessness: Restlessness | None = None
 
 
 def make_outcome(
@@ -503,6 +551,7 @@ def make_outcome(
         starting_points=tuple(around.starting_points),
         clients=around.clients,
         nearest=None if is_feasible else nearest_of(decision),
+        restlessness=around.restlessness,
     )
 
 

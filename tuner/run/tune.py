@@ -175,6 +175,7 @@ class _Run:
             knobs=found.knobs,
             starting_points=found.starting_points,
             clients=found.clients,
+            restlessness=found.restlessness,
         )
 
     def _nothing_feasible(self, decision: RaceDecision) -> NoFeasibleConfigError:

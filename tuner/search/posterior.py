@@ -303,6 +303,7 @@ class Draws:
             loss=loss,
             rival=None if rival == now else self.settings[rival],
             is_alone=rival == now,
+            open_ratio=None if rival == now else odds.open_ratio,
         )
 
     def _standings(self, field: Bools, column: int, loss: Floats) -> tuple[Standing, ...]:
@@ -481,6 +482,7 @@ class Draws:
             meets_more=bool(slos or (load and p_better >= confidence)),
             basis=self.basis,
             confidence=confidence,
+            open_ratio=_open(_gain(here[:, :, column])),
         )
 
     def _p_slo(self, setting: int) -> float | None:
@@ -591,6 +593,13 @@ def _gain(pair: Floats) -> Estimate | None:
     mean = float(np.exp(np.log(ratios).mean()))
     # Near overload a few draws are many times off, which can move the mean out of the interval.
     return Estimate(mean if low <= mean <= high else middle, low, high, len(ratios))
+
+
+def _open(ratio: Estimate | None) -> float | None:
+    """Return half the interval of a ratio as a share, None where it has no end."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return None
+    return math.sqrt(ratio.high / ratio.low) - 1
 
 
 def _used(share: float | None, score: Score) -> float:

@@ -103,8 +103,9 @@ class Odds:
     every SLO, None without any, and sustains the load. `loss` is what keeping the current
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
     better on other traffic of the kind. `meets_more`: it surely keeps bounds that the current
-    configuration does not. `basis` is what the intervals and probabilities are over, and
-    `confidence` what was asked of those of a change.
+    configuration does not. `open_ratio` is how far off what is known of the two may be on the
+    recorded traffic: half the interval of their ratio, None without end. `basis` is what the
+    intervals and probabilities are over, and `confidence` what was asked of those of a change.
 
     Where the current configuration itself is thought best, `p_better` and `p_elsewhere` are of
     its `rival`, the likeliest other one to be better, or of nobody where it `is_alone`; the
@@ -121,6 +122,7 @@ class Odds:
     confidence: float = CONFIDENCE
     rival: EngineLimits | None = None
     is_alone: bool = False
+    open_ratio: float | None = None
 
     @property
     def has_other_traffic(self) -> bool:

@@ -142,6 +142,11 @@ class MoodSpreads:
     span: float
     like_steps: float
 
+    @property
+    def between_moments(self) -> float:
+        """By how much like steps of large batches differ from one moment to another."""
+        return math.hypot(self.segment, self.grows, self.span)
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,11 @@ from tuner.replay.process import EngineStart
 from tuner.run.calibrate import Calibrator
 from tuner.run.context import RunContext, Workload
 from tuner.run.directory import PROFILE_FILE, STEPS_FILE
+from tuner.run.result import Restlessness
 from tuner.run.rounds import packed
 from tuner.run.time_plan import Observe
 from tuner.run.trial_runner import TrialRunner
+from tuner.search.race import RaceDecision
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
@@ -110,6 +113,17 @@ class Learning:
                 "the machine stretched"
             )
         return profile
+
+    def restlessness(self, decision: RaceDecision) -> Restlessness | None:
+        """Return how restless the machine was, None where nothing was learnt of it."""
+        if self.calibrator is None or self.calibrator.mood is None:
+            return None
+        taken_s = self.context.stopwatch.stages_s
+        return Restlessness.of(
+            math.expm1(self.calibrator.mood.between_moments),
+            None if decision.odds is None else decision.odds.open_ratio,
+            sum(taken_s.get(name, 0.0) for name in ("calibrate", "race")),
+        )
 
     def compared(self, profile: Profile) -> Profile:
         """Return the profile with how the simulator compares with the engine's scheduler."""

@@ -23,7 +23,7 @@ from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
 from tuner.run.predict import predict_more
 from tuner.run.race import race
-from tuner.run.result import StartFinding
+from tuner.run.result import Restlessness, StartFinding
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.predicted import PredictedSearch
 from tuner.run.sessions.shadow import (
@@ -49,6 +49,8 @@ NOTHING_ELSE = (
     "only the current configuration was replayed in the time: nothing can be said of others; "
     "give --budget more"
 )
+# What says that a machine is too restless for short replays to say much.
+_NOISY = frozenset({Caveat.NOISY_MACHINE, Caveat.STEPS_SET_ASIDE})
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Session:
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
     clients: ClientAdvice | None = None
+    restlessness: Restlessness | None = None
 
     @classmethod
     def of(
@@ -129,6 +132,7 @@ class Session:
             self.search.learning.keep_starts()
         self._add(self._turn_knobs, "knobs, starting points and advice for clients")
         self._add(self._find_capacity, "how much load it bears")
+        self._tell_restlessness(decision)
         context.journal.set_state("done")
         return decision
 
@@ -248,6 +252,14 @@ class Session:
         there = deployed if self.runner.engine.restarts_per_config else predictor
         self.capacity = confirm_capacity(self.runner, there, windows, decision.winner, found)
 
+    def _tell_restlessness(self, decision: RaceDecision) -> None:
+        """Say how restless a noisy machine was, and how much longer would help."""
+        if not _NOISY & set(self.caveats(decision)):
+            return
+        self.restlessness = self.search.learning.restlessness(decision)
+        if self.restlessness is not None:
+            self.context.listener.note(self.restlessness.text)
+
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
         search, engine = self.search, self.runner.engine
@@ -271,6 +283,7 @@ class Session:
             knobs=self.knobs,
             starting_points=self.starting_points,
             clients=self.clients,
+            restlessness=self.restlessness,
         )
 
     def caveats(self, decision: RaceDecision) -> list[Caveat]:

@@ -25,7 +25,7 @@ from tuner.run.loads.capacity import CapacityResult, predict_capacity
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.predict import Differences, Predictions, predict, predict_more, scored
-from tuner.run.result import StartFinding
+from tuner.run.result import Restlessness, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
 from tuner.search.objective import Scoring, Tier
@@ -43,7 +43,7 @@ class RunFindings:
     predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
     engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
     `knobs` what may be turned beside the limits, `starting_points` how far those are from it,
-    `clients` what its clients should hold to.
+    `clients` what its clients should hold to, `restlessness` how restless a noisy machine was.
     """
 
     windows: tuple[Window, ...] = ()
@@ -59,6 +59,7 @@ class RunFindings:
     knobs: KnobAdvice | None = None
     starting_points: tuple[StartFinding, ...] = ()
     clients: ClientAdvice | None = None
+    restlessness: Restlessness | None = None
 
 
 def profile_facts(predictor: Predictor) -> dict[str, Any]:
