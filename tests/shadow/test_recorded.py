@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.run_parts import a_profile
 from support.traffic import steady
+from tuner.cli.commands import tune as command
 from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
@@ -30,7 +32,13 @@ from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import KvStart
 from tuner.shadow.rebuilt import rebuild
-from tuner.shadow.recorded import RecordedRequests, RecordedSteps, read_steps, steps_beside
+from tuner.shadow.recorded import (
+    RecordedRequests,
+    RecordedSteps,
+    _unpacked,
+    read_steps,
+    steps_beside,
+)
 from tuner.shadow.step_model import NO_HOST, StepModel
 from tuner.stats import Bools, Floats
 from tuner.traffic.traces import Trace
@@ -313,8 +321,6 @@ def test_lines_hold_what_was_put_in(rows: list[tuple[int, ...]]) -> None:
     numbers = array("q")
     for n, row in enumerate(rows):
         numbers.extend((10**15 + 7 * n, *row))
-    from tuner.shadow.recorded import _unpacked
-
     table = _unpacked(Path("x"), 1, steps_line(numbers))
     assert table.T.ravel().tolist() == numbers.tolist()
 
@@ -402,6 +408,43 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert profile.current_limits == limits
     assert learnt.steps > 1.9 * (len(first) - sum(learnt.left_out.values()) / 2)
     assert isinstance(first, RecordedSteps)
+
+
+def test_recordings_of_two_engines_are_told_from_two_of_one(tmp_path: Path) -> None:
+    one = {
+        "prod": recorded_later(tmp_path, "prod", 0.0),
+        "two": recorded_later(tmp_path, "two", 20.0),
+    }
+    words = ["profile", "fit", "-o", str(tmp_path / "fitted.yaml")]
+    both = [*words, *(f"--recording={path}" for path in one.values())]
+    done = CliRunner().invoke(command, both)
+    assert isinstance(done.exception, UsageError)
+    assert "two.steps are of several engines" in done.exception.message
+    # Also where the steps of one are named alone.
+    done = CliRunner().invoke(command, [*both, "--steps", str(tmp_path / "prod.steps")])
+    assert "two.jsonl are of several engines" in str(done.exception)
+    after = recorded_later(tmp_path, "after", 100.0)
+    done = CliRunner().invoke(
+        command, [*words, f"--recording={one['prod']}", f"--recording={after}"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "learnt from 10,156 steps" in done.stdout  # twice 5,078
+
+
+def recorded_later(folder: Path, name: str, by_s: float) -> Path:
+    """Return the requests of a recording that was made so much later, its steps beside it."""
+    _, (head, line), (source, *rows) = recorded(served())
+    numbers = _unpacked(Path("x"), 2, line)
+    numbers[0] += round(by_s * 1e6)
+    (folder / f"{name}.steps").write_bytes(head + steps_line(array("q", numbers.T.ravel())))
+    decoded = [msgspec.json.decode(row, type=Row) for row in rows]
+    moved = [
+        msgspec.structs.replace(row, arrived_at_s=round(row.arrived_at_s + by_s, 6))
+        for row in decoded
+    ]
+    path = folder / f"{name}.jsonl"
+    path.write_bytes(source + b"".join(map(row_line, moved)))
+    return path
 
 
 @pytest.mark.parametrize(

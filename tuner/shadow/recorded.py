@@ -11,6 +11,7 @@ import base64
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -35,6 +36,9 @@ UNKNOWN: Final = -1
 
 Source: tuner/recorder/steps.py.
 """
+
+OVERLAP_S: Final = 1.0
+"""Ours: what one engine recorded after a restart begins no sooner before what it did before."""
 
 HOW: Final = (
     "serve with TUNE_RECORD=prod.jsonl, TUNE_RECORD_STEPS=1 and "
@@ -85,6 +89,11 @@ class _Row(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
+
+    @property
+    def ends_s(self) -> float:
+        """When it ended, of one whose time is known."""
+        return self.arrived_at_s + (self.e2e_s or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +162,45 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
 
     A last line that a killed server left half written is left out.
 
-    Raises: UsageError for what is no file of steps, or of another version.
+    Raises: UsageError for what is no file of steps, or of another version, and for files of
+        several engines that served at once.
     """
     by_server: dict[str, tuple[Server, list[Ints]]] = {}
+    spans: list[_Span] = []
     for path in paths:
         server, blocks = _read_file(path)
         key = msgspec.json.encode(server).decode()
         by_server.setdefault(key, (server, []))[1].extend(blocks)
+        if blocks:
+            spans.append((path, blocks[0][0, 0] / 1e6, blocks[-1][0, -1] / 1e6))
+    _check_one_engine("steps", spans)
     found = [(server, blocks) for server, blocks in by_server.values() if blocks]
     return [
         RecordedSteps.of(server, np.concatenate(blocks, axis=1)) for server, blocks in found
     ]
+
+
+_Span = tuple[Path, float, float]
+"""A file, and when the first and the last of it ended. Units: seconds since 1970."""
+
+
+def _check_one_engine(what: str, spans: Iterable[_Span]) -> None:
+    """Refuse files that were recorded at the same time: of one engine one follows another.
+
+    Raises: UsageError.
+    """
+    before: _Span | None = None
+    for span in sorted(spans, key=itemgetter(1)):
+        path, begin_s, end_s = span
+        if before is not None and min(before[2], end_s) - begin_s > OVERLAP_S:
+            overlap_s = min(before[2], end_s) - begin_s
+            raise UsageError(
+                f"the {what} of {before[0]} and {path} are of several engines, or API "
+                f"servers of one: both were recorded over the same {overlap_s:.0f} s",
+                "name the files of one engine with one API server, each other in its own run",
+            )
+        if before is None or end_s > before[2]:
+            before = span
 
 
 def _read_file(path: Path) -> tuple[Server, list[Ints]]:
@@ -233,11 +270,20 @@ class RecordedRequests:
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Self:
         """Read a recorder's files. Raises: UsageError."""
-        rows = [row for path in paths for row in _rows(path)]
-        begun = [row for row in rows if row.e2e_s is not None and row.output_length > 0]
+        begun: list[_Row] = []
+        spans: list[_Span] = []
+        for path in paths:
+            rows = [
+                row for row in _rows(path) if row.e2e_s is not None and row.output_length > 0
+            ]
+            if rows:
+                ends_s = [row.ends_s for row in rows]
+                spans.append((path, min(ends_s), max(ends_s)))
+            begun += rows
         if not begun:
             raise UsageError("the recording holds no request with a token and its times")
-        begun.sort(key=lambda row: row.arrived_at_s + (row.e2e_s or 0.0))
+        _check_one_engine("requests", spans)
+        begun.sort(key=lambda row: row.ends_s)
 
         def times(name: str) -> Floats:
             known = [getattr(row, name) for row in begun]
