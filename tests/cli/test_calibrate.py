@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.recorded_parts import MODEL, a_recording
+from support.run_parts import a_profile as toy_profile
 from support.served_parts import CALM, STEPS, recorded
 from support.shadow_files import a_profile
 from tuner.cli import run
@@ -66,6 +68,32 @@ def test_what_cannot_be_corrected_is_reported(
     trace = write_recording(tmp_path / "recording.jsonl", CALM.trace())
     assert run(["calibrate", "--trace", trace, *more]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("served_by", "refused"),
+    [
+        ({}, ""),
+        ({"model": "/models/toy", "device": ""}, ""),
+        ({"model": "toy-2"}, "the profile was made with the model toy, here is toy-2"),
+        ({"device": "NVIDIA L4"}, "the profile was made with the device toy, here is NVIDIA"),
+    ],
+)
+def test_steps_of_another_engine_correct_nothing_unless_it_is_forced(
+    served_by: dict[str, str],
+    refused: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace, output = a_recording(tmp_path, "prod", **served_by), tmp_path / "corrected.yaml"
+    kept = tmp_path / "profile.yaml"
+    write_profile(kept, replace(toy_profile(), step_model=MODEL))
+    words = ["calibrate", "--profile", kept, "--trace", trace, "-o", output]
+    words += ["--steps", tmp_path / "prod.steps"]
+    assert run(list(map(str, words))) == (2 if refused else 0)
+    assert refused in capsys.readouterr().err
+    assert output.exists() is not bool(refused)
+    assert run([*map(str, words), "--force-profile"]) == 0
 
 
 @pytest.mark.engine

@@ -16,9 +16,9 @@ from tuner.run.inputs import engine_of_profile
 from tuner.shadow.correction import Anchor, Correction, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
-from tuner.shadow.profiles import Profile, write_profile
+from tuner.shadow.profiles import Profile, check_fits, write_profile
 from tuner.shadow.rebuilt import rebuild
-from tuner.shadow.recorded import RecordedRequests, check_usable, read_steps
+from tuner.shadow.recorded import RecordedRequests, Server, check_usable, read_steps
 from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.traces import Aborted
@@ -106,9 +106,28 @@ def _corrected(
         stretches = []
         for steps in read_steps(options.steps):
             check_usable(steps)
+            if not options.shadow.is_forced:
+                _check_engine(profile, steps.server)
             stretches += rebuild(steps, requests).stretches()
         return by_steps(profile, stretches)
     return _by_recording(profile, source, options)
+
+
+def _check_engine(profile: Profile, server: Server) -> None:
+    """Refuse steps of another model or device; what the recorder did not keep is not compared.
+
+    A model is the same by the last part of its name, wherever it lies.
+
+    Raises: ShadowError with what differs.
+    """
+    names = [Path(name).name.casefold() for name in (server.model, profile.shape.model)]
+    model = server.model if names[0] and names[0] != names[1] else None
+    device = server.device or None
+    if differing := check_fits(profile, vllm_version=None, device=device, model=model):
+        raise ShadowError(
+            f"the recorded steps are of another engine: {'; '.join(differing)}",
+            "name the profile of what was served, or pass --force-profile if it is the same",
+        )
 
 
 def _measured(server: PrometheusOptions) -> Anchor:
