@@ -121,6 +121,7 @@ class Caveat(StrEnum):
     WINDOWED = "windowed"
     SHORT_WINDOW = "short_window"
     SHADOW_ONLY = "shadow_only"
+    EXTRAPOLATED = "extrapolated"
     DERIVED = "derived"
     NOT_RACED = "not_raced"
     SHADOW_UNFIT = "shadow_unfit"
@@ -193,6 +194,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
         "race hardly left the engine's start behind"
     ),
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
+    Caveat.EXTRAPOLATED: (
+        "predicted beyond what was measured: more than a tenth of the time goes to batches "
+        "fuller than those that the profile was learnt from, whose times extend the last slope"
+    ),
     Caveat.DERIVED: (
         "the profile was derived from published tables, which know the contexts of a batch by "
         "their sum alone, and not measured: expect a time per output token up to 20 % longer, "

@@ -84,7 +84,7 @@ def test_the_engine_that_served_is_learnt_without_touching_it(tmp_path: Path) ->
     profile, learnt = learn_profile(found, requests, {"model": "toy"})
     assert profile.current_limits == LIMITS
     assert profile.num_blocks_at(LIMITS) == 100_000
-    assert learnt.most_seqs <= 16
+    assert learnt.seen.decode_seqs <= 16
     assert profile.uncertainty is not None
     # Foretold at limits that production never had, within 2 % of what such an engine does.
     for limits in (EngineLimits(8, 256), EngineLimits(12, 512)):

@@ -171,17 +171,34 @@ def a_config(**changed: Any) -> dict[str, Any]:
     return {**known, **changed}
 
 
-def a_recording(folder: Path, name: str, *, later_s: float = 0.0, **server: Any) -> Path:
-    """Write what a recorder writes of a server, so much later; steps lie beside it."""
-    _, (head, line), (source, *rows) = recorded(served(), server=a_server(**server))
+def a_recording(
+    folder: Path,
+    name: str,
+    *,
+    trace: Trace = TRACE,
+    later_s: float = 0.0,
+    held_up_s: float = 0.0,
+    **server: Any,
+) -> Path:
+    """Write what a recorder writes of a server, so much later; steps lie beside it.
+
+    Requests were held up for so long before they came to the engine.
+    """
+    log = served(trace=trace)
+    _, (head, line), (source, *rows) = recorded(log, server=a_server(**server), trace=trace)
     numbers = _unpacked(Path("x"), 2, line)
     numbers[0] += round(later_s * 1e6)
     (folder / f"{name}.steps").write_bytes(head + steps_line(array("q", numbers.T.ravel())))
-    decoded = [msgspec.json.decode(row, type=Row) for row in rows]
-    moved = [
-        msgspec.structs.replace(row, arrived_at_s=round(row.arrived_at_s + later_s, 6))
-        for row in decoded
-    ]
+    moved = []
+    for row in (msgspec.json.decode(row, type=Row) for row in rows):
+        assert row.e2e_s is not None
+        assert row.ttft_s is not None
+        times = {
+            "arrived_at_s": round(row.arrived_at_s + later_s - held_up_s, 6),
+            "e2e_s": round(row.e2e_s + held_up_s, 6),
+            "ttft_s": round(row.ttft_s + held_up_s, 6),
+        }
+        moved.append(msgspec.structs.replace(row, **times))
     path = folder / f"{name}.jsonl"
     path.write_bytes(source + b"".join(map(row_line, moved)))
     return path

@@ -163,8 +163,8 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     profile, learnt = learn_profile(recorded, requests, values)
     named = {"model": profile.shape.model}
     profile = replace(profile, serve_values={**named, **profile.serve_values})
-    profile, off = _checked(profile, options)
-    learnt = replace(learnt, off=off)
+    learnt = replace(learnt, off=_off(profile, options))
+    profile = replace(profile, metric_error_ratio=learnt.wrong_ratio)
     write_profile(options.output, profile)
     at = profile.current_limits
     head = (
@@ -177,18 +177,16 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
     return 0
 
 
-def _checked(profile: Profile, options: ProfileFitOptions) -> tuple[Profile, dict[str, float]]:
-    """Return the profile with its error on the recording itself, and that by metric.
+def _off(profile: Profile, options: ProfileFitOptions) -> dict[str, float]:
+    """Return how far the recording's replay on its profile is off it, by metric.
 
-    Both as they were where the recording holds too few requests to compare.
+    Nothing where the recording holds too few requests to compare.
     """
     reading = TraceReading(rows=ReadOptions(aborted=Aborted.KEEP))
     trace, at = reading.read(options.recordings), profile.current_limits
     try:
         lines = Predictor(profile).replay(trace, at, ReplayPlan()).timelines
-        off = off_recorded(trace, at, lines)
+        return off_recorded(trace, at, lines)
     except (EngineError, TooFewSamplesError) as cause:
         say(f"the recording was not replayed on the profile: {cause}")
-        return profile, {}
-    wrong = max(abs(off["tpot p50"]), abs(off["e2e p50"]))
-    return replace(profile, metric_error_ratio=wrong), off
+        return {}

@@ -154,7 +154,8 @@ class RunContext:
     """What the stages of a run are given, and where they put what they find.
 
     `record` is what the run was begun with, `is_shared` whether workers may take rounds of it.
-    `caveats` gathers what the stages found to be doubtful. `attempt` names this process
+    `caveats` gathers what the stages found to be doubtful, `caveat_texts` the text of those
+    that say it with figures of this run. `attempt` names this process
     among those that a run was made by.
     """
 
@@ -169,6 +170,7 @@ class RunContext:
     record: RunRecord
     is_shared: bool = False
     caveats: set[Caveat] = field(default_factory=set)
+    caveat_texts: dict[Caveat, str] = field(default_factory=dict)
     attempt: str = field(default_factory=lambda: uuid4().hex[:8])
 
     @property

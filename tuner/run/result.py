@@ -480,7 +480,7 @@ class RunProvenance:
     `compared` holds what was measured live and predicted of the same requests, `predicted` all
     that was predicted of them. `info` is of the engine that was measured on, `cold_blocks` how
     many KV blocks engines had that were started cold at some limits, `ladder` the caps that
-    were to be tried.
+    were to be tried. `caveat_texts` are the texts of caveats that say it with its figures.
     """
 
     trace: Trace
@@ -511,6 +511,11 @@ class RunProvenance:
     starting_points: Sequence[StartFinding] = ()
     clients: ClientAdvice | None = None
     restlessness: Restlessness | None = None
+    caveat_texts: Mapping[Caveat, str] = field(default_factory=dict)
+
+    def caveat(self, caveat: Caveat) -> CaveatRecord:
+        """Return a caveat for the result."""
+        return CaveatRecord(str(caveat), self.caveat_texts.get(caveat, caveat.text))
 
 
 def make_outcome(
@@ -545,7 +550,7 @@ def make_outcome(
         trace_description=dict(around.description),
         live_against_shadow=_compared(around),
         ladder=tuple(around.ladder),
-        caveats=tuple(CaveatRecord(str(caveat), caveat.text) for caveat in caveats),
+        caveats=tuple(map(around.caveat, caveats)),
         trials=tuple(records),
         knobs=around.knobs,
         starting_points=tuple(around.starting_points),

@@ -176,6 +176,7 @@ class _Run:
             starting_points=found.starting_points,
             clients=found.clients,
             restlessness=found.restlessness,
+            caveat_texts=context.caveat_texts,
         )
 
     def _nothing_feasible(self, decision: RaceDecision) -> NoFeasibleConfigError:

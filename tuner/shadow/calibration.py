@@ -229,5 +229,6 @@ def check_rank_by(profile: Profile) -> None:
         raise ShadowError(
             f"the shadow is wrong by {wrong:.0%} on what it was calibrated with, "
             f"more than {LARGEST_ERROR_RATIO:.0%}",
-            "calibrate on a quiet machine, or with --method live",
+            "calibrate on a quiet machine, record for longer, or use --method live; --method "
+            "shadow ranks by it all the same with --force-profile",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,9 +13,9 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError
-from tuner.shadow.calibration import Calibration
+from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
-from tuner.shadow.profiles import Profile
+from tuner.shadow.profiles import Profile, Seen
 from tuner.shadow.rebuilt import rebuild
 from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, check_usable
 from tuner.stats import Floats
@@ -23,22 +23,23 @@ from tuner.stats import Floats
 MIN_SEEN: Final = 20
 """Ours: fewer steps do not tell how long batches so full take."""
 
+FAR_OFF: Final = 0.25
+"""Ours: a recording that its own profile replays further off than so is warned of."""
+
 
 @dataclass(frozen=True, slots=True)
 class LearntSteps:
     """What steps of production have taught, and where they say nothing.
 
-    `most_seqs` and `most_prefill` are the fullest batches that came often enough to count,
-    beyond which a prediction extends the last slope. `off` is how far the replayed recording is
-    off what was recorded, by metric, relative and signed, on requests that taught nothing but
-    their steps.
+    `seen` are the fullest batches that came often enough to count. `off` is how far the
+    replayed recording is off what was recorded, by metric, relative and signed, on requests
+    that taught nothing but their steps.
     """
 
     steps: int
     left_out: dict[str, int]
     span_s: float
-    most_seqs: int
-    most_prefill: int
+    seen: Seen
     has_details: bool
     off: dict[str, float]
 
@@ -53,13 +54,45 @@ class LearntSteps:
                 "taught nothing: add --enable-logging-iteration-details"
             )
         yield (
-            f"batches of up to {self.most_seqs} decoding sequences and {self.most_prefill:,} "
-            "prefilled tokens were seen; beyond them predictions extrapolate"
+            f"batches of up to {self.seen.decode_seqs} decoding sequences and "
+            f"{self.seen.prefill_tokens:,} prefilled tokens were seen; beyond them predictions "
+            "extrapolate"
         )
         if self.off:
             yield "the recording itself, replayed on the profile, is off by:"
             for name, value in self.off.items():
                 yield f"  {name:<9} {value:+7.1%}"
+        for warning in self.warnings:
+            yield f"warning: {warning}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the recording the profile does not come up with, a sentence each."""
+        names = {"ttft p50": "first tokens", "tpot p50": "tokens after the first"}
+        found = [
+            f"{what} are {abs(self.off[name]):.0%} off in the recording's own replay: its "
+            "steps do not explain them"
+            for name, what in names.items()
+            if abs(self.off.get(name, 0.0)) > FAR_OFF
+        ]
+        if (self.wrong_ratio or 0.0) > LARGEST_ERROR_RATIO:
+            found.append(
+                f"the profile is wrong by {self.wrong_ratio:.0%}, more than "
+                f"{LARGEST_ERROR_RATIO:.0%}: tune does not rank by it"
+            )
+        return found
+
+    @property
+    def wrong_ratio(self) -> float | None:
+        """How wrong the profile is by its own recording, None where that was not replayed.
+
+        The first token's time counts where it is far off: a server adds to it what is no step.
+        """
+        if not self.off:
+            return None
+        ttft = abs(self.off["ttft p50"])
+        rest = max(abs(self.off["tpot p50"]), abs(self.off["e2e p50"]))
+        return max(rest, ttft) if ttft > FAR_OFF else rest
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for --json."""
@@ -67,10 +100,11 @@ class LearntSteps:
             "steps": self.steps,
             "left_out": self.left_out,
             "span_s": self.span_s,
-            "most_decode_seqs": self.most_seqs,
-            "most_prefill_tokens": self.most_prefill,
+            "most_decode_seqs": self.seen.decode_seqs,
+            "most_prefill_tokens": self.seen.prefill_tokens,
             "has_details": self.has_details,
             "off": self.off,
+            "warnings": self.warnings,
         }
 
 
@@ -91,24 +125,24 @@ def learn_profile(
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
     parts: list[StepColumns] = []
-    for steps, (_, limits) in zip(recorded, kinds, strict=True):
-        calibration = calibration.and_start(limits, steps.server.num_blocks)
-        found = rebuild(steps, requests)
+    for one, (_, limits) in zip(recorded, kinds, strict=True):
+        calibration = calibration.and_start(limits, one.server.num_blocks)
+        found = rebuild(one, requests)
         left_out.update(found.left_out)
         calibration = calibration.and_steps(limits, found.stretches())
         parts.append(found.steps)
-    seen = joined(parts)
+    steps = joined(parts)
     try:
         profile = calibration.profile()
     except TooFewSamplesError as few:
-        raise _too_quiet(recorded, len(seen), left_out) from few
-    return profile, LearntSteps(
-        steps=len(seen),
+        raise _too_quiet(recorded, len(steps), left_out) from few
+    seen = Seen(_often(steps.decode_seqs), _often(steps.prefill_tokens))
+    return replace(profile, seen=seen), LearntSteps(
+        steps=len(steps),
         left_out=dict(left_out),
         span_s=sum(float(part.end_s[-1] - part.end_s[0]) for part in parts if len(part)),
-        most_seqs=_often(seen.decode_seqs),
-        most_prefill=_often(seen.prefill_tokens),
-        has_details=all(steps.server.has_details for steps in recorded),
+        seen=seen,
+        has_details=all(one.server.has_details for one in recorded),
         off={},
     )
 

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ import yaml
 from tuner.engine.demo import bundled
 from tuner.engine.limits import EngineLimits
 from tuner.engine.shape import EngineShape, Graphs
+from tuner.engine.steps import StepColumns
 from tuner.errors import UsageError
 from tuner.files import UNREADABLE, parse_yaml, write_atomic
 from tuner.redact import redacted, redacted_text
@@ -69,6 +70,27 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     departs: str = ""
 
 
+class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fullest batches that steps of a recording were in often enough to teach their time.
+
+    Beyond either of the two a prediction extends the last slope.
+    """
+
+    decode_seqs: _Natural
+    prefill_tokens: _Natural
+
+    def beyond_ratio(self, replays: Sequence[StepColumns]) -> float:
+        """Return the share of the time of batches that goes to fuller ones, 0 without any."""
+        beyond_s = all_s = 0.0
+        for steps in replays:
+            is_beyond = (steps.decode_seqs > self.decode_seqs) | (
+                steps.prefill_tokens > self.prefill_tokens
+            )
+            beyond_s += float(steps.duration_s[is_beyond].sum())
+            all_s += float(steps.duration_s[steps.has_batch].sum())
+        return beyond_s / all_s if all_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """All that a tuning without the device needs to know of the engine it speaks for.
@@ -80,7 +102,8 @@ class Profile:
     None where nobody can tell. `current_limits` are what `serve_values`, the user's
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
-    where this tool did not measure them on the engine itself. `variants` are the profiles of
+    where this tool did not measure them on the engine itself. `seen` is how full the batches of
+    a recording were that it was learnt from, None of others. `variants` are the profiles of
     other configurations that were started beside this one, by their names.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
@@ -98,6 +121,7 @@ class Profile:
     agreement: Agreement | None = None
     uncertainty: Uncertainty | None = None
     origin: str = ""
+    seen: Seen | None = None
     variants: Mapping[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -337,6 +361,7 @@ class _File(_Record):
     agreement: Agreement | None = None
     uncertainty: _Uncertainty | None = None
     origin: str = ""
+    seen: Seen | None = None
     variants: Mapping[str, _File] = {}
 
 
@@ -346,6 +371,8 @@ def _in_file(profile: Profile) -> dict[str, Any]:
     for one in (plain, *plain["variants"].values()):
         if one["step_model"]["host"] is None:
             del one["step_model"]["host"]
+        if one["seen"] is None:
+            del one["seen"]
     if not profile.variants:
         del plain["variants"]
     return plain
@@ -371,6 +398,7 @@ def _record(profile: Profile) -> _File:
         if profile.uncertainty is None
         else _Uncertainty(**_parts(profile.uncertainty)),
         origin=profile.origin,
+        seen=profile.seen,
         variants={name: _record(one) for name, one in profile.variants.items()},
     )
 
@@ -416,6 +444,7 @@ def _from_file(found: _File) -> Profile:
             if found.uncertainty is None
             else _made(Uncertainty, found.uncertainty, "uncertainty"),
             origin=found.origin,
+            seen=found.seen,
             variants={name: _from_file(one) for name, one in found.variants.items()},
         )
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
+from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.series import timeline_record
@@ -30,6 +31,7 @@ from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
 from tuner.search.objective import Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
+from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
 from tuner.traffic.windows import Window, busiest, whole
 
@@ -94,6 +96,9 @@ def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
     return predicted
 
 
+# What goes to batches beyond those that were measured is doubted from this share of the time
+# on: ours, so much moves the tail of a latency.
+MUCH_BEYOND = 0.1
 # How much traffic tells how long vLLM's scheduler takes, in seconds, and the share of the time
 # that is left which the whole space may take of it: ours.
 PROBE_S, ASKED_SHARE = 60.0, 0.2
@@ -260,6 +265,8 @@ class ShadowSession:
         Raises: ShadowError, UsageError, TooFewSamplesError.
         """
         context, predictor = self.context, self.predictor
+        if not self.is_forced:
+            check_rank_by(predictor.profile)
         context.stopwatch.begin()
         context.journal.set_state("running")
         self._predicted = predict_space(context, predictor)
@@ -279,7 +286,10 @@ class ShadowSession:
         return decision
 
     def _keep_timelines(self, workload: Workload, settings: Sequence[EngineLimits]) -> None:
-        """Predict settings once more for what they look like over time."""
+        """Predict settings once more for what they look like over time.
+
+        And for how much of it lies beyond what the profile was learnt from.
+        """
         plan = replace(workload.plan, keep_steps=True)
         for limits in dict.fromkeys(settings):
             try:
@@ -287,6 +297,21 @@ class ShadowSession:
             except EngineError:
                 continue  # a setting that fails has a trial with its cause, and no timeline
             self.context.keep_timelines(limits, "shadow", [timeline_record(x) for x in logs])
+            self._doubt_beyond(limits, [x.kept_steps for x in logs if x.kept_steps is not None])
+
+    def _doubt_beyond(self, limits: EngineLimits, replays: Sequence[StepColumns]) -> None:
+        """Doubt a setting that spends much of its time on batches that nobody has measured."""
+        context, seen = self.context, self.predictor.profile.seen
+        beyond = 0.0 if seen is None else seen.beyond_ratio(replays)
+        if seen is None or beyond <= MUCH_BEYOND or Caveat.EXTRAPOLATED in context.caveats:
+            return
+        context.caveats.add(Caveat.EXTRAPOLATED)
+        context.caveat_texts[Caveat.EXTRAPOLATED] = (
+            f"predicted beyond what was measured: {100 * beyond:.0f} % of the time at {limits} "
+            f"goes to batches of more than the {seen.decode_seqs} decoding sequences or "
+            f"{seen.prefill_tokens:,} prefilled tokens that the profile was learnt from, whose "
+            "times extend the last slope"
+        )
 
     @property
     def _workload(self) -> Workload:

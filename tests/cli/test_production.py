@@ -1,0 +1,75 @@
+"""`tune profile fit`: what a recording has not shown is said wherever its profile is used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.recorded_parts import a_recording
+from support.traffic import steady
+from tuner.cli import run
+from tuner.run.result import read_result
+from tuner.shadow.profiles import Seen, read_profile
+
+QUIET = steady(150, per_s=1.0, prompt=400, output=60)
+"""One request at a time, most of the time."""
+
+
+def fitted(recording: Path) -> Path:
+    """Return the profile that the command learns of a recording."""
+    path = recording.with_name("fitted.yaml")
+    words = ["profile", "fit", "--recording", str(recording), "-o", str(path), "--json"]
+    assert run(words) == 0
+    return path
+
+
+def tuned(profile: Path, trace: Path, *more: str) -> int:
+    """Return how a run by prediction ends."""
+    words = ["--method", "shadow", "--profile", str(profile), "--trace", str(trace)]
+    words += ["--run-dir", str(profile.parent / "run"), "-o", str(profile.parent / "best.yaml")]
+    return run([*words, "--max-num-seqs", "8", *more])
+
+
+def test_a_profile_knows_how_full_batches_were_seen_and_a_run_beyond_them_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = fitted(a_recording(tmp_path, "quiet", trace=QUIET))
+    told = json.loads(capfd.readouterr().out)
+    seen = read_profile(profile).seen
+    assert seen == Seen(told["most_decode_seqs"], told["most_prefill_tokens"])
+    assert seen.decode_seqs < 4
+    busy = a_recording(tmp_path, "busy", trace=steady(100, per_s=6.0, prompt=400, output=60))
+    assert tuned(profile, busy, "--force-profile") == 0
+    (caveat,) = (c for c in read_result(tmp_path / "run").caveats if c.id == "extrapolated")
+    assert "predicted beyond what was measured: " in caveat.text
+    assert f"of more than the {seen.decode_seqs} decoding sequences" in caveat.text
+    assert f"caveat: {caveat.text}" in (tmp_path / "best.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_within_what_was_seen_nothing_is_said(tmp_path: Path) -> None:
+    # Prompts so short that other token budgets make no other batches.
+    trace = steady(300, per_s=6.0, prompt=100, output=60)
+    recording = a_recording(tmp_path, "busy", trace=trace)
+    assert tuned(fitted(recording), recording, "--force-profile") == 0
+    caveats = {caveat.id for caveat in read_result(tmp_path / "run").caveats}
+    assert "extrapolated" not in caveats
+
+
+def test_a_recording_that_its_profile_does_not_come_up_with_is_not_ranked_by(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recording = a_recording(tmp_path, "held", held_up_s=1.0)
+    profile = fitted(recording)
+    told = json.loads(capfd.readouterr().out)
+    first, second = told["warnings"]
+    assert first.startswith("first tokens are ")
+    assert "tune does not rank by it" in second
+    assert read_profile(profile).metric_error_ratio == pytest.approx(
+        abs(told["off"]["ttft p50"])
+    )
+    assert tuned(profile, recording) == 2
+    said = capfd.readouterr().err
+    assert "wrong by" in said
