@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from support.paths import ROOT
 from support.run_parts import a_profile
@@ -16,7 +17,7 @@ from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
-from tuner.shadow.correction import LEVEL, Anchor, by_anchor, by_steps
+from tuner.shadow.correction import LEVEL, Anchor, Anchored, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile
 from tuner.shadow.step_model import NO_HOST, Host
@@ -54,12 +55,17 @@ def test_what_is_no_point_is_refused(text: str) -> None:
         Anchor.parse(text)
 
 
+def at_own_limits(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
+    """Return what a point corrects that was measured at the profile's own limits."""
+    return by_anchor(profile, anchor, profile.current_limits)
+
+
 @pytest.mark.parametrize("times", [0.6, 1.0, 1.7])
 def test_every_step_is_moved_by_what_the_point_was_off(times: float) -> None:
     profile = read_profile(H200)
     batch = Batch(14, 0, 0, 14 * 1000, 0, 0, 0)
     said_s = profile.step_model.step_s(batch)
-    found, how = by_anchor(profile, Anchor(times * said_s, 14.0))
+    found, how = at_own_limits(profile, Anchor(times * said_s, 14.0))
     assert how.ratio == pytest.approx(times)
     assert found.step_model.step_s(batch) == pytest.approx(times * said_s)
     mixed = Batch(8, 512, 1, 8000, 131_000, 0, 0)
@@ -79,7 +85,7 @@ def test_every_step_is_moved_by_what_the_point_was_off(times: float) -> None:
 def test_between_two_numbers_of_requests_the_time_lies_between_theirs() -> None:
     profile = a_profile()
     (_, low), (_, middle), (_, high) = (
-        by_anchor(profile, Anchor(0.015, running)) for running in (14.0, 14.5, 15.0)
+        at_own_limits(profile, Anchor(0.015, running)) for running in (14.0, 14.5, 15.0)
     )
     assert low.predicted_s < middle.predicted_s < high.predicted_s
 
@@ -89,7 +95,7 @@ def test_a_point_far_from_the_profile_is_refused(times: float) -> None:
     profile = read_profile(H200)
     said_s = profile.step_model.step_s(Batch(14, 0, 0, 14 * 1000, 0, 0, 0))
     with pytest.raises(ShadowError, match=r"times the .* ms that the profile says"):
-        by_anchor(profile, Anchor(times * said_s, 14.0))
+        at_own_limits(profile, Anchor(times * said_s, 14.0))
 
 
 def test_the_command_writes_the_corrected_profile(tmp_path: Path) -> None:
@@ -102,6 +108,56 @@ def test_the_command_writes_the_corrected_profile(tmp_path: Path) -> None:
     both = [*words, "--trace", "prod.jsonl", "-o", str(output)]
     refused = CliRunner().invoke(command, both)
     assert "three ways to correct" in str(refused.exception)
+
+
+def calibrated(folder: Path, *words: str) -> Result:
+    """Return how the command ends."""
+    output = ("-o", str(folder / "corrected.yaml"))
+    return CliRunner().invoke(command, ["calibrate", "--profile", str(H200), *words, *output])
+
+
+@pytest.mark.parametrize(
+    ("point", "limits", "words"),
+    [
+        ("itl=8ms@running=20", ("--max-num-seqs", "16"), "20 requests ran at once, more than"),
+        ("itl=8ms@running=2000", (), "2000 requests ran at once, more than max_num_seqs 1024"),
+        (
+            "itl=8ms@running=200,context=9000",
+            (),
+            "200 requests of 9,000 tokens take 112,600 KV-cache blocks",
+        ),
+    ],
+)
+def test_a_point_that_no_such_engine_reaches_is_refused_with_the_figure(
+    tmp_path: Path, point: str, limits: tuple[str, ...], words: str
+) -> None:
+    refused = calibrated(tmp_path, "--anchor", point, *limits)
+    assert isinstance(refused.exception, ShadowError)
+    assert words in refused.exception.message
+
+
+def test_a_point_is_predicted_at_the_limits_that_were_served(tmp_path: Path) -> None:
+    """A small token budget holds a part of a prompt, so that more steps compute some."""
+    config = tmp_path / "served.yaml"
+    config.write_text("max-num-seqs: 64\nmax-num-batched-tokens: 256\n")
+    point = ("--anchor", "itl=12ms@running=14,prompt=4000,output=100", "--json")
+    told = [
+        json.loads(calibrated(tmp_path, *point, *served).stdout)["predicted_itl_s"]
+        for served in (
+            (),
+            ("--max-num-seqs", "64", "--max-num-batched-tokens", "256"),
+            ("--config", str(config)),
+        )
+    ]
+    assert told[0] != pytest.approx(told[1], rel=0.05)
+    assert told[1] == told[2]
+
+
+def test_steps_say_themselves_at_which_limits_they_were_served(tmp_path: Path) -> None:
+    words = ("--trace", "prod.jsonl", "--steps", "prod.steps", "--max-num-seqs", "8")
+    assert "--steps say themselves what was served" in str(
+        calibrated(tmp_path, *words).exception
+    )
 
 
 SLOWER = 1.3
@@ -136,10 +192,10 @@ def test_a_point_of_mixed_batches_counts_their_prompts(n: int, more: float) -> N
         output_tokens=rng.integers(100, 300, n),
     )
     anchor, _ = served_slower(profile, trace)
-    _, found = by_anchor(profile, anchor)
+    _, found = at_own_limits(profile, anchor)
     assert found.ratio == pytest.approx(SLOWER, rel=0.05)
     alone = Anchor(anchor.itl_s, anchor.running, anchor.context_tokens)
-    assert anchor.itl_s / alone.predicted_s(profile) > more * SLOWER
+    assert anchor.itl_s / alone.predicted_s(profile, profile.current_limits) > more * SLOWER
 
 
 def test_a_point_is_met_where_the_host_is_the_slower_one_too() -> None:
@@ -147,9 +203,9 @@ def test_a_point_is_met_where_the_host_is_the_slower_one_too() -> None:
     bound = replace(profile.step_model, host=Host(full_s=0.05, eager_s=0.05))
     profile = replace(profile, step_model=bound)
     anchor = Anchor(itl_s=0.06, running=14, context_tokens=1000)
-    found, told = by_anchor(profile, anchor)
+    found, told = at_own_limits(profile, anchor)
     assert told.ratio == pytest.approx(1.2)
-    assert anchor.predicted_s(found) == pytest.approx(anchor.itl_s)
+    assert anchor.predicted_s(found, found.current_limits) == pytest.approx(anchor.itl_s)
 
 
 def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None:
@@ -167,16 +223,17 @@ def test_recorded_steps_move_every_step_and_say_how_far_others_are_off() -> None
     single = steps.has_batch & (steps.repeats == 1)
     mine = StepColumns(*(column[single] for column in columns_of(steps)))
     noisy = replace(mine, duration_s=mine.duration_s * rng.lognormal(0, 0.05, len(mine)))
-    corrected, found = by_steps(profile, [noisy])
+    corrected, found = by_steps(profile, [(profile.current_limits, noisy)])
     assert found.ratio == pytest.approx(SLOWER, rel=0.02)
     assert found.off_before == pytest.approx(1 / SLOWER - 1, abs=0.02)
     assert abs(found.off_now) < 0.02
     assert corrected.step_model.base_s == pytest.approx(found.ratio * profile.step_model.base_s)
+    few = StepColumns(*(c[:50] for c in columns_of(noisy)))
     with pytest.raises(TooFewSamplesError, match="at least 200"):
-        by_steps(profile, [StepColumns(*(c[:50] for c in columns_of(noisy)))])
+        by_steps(profile, [(profile.current_limits, few)])
     far = replace(noisy, duration_s=3 * noisy.duration_s)
     with pytest.raises(ShadowError, match="times as long as those that the profile says"):
-        by_steps(profile, [far])
+        by_steps(profile, [(profile.current_limits, far)])
 
 
 def columns_of(steps: StepColumns) -> list[Floats]:
@@ -191,6 +248,8 @@ def test_a_point_says_of_other_times_no_more_than_how_well_it_knows_the_level(
     profile = read_profile(H200)
     assert profile.uncertainty is not None
     learnt = replace(profile, uncertainty=replace(profile.uncertainty, start=start))
-    found, _ = by_anchor(learnt, Anchor(Anchor(1.0, 14.0).predicted_s(learnt), 14.0))
+    found, _ = at_own_limits(
+        learnt, Anchor(Anchor(1.0, 14.0).predicted_s(learnt, learnt.current_limits), 14.0)
+    )
     assert found.uncertainty is not None
     assert found.uncertainty.start == kept

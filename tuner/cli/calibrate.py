@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -10,6 +10,7 @@ from tuner.cli.console import say, show_result
 from tuner.cli.inputs import LimitOptions, ShadowOptions, TrafficOptions, announce
 from tuner.cli.options import Params, path_of
 from tuner.cli.prometheus import PrometheusOptions
+from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
 from tuner.run.inputs import engine_of_profile
@@ -30,7 +31,7 @@ class CalibrateOptions:
 
     By an anchor, by Prometheus, by recorded steps beside the recording, or by the recording
     itself. `config` is the configuration that was served, the profile's where it is None;
-    `served` are its limits where they are named.
+    `served` are its limits where they are named. Recorded steps name theirs.
 
     Raises: UsageError for none or several of these, or for a recording that was not served as
         it is replayed.
@@ -55,6 +56,11 @@ class CalibrateOptions:
             )
         if self.steps and not self.traffic.files:
             raise UsageError("--steps needs the recording that they lie beside: --trace FILE")
+        if self.steps and (self.config is not None or any(astuple(self.served))):
+            raise UsageError(
+                "--steps say themselves what was served: leave out --config, --max-num-seqs "
+                "and --max-num-batched-tokens"
+            )
         if self.traffic.load != 1:
             raise UsageError(
                 "--load would change when requests came, which is what is compared"
@@ -98,19 +104,28 @@ def _corrected(
 ) -> tuple[Profile, Correction]:
     """Return the profile as what was named corrects it. Raises: TunerError."""
     if options.prometheus is not None:
-        return by_anchor(profile, _measured(options.prometheus))
+        return by_anchor(profile, _measured(options.prometheus), _served(source, options))
     if options.anchor is not None:
-        return by_anchor(profile, options.anchor)
+        return by_anchor(profile, options.anchor, _served(source, options))
     if options.steps:
         requests = RecordedRequests.read(tuple(map(Path, options.traffic.files)))
         stretches = []
         for steps in read_steps(options.steps):
-            check_usable(steps)
+            _, limits = check_usable(steps)
             if not options.shadow.is_forced:
                 _check_engine(profile, steps.server)
-            stretches += rebuild(steps, requests).stretches()
+            found = rebuild(steps, requests).stretches()
+            stretches += [(limits, columns) for columns in found]
         return by_steps(profile, stretches)
     return _by_recording(profile, source, options)
+
+
+def _served(source: ProfiledEngine, options: CalibrateOptions) -> EngineLimits:
+    """Return the limits that a point was measured at. Raises: ShadowError, UsageError."""
+    values = engine_of_profile(source.profile, options.config, None, {}).values
+    if not options.shadow.is_forced:
+        source.check(values, None, None)
+    return options.served.over(source.current_limits(values))
 
 
 def _check_engine(profile: Profile, server: Server) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, Self
 
 import numpy as np
 
+from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
@@ -25,6 +26,7 @@ from tuner.shadow.launches import on_device
 from tuner.shadow.profiles import Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
+from tuner.stats import Floats
 from tuner.traffic.windows import parse_duration
 
 LARGEST_RATIO: Final = 2.0
@@ -143,15 +145,39 @@ class Anchor:
             f"context={self.context_tokens}{lengths}"
         )
 
-    def predicted_s(self, profile: Profile) -> float:
-        """Return what the profile says of it, between whole numbers of requests linearly."""
-        low = math.floor(self.running)
-        share = self.running - low
-        return (1 - share) * self._step_s(profile, low) + share * self._step_s(profile, low + 1)
+    def predicted_s(self, profile: Profile, limits: EngineLimits) -> float:
+        """Return what the profile says of it at the limits that were served.
 
-    def _step_s(self, profile: Profile, running: int) -> float:
+        Between whole numbers of requests linearly.
+        """
+        low = math.floor(self.running)
+        steps_s = [self._step_s(profile, limits, low + more) for more in (0, 1)]
+        share = self.running - low
+        return (1 - share) * steps_s[0] + share * steps_s[1]
+
+    def check_fits(self, profile: Profile, limits: EngineLimits) -> None:
+        """Refuse more requests than run at once at the limits. Raises: ShadowError."""
+        if self.running > limits.max_num_seqs:
+            raise ShadowError(
+                f"{self.running:.4g} requests ran at once, more than max_num_seqs "
+                f"{limits.max_num_seqs} lets run",
+                "name the limits that were served: --config, or --max-num-seqs",
+            )
+        # What the prefix cache held may be shared.
+        own = self.prompt_tokens + self.output_tokens // 2 or self.context_tokens
+        blocks, size = profile.num_blocks_at(limits), profile.shape.block_size
+        held = math.floor(self.running) * -(-own // size)
+        if held > blocks:
+            raise ShadowError(
+                f"{self.running:.4g} requests of {own:,} tokens take {held:,} KV-cache blocks, "
+                f"and an engine started with {limits} has {blocks:,}",
+                "name the mean lengths of requests, as in prompt=900,output=300, prompt tokens "
+                "being those that the prefix cache did not hold",
+            )
+
+    def _step_s(self, profile: Profile, limits: EngineLimits, running: int) -> float:
         """Return the mean step of so many requests, of which each is prefilled once."""
-        seqs, model = max(running, 1), profile.step_model_at(profile.current_limits)
+        seqs, model = max(running, 1), profile.step_model_at(limits)
         context = seqs * self.context_tokens
         alone_s = model.interval_s(Batch(seqs, 0, 0, context, 0, 0, 0))
         if not self.prompt_tokens:
@@ -159,7 +185,7 @@ class Anchor:
         # Each step brings a token of all that run, so that so much is prefilled beside each:
         # whole prompts in some steps, or several, as far as the token budget goes.
         beside = seqs * self.prompt_tokens / self.output_tokens
-        budget = max(1, profile.current_limits.max_num_batched_tokens - seqs)
+        budget = max(1, limits.max_num_batched_tokens - seqs)
         tokens = min(round(max(beside, self.prompt_tokens)), budget)
         # In the mean a token of a prompt attends to half of it.
         pairs = tokens * (self.prompt_tokens + 1) // 2
@@ -197,12 +223,18 @@ class Anchored:
         yield f"every step takes {self.ratio:.2f} times as long as the profile said"
 
 
-def by_anchor(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
+def by_anchor(
+    profile: Profile, anchor: Anchor, limits: EngineLimits
+) -> tuple[Profile, Anchored]:
     """Return the profile whose steps take as long as was measured, and what that changed.
 
-    Raises: ShadowError for a point that is too far from the profile.
+    `limits` are those that were served.
+
+    Raises: ShadowError for a point that cannot be at the limits, or is too far from the
+        profile.
     """
-    found = Anchored(anchor, anchor.predicted_s(profile))
+    anchor.check_fits(profile, limits)
+    found = Anchored(anchor, anchor.predicted_s(profile, limits))
     _check_near(
         profile,
         found.ratio,
@@ -277,16 +309,22 @@ class StepRatio:
         )
 
 
-def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profile, StepRatio]:
+def by_steps(
+    profile: Profile, stretches: Sequence[tuple[EngineLimits, StepColumns]]
+) -> tuple[Profile, StepRatio]:
     """Return the profile whose steps take as long as recorded ones, and what that changed.
 
-    For few steps, or of few kinds: of many a profile of their own is learnt (`recorded`).
+    Each stretch comes with the limits that were served then. For few steps, or of few kinds:
+    of many a profile of their own is learnt (`recorded`).
 
     Raises: TooFewSamplesError with fewer than MIN_STEPS; ShadowError where they are too far
         from the profile.
     """
-    expected, seen = profile.step_model_at(profile.current_limits), joined(list(stretches))
-    seen = on_device([seen], [expected.predict_s(seen)])[0]
+    models = [profile.step_model_at(limits) for limits, _ in stretches]
+    parts = [columns for _, columns in stretches]
+    parts = on_device(parts, _predicted_s(models, parts))
+    all_predicted_s = np.concatenate([np.empty(0), *_predicted_s(models, parts)])
+    seen = joined(parts)
     rows = np.flatnonzero(seen.has_batch)
     count = rows.size
     if count < MIN_STEPS:
@@ -294,7 +332,7 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
             f"{count} recorded steps have a known batch, at least {MIN_STEPS} are needed",
             "record for longer",
         )
-    took_s, predicted_s = seen.duration_s[rows], expected.predict_s(seen)[rows]
+    took_s, predicted_s = seen.duration_s[rows], all_predicted_s[rows]
     kept = undistorted(took_s, predicted_s, seen.is_decode_only[rows])
 
     def ratio(half: slice) -> float:
@@ -307,3 +345,8 @@ def by_steps(profile: Profile, stretches: Sequence[StepColumns]) -> tuple[Profil
     model = profile.step_model.scaled(first)
     by = f"{count} recorded steps"
     return corrected(profile, model, by, wrong, _narrowed(profile)), found
+
+
+def _predicted_s(models: Sequence[StepModel], parts: Sequence[StepColumns]) -> list[Floats]:
+    """Return what each model says of its steps."""
+    return [model.predict_s(steps) for model, steps in zip(models, parts, strict=True)]

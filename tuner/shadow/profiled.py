@@ -49,7 +49,7 @@ class ProfiledEngine:
         if not self.is_forced:
             self._check_here(values)
         return EngineFacts(
-            current_limits=self._current(values),
+            current_limits=self.current_limits(values),
             max_model_len=shape.max_model_len,
             chunks_prefill=bool(shape.scheduler.get("enable_chunked_prefill", True)),
             vllm_version=shape.vllm_version,
@@ -96,8 +96,11 @@ class ProfiledEngine:
             if str(stored.get(key)) != str(here.get(key))
         ]
 
-    def _current(self, values: Mapping[str, object]) -> EngineLimits:
-        """Return the limits of the configuration, those of the profile where it names none."""
+    def current_limits(self, values: Mapping[str, object]) -> EngineLimits:
+        """Return the limits of the configuration, those of the profile where it names none.
+
+        Raises: UsageError for one that is no number.
+        """
         spelled = {hyphenated(key): value for key, value in values.items()}
         known = self.profile.current_limits
         try:
