@@ -19,7 +19,7 @@ from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.shadow.correction import LEVEL, Anchor, Anchored, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.profiles import Profile, read_profile
+from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.step_model import NO_HOST, Host
 from tuner.stats import Floats
 from tuner.traffic.traces import Trace
@@ -158,6 +158,22 @@ def test_steps_say_themselves_at_which_limits_they_were_served(tmp_path: Path) -
     assert "--steps say themselves what was served" in str(
         calibrated(tmp_path, *words).exception
     )
+
+
+def test_corrections_one_after_the_other_move_a_profile_no_further_than_one_may(
+    tmp_path: Path,
+) -> None:
+    profile = read_profile(H200)
+    said_s = Anchor(1.0, 14.0).predicted_s(profile, profile.current_limits)
+    once, _ = at_own_limits(profile, Anchor(1.7 * said_s, 14.0))
+    write_profile(tmp_path / "once.yaml", once)
+    once = read_profile(tmp_path / "once.yaml")
+    with pytest.raises(ShadowError, match=r"2\.04 times what it said before it was corrected"):
+        at_own_limits(once, Anchor(2.04 * said_s, 14.0))
+    back, _ = at_own_limits(once, Anchor(0.9 * said_s, 14.0))
+    assert back.moved_ratio == pytest.approx(0.9)
+    with pytest.raises(ShadowError, match=r"is 2\.02 times the"):
+        at_own_limits(profile, Anchor(2.016 * said_s, 14.0))
 
 
 SLOWER = 1.3

@@ -30,7 +30,8 @@ from tuner.stats import Floats
 from tuner.traffic.windows import parse_duration
 
 LARGEST_RATIO: Final = 2.0
-"""Ours: what is further off is of another engine, or was not a step that only decodes."""
+"""Ours: what is further off is of another engine, or was not a step that only decodes. It holds
+for all corrections of a profile together."""
 
 CONTEXT_TOKENS: Final = 1000
 """Ours, where nothing is said: a prompt of a chat and half of its answer."""
@@ -61,14 +62,19 @@ def corrected(
     by: str,
     wrong_ratio: float,
     uncertainty: Uncertainty | None,
+    ratio: float = 1.0,
 ) -> Profile:
-    """Return the profile with the corrected step times, and what they were corrected by."""
+    """Return the profile with the corrected step times, and what they were corrected by.
+
+    `ratio` is how many times as long every step takes now.
+    """
     return replace(
         profile,
         step_model=step_model,
         uncertainty=uncertainty,
         metric_error_ratio=wrong_ratio,
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        moved_ratio=profile.moved_ratio * ratio,
         calibrated_on=(*profile.calibrated_on, by),
         origin=profile.origin and f"{profile.origin}; corrected by {by}",
     )
@@ -238,22 +244,45 @@ def by_anchor(
     _check_near(
         profile,
         found.ratio,
-        f"{anchor} is {found.ratio:.2g} times the {found.predicted_s * 1e3:.2f} ms",
+        f"{anchor} is {_shown(found.ratio)} times the {found.predicted_s * 1e3:.2f} ms",
     )
     wrong = min(profile.metric_error_ratio or math.inf, WRONG_RATIO)
     # The point does not tell the host from the device: it is met whichever is the slower one.
     model = profile.step_model.slower(found.ratio)
-    return corrected(profile, model, str(anchor), wrong, _narrowed(profile)), found
+    now = corrected(profile, model, str(anchor), wrong, _narrowed(profile), found.ratio)
+    return now, found
 
 
 def _check_near(profile: Profile, ratio: float, what: str) -> None:
-    """Refuse what is of another engine. Raises: ShadowError."""
-    if not 1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO:
+    """Refuse what is of another engine, at once or by many corrections. Raises: ShadowError."""
+    in_all = profile.moved_ratio * ratio
+    if _is_near(ratio) and _is_near(in_all):
+        return
+    said = f"{what} that the profile says of {profile.shape.model} on {profile.shape.device}"
+    if _is_near(ratio):
         raise ShadowError(
-            f"{what} that the profile says of {profile.shape.model} on {profile.shape.device}",
-            "the profile is of another engine, or what was measured not its steady decoding; "
-            "learn one with tune profile fit",
+            f"{said}, and {_shown(in_all)} times what it said before it was corrected",
+            "correct the profile as it was before, or learn one with tune profile fit",
         )
+    raise ShadowError(
+        said,
+        "the profile is of another engine, or what was measured not its steady decoding; "
+        "learn one with tune profile fit",
+    )
+
+
+def _is_near(ratio: float) -> bool:
+    return 1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO
+
+
+def _shown(ratio: float) -> str:
+    """Return a ratio with as many digits as tell on which side of the bound it lies.
+
+    >>> _shown(2.016), _shown(3.3), _shown(0.4996)
+    ('2.02', '3.3', '0.4996')
+    """
+    texts = (f"{ratio:.{digits}g}" for digits in range(2, 17))
+    return next((t for t in texts if _is_near(float(t)) is _is_near(ratio)), repr(ratio))
 
 
 def _narrowed(profile: Profile) -> Uncertainty | None:
@@ -339,12 +368,12 @@ def by_steps(
         return float(took_s[half][kept[half]].sum() / predicted_s[half][kept[half]].sum())
 
     first, second = ratio(slice(0, count // 2)), ratio(slice(count // 2, None))
-    _check_near(profile, first, f"recorded steps take {first:.2g} times as long as those")
+    _check_near(profile, first, f"recorded steps take {_shown(first)} times as long as those")
     found = StepRatio(count, first, 1 / second - 1, first / second - 1)
     wrong = max(abs(found.off_now), min(profile.metric_error_ratio or math.inf, WRONG_RATIO))
     model = profile.step_model.scaled(first)
     by = f"{count} recorded steps"
-    return corrected(profile, model, by, wrong, _narrowed(profile)), found
+    return corrected(profile, model, by, wrong, _narrowed(profile), first), found
 
 
 def _predicted_s(models: Sequence[StepModel], parts: Sequence[StepColumns]) -> list[Floats]:

@@ -103,7 +103,8 @@ class Profile:
     configuration without its secrets, came to. `agreement` is how the simulator compared with
     that vLLM's scheduler, None where nobody compared. `origin` says whence the step times are
     where this tool did not measure them on the engine itself. `seen` is how full the batches of
-    a recording were that it was learnt from, None of others. `variants` are the profiles of
+    a recording were that it was learnt from, None of others. `moved_ratio` is how many times as
+    long corrections have made every step in all. `variants` are the profiles of
     other configurations that were started beside this one, by their names.
 
     Raises: ValueError without a KV start or its blocks, or if made_at is no time in UTC.
@@ -122,6 +123,7 @@ class Profile:
     uncertainty: Uncertainty | None = None
     origin: str = ""
     seen: Seen | None = None
+    moved_ratio: float = 1.0
     variants: Mapping[str, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -362,6 +364,7 @@ class _File(_Record):
     uncertainty: _Uncertainty | None = None
     origin: str = ""
     seen: Seen | None = None
+    moved_ratio: Annotated[float, msgspec.Meta(gt=0, le=1.7e308)] = 1.0
     variants: Mapping[str, _File] = {}
 
 
@@ -373,6 +376,8 @@ def _in_file(profile: Profile) -> dict[str, Any]:
             del one["step_model"]["host"]
         if one["seen"] is None:
             del one["seen"]
+        if one["moved_ratio"] == 1.0:
+            del one["moved_ratio"]
     if not profile.variants:
         del plain["variants"]
     return plain
@@ -399,6 +404,7 @@ def _record(profile: Profile) -> _File:
         else _Uncertainty(**_parts(profile.uncertainty)),
         origin=profile.origin,
         seen=profile.seen,
+        moved_ratio=profile.moved_ratio,
         variants={name: _record(one) for name, one in profile.variants.items()},
     )
 
@@ -445,6 +451,7 @@ def _from_file(found: _File) -> Profile:
             else _made(Uncertainty, found.uncertainty, "uncertainty"),
             origin=found.origin,
             seen=found.seen,
+            moved_ratio=found.moved_ratio,
             variants={name: _from_file(one) for name, one in found.variants.items()},
         )
     except ValueError as error:
