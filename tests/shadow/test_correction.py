@@ -48,11 +48,25 @@ def test_a_point_is_read_as_a_dashboard_says_it(text: str, anchor: Anchor) -> No
     [
         *("12ms", "itl=12ms", "itl=-1ms@running=3", "itl=0ms@running=3", "itl=1ms@running=0"),
         *("itl=1ms@running=3,prompt=900", "itl=1ms@running=3,colour=900"),
+        *("", "itl=1ms@running=1.2.3", "itl=1ms@running=."),
     ],
 )
 def test_what_is_no_point_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         Anchor.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("context=0", "context must be at least 1, got 0"),
+        ("prompt=0,output=0", "prompt must be at least 1, got 0"),
+        ("context=900,context=100", "names context twice"),
+    ],
+)
+def test_what_is_wrong_of_a_point_is_named(more: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Anchor.parse(f"itl=7ms@running=3,{more}")
 
 
 def at_own_limits(profile: Profile, anchor: Anchor) -> tuple[Profile, Anchored]:
@@ -134,6 +148,24 @@ def test_a_point_that_no_such_engine_reaches_is_refused_with_the_figure(
     refused = calibrated(tmp_path, "--anchor", point, *limits)
     assert isinstance(refused.exception, ShadowError)
     assert words in refused.exception.message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), ("nothing is named", "--anchor", "--prometheus", "--trace", "--steps")),
+        (("--anchor", ""), ("--anchor must be as itl=12.3ms@running=14",)),
+        (("--prometheus", ""), ("the URL of Prometheus must start with http",)),
+        (("--prometheus", "http://127.0.0.1:9"), ("cannot be reached", "--prometheus")),
+    ],
+)
+def test_a_source_that_is_missing_or_wrong_is_named(
+    tmp_path: Path, words: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    error = calibrated(tmp_path, *words).exception
+    assert isinstance(error, UsageError)
+    for word in said:
+        assert word in f"{error.message} {error.hint}"
 
 
 def test_a_point_is_predicted_at_the_limits_that_were_served(tmp_path: Path) -> None:

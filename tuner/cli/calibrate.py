@@ -49,13 +49,19 @@ class CalibrateOptions:
 
     def __post_init__(self) -> None:
         """Refuse what would not be compared like with like."""
-        sources = (self.anchor, self.prometheus, self.traffic.files)
-        if sum(map(bool, sources)) > 1:
+        sources = sum(map(bool, (self.anchor, self.prometheus, self.traffic.files)))
+        if sources > 1:
             raise UsageError(
                 "--anchor, --prometheus and --trace are three ways to correct: name one of them"
             )
         if self.steps and not self.traffic.files:
             raise UsageError("--steps needs the recording that they lie beside: --trace FILE")
+        if not sources:
+            raise UsageError(
+                "nothing is named that the profile is corrected by",
+                "name --anchor itl=TIME@running=N, --prometheus URL, or the recording of the "
+                "server: --trace FILE, with its --steps FILE or without",
+            )
         if self.steps and (self.config is not None or any(astuple(self.served))):
             raise UsageError(
                 "--steps say themselves what was served: leave out --config, --max-num-seqs "
@@ -83,8 +89,8 @@ class CalibrateOptions:
             traffic=TrafficOptions.parse(params, aborted=Aborted.KEEP),
             steps=tuple(map(Path, params["steps"])),
             as_json=params["as_json"],
-            anchor=Anchor.parse(params["anchor"]) if params["anchor"] else None,
-            prometheus=PrometheusOptions.parse(params, url, model) if url else None,
+            anchor=None if params["anchor"] is None else Anchor.parse(params["anchor"]),
+            prometheus=None if url is None else PrometheusOptions.parse(params, url, model),
         )
 
 
@@ -148,12 +154,13 @@ def _check_engine(profile: Profile, server: Server) -> None:
 def _measured(server: PrometheusOptions) -> Anchor:
     """Return the point that production's metrics show. Raises: UsageError."""
     found = server.token_times()
+    prompt = round(found.prompt_tokens)
     return Anchor(
         found.itl_s,
         found.running,
-        round(found.prompt_tokens + found.output_tokens / 2),
-        round(found.prompt_tokens),
-        max(1, round(found.output_tokens)),
+        max(1, round(found.prompt_tokens + found.output_tokens / 2)),
+        prompt,
+        max(1, round(found.output_tokens)) if prompt else 0,
     )
 
 

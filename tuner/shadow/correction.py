@@ -41,7 +41,8 @@ LEVEL, WRONG_RATIO = 0.05, 0.10
 said to be then: ours; of published points half come within 5 %, four in five within 10 %."""
 
 _FORM = re.compile(
-    r"(?:itl|tpot)=(?P<time>[^@,]+)@running=(?P<running>[\d.]+)(?P<more>(?:,[a-z]+=\d+)*)"
+    r"(?:itl|tpot)=(?P<time>[^@,]+)@running=(?P<running>\d+(?:\.\d*)?|\.\d+)"
+    r"(?P<more>(?:,[a-z]+=\d{1,9})*)"
 )
 _MORE: Final = ("context", "prompt", "output")
 
@@ -107,6 +108,10 @@ class Anchor:
             raise UsageError(
                 f"an anchor has a time above 0 and at least one running request, got {self}"
             )
+        if self.context_tokens < 1:
+            raise UsageError(
+                f"an anchor has a context of at least 1 token, got {self.context_tokens}"
+            )
         if bool(self.prompt_tokens) is not bool(self.output_tokens):
             raise UsageError("an anchor has the lengths of prompt and output, or neither")
 
@@ -120,15 +125,24 @@ class Anchor:
         900
         """
         found = _FORM.fullmatch(text.replace(" ", ""))
-        more = dict(part.split("=") for part in (found["more"].split(",")[1:] if found else ()))
-        if found is None or not set(more) <= set(_MORE):
+        more = [part.split("=") for part in (found["more"].split(",")[1:] if found else ())]
+        if found is None or not {name for name, _ in more} <= set(_MORE):
             raise UsageError(
-                f"--anchor must be as itl=12.3ms@running=14, got {text}",
+                f"--anchor must be as itl=12.3ms@running=14, got {text!r}",
                 "the mean time between tokens and the mean number of running requests of a "
                 "steady hour; add ,prompt=900,output=300 for the mean lengths of requests, or "
                 ",context=TOKENS for what each attends to",
             )
-        lengths = {name: int(value) for name, value in more.items()}
+        lengths: dict[str, int] = {}
+        for name, value in more:
+            if name in lengths:
+                raise UsageError(f"--anchor names {name} twice, in {text}", "name it once")
+            if int(value) < 1:
+                raise UsageError(
+                    f"--anchor: {name} must be at least 1, got {value}",
+                    "leave it out where it is not known",
+                )
+            lengths[name] = int(value)
         prompt, output = lengths.get("prompt", 0), lengths.get("output", 0)
         middle = prompt + output // 2 if prompt else CONTEXT_TOKENS
         return cls(

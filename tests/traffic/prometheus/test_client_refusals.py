@@ -61,10 +61,16 @@ def test_missing_data_is_named_with_where_it_was_looked_for(url: str) -> None:
         ({"step_s": 0.5}, "--step must be a whole number of seconds, at least 1, got 0.5 s"),
         ({"since_s": 30, "step_s": 30}, "--since must be at least two steps of 30 s"),
         ({"since_s": 1e9, "step_s": 1}, "is more than 1,000,000 steps of 1 s"),
-        ({"url": "prometheus:9090"}, "--url must start with http:// or https://"),
-        ({"url": "http://a:b:c/"}, "--url is not a URL"),
-        ({"url": "http://me:secret@"}, "--url must start with http://"),
-        ({"url": "http://p:9090/graph?g0.expr=up"}, "--url must end before any ? or #"),
+        (
+            {"url": "prometheus:9090"},
+            "the URL of Prometheus must start with http:// or https://",
+        ),
+        ({"url": "http://a:b:c/"}, "the address of Prometheus is not a URL"),
+        ({"url": "http://me:secret@"}, "the URL of Prometheus must start with http://"),
+        (
+            {"url": "http://p:9090/graph?g0.expr=up"},
+            "the URL of Prometheus must end before any ? or #",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_asking(

@@ -245,7 +245,7 @@ class Prometheus:
             )
         return UsageError(
             f"Prometheus at {self.place} cannot be reached: {reason}",
-            "check --url, and that the server is up",
+            "check the URL, --prometheus or --url, and that the server is up",
         )
 
     def _refused(self, error: PrometheusApiClientException) -> NoReturn:
@@ -261,7 +261,7 @@ class Prometheus:
         except (ValueError, SyntaxError, KeyError, TypeError):
             raise UsageError(
                 f"{self.place} answers with HTTP {status}, not as a Prometheus does",
-                "check --url, and whether the server is well",
+                "check the URL, --prometheus or --url, and whether the server is well",
             ) from error
         raise UsageError(
             f"Prometheus at {self.place} refuses the query: {said[:200]}",
@@ -290,10 +290,16 @@ def _place(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as cause:
-        raise UsageError(f"--url is not a URL, got {shown_url}", hint) from cause
+        raise UsageError(
+            f"the address of Prometheus is not a URL, got {shown_url}", hint
+        ) from cause
     if parts.scheme not in ("http", "https") or not host:
-        raise UsageError(f"--url must start with http:// or https://, got {shown_url}", hint)
+        raise UsageError(
+            f"the URL of Prometheus must start with http:// or https://, got {shown_url}", hint
+        )
     if parts.query or parts.fragment:
-        raise UsageError(f"--url must end before any ? or #, got {shown_url}", hint)
+        raise UsageError(
+            f"the URL of Prometheus must end before any ? or #, got {shown_url}", hint
+        )
     name = f"[{host}]" if ":" in host else host
     return name if port is None else f"{name}:{port}"
