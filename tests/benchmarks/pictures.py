@@ -3,7 +3,8 @@
     python tests/benchmarks/pictures.py [-o examples/pictures]
 
 `terminal.svg` shows `results/terminal.txt`, what one run wrote to the terminal; `ladder.svg`
-the run in `examples/demo/run`; `restarts.svg` the wall times in `results/auto_cost*.json`.
+the run in `examples/demo/run`; `restarts.svg` the wall times in `results/auto_cost*.json`;
+`step_model.svg` what the profile of 8B on an H200 says of batches, and how far that is open.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from statistics import median
 from typing import Any
 from xml.sax.saxutils import escape
 
+import numpy as np
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
+
+from tuner.engine.protocol import Batch
+from tuner.shadow.profiles import read_profile
+from tuner.shadow.step_model import StepModel
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -239,7 +245,87 @@ _RESTARTS_NOTE = (
 )
 
 
-DRAWN = {"terminal.svg": terminal, "ladder.svg": ladder, "restarts.svg": restarts}
+H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"
+CONTEXT = 1000
+"""Tokens that each sequence of the picture attends to: ours, a chat's."""
+MODELS = 200
+"""Models that are drawn for the band: as many as a decision takes."""
+
+
+def step_model() -> str:
+    """Return how long the H200's profile says that batches take, by all their tokens."""
+    profile = read_profile(H200)
+    if profile.uncertainty is None:
+        raise SystemExit(f"{H200} does not say how far it is open")
+    rng = np.random.default_rng(0)
+    ways = 2 + len(profile.uncertainty.table)
+    models = [
+        profile.uncertainty.moved(profile.step_model, rng.standard_normal(ways))
+        for _ in range(MODELS)
+    ]
+    sizes = sorted({int(n) for n in np.geomspace(1, 4096, 240)} | {512, 513, 1024})
+    parts = []
+    for left, title, seqs, x_range in (
+        (60, "decodes alone", None, (1, 1024)),
+        (440, "a chunk of a prompt beside 16 decodes", 16, (17, 4096)),
+    ):
+        shown = [n for n in sizes if x_range[0] <= n <= x_range[1]]
+        batches = [_batch(n, n if seqs is None else seqs) for n in shown]
+        area = Area(left, 50, 310, 230, x_range, (1.0, 200.0))
+        parts.append(_steps(area, title, shown, [profile.step_model, *models], batches))
+    words = f"8B on an H200, derived; contexts of {CONTEXT:,} tokens"
+    parts += [
+        f'<rect x="60" y="342" width="16" height="8" fill="{SHADOW}" fill-opacity="0.5"/>',
+        _text(82, 350, "the device's step, and where nine in ten possible models have it"),
+        _line([(500, 346), (516, 346)], RESTART, 'stroke-width="2" stroke-dasharray="4 3"'),
+        _text(522, 350, "what launching it takes the host"),
+    ]
+    return _picture(780, 365, f"Milliseconds of a step: {words}", parts)
+
+
+def _batch(tokens: int, seqs: int) -> Batch:
+    """Return a batch of so many tokens, those that decode no prompt's."""
+    prefill, context = tokens - seqs, seqs * CONTEXT
+    pairs = prefill * (prefill + 1) // 2
+    return Batch(seqs, prefill, int(prefill > 0), context, pairs, 0, 0)
+
+
+def _steps(
+    area: Area, title: str, sizes: Sequence[int], models: list[StepModel], batches: list[Batch]
+) -> str:
+    """Return one curve over the tokens of a batch; the first model is the stated one."""
+    bottom = area.top + area.height
+    parts = [_text(area.left, area.top - 12, f"{title}: ms", 'font-weight="bold"')]
+    for tick in (1, 2, 5, 10, 20, 50, 100, 200):
+        y = area.y(tick)
+        parts.append(_line([(area.left, y), (area.left + area.width, y)], FAINT))
+        parts.append(_text(area.left - 6, y + 4, f"{tick:g}", 'text-anchor="end"'))
+    first, last = area.x_range
+    ticks = [n for n in (1, 4, 16, 64, 256, 1024, 4096) if first <= n <= last]
+    parts += [_text(area.x(n), bottom + 18, f"{n:,}", _MIDDLE) for n in ticks]
+    times_ms = 1e3 * np.array([[m.step_s(batch) for batch in batches] for m in models])
+    low, high = np.quantile(times_ms[1:], (0.05, 0.95), axis=0)
+    across = [area.x(n) for n in sizes]
+    edge = [*zip(across, high, strict=True), *zip(across[::-1], low[::-1], strict=True)]
+    band = " ".join(f"{x:.1f},{area.y(v):.1f}" for x, v in edge)
+    parts.append(f'<polygon points="{band}" fill="{SHADOW}" fill-opacity="0.5"/>')
+    launch_ms = [1e3 * models[0].launch_s(batch) for batch in batches]
+    for values, look in (
+        (times_ms[0].tolist(), (LIVE, 'stroke-width="2"')),
+        (launch_ms, (RESTART, 'stroke-width="2" stroke-dasharray="4 3"')),
+    ):
+        line = [(x, area.y(v)) for x, v in zip(across, values, strict=True)]
+        parts.append(_line(line, *look))
+    parts.append(_text(area.left + area.width / 2, bottom + 36, "tokens of the batch", _MIDDLE))
+    return "\n".join(parts)
+
+
+DRAWN = {
+    "terminal.svg": terminal,
+    "ladder.svg": ladder,
+    "restarts.svg": restarts,
+    "step_model.svg": step_model,
+}
 
 
 def main() -> None:
