@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cuda_toy import NO_MEMORY, CudaSource
+from support.cuda_toy import NO_MEMORY, NO_WORKER, OUT_OF_MEMORY, CudaSource
 from support.toy import ToySource
 from support.traffic import steady
 from tuner.engine.limits import EngineLimits
@@ -121,6 +121,16 @@ def test_a_ceiling_without_memory_is_lowered_by_budget_first(tmp_path: Path) -> 
     assert len(heard) == 1
     assert f"does not start at 512/16384: the engine did not start: {NO_MEMORY}" in heard[0]
     assert heard[0].endswith("trying 512/8192")
+
+
+def test_a_worker_without_memory_lowers_the_ceiling_as_the_engine_itself_does(
+    tmp_path: Path,
+) -> None:
+    """What it is that keeps it from starting stands in its own log."""
+    source = CudaSource(memory_blocks=1300, has_workers=True)
+    runner, heard = started_below(source, tmp_path / "log")
+    assert runner.ceiling == EngineLimits(512, 8192)
+    assert f"{NO_WORKER}: {OUT_OF_MEMORY[6:]}" in heard[0]
 
 
 def test_a_ceiling_whose_sequences_do_not_fit_is_lowered_down_to_them(tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ from tuner.engine.shape import EngineShape, Graphs
 from tuner.errors import EngineError
 
 NO_MEMORY = "No available memory for the cache blocks"
+NO_WORKER = (
+    "WorkerProc initialization failed due to an exception in a background process. "
+    "See stack trace for root cause."
+)
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB"
 
 
@@ -38,7 +42,8 @@ class CudaSource(ToySource):
     sequences take, and what each graph does; the rest is the KV cache. `hangs_above` and
     `breaks_above` are token budgets above which it never starts, or says so for another reason;
     with a cap above `overflows_above` a step takes more memory than there is, in the warm-up
-    too if `overflows_at_once`.
+    too if `overflows_at_once`. With `has_workers` it is a worker's log that says why no start
+    fits, as with tensor parallelism.
     """
 
     memory_blocks: int = 2000
@@ -51,6 +56,7 @@ class CudaSource(ToySource):
     breaks_above: int = 1_000_000
     overflows_above: int = 1_000_000
     overflows_at_once: bool = False
+    has_workers: bool = False
 
     def blocks_at(self, limits: EngineLimits) -> int:
         """Return the KV blocks of an engine started with the limits."""
@@ -70,7 +76,11 @@ class CudaSource(ToySource):
             raise EngineError("the engine did not start: no kernel image for this device")
         blocks = self.blocks_at(ceiling)
         if blocks * self.block_size < self.max_model_len:
-            raise EngineError(f"the engine did not start: {NO_MEMORY}")
+            if self.has_workers:
+                log = f"(Worker_TP1) ERROR {OUT_OF_MEMORY}\nRuntimeError: {NO_WORKER}\n"
+                os.write(2, log.encode())
+            why = NO_WORKER if self.has_workers else NO_MEMORY
+            raise EngineError(f"the engine did not start: {why}")
         return CudaEngine(self, replace(self, num_blocks=blocks), ceiling)
 
 

@@ -172,10 +172,12 @@ def serve_parent(connection: Connection, log_path: str) -> None:
 
 
 _ERROR_LINE = re.compile(r"(\w*(Error|Exception|OutOfMemory\w*)\b.*)")
+# How vLLM says that what went wrong stands in the log of a worker of its own.
+_ELSEWHERE = re.compile(r"root cause|background process", re.IGNORECASE)
 
 
 def last_words(log_path: Path, since: int = 0) -> str:
-    """Return the last error in a log, or else its last line, without secrets."""
+    """Return the last error in a log that names one, or else its last line, without secrets."""
     if not log_path.exists():
         return "it left no log"
     with log_path.open("rb") as log:
@@ -185,7 +187,7 @@ def last_words(log_path: Path, since: int = 0) -> str:
     notes = [line.strip() for line in lines if line.strip()]
     for line in reversed(notes):
         match = _ERROR_LINE.search(line)
-        if match:
+        if match and not _ELSEWHERE.search(line):
             return redacted_text(match.group(1))[:400]
     return redacted_text(notes[-1])[:400] if notes else "it said nothing"
 
@@ -340,6 +342,13 @@ class EngineProcess:
         with self._requesting:
             return self._answer(name, arguments, on_progress, on_wait)
 
+    def _with_cause(self, error: BaseException) -> BaseException:
+        """Return an error, with what the log says of it where it points there."""
+        if not (isinstance(error, EngineError) and _ELSEWHERE.search(error.message)):
+            return error
+        words = last_words(self.log_path, self._log_mark)
+        return EngineError(f"{error.message}: {words}", error.hint)
+
     def _answer(
         self,
         name: str,
@@ -359,7 +368,7 @@ class EngineProcess:
                         connection.send(STOP)
                         on_progress = None
                 elif kind == "error":
-                    raise answer
+                    raise self._with_cause(answer)
                 else:
                     if not self.first_answer_s:
                         self.first_answer_s = time.monotonic() - self._process_began_s

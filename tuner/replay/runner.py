@@ -89,7 +89,10 @@ def loads_to_try(start: float = 1.0) -> Generator[float, bool, Capacity]:
 
 
 # What vLLM and the system say where memory was short, of the device's or the machine's.
-_OF_MEMORY: Final = re.compile(r"out.?of.?memory|KV.cache|cache blocks", re.IGNORECASE)
+_OF_MEMORY: Final = re.compile(
+    r"out.?of.?memory|KV.cache|cache blocks|ALLOC_FAILED|MemoryAllocation|allocate memory",
+    re.IGNORECASE,
+)
 
 
 def lowered(ceiling: EngineLimits, least: EngineLimits) -> Iterator[EngineLimits]:
