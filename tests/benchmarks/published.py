@@ -3,12 +3,15 @@
     python tests/benchmarks/published.py --tables tables.json [-o results.json]
     python tests/benchmarks/published.py --orders [-o results.json]
 
-tables.json holds the points of InferenceMAX for Llama 3.3 70B in FP8 on H200: concurrency 4 to
-64 in a closed loop, 1 to 8 GPUs, three pairs of lengths uniform in 80 to 100 % of the nominal
-ones, ten requests for each in flight, max_num_seqs as the concurrency. Each is replayed on a
-profile derived for it, and once more with the level set by one point of the same number of
-GPUs, the one in the middle. --orders replays strategies and caps whose order the field reports,
-on a profile of a 7B model on an A100.
+tables.json holds the points of InferenceMAX for Llama 3.3 70B in FP8 on H200: concurrency 4
+to 64 in a closed loop, 1 to 8 GPUs, three pairs of lengths uniform in 80 to 100 % of the
+nominal ones, ten requests for each in flight, max_num_seqs as the concurrency. Each is
+replayed on a profile derived for it, and once more on that profile corrected, as `tune
+calibrate --anchor` does it, by one point of the same number of GPUs, the one in the middle.
+And what GPUStack published of the two limits, one at a time, with 512 requests in flight on
+an H100: of a hybrid model, for which a dense one of its size stands in, and of lengths of
+which the means alone are known. --orders replays strategies and caps whose order the field
+reports, on a profile of a 7B model on an A100.
 """
 
 # ruff: noqa: T201 - a benchmark prints
@@ -17,10 +20,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +37,7 @@ from tuner.replay.arrivals import StaticBatches
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.run.loads.strategies import strategies, uniform
+from tuner.shadow.correction import Anchor, by_anchor
 from tuner.shadow.derived.derive import derive
 from tuner.shadow.derived.gpus import gpu_of
 from tuner.shadow.derived.wanted import Wanted
@@ -79,8 +83,11 @@ def points(tables: Path) -> list[dict[str, Any]]:
         profile = derive(wanted).profile
         predicted = [point(profile, row) for row in mine]
         middle = sorted(range(len(mine)), key=lambda i: mine[i]["tpot_ms"])[len(mine) // 2]
-        ratio = mine[middle]["tpot_ms"] / predicted[middle]["tpot_ms"]
-        level = replace(profile, step_model=profile.step_model.scaled(ratio))
+        seqs = int(mine[middle]["concurrency"])
+        prompt, output = (round(0.9 * mine[middle][name]) for name in ("isl", "osl"))
+        tpot_s = mine[middle]["tpot_ms"] / 1e3
+        anchor = Anchor(tpot_s, seqs, prompt + output // 2, prompt, output)
+        level, _ = by_anchor(profile, anchor, EngineLimits(seqs, BUDGET))
         for i, row in enumerate(mine):
             kept = {name: row[name] for name in names}
             found.append(
@@ -135,6 +142,53 @@ def _predicted(row: dict[str, Any]) -> float:
     return float(row["predicted"]["tpot_ms"])
 
 
+STAND_IN, IN_FLIGHT = "Qwen/Qwen3-8B", 512
+
+
+def knobs(tables: Path) -> list[dict[str, Any]]:
+    """Print and return what the limits change of a closed loop, as published and predicted.
+
+    Lengths are drawn from exponential distributions of the published means.
+    """
+    table = next(t for t in json.loads(tables.read_text())["tables"] if "gpustack" in t["id"])
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    rng, count = np.random.default_rng(0), int(rows[0]["requests"])
+    prompts, outputs = (
+        1 + rng.exponential(rows[0][name] / count, count).astype(np.int64)
+        for name in ("input_tokens", "output_tokens")
+    )
+    trace = Trace(np.zeros(count), prompts, outputs, source="published")
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=IN_FLIGHT)
+    usual = EngineLimits(1024, 8192)
+    wanted = Wanted(gpu_of("h100_sxm"), STAND_IN, limits=usual)
+    predictor = Predictor(derive(wanted).profile)
+
+    def told(limits: EngineLimits) -> tuple[float, float]:
+        m = measure([predictor.replay(trace, limits, plan)])
+        return m.output_tokens_per_s, m.latency("ttft_s", "mean") or 0.0
+
+    found, base, published = [], told(usual), rows[0]
+    for row in rows[4:]:
+        flags = dict(re.findall(r"--(max-num-\S+)=(\d+)", row["flags"]))
+        seqs = int(flags.get("max-num-seqs", usual.max_num_seqs))
+        tokens = int(flags.get("max-num-batched-tokens", usual.max_num_batched_tokens))
+        rate, ttft_s = told(EngineLimits(seqs, tokens))
+        change = {
+            "limits": f"{seqs}/{tokens}",
+            "rate_published": row["output_tok_s"] / published["output_tok_s"] - 1,
+            "rate_predicted": rate / base[0] - 1,
+            "ttft_published": row["ttft_mean_ms"] / published["ttft_mean_ms"],
+            "ttft_predicted": ttft_s / base[1],
+        }
+        found.append(change)
+        print(
+            ", ".join(
+                f"{k} {v if isinstance(v, str) else f'{v:.3f}'}" for k, v in change.items()
+            )
+        )
+    return found
+
+
 def orders() -> dict[str, Any]:
     """Print and return the orders that the field reports, as predicted for a 7B on an A100."""
     limits = EngineLimits(256, 2048)
@@ -179,6 +233,7 @@ def main() -> None:
     if args.tables:
         found = points(args.tables)
         content |= {"figures": tell_points(found), "points": found}
+        content["knobs"] = knobs(args.tables)
     if args.orders:
         content["orders"] = orders()
     if args.output:
