@@ -125,6 +125,9 @@ def test_the_gain_of_the_race_and_of_cold_engines_stand_beside_each_other() -> N
     )
     trials = (*result.trials, *cold)
     told = comments(replace(result, trials=trials, confirmed_cold=shown), "best.yaml", "runs/x")
+    kept = replace(CHANGE, verdict=RaceVerdict.KEEP, winner=CURRENT)
+    refuted = "\n".join(comments(replace(made(kept), confirmed_cold=shown), "b.yaml", "runs/x"))
+    assert "tried on engines started cold" in refuted
     # Both of the race's measured 2 s; the row tells what is thought by all that is known.
     assert any("cold: e2e_p99 +0.0% in the race, -45.0% there" in line for line in told)
 

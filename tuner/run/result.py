@@ -430,13 +430,15 @@ class RunResult:
         cold = self.confirmed_cold
         if cold is None or cold.ratio is None:
             return ""
-        own = (t.score.own_metric for t in self.trials if t.phase is Phase.COLD)
-        metric = next(own, cold.metric)
+        mine = (t for t in self.trials if t.phase is Phase.COLD and t.measurement)
+        metric = next((t.score.own_metric for t in mine), cold.metric)
         there = f"{moved(metric, cold.ratio - 1):+.1%} there"
         rows = metric_changes(self.trials, self.shown, self.current, self.tail)
         raced = [row.moved_ratio for row in rows if row.rounds and row.metric == metric]
         in_race = f"{raced[0]:+.1%} in the race, " if raced else ""
-        return f"confirmed on engines started cold: {metric} {in_race}{there}"
+        is_change = self.recommendation is not None and self.recommendation.is_change
+        how = "confirmed" if is_change else "tried"
+        return f"{how} on engines started cold: {metric} {in_race}{there}"
 
     @property
     def deployed(self) -> EngineLimits:
