@@ -200,8 +200,7 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     ),
     Caveat.DERIVED: (
         "the profile was derived from published tables, which know the contexts of a batch by "
-        "their sum alone, and not measured: expect a time per output token up to 20 % longer, "
-        "and a first token 10 ms later and 30 % off"
+        "their sum alone, and not measured"
     ),
     Caveat.NOT_RACED: "predicted, not raced against the current configuration",
     Caveat.SHADOW_UNFIT: "the shadow's error was too large to rank by; the search was live",

@@ -1,12 +1,14 @@
-"""`tune profile fit`: what a recording has not shown is said wherever its profile is used."""
+"""What a profile's recording has not shown, and its own error, are said wherever it is used."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
 from support.recorded_parts import a_recording
 from support.traffic import steady
 from tuner.cli import run
@@ -73,3 +75,22 @@ def test_a_recording_that_its_profile_does_not_come_up_with_is_not_ranked_by(
     assert tuned(profile, recording) == 2
     said = capfd.readouterr().err
     assert "wrong by" in said
+
+
+def test_a_derived_profile_says_its_own_error_before_and_after_a_point(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    derived, profile = tmp_path / "derived.yaml", tmp_path / "anchored.yaml"
+    shutil.copy(ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml", derived)
+    point = ["--anchor", "itl=8ms@running=14", "-o", str(profile)]
+    assert run(["calibrate", "--profile", str(derived), *point]) == 0
+    assert "taken to be wrong by 10%" in capfd.readouterr().out
+    trace = a_recording(tmp_path, "few", trace=steady(60, per_s=6.0, prompt=100, output=20))
+    for path, said in ((derived, "up to 20 % longer"), (profile, "to be 10 % wrong")):
+        words = ["replay", "--engine", "shadow", "--profile", str(path), "--force-profile"]
+        assert run([*words, "--trace", str(trace)]) == 0
+        assert said in capfd.readouterr().out
+    assert tuned(profile, trace, "--force-profile") == 0
+    told = {c.id: c.text for c in read_result(tmp_path / "run").caveats}["derived"]
+    assert told.endswith("taken to be 10 % wrong")
+    assert f"caveat: {told}" in capfd.readouterr().err

@@ -190,7 +190,8 @@ def test_every_trial_stands_in_the_journal_and_in_the_result_alike(finished: Run
         assert shown["offered"] == 240 == ended
     assert set(finished.result) == {
         *("schema", "state", "method", "objective", "tail", "slos", "recommendation"),
-        *("load", "ladder", "knobs", "starting_points", "variants", "clients", "nearest"),
+        *("load", "ladder", "knobs", "starting_points", "variants", "clients"),
+        *("nearest", "restlessness"),
         *("baseline", "evidence", "limited_by", "confirmed_cold", "capacity", "caveats"),
         *("provenance", "serve_values", "trace_description", "live_against_shadow"),
         "trials",

@@ -14,6 +14,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ShadowError, UsageError
 from tuner.replay.timeline import Timelines
 from tuner.run.inputs import engine_of_profile
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.correction import Anchor, Correction, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
@@ -99,8 +100,10 @@ def run_calibrate(options: CalibrateOptions) -> int:
     profile, source = options.shadow.load()
     corrected, found = _corrected(profile, source, options)
     write_profile(options.output, corrected)
-    content = {"engine": "shadow", **found.as_json()}
-    show_result(content, found.lines(), as_json=options.as_json)
+    error = StatedError.of(corrected)
+    content = {"engine": "shadow", **found.as_json(), "error_ratio": error.wrong_ratio}
+    lines = [*found.lines(), f"predictions by it are {error.words()}"]
+    show_result(content, lines, as_json=options.as_json)
     say(f"written: {options.output}")
     return 0
 

@@ -15,6 +15,7 @@ from tuner.engine.serve_config import read_config
 from tuner.errors import EngineError, TooFewSamplesError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.derived.derive import EXPECTED, derive
 from tuner.shadow.derived.gpus import gpu_of
 from tuner.shadow.derived.wanted import Served, Wanted
@@ -171,8 +172,15 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
         f"{profile.shape.model}, vLLM {profile.shape.vllm_version} on {profile.shape.device}, "
         f"served at {at}"
     )
-    content = {"limits": at, "files": [str(path) for path in paths], **learnt.as_json()}
-    show_result(content, [head, *learnt.lines()], as_json=options.as_json)
+    error = StatedError.of(profile)
+    content = {
+        "limits": at,
+        "files": [str(path) for path in paths],
+        **learnt.as_json(),
+        "error_ratio": error.wrong_ratio,
+    }
+    lines = [head, *learnt.lines(), f"predictions by it are {error.words()}"]
+    show_result(content, lines, as_json=options.as_json)
     say(f"written: {options.output}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -26,6 +27,7 @@ from tuner.replay.plan import ReplayPlan, doubts
 from tuner.replay.process import EngineProcess
 from tuner.replay.slo import LATENCIES
 from tuner.run.inputs import EngineChoice, Traffic
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.traces import LoadModel, Trace
@@ -98,7 +100,8 @@ def run_replay(options: ReplayOptions, source: EngineSource | None = None) -> in
         "load_model": str(plan.load_model),
         **measured.as_json(),
     }
-    show_result(content, _lines(limits, measured), as_json=options.as_json)
+    texts = {} if profile is None else StatedError.of(profile).texts
+    show_result(content, _lines(limits, measured, texts), as_json=options.as_json)
     return 0
 
 
@@ -182,8 +185,8 @@ def _with_caveats(
     return replace(measured, caveats=caveats)
 
 
-def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
-    """Return the measurement for people."""
+def _lines(limits: EngineLimits, m: Measurement, texts: Mapping[Caveat, str]) -> list[str]:
+    """Return the measurement for people; `texts` are of caveats that a profile's error says."""
     hit = m.prefix_cache_hit_ratio
     usage = m.kv_usage
     rows = [
@@ -210,7 +213,7 @@ def _lines(limits: EngineLimits, m: Measurement) -> list[str]:
         *([] if m.gpu is None else [("GPU", m.gpu.text)]),
     ]
     lines = [f"{name:<23} {text}" for name, text in rows]
-    return lines + [f"caveat: {caveat.text}" for caveat in m.caveats]
+    return lines + [f"caveat: {texts.get(caveat, caveat.text)}" for caveat in m.caveats]
 
 
 def _spread(m: Measurement, name: str) -> str:

@@ -41,6 +41,7 @@ from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
+from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, read_profile, write_profile
@@ -311,6 +312,7 @@ class Start:
             caveats=_first_caveats(prepared, aim, facts),
         )
         if prepared.profile is not None:
+            context.caveat_texts.update(StatedError.of(prepared.profile).texts)
             _take_profile(prepared, prepared.profile, context, facts)
         return self._begun(context), message
 

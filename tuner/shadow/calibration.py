@@ -187,15 +187,32 @@ def error_words(share: str, *, is_derived: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatedError:
-    """How wrong the predictions of a profile are said to be, and the caveats they carry."""
+    """How wrong the predictions of a profile are said to be, and the caveats they carry.
+
+    `is_corrected` says that a derived profile was corrected since by what its engine does.
+    """
 
     wrong_ratio: float
     caveats: tuple[Caveat, ...] = ()
+    is_corrected: bool = False
 
     @classmethod
     def of(cls, profile: Profile) -> StatedError:
         """Return what is said of a profile's predictions."""
-        return cls(error_ratio(profile), (Caveat.DERIVED,) if profile.origin else ())
+        caveats = (Caveat.DERIVED,) if profile.origin else ()
+        return cls(error_ratio(profile), caveats, profile.is_corrected)
+
+    @property
+    def texts(self) -> dict[Caveat, str]:
+        """The text of each caveat, with this error in it."""
+        percent = f"{100 * self.wrong_ratio:.0f} %"
+        expected = (
+            f"; corrected since by what its engine does, it is taken to be {percent} wrong"
+            if self.is_corrected
+            else f": expect a time per output token up to {percent} longer, and a first token "
+            "10 ms later and 30 % off"
+        )
+        return {caveat: f"{caveat.text}{expected}" for caveat in self.caveats}
 
     def words(self, share: str = "") -> str:
         """Return it in words; `share` is the error as a page writes it."""
@@ -204,11 +221,11 @@ class StatedError:
 
     def lines(self) -> list[str]:
         """Return the caveats for people, a line each."""
-        return [f"caveat: {caveat.text}" for caveat in self.caveats]
+        return [f"caveat: {text}" for text in self.texts.values()]
 
     def as_json(self) -> dict[str, Any]:
         """Return the error and the caveats for --json."""
-        caveats = [{"id": str(caveat), "text": caveat.text} for caveat in self.caveats]
+        caveats = [{"id": str(c), "text": text} for c, text in self.texts.items()]
         return {"error_ratio": self.wrong_ratio, "caveats": caveats}
 
 

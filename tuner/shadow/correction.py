@@ -77,7 +77,7 @@ def corrected(
         made_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         moved_ratio=profile.moved_ratio * ratio,
         calibrated_on=(*profile.calibrated_on, by),
-        origin=profile.origin and f"{profile.origin}; corrected by {by}",
+        origin=profile.origin_corrected(by),
     )
 
 

@@ -36,6 +36,9 @@ SCHEMA: Final = 4
 
 _REMAKE = "make a new one: every live run writes profile.yaml into its run directory"
 
+_CORRECTED: Final = "; corrected by "
+"""Stands in an origin before what corrected the profile since."""
+
 _UTC_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)?")
 
 _HEADER = """\
@@ -135,6 +138,15 @@ class Profile:
         width = len(TERMS) + self.step_model.factors.table.size
         if self.uncertainty is not None and self.uncertainty.width != width:
             raise ValueError(f"uncertainty.width must be {width} for the step model's factors")
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether a profile with an origin was corrected since by what its engine does."""
+        return _CORRECTED in self.origin
+
+    def origin_corrected(self, by: str) -> str:
+        """Return the origin once something corrected the profile, empty where it has none."""
+        return self.origin and f"{self.origin}{_CORRECTED}{by}"
 
     def step_model_at(self, limits: EngineLimits) -> StepModel:
         """Return the step model of an engine started with the limits: with its own graphs."""
