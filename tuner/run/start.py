@@ -40,6 +40,7 @@ from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import Aim, Budget
+from tuner.search.objective import make_scoring
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.shadow.calibration import StatedError
 from tuner.shadow.predictor import Predictor
@@ -168,15 +169,17 @@ def run_record(
 
 
 def aim_of(options: TuningOptions, trace: Trace) -> Aim:
-    """Return what the run is after on this trace. Raises: UsageError, TraceError."""
-    chosen = options.window_choice
-    return Aim(
-        options.objective,
-        tuple(options.slos),
-        options.plan(trace),
-        None if chosen is None else chosen.resolve(trace),
-        options.confidence,
-    )
+    """Return what the run is after on this trace.
+
+    Raises: UsageError, TraceError; TooFewSamplesError where the trace, or the window that was
+        asked for, cannot carry it.
+    """
+    chosen, slos = options.window_choice, tuple(options.slos)
+    window = None if chosen is None else chosen.resolve(trace)
+    requests = len(trace if window is None else window.of(trace))
+    make_scoring(options.objective, slos, requests)
+    plan = options.plan(trace)
+    return Aim(options.objective, slos, plan, window, options.confidence)
 
 
 def origin_of(prepared: PreparedRun) -> str:

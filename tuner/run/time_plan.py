@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError, UsageError
+from tuner.errors import Caveat, EngineError, UsageError
 from tuner.replay.arrivals import ClockKind
 from tuner.replay.load import share_done
 from tuner.replay.loop import ReplayLog
@@ -21,6 +21,7 @@ from tuner.replay.runner import Failure
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import (
+    MIN_REQUESTS,
     RACE_REPLAYS,
     SEARCH_REPLAYS,
     Aim,
@@ -182,14 +183,20 @@ def fly_pilot(runner: TrialRunner, observe: Observe | None = None) -> float:
 def search_windows(runner: TrialRunner) -> tuple[Window, ...]:
     """Return the windows of a live search: as asked for, or what the time holds.
 
-    Raises: EngineError, UsageError.
+    Where it holds no search, the fewest requests that show anything, as far as it goes.
+
+    Raises: EngineError.
     """
-    context = runner.context
+    context, trace = runner.context, runner.context.trace
     if context.aim.window is not None:
         return (context.aim.window,)
-    rate = fly_pilot(runner)
-    replays = SEARCH_REPLAYS + RACE_REPLAYS
-    return choose_windows(context.trace, rate, context.left_s, replays)
+    rate, replays = fly_pilot(runner), SEARCH_REPLAYS + RACE_REPLAYS
+    try:
+        return choose_windows(trace, rate, context.left_s, replays)
+    except UsageError as short:
+        context.listener.note(f"{short.message}: little can be said in this time; {short.hint}")
+        context.caveats.add(Caveat.BUDGET_SPENT)
+        return (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
 
 
 def race_windows(context: RunContext, rate: float) -> tuple[Window, ...]:
