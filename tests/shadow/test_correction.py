@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from support.paths import ROOT
 from support.run_parts import a_profile
 from tuner.cli.commands import tune as command
+from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
@@ -22,7 +23,7 @@ from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile, read_profile, write_profile
 from tuner.shadow.step_model import NO_HOST, Host
 from tuner.stats import Floats
-from tuner.traffic.traces import Trace
+from tuner.traffic.traces import LoadModel, Trace
 
 H200 = ROOT / "profiles" / "gpu" / "meta-llama-3.1-8b.1xh200_sxm.yaml"
 
@@ -301,3 +302,21 @@ def test_a_point_says_of_other_times_no_more_than_how_well_it_knows_the_level(
     )
     assert found.uncertainty is not None
     assert found.uncertainty.start == kept
+
+
+@pytest.mark.parametrize(("prompt", "output", "running"), [(900, 300, 48), (6000, 150, 24)])
+def test_what_a_closed_loop_shows_of_a_profile_is_what_it_predicts(
+    prompt: int, output: int, running: int
+) -> None:
+    """Also where half of the time goes to prompts beside the decodes."""
+    profile = read_profile(H200)
+    rng = np.random.default_rng(1)
+    prompts, outputs = (rng.geometric(1 / mean, 600) for mean in (prompt, output))
+    trace = Trace(np.zeros(600), prompts, outputs + 1)
+    plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=running)
+    at = EngineLimits(64, 8192)
+    lines = Predictor(profile).replay(trace, at, plan).timelines
+    itl_s = float((lines.last_s - lines.first_s).sum()) / float(outputs.sum())
+    anchor = Anchor(itl_s, running, prompt + output // 2, prompt, output)
+    _, found = by_anchor(profile, anchor, at)
+    assert found.ratio == pytest.approx(1.0, abs=0.04)

@@ -21,17 +21,23 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import Batch
 from tuner.engine.steps import StepColumns, joined
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
+from tuner.replay.plan import ReplayPlan
 from tuner.shadow.fit import MIN_STEPS, undistorted
 from tuner.shadow.launches import on_device
+from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Profile
 from tuner.shadow.speed import Uncertainty
 from tuner.shadow.step_model import TERMS, StepModel
 from tuner.stats import Floats
+from tuner.traffic.traces import LoadModel, Trace
 from tuner.traffic.windows import parse_duration
 
 LARGEST_RATIO: Final = 2.0
 """Ours: what is further off is of another engine, or was not a step that only decodes. It holds
 for all corrections of a profile together."""
+
+TURNS: Final = 10
+"""How often each place of a closed loop is taken by the next request: ours, for a mean."""
 
 CONTEXT_TOKENS: Final = 1000
 """Ours, where nothing is said: a prompt of a chat and half of its answer."""
@@ -171,9 +177,10 @@ class Anchor:
         Between whole numbers of requests linearly.
         """
         low = math.floor(self.running)
-        steps_s = [self._step_s(profile, limits, low + more) for more in (0, 1)]
-        share = self.running - low
-        return (1 - share) * steps_s[0] + share * steps_s[1]
+        share, low_s = self.running - low, self._step_s(profile, limits, low)
+        if not share:
+            return low_s
+        return (1 - share) * low_s + share * self._step_s(profile, limits, low + 1)
 
     def check_fits(self, profile: Profile, limits: EngineLimits) -> None:
         """Refuse more requests than run at once at the limits. Raises: ShadowError."""
@@ -196,22 +203,30 @@ class Anchor:
             )
 
     def _step_s(self, profile: Profile, limits: EngineLimits, running: int) -> float:
-        """Return the mean step of so many requests, of which each is prefilled once."""
-        seqs, model = max(running, 1), profile.step_model_at(limits)
-        context = seqs * self.context_tokens
-        alone_s = model.interval_s(Batch(seqs, 0, 0, context, 0, 0, 0))
+        """Return the mean time between tokens with so many requests running.
+
+        As a closed loop of them has it, where their lengths are known; else of decodes alone.
+        """
+        seqs = min(max(running, 1), limits.max_num_seqs)
         if not self.prompt_tokens:
-            return alone_s
-        # Each step brings a token of all that run, so that so much is prefilled beside each:
-        # whole prompts in some steps, or several, as far as the token budget goes.
-        beside = seqs * self.prompt_tokens / self.output_tokens
-        budget = max(1, limits.max_num_batched_tokens - seqs)
-        tokens = min(round(max(beside, self.prompt_tokens)), budget)
-        # In the mean a token of a prompt attends to half of it.
-        pairs = tokens * (self.prompt_tokens + 1) // 2
-        mixed_s = model.interval_s(Batch(seqs, tokens, 1, context, pairs, 0, 0))
-        share = min(1.0, beside / tokens)
-        return (1 - share) * alone_s + share * mixed_s
+            batch = Batch(seqs, 0, 0, seqs * self.context_tokens, 0, 0, 0)
+            return profile.step_model_at(limits).interval_s(batch)
+        plan = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=seqs)
+        trace = self._requests(TURNS * seqs, profile.shape.max_model_len)
+        lines = Predictor(profile).replay(trace, limits, plan).timelines
+        gaps = float((trace.output_tokens - 1).sum())
+        return float((lines.last_s - lines.first_s).sum()) / gaps
+
+    def _requests(self, count: int, longest: int) -> Trace:
+        """Return so many requests of about the lengths that are known in the mean."""
+        rng = np.random.default_rng(0)
+        prompts, outputs = (
+            np.maximum(least, rng.uniform(0.5, 1.5, count) * mean).astype(np.int64)
+            for least, mean in ((1, self.prompt_tokens), (2, self.output_tokens))
+        )
+        outputs = np.minimum(outputs, max(2, longest // 2))
+        prompts = np.minimum(prompts, np.maximum(1, longest - outputs))
+        return Trace(np.zeros(count), prompts, outputs, source=str(self))
 
 
 @dataclass(frozen=True, slots=True)
