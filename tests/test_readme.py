@@ -172,7 +172,7 @@ def words_of(picture: Path) -> list[str]:
 def test_the_pictures_show_what_was_measured(tmp_path: Path) -> None:
     command = write_with("pictures.py", tmp_path)
     made = sorted(tmp_path.iterdir())
-    assert len(made) == 3
+    assert len(made) == 4
     for picture in made:
         kept = ROOT / "examples" / "pictures" / picture.name
         is_same = words_of(picture) == words_of(kept)
