@@ -240,11 +240,10 @@ class Draws:
             raise NoFeasibleConfigError(
                 "no configuration survived its replay", "see the causes in trials.jsonl"
             )
-        field, column, metric = self.criterion(confidence, current)
-        cost, now = self.here[:, :, column], self.settings.index(current)
-        loss = _losses(_charged(self.here, column, field), field)
-        best, tied = self._least(loss, field, now)
-        rival = self._rival(field, now, column, loss) if best == now else best
+        judged, now = self._judged(confidence, current), self.settings.index(current)
+        column, loss = judged.column, judged.loss
+        best, tied = self._least(loss, judged.field, now)
+        rival = judged.rival(now) if best == now else best
         elsewhere, odds = self._beside(rival, now, column, confidence)
         if best == now:
             odds = self._of_a_keep(odds, rival, now, float(loss[now]))
@@ -264,11 +263,11 @@ class Draws:
             gain=None if best == now else _gain(elsewhere[:, :, column]),
             rounds=rounds,
             why=_why(odds, confidence, is_same=best == now),
-            metric=metric,
-            gain_here=None if best == now else _gain(cost[:, [best, now]]),
+            metric=judged.metric,
+            gain_here=None if best == now else _gain(self.here[:, [best, now], column]),
             is_predicted=not rounds and self.basis != LIVE_ALONE,
             odds=odds,
-            standings=self._standings(field, column, loss),
+            standings=self._standings(judged),
         )
 
     def _beside(
@@ -280,19 +279,6 @@ class Draws:
         """
         elsewhere = self.elsewhere((self.settings[setting], self.settings[now]))
         return elsewhere, self.odds([setting, now], elsewhere, column, confidence)
-
-    def _rival(self, field: Bools, now: int, column: int, loss: Floats) -> int:
-        """Return who is the likeliest to be better than the current setting, by what decides.
-
-        Among those that may be recommended, or where there is none among all that do not fail;
-        the current one where there is no other.
-        """
-        cost = _charged(self.here, column, field)
-        alive: Bools = np.asarray(np.isfinite(cost).any(axis=0))
-        others = [i for i in np.flatnonzero(alive & field).tolist() if i != now]
-        others = others or [i for i in np.flatnonzero(alive).tolist() if i != now]
-        better = (cost < cost[:, [now]]).mean(axis=0)
-        return max(others, key=lambda i: (better[i], -loss[i]), default=now)
 
     def _of_a_keep(self, odds: Odds, rival: int, now: int, loss: float) -> Odds:
         """Return the odds of a rival where the current setting is thought best itself."""
@@ -306,12 +292,13 @@ class Draws:
             open_ratio=None if rival == now else odds.open_ratio,
         )
 
-    def _standings(self, field: Bools, column: int, loss: Floats) -> tuple[Standing, ...]:
+    def _standings(self, judged: _Judged) -> tuple[Standing, ...]:
         """Return what is known of each, of the least expected loss first.
 
         Nothing is of one that fails, or where nobody was replayed, whose costs are zeros.
         """
-        cost, shares = self.here[:, :, column], self._p_best(field, column)
+        field, loss, shares = judged.field, judged.loss, judged.p_best
+        cost = self.here[:, :, judged.column]
         order = np.lexsort((loss, ~field)).tolist()
         quantiles = np.quantile(cost, STANDING_SHARES, axis=0, method="inverted_cdf")
         return tuple(
@@ -339,18 +326,12 @@ class Draws:
         At most so many, who are the best in so large a share of the draws, then of the least
         expected loss. At least one other than the current one, as long as there is any.
         """
-        field, column, _ = self.criterion(confidence, current)
-        shares, now = self._p_best(field, column), self.settings.index(current)
+        judged, now = self._judged(confidence, current), self.settings.index(current)
         alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
-        loss = _losses(_charged(self.here, column, field), field)
-        order = [int(i) for i in np.lexsort((loss, -shares)) if i != now and alive[i]]
+        shares = judged.p_best
+        order = [int(i) for i in np.lexsort((judged.loss, -shares)) if i != now and alive[i]]
         inside = [i for i in order if shares[i] >= share][:most] or order[:1]
         return [*(self.settings[i] for i in inside), current]
-
-    def _p_best(self, field: Bools, column: int) -> Floats:
-        """Return in which share of the draws each is the best. Shapes: [settings]."""
-        cost = np.where(field, _charged(self.here, column, field), math.inf)
-        return np.bincount(cost.argmin(axis=1), minlength=len(self.settings)) / len(cost)
 
     def ratios(
         self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE
@@ -390,8 +371,7 @@ class Draws:
         Source: expected value of perfect information, Raiffa & Schlaifer, Applied Statistical
             Decision Theory, chapter 4.
         """
-        field, column, _ = self.criterion(confidence, current)
-        loss = _losses(_charged(self.here, column, field), field)
+        loss = self._judged(confidence, current).loss
         return float(loss[self.settings.index(self.decide(current, confidence).winner)])
 
     def saved_by_a_round(
@@ -429,6 +409,11 @@ class Draws:
             return self.elsewhere(some) * times[:, [self.settings.index(x) for x in some]]
 
         return replace(self, here=self.here * times, elsewhere=elsewhere)
+
+    def _judged(self, confidence: float, current: EngineLimits) -> _Judged:
+        """Return how the settings stand beside each other."""
+        field, column, metric = self.criterion(confidence, current)
+        return _Judged(field, column, metric, _charged(self.here, column, field))
 
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
@@ -492,6 +477,42 @@ class Draws:
     def _p_sustained(self, setting: int) -> float:
         """Return how probably a setting sustains the load."""
         return _share(self.here[:, setting, LOAD] <= 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Who may be recommended, by what settings are judged, and what each costs by that.
+
+    Shapes: field is [settings], cost [draws, settings].
+    """
+
+    field: Bools
+    column: int
+    metric: str
+    cost: Floats
+
+    @property
+    def loss(self) -> Floats:
+        """What each costs more than the best of the field, on average. Shapes: [settings]."""
+        return _losses(self.cost, self.field)
+
+    @property
+    def p_best(self) -> Floats:
+        """In which share of the draws each is the best of the field. Shapes: [settings]."""
+        least = np.where(self.field, self.cost, math.inf).argmin(axis=1)
+        return np.bincount(least, minlength=len(self.field)) / len(least)
+
+    def rival(self, now: int) -> int:
+        """Return who is the likeliest to be better than the current setting.
+
+        Among those that may be recommended, or where there is none among all that do not fail;
+        the current one where there is no other.
+        """
+        alive: Bools = np.asarray(np.isfinite(self.cost).any(axis=0))
+        others = [i for i in np.flatnonzero(alive & self.field).tolist() if i != now]
+        others = others or [i for i in np.flatnonzero(alive).tolist() if i != now]
+        better, loss = (self.cost < self.cost[:, [now]]).mean(axis=0), self.loss
+        return max(others, key=lambda i: (better[i], -loss[i]), default=now)
 
 
 def _is_sure(odds: Odds) -> bool:
