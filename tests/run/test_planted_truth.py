@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from support.planted import PlantedSource
-from support.planted_cases import PlantedCase, Truth
-from support.planted_judged import judged_run
+from support.planted_cases import PlantedCase, Truth, drawn_case, recordings
+from support.planted_judged import INFEASIBLE, judged_run
 from support.planted_machine import MACHINES, MOODS, Modelled
 from support.same_replay import assert_same_replay, simulated_case
 from support.schedule_cases import Case, random_case
@@ -236,6 +236,24 @@ def test_a_run_finds_the_gain_that_was_planted() -> None:
     assert row.engine_s < 1.5 * case.budget_s
     again = judged_run(truth, seed=0)
     assert (again.said, again.engine_s) == (row.said, row.engine_s)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(1000, 1030))
+def test_of_whole_runs_on_cases_that_no_rule_has_seen_none_is_far_off(
+    number: int, tmp_path: Path
+) -> None:
+    """Of the traffic that lies here; how often which answer is right the benchmark tells."""
+    traces, _ = recordings(tmp_path)
+    truth = Truth.of(drawn_case(number, traces), None)
+    row = judged_run(truth, seed=0)
+    assert row.ended in ("complete", INFEASIBLE)
+    assert row.said.limits is not None or row.true.best_tier is Tier.BREAKS_SLO
+    # What is so at any speed within 2 % is no chance of one replay near overload.
+    assert row.true.is_ever_better is not False
+    assert not row.true.surely_breaks_slo
+    assert (row.true.sure_loss or 0.0) < 0.1
 
 
 @pytest.mark.slow

@@ -365,7 +365,8 @@ class Blocks:
         predicted = predict(deployed, space, self._decided_on(deployed))
         if not isinstance(predicted.outcomes[current], Measurement):
             return [], math.inf
-        found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS)
+        confidence = context.aim.confidence
+        found = contend(deployed, predicted, current, CONTENDERS, BLOCK_DRAWS, confidence)
         settings, widest = [*found.settings, current], space.ceiling.max_num_seqs
         if context.aim.objective is Objective.CAPACITY:
             return self._predicted(predictor, self._borne(deployed, settings)), found.loss

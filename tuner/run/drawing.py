@@ -81,7 +81,7 @@ def decide(
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
     drawing = Drawing(predictor, predictions)
-    found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS)
+    found = _contend(drawing, space.current, FINALISTS, FEW_DRAWS, confidence)
     settings = [*found.settings, space.current]
     return drawing.draws(settings, draws).decide(space.current, confidence)
 
@@ -103,6 +103,7 @@ def contend(
     current: EngineLimits,
     most: int = FINALISTS,
     draws: int = FEW_DRAWS,
+    confidence: float = CONFIDENCE,
 ) -> Contention:
     """Return who could be the best by a few draws of what is open of the engine's speed.
 
@@ -111,21 +112,23 @@ def contend(
 
     Raises: NoFeasibleConfigError if every setting fails; ShadowError, UsageError.
     """
-    return _contend(Drawing(predictor, predictions), current, most, draws)
+    return _contend(Drawing(predictor, predictions), current, most, draws, confidence)
 
 
-def _contend(drawing: Drawing, current: EngineLimits, most: int, draws: int) -> Contention:
+def _contend(
+    drawing: Drawing, current: EngineLimits, most: int, draws: int, confidence: float
+) -> Contention:
     inside = _distinct(drawing.predictions.observations, current)
     few = max(1, int(SIFT * drawing.count(draws)))
     drawn = drawing.draws(inside, few, is_here=True)
-    inside = [*_likeliest(drawn, current, SIFTED, 0.0), current]
+    inside = [*_likeliest(drawn, current, SIFTED, 0.0, confidence), current]
     drawn = drawing.draws(inside, draws, is_here=True)
-    found = _likeliest(drawn, current, most, CONTENDS)
-    return Contention(tuple(found[:most]), drawn.regret(current))
+    found = _likeliest(drawn, current, most, CONTENDS, confidence)
+    return Contention(tuple(found[:most]), drawn.regret(current, confidence))
 
 
 def _likeliest(
-    drawn: Draws, current: EngineLimits, most: int, share: float
+    drawn: Draws, current: EngineLimits, most: int, share: float, asked: float
 ) -> list[EngineLimits]:
     """Return who is the best of those that surely keep their bounds, and of those that may.
 
@@ -134,10 +137,10 @@ def _likeliest(
     """
     sides = [
         drawn.contenders(current, confidence, most, share)[:-1]
-        for confidence in (CONFIDENCE, POSSIBLE)
+        for confidence in (asked, min(asked, POSSIBLE))
     ]
     if drawn.has_slos:
-        safe = drawn.with_margin(SAFE).contenders(current, CONFIDENCE, 1, share)[:-1]
+        safe = drawn.with_margin(SAFE).contenders(current, asked, 1, share)[:-1]
         costs = dict(zip(drawn.settings, np.median(drawn.values, axis=0), strict=True))
         sides.append([s for s in safe if costs[s] <= (1 + FAR) * min(costs.values())])
     turns = [s for pair in zip_longest(*sides) for s in pair if s is not None]

@@ -160,7 +160,12 @@ class PredictedSearch:
         self.predictor = predictor
         predicted = self.predicted = predict_space(context, predictor)
         with context.stopwatch.stage("draw"):
-            found = contend(predictor.as_deployed(), predicted, context.space.current)
+            found = contend(
+                predictor.as_deployed(),
+                predicted,
+                context.space.current,
+                confidence=context.aim.confidence,
+            )
         context.listener.note(
             f"{predicted_text(context, predicted)}; could be the best: "
             f"{', '.join(map(str, found.settings)) or 'only the current one'}"
