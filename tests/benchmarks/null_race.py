@@ -31,8 +31,8 @@ from tuner.run.drawing import DRAWS
 from tuner.run.live_search import MIN_ROUNDS_LIVE
 from tuner.run.race import is_settled
 from tuner.search.objective import Objective, make_scoring
-from tuner.search.posterior import Draws
 from tuner.search.race import CONFIDENCE, MAX_ROUNDS, RaceRun, RaceVerdict, missing_in
+from tuner.search.replayed import draws_of_replays
 from tuner.traffic.formats import ReadOptions, read_trace
 from tuner.traffic.windows import busiest
 
@@ -52,7 +52,7 @@ def race(host: EngineProcess, requests: int) -> dict[str, Any]:
             measured = measure([host.replay("window", LIMITS, ReplayPlan())])
             round_s += measured.wall_s
             runs.append(RaceRun(name, number, goal.score(measured)))
-        draws = Draws.of_replays([TWIN, LIMITS], runs, DRAWS)
+        draws = draws_of_replays([TWIN, LIMITS], runs, DRAWS)
         is_enough = number >= MIN_ROUNDS_LIVE
         if is_enough and is_settled(draws, [TWIN, LIMITS], LIMITS, CONFIDENCE, round_s):
             break

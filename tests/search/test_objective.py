@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,11 +259,11 @@ def test_a_hidden_server_that_is_twice_as_slow_is_seen_in_the_score() -> None:
     ],
 )
 def test_who_has_nothing_of_what_is_optimised_is_the_worst_by_it(
-    objective: Objective, none: dict[str, float]
+    objective: Objective, none: dict[str, Any]
 ) -> None:
     """Also where a trial has kept the score, and though it answers more requests a second."""
     scoring = goal(objective, "ttft_p50=1s")
-    some = dict.fromkeys(none, 1e-6)
+    some: dict[str, Any] = dict.fromkeys(none, 1e-6)
     measured_ones = [replace(measured(50.0, 4, 150, "ttft_p50=1s"), **x) for x in (none, some)]
     scores = [scoring.score(m) for m in measured_ones]
     trials = [Trial.of(0, ROOMY, Phase.RACE, 1, score, None) for score in scores]

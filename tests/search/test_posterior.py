@@ -16,6 +16,7 @@ from tuner.search.effects import Effects
 from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
 from tuner.search.posterior import COST, SLO, TIE_LOSS, Draws, Learnable, drawn_of
 from tuner.search.race import RaceRun, RaceVerdict
+from tuner.search.replayed import draws_of_replays
 from tuner.stats import Floats
 
 CURRENT, OTHER, THIRD = EngineLimits(16, 2048), EngineLimits(8, 1024), EngineLimits(4, 512)
@@ -196,11 +197,11 @@ def test_who_loses_requests_live_surely_breaks_the_slo_that_has_no_end(
     whole = score(1.0, slo=used)
     ours = [lost if n < often else whole for n in range(rounds)]
     runs = [*replays(OTHER, *ours), *replays(CURRENT, *[kept] * rounds)]
-    found = Draws.of_replays([OTHER, CURRENT], runs, DRAWS)
+    found = draws_of_replays([OTHER, CURRENT], runs, DRAWS)
     assert (found.here[:, 0, SLO] > 1).all()
     decided = found.decide(CURRENT)
     assert (decided.winner, decided.metric) == (CURRENT, "e2e_p99")
-    back = Draws.of_replays([CURRENT, OTHER], runs, DRAWS).decide(OTHER)
+    back = draws_of_replays([CURRENT, OTHER], runs, DRAWS).decide(OTHER)
     assert (back.winner, back.metric) == (CURRENT, "e2e_p99")
 
 
@@ -219,7 +220,7 @@ def test_a_round_that_an_interruption_split_counts_for_nothing(
     again = [run(limits, 2, "after", slower) for limits in (CURRENT, OTHER)]
     split = [run(OTHER, 2, "before"), *again]
     told, whole = (
-        Draws.of_replays([OTHER, CURRENT], [*first, *rest], DRAWS) for rest in (split, again)
+        draws_of_replays([OTHER, CURRENT], [*first, *rest], DRAWS) for rest in (split, again)
     )
     assert np.array_equal(told.here, whole.here)
 
@@ -229,7 +230,7 @@ def test_where_everybody_loses_requests_live_the_rate_decides() -> None:
         return Score(Tier.NOT_SUSTAINED, 1 / per_s, RATE, (("e2e_p99", math.inf),), None, 0.5)
 
     runs = [*replays(OTHER, *[lost(13.0)] * 3), *replays(CURRENT, *[lost(10.0)] * 3)]
-    found = Draws.of_replays([OTHER, CURRENT], runs, DRAWS).decide(CURRENT)
+    found = draws_of_replays([OTHER, CURRENT], runs, DRAWS).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, RATE)
 
 

@@ -21,8 +21,8 @@ from tuner.replay import metrics
 from tuner.replay.slo import Slo
 from tuner.search.effects import Effects
 from tuner.search.objective import Bounds
-from tuner.search.posterior import LIVE_SPREADS
 from tuner.search.race import CONFIDENCE
+from tuner.search.replayed import LIVE_SPREADS
 from tuner.search.trials import (
     Phase,
     Trial,

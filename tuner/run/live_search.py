@@ -19,6 +19,7 @@ from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import RACE_REPLAYS, SEARCH_REPLAYS, SEARCH_SHARE
 from tuner.search.ladder import FINALISTS, finalists, propose
 from tuner.search.posterior import Draws
+from tuner.search.replayed import draws_of_replays
 from tuner.search.trials import Observation, Phase, leader
 
 # A replay may take this many times what was planned before it is cut: ours; a low cap under
@@ -44,7 +45,7 @@ class LiveEvidence:
     def draws(self, count: int) -> Draws:
         """Return draws of what the replays say."""
         runs = self.plan.context.journal.race_runs()
-        return Draws.of_replays(self.plan.settings, runs, count)
+        return draws_of_replays(self.plan.settings, runs, count)
 
     def inside(self, draws: Draws, confidence: float) -> list[EngineLimits]:
         """Return everybody at first, and then who may yet be the best."""

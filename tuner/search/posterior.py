@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
 from typing import Self
 
@@ -19,18 +18,16 @@ import numpy as np
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
-from tuner.search.effects import Effects, Spreads
-from tuner.search.objective import RATE, WORST_SLACK, Score, Tier
+from tuner.search.effects import Effects
+from tuner.search.objective import WORST_SLACK, Score, Tier
 from tuner.search.race import (
     CONFIDENCE,
     OTHER_TRAFFIC,
     STANDING_SHARES,
     Odds,
     RaceDecision,
-    RaceRun,
     RaceVerdict,
     Standing,
-    compared,
 )
 from tuner.stats import Bools, Estimate, Floats, student_quantile
 
@@ -49,15 +46,9 @@ LIKELY = 0.5
 # Who is the best in fewer draws than this is out of contention, and so are all but the
 # likeliest of those that are left: ours, since what is learnt of these tells of the others.
 CONTENDS, MAX_CONTENDERS = 0.05, 2
-# Of what live replays show where nothing was predicted, before any: settings differ by a lot,
-# rounds by a busy machine's mood, replays of a round by what two differ by on one: ours.
-LIVE_SPREADS = Spreads(effect=1.0, mood=0.15, noise=0.05)
-# Of what a bound leaves it is the level that counts, of which a mood is a part.
-LEVEL_SPREADS = Spreads(effect=1.0, mood=0.0, noise=0.05)
 # What the draws are of, beside other traffic.
 MODEL_ALONE = "the model's error alone: of this traffic no other can be drawn"
 LIVE_ALONE = "other replays of the same traffic"
-_LEAST_USED = 1e-9
 # What is drawn of each setting: the objective's value, and how much of its bounds is used up.
 COST, SLO, LOAD = range(3)
 Others = Callable[[Sequence[EngineLimits]], Floats]
@@ -154,39 +145,6 @@ class Draws:
             any(score.slo_used is not None for score in point),
             learnable,
         )
-
-    @classmethod
-    def of_replays(
-        cls, settings: Sequence[EngineLimits], runs: Sequence[RaceRun], draws: int
-    ) -> Self:
-        """Return draws of what live replays in turns say, where nothing was predicted.
-
-        A setting that failed once is taken to fail, and one that lost so many requests that an
-        SLO, or what is optimised, once had no end is taken to have none. One that was not
-        replayed beside another in a round may be anything.
-        """
-        failed = {run.limits for run in runs if run.score.tier is Tier.FAILED}
-        mine = compared([run for run in runs if run.limits in settings])
-        good = [run for run in mine if run.limits not in failed]
-        metric = _own_metric(good)
-        drawn = partial(_drawn_live, settings, good, draws)
-        values, learnable = drawn(LIVE_SPREADS, lambda score: score.value_of(metric))
-        endless = failed | _endless(good, metric)
-        values[:, [limits in endless for limits in settings]] = math.inf
-        bounds = (
-            drawn(LEVEL_SPREADS, lambda score: score.slo_used)[0],
-            drawn(LEVEL_SPREADS, lambda score: score.load_used)[0],
-        )
-        breaking = {run.limits for run in good if run.score.slo_used == math.inf}
-        bounds[0][:, [limits in breaking for limits in settings]] = math.inf
-        has_slos = any(run.score.slo_used is not None for run in good)
-        here, point = np.stack([values, *bounds], axis=-1), np.median(values, axis=0)
-
-        def elsewhere(some: Sequence[EngineLimits]) -> Floats:
-            return here[:, [settings.index(limits) for limits in some]]
-
-        basis = (LIVE_ALONE, has_slos, learnable)
-        return cls(tuple(settings), metric, point, here, elsewhere, *basis)
 
     @classmethod
     def pooled(cls, parts: Sequence[Self]) -> Self:
@@ -544,46 +502,6 @@ def _is_better(pair: Floats, column: int) -> Bools:
     cost, its = _charged(pair, column).T
     better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
     return better
-
-
-def _own_metric(runs: Sequence[RaceRun]) -> str:
-    """Return what is optimised, or the rate where each setting once had none of it."""
-    names = {run.score.own_metric for run in runs} - {RATE}
-    limits = {run.limits for run in runs}
-    return next((n for n in sorted(names) if _endless(runs, n) < limits), RATE)
-
-
-def _endless(runs: Sequence[RaceRun], metric: str) -> set[EngineLimits]:
-    """Return whose value had no end in a replay, as where nothing was answered in time."""
-    return {run.limits for run in runs if run.score.value_of(metric) in (None, math.inf)}
-
-
-def _drawn_live(
-    settings: Sequence[EngineLimits],
-    runs: Sequence[RaceRun],
-    draws: int,
-    spreads: Spreads,
-    of: Callable[[Score], float | None],
-) -> tuple[Floats, Learnable | None]:
-    """Return draws of a value of each setting by its replays, and what more of them would tell.
-
-    Zeros and nothing where none has one.
-
-    Shapes: [draws, settings].
-    """
-    turns = sorted({run.turn for run in runs})
-    replays = [
-        (turns.index(run.turn), settings.index(run.limits), math.log(max(value, _LEAST_USED)))
-        for run in runs
-        if (value := of(run.score)) is not None and value < math.inf
-    ]
-    if not replays:
-        return np.zeros((draws, len(settings))), None
-    middle = float(np.median([value for _, _, value in replays]))
-    around = [(number, setting, value - middle) for number, setting, value in replays]
-    found, rng = Effects.of(len(settings), around, spreads), np.random.default_rng(0)
-    off = np.array([found.draw(rng) for _ in range(draws)])
-    return np.exp(middle + off), Learnable(found, off)
 
 
 def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
