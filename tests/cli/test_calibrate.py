@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_what_cannot_be_corrected_is_reported(
     ],
 )
 def test_steps_of_another_engine_correct_nothing_unless_it_is_forced(
-    served_by: dict[str, str],
+    served_by: dict[str, Any],
     refused: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -26,8 +26,8 @@ TOY: dict[str, Any] = {"noise_ratio": 0.3, "current": [16, 2048], "pause_s": 4.0
 
 
 def begun(arguments: list[str], costs: dict[str, Any] = TOY) -> subprocess.Popen[str]:
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    return subprocess.Popen(command(arguments, **costs), text=True, **pipes)
+    words, nothing = command(arguments, **costs), subprocess.DEVNULL
+    return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=nothing, text=True)
 
 
 def wait_for_rounds(url: str, run_dir: Path, count: int, main: subprocess.Popen[str]) -> None:
