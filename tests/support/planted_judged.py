@@ -16,7 +16,8 @@ from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.result import RunResult, read_result
 from tuner.run.tune import tune
-from tuner.search.objective import Tier, moved, moved_bounds
+from tuner.search.objective import Score, Tier, moved, moved_bounds
+from tuner.search.posterior import MISSED_LOAD
 
 # What makes a change worth its trouble: as in `tune check`.
 PAYS_RATIO = 0.05
@@ -108,7 +109,7 @@ class Known:
         if limits is None:
             return cls(best, tier, to_gain[0], min(to_gain))
         losses = [truth.loss(limits, best, times) for times in SPEEDS]
-        better = [truth.is_better(limits, current, times) for times in SPEEDS]
+        better = [_is_better(truth, limits, current, times) for times in SPEEDS]
         tiers = [truth.score(limits, times).tier for times in SPEEDS]
         breaks = [own is Tier.BREAKS_SLO for own in tiers]
         is_change, has_slo = limits != current, bool(truth.slos)
@@ -130,10 +131,28 @@ class Known:
 
 
 def _to_be_had(truth: Truth, best: EngineLimits, times: float) -> float:
-    """Return the loss of the current setting; enough to pay where it is of a worse tier."""
+    """Return what the current setting loses; enough to pay where it alone breaks an SLO."""
     current = truth.case.current
-    is_lower = truth.score(current, times).tier > truth.score(best, times).tier
-    return max(PAYS_RATIO if is_lower else 0.0, truth.loss(current, best, times))
+    mine, its = truth.score(current, times), truth.score(best, times)
+    if Tier.BREAKS_SLO in (mine.tier, its.tier):
+        is_lower = mine.tier > its.tier
+        return max(PAYS_RATIO if is_lower else 0.0, truth.loss(current, best, times))
+    return max(0.0, _charged(mine, its) / _charged(its, mine) - 1)
+
+
+def _is_better(truth: Truth, limits: EngineLimits, other: EngineLimits, times: float) -> bool:
+    """Whether a setting is truly better than another by what is optimised."""
+    mine, its = truth.score(limits, times), truth.score(other, times)
+    if Tier.BREAKS_SLO in (mine.tier, its.tier):
+        return truth.is_better(limits, other, times)
+    return _charged(mine, its) < _charged(its, mine)
+
+
+def _charged(score: Score, other: Score) -> float:
+    """Return what a setting costs, with what it costs not to sustain what another does."""
+    over = (score.load_used or 0.0) - 1
+    missed = over > 0 and (other.load_used or 0.0) <= 1
+    return score.value_in(Tier.GOOD) * (1 + max(over, MISSED_LOAD) * missed)
 
 
 def _gain(truth: Truth, limits: EngineLimits, metric: str) -> float | None:
