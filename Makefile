@@ -35,7 +35,7 @@ STAMP := $(VENV)/.ready-$(EXTRA)
 # tuner, and its recorder with the doors that vLLM looks for.
 SOURCES := pyproject.toml tuner/recorder/pyproject.toml Makefile
 HERE := $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ./tuner/recorder -e
-PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dist tune test test-rest test-all check format clean

@@ -59,7 +59,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 # Before pytest-xdist looks at the marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of vLLM where there is none; give one process all tests of real models."""
+    """Skip tests of vLLM where there is none; give one process all tests of real models.
+
+    They go first: nothing else takes so long, and the other process has the rest meanwhile.
+    """
     is_installed = importlib.util.find_spec("vllm") is not None
     skip = pytest.mark.skip(reason="vLLM is not installed: make setup")
     for item in items:
@@ -67,6 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
         group = "model" if item.get_closest_marker("model") else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("model") is None)
 
 
 @pytest.fixture(scope="session")
