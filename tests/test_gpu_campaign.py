@@ -76,6 +76,7 @@ def test_its_stages_measure_keep_and_go_on(tmp_path: Path) -> None:
     assert again == said[said.index("| stage") :]
 
 
+@pytest.mark.slow
 def test_a_stage_that_would_not_fit_is_left_to_the_next_slice(tmp_path: Path) -> None:
     said = run(tmp_path, "--slice", "25s")
     assert "starts wants 140 s: left to the next slice" in said

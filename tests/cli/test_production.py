@@ -77,6 +77,7 @@ def test_a_recording_that_its_profile_does_not_come_up_with_is_not_ranked_by(
     assert "wrong by" in said
 
 
+@pytest.mark.slow
 def test_a_derived_profile_says_its_own_error_before_and_after_a_point(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_round_is_told_with_how_much_the_rate_rises(tmp_path: Path) -> None:
     assert "9/2048 changes requests_per_s by +" in listener.notes[-1]
 
 
+@pytest.mark.slow
 def test_two_that_are_alike_race_no_longer_than_it_is_worth(tmp_path: Path) -> None:
     quiet = ToySource(noise_ratio=0.02)
     with a_run(tmp_path, TRACE, a_space(CURRENT), quiet) as run:

@@ -66,6 +66,7 @@ def test_those_that_the_space_holds_are_candidates(files: Path) -> None:
     assert STARTING_POINTS["low-latency"].limits not in tried
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_one_of_them_in_place_of_the_configurations_limits(
     files: Path,
 ) -> None:
