@@ -22,7 +22,8 @@ from tuner import library
 from tuner.errors import Caveat, NoFeasibleConfigError, UsageError
 from tuner.recorder.rows import recorded_by
 from tuner.run.listener import Listener
-from tuner.run.result import RunResult, own_version
+from tuner.run.outcome import own_version
+from tuner.run.result import RunResult
 from tuner.search.trials import Trial
 
 

@@ -9,7 +9,8 @@ import pytest
 from support.result_parts import AROUND, CHANGE, CURRENT, GOAL, MEASURED, WINNER, made
 from tuner.emit.comments import comments
 from tuner.errors import Caveat
-from tuner.run.result import ColdConfirmation, make_outcome
+from tuner.run.outcome import make_outcome
+from tuner.run.result import ColdConfirmation
 from tuner.search.objective import Score, Tier
 from tuner.search.race import OTHER_TRAFFIC, UNFINISHED, Odds, RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial

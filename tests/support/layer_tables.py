@@ -182,25 +182,15 @@ def _columns(batches: Sequence[Batch], took_s: Sequence[float]) -> StepColumns:
     prefill = np.array([batch.prefill for batch in batches], np.float64)
     cached = np.array([batch.cached for batch in batches], np.float64)
     seqs = np.array([len(each) for each in contexts], np.float64)
-    duration_s, nothing = np.array(took_s), np.zeros(len(batches))
     spreads = [spread_tokens(len(c), sum(c), sum(x * x for x in c)) for c in contexts]
-    return StepColumns(
-        end_s=np.cumsum(duration_s),
-        duration_s=duration_s,
-        repeats=np.ones(len(batches)),
-        decode_seqs=seqs,
-        prefill_tokens=prefill,
-        decode_context_tokens=np.array([sum(each) for each in contexts], np.float64),
-        prefill_context_tokens=prefill * cached + prefill * (prefill + 1) / 2,
-        decode_spread_tokens=np.array(spreads),
-        running=seqs + (prefill > 0),
-        waiting=nothing,
-        kv_usage_ratio=nothing,
-        kv_peak_ratio=nothing,
-        preempted=nothing,
-        cached_tokens=nothing,
-        launch_s=nothing,
-        is_late=nothing,
+    return StepColumns.of_batches(
+        np.array(took_s),
+        seqs,
+        prefill,
+        np.array([sum(each) for each in contexts], np.float64),
+        prefill * cached + prefill * (prefill + 1) / 2,
+        (prefill > 0).astype(np.float64),
+        np.array(spreads),
     )
 
 

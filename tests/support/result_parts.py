@@ -9,7 +9,8 @@ from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.run.result import RunProvenance, RunResult, make_outcome
+from tuner.run.outcome import RunProvenance, make_outcome
+from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.search.trials import Phase, Trial

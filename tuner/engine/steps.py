@@ -62,6 +62,33 @@ class StepColumns:
     launch_s: Floats
     is_late: Floats
 
+    @classmethod
+    def of_batches(
+        cls,
+        duration_s: Floats,
+        decode_seqs: Floats,
+        prefill_tokens: Floats,
+        decode_context_tokens: Floats,
+        prefill_context_tokens: Floats,
+        prompts: Floats,
+        decode_spread_tokens: Floats | None = None,
+    ) -> StepColumns:
+        """Return a step of each batch, of whose engine nothing else is known."""
+        nothing = np.zeros(duration_s.size)
+        spread = nothing if decode_spread_tokens is None else decode_spread_tokens
+        return cls(
+            np.cumsum(duration_s),
+            duration_s,
+            nothing + 1.0,
+            decode_seqs,
+            prefill_tokens,
+            decode_context_tokens,
+            prefill_context_tokens,
+            spread,
+            decode_seqs + prompts,
+            *[nothing] * 7,
+        )
+
     def __len__(self) -> int:
         return int(self.end_s.size)
 

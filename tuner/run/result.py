@@ -6,29 +6,21 @@ What is said of the winner is worked out in `evidence`, wording for a terminal i
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineInfo
-from tuner.errors import Caveat, UsageError
+from tuner.errors import UsageError
 from tuner.files import UNREADABLE
 from tuner.replay.slo import LATENCIES
 from tuner.run.directory import RESULT_FILE, RUN_FILE
 from tuner.run.evidence import (
     MetricChange,
-    change_bounds,
     kv_text,
-    limited_by,
-    load_text,
     metric_changes,
 )
 from tuner.run.knobs.records import KnobAdvice
@@ -37,17 +29,14 @@ from tuner.run.variants.records import VariantComparison
 from tuner.search.objective import (
     Bounds,
     Objective,
-    Scoring,
-    Tier,
     is_rate,
     moved,
     moved_bounds,
 )
-from tuner.search.posterior import LIKELY, TIE_LOSS
-from tuner.search.race import Odds, RaceDecision, RaceVerdict, Standing
-from tuner.search.trials import Phase, Trial, decisive, leader, predictions
+from tuner.search.posterior import TIE_LOSS
+from tuner.search.race import Odds, RaceVerdict, Standing
+from tuner.search.trials import Phase, Trial, predictions
 from tuner.stats import Estimate
-from tuner.traffic.traces import Trace
 
 SCHEMA: Final = 2
 MOST_MORE_S: Final = 3600.0
@@ -473,207 +462,6 @@ class RunResult:
             return kv_text(self.trials, advice.limits)
         cold = [t for t in self.trials if t.phase is Phase.COLD]
         return kv_text([*predictions(self.trials), *cold], advice.limits)
-
-
-@dataclass(frozen=True, slots=True)
-class RunProvenance:
-    """What surrounds a decision when its result is made; without secrets.
-
-    `compared` holds what was measured live and predicted of the same requests, `predicted` all
-    that was predicted of them. `info` is of the engine that was measured on, `cold_blocks` how
-    many KV blocks engines had that were started cold at some limits, `ladder` the caps that
-    were to be tried. `caveat_texts` are the texts of caveats that say it with its figures.
-    """
-
-    trace: Trace
-    replayed_requests: int
-    window: str
-    info: EngineInfo | None
-    current_source: str
-    model: str
-    options: Mapping[str, Any]
-    engine_starts: int
-    wall_s: float
-    method: str = "live"
-    predicted_requests: int = 0
-    predicted_window: str = ""
-    walls_s: Mapping[str, float] = field(default_factory=dict)
-    cold: Mapping[str, Any] | None = None
-    capacity: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
-    serve_values: Mapping[str, object] = field(default_factory=dict)
-    description: Mapping[str, object] = field(default_factory=dict)
-    compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
-        default_factory=dict
-    )
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
-    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
-    ladder: Sequence[int] = ()
-    knobs: KnobAdvice | None = None
-    starting_points: Sequence[StartFinding] = ()
-    clients: ClientAdvice | None = None
-    restlessness: Restlessness | None = None
-    caveat_texts: Mapping[Caveat, str] = field(default_factory=dict)
-
-    def caveat(self, caveat: Caveat) -> CaveatRecord:
-        """Return a caveat for the result."""
-        return CaveatRecord(str(caveat), self.caveat_texts.get(caveat, caveat.text))
-
-
-def make_outcome(
-    decision: RaceDecision,
-    current: EngineLimits,
-    goal: Scoring,
-    records: Sequence[Trial],
-    caveats: Sequence[Caveat],
-    around: RunProvenance,
-    state: str,
-) -> RunResult:
-    """Return everything there is to say about a run."""
-    trials = predictions(records) if decision.is_predicted else records
-    is_part = around.replayed_requests < len(around.trace) and not decision.is_predicted
-    changes = _with_gain(metric_changes(trials, decision.shown, current, goal.tail), decision)
-    is_feasible = _is_feasible(decision, trials)
-    return RunResult(
-        state=state,
-        method=around.method,
-        objective=goal.objective,
-        tail=goal.tail,
-        slos=tuple(str(slo) for slo in goal.slos),
-        recommendation=_advice(decision) if is_feasible else None,
-        baseline=CurrentConfiguration(**asdict(current), source=around.current_source),
-        evidence=tuple(changes),
-        limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
-        load=load_text(trials, decision.shown, is_part=is_part),
-        confirmed_cold=msgspec.convert(around.cold, ColdConfirmation | None),
-        capacity=msgspec.convert(around.capacity, CapacityRecord | None),
-        provenance=_provenance(around),
-        serve_values=dict(around.serve_values),
-        trace_description=dict(around.description),
-        live_against_shadow=_compared(around),
-        ladder=tuple(around.ladder),
-        caveats=tuple(map(around.caveat, caveats)),
-        trials=tuple(records),
-        knobs=around.knobs,
-        starting_points=tuple(around.starting_points),
-        clients=around.clients,
-        nearest=None if is_feasible else nearest_of(decision),
-        restlessness=around.restlessness,
-    )
-
-
-def _compared(around: RunProvenance) -> tuple[Compared, ...]:
-    return tuple(
-        Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
-        for (limits, metric), (live, shadow) in around.compared.items()
-    )
-
-
-def nearest_of(decision: RaceDecision) -> Nearest | None:
-    """Return who is nearest to the SLOs, None where no probability of it is known."""
-    if decision.odds is None or decision.odds.p_slo is None:
-        return None
-    return Nearest(**asdict(decision.best), p_slo=decision.odds.p_slo)
-
-
-def _is_feasible(decision: RaceDecision, trials: Sequence[Trial]) -> bool:
-    """Whether the decision is more likely than not to meet every SLO.
-
-    By the best that was measured where the run ended before there were probabilities.
-    """
-    if decision.odds is not None:
-        return decision.odds.p_slo is None or decision.odds.p_slo >= LIKELY
-    best = leader([t.observation for t in decisive(trials)])
-    return best is not None and best.score.tier is not Tier.BREAKS_SLO
-
-
-def _with_gain(changes: Sequence[MetricChange], decision: RaceDecision) -> list[MetricChange]:
-    """Return the changes, that of the metric that decides by all that is known of it."""
-    gain = decision.gain_here or decision.gain
-    if gain is None:
-        return [*changes]
-    metric = decision.metric
-    ratio, bounds = moved(metric, gain.value - 1), moved_bounds(metric, change_bounds(gain))
-    return [
-        replace(row, change_ratio=ratio, change_interval=bounds)
-        if row.metric == metric
-        else row
-        for row in changes
-    ]
-
-
-def _advice(decision: RaceDecision) -> Advice:
-    gain = decision.gain
-    is_open = gain is None or gain.low is None or gain.high is None
-    here = decision.gain_here
-    return Advice(
-        **asdict(decision.winner),
-        verdict=decision.verdict,
-        why=decision.why,
-        best_measured=decision.best,
-        tied=decision.tied,
-        rounds=decision.rounds,
-        gain_ratio=None if gain is None else gain.value - 1,
-        gain_interval=None if gain is None or is_open else change_bounds(gain),
-        gain_metric=decision.metric,
-        is_predicted=decision.is_predicted,
-        gain_here_interval=None if here is None else change_bounds(here),
-        odds=decision.odds,
-        standings=decision.standings,
-    )
-
-
-def own_version() -> str:
-    """Return this package's version, "unknown" where it runs from a folder, not installed."""
-    try:
-        return importlib.metadata.version("max-num-seqs-tuner")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _provenance(around: RunProvenance) -> Provenance:
-    trace = around.trace
-    return Provenance(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        tuner_version=own_version(),
-        python=platform.python_version(),
-        trace=TraceRecord(
-            source=trace.source,
-            format=trace.format,
-            sha256=trace.sha256,
-            rows=trace.notes.rows,
-            requests=len(trace),
-            replayed_requests=around.replayed_requests,
-            window=around.window,
-            predicted_requests=around.predicted_requests,
-            predicted=around.predicted_window,
-        ),
-        engine=None if around.info is None else _engine(around.info),
-        cold_engines=tuple(
-            ColdEngine(**asdict(limits), num_blocks=blocks)
-            for limits, blocks in around.cold_blocks.items()
-        ),
-        model=around.model,
-        options=dict(around.options),
-        engine_starts=around.engine_starts,
-        wall_s=around.wall_s,
-        stages_s=dict(around.walls_s),
-        profile=msgspec.convert(around.profile, ProfileRecord | None),
-    )
-
-
-def _engine(info: EngineInfo) -> EngineRecord:
-    return EngineRecord(
-        kind=info.kind,
-        vllm_version=info.vllm_version,
-        device=info.device,
-        dtype=info.dtype,
-        max_model_len=info.max_model_len,
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        started_at_limits=info.ceiling,
-        sampling=info.sampling,
-    )
 
 
 @dataclass(frozen=True, slots=True)

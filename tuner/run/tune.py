@@ -37,7 +37,8 @@ from tuner.run.inputs import (
 )
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
-from tuner.run.result import RunProvenance, RunResult, make_outcome, nearest_of
+from tuner.run.outcome import RunProvenance, make_outcome, nearest_of
+from tuner.run.result import RunResult
 from tuner.run.sessions.live import AnySession
 from tuner.run.sessions.shadow import RunFindings
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare

@@ -22,7 +22,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import UsageError
 from tuner.files import ExpectedText, write_atomic
 from tuner.redact import has_secrets
-from tuner.run.result import own_version
+from tuner.run.outcome import own_version
 from tuner.shadow.profiles import Profile
 from tuner.traffic.traces import Trace
 

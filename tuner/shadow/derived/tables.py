@@ -112,25 +112,8 @@ def _columns(rows: Sequence[_Batch], duration_s: Floats) -> StepColumns:
     """Return batches and how long each takes as steps."""
     seqs, contexts, prefill, prompts, cached = np.array(rows, np.float64).T
     each = np.divide(prefill, prompts, out=np.zeros_like(prefill), where=prompts > 0)
-    nothing = np.zeros(len(rows))
-    return StepColumns(
-        end_s=np.cumsum(duration_s),
-        duration_s=duration_s,
-        repeats=np.ones(len(rows)),
-        decode_seqs=seqs,
-        prefill_tokens=prefill,
-        decode_context_tokens=contexts,
-        prefill_context_tokens=prompts * (each * cached + each * (each + 1) / 2),
-        decode_spread_tokens=nothing,
-        running=seqs + prompts,
-        waiting=nothing,
-        kv_usage_ratio=nothing,
-        kv_peak_ratio=nothing,
-        preempted=nothing,
-        cached_tokens=nothing,
-        launch_s=nothing,
-        is_late=nothing,
-    )
+    pairs = prompts * (each * cached + each * (each + 1) / 2)
+    return StepColumns.of_batches(duration_s, seqs, prefill, contexts, pairs, prompts)
 
 
 def _batches(longest: int, held_tokens: int) -> Iterator[_Batch]:
