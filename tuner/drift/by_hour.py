@@ -25,7 +25,7 @@ from tuner.run.context import Workload
 from tuner.run.drawing import FEW_DRAWS
 from tuner.search.budget import Aim
 from tuner.search.objective import Scoring
-from tuner.search.posterior import Draws
+from tuner.search.posterior import Draws, charged
 from tuner.search.race import CONFIDENCE
 from tuner.search.trials import leader
 from tuner.shadow.calibration import StatedError
@@ -208,19 +208,24 @@ class _Day:
 
     def __init__(self, hours: Sequence[Hour], drawn: Sequence[Draws]) -> None:
         self._hours, self._settings = hours, drawn[0].settings
-        self._holds, self._logs = [], []
+        self._holds, self._logs, self._charged = [], [], []
         for draws in drawn:
             holds, column, _ = draws.criterion()
             self._holds.append(holds)
+            elsewhere = draws.elsewhere(self._settings)
             with np.errstate(divide="ignore"):
-                self._logs.append(np.log(draws.elsewhere(self._settings)[:, :, column]))
+                self._logs.append(np.log(elsewhere[:, :, column]))
+                self._charged.append(np.log(charged(elsewhere, column, holds)))
 
     def loss(self, by_hour: Sequence[EngineLimits]) -> tuple[float, float]:
-        """Return what is to be small: hours in which bounds are not kept, then the costs."""
+        """Return what is to be small: hours in which bounds are not kept, then the costs.
+
+        With what it costs in each not to sustain what another setting sustains.
+        """
         missed = costs = 0.0
         for row, column, weight in self._rows(by_hour):
             missed += weight * (not self._holds[row][column])
-            costs += weight * float(self._logs[row][:, column].mean())
+            costs += weight * float(self._charged[row][:, column].mean())
         return missed, costs
 
     def plan(self, by_hour: tuple[EngineLimits, ...], fixed: EngineLimits) -> DayPlan:

@@ -371,7 +371,7 @@ class Draws:
     def _judged(self, confidence: float, current: EngineLimits) -> _Judged:
         """Return how the settings stand beside each other."""
         field, column, metric = self.criterion(confidence, current)
-        return _Judged(field, column, metric, _charged(self.here, column, field))
+        return _Judged(field, column, metric, charged(self.here, column, field))
 
     def criterion(
         self, confidence: float = CONFIDENCE, current: EngineLimits | None = None
@@ -409,7 +409,7 @@ class Draws:
     def odds(self, pair: list[int], elsewhere: Floats, column: int, confidence: float) -> Odds:
         """Return how sure it is that the first of a pair is better than the second."""
         here, best = self.here[:, pair], pair[0]
-        cost, its = _charged(here, column).T
+        cost, its = charged(here, column).T
         with np.errstate(divide="ignore", invalid="ignore"):
             loss = np.nan_to_num(its / cost - 1, nan=0.0, posinf=MAX_LOSS)
         p_better = _share(_is_better(here, column))
@@ -478,7 +478,7 @@ def _is_sure(odds: Odds) -> bool:
     return odds.meets_more or (odds.p_better >= odds.confidence and odds.p_elsewhere >= LIKELY)
 
 
-def _charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
+def charged(drawn: Floats, column: int, field: Bools | None = None) -> Floats:
     """Return what settings cost, with what it costs not to sustain what one of the field does.
 
     Shapes: drawn is [draws, settings, 3], field [settings], found [draws, settings].
@@ -499,7 +499,7 @@ def _is_better(pair: Floats, column: int) -> Bools:
     Shapes: pair is [draws, 2, 3].
     """
     ours, theirs = (pair[:, :, SLO] <= 1.0).T
-    cost, its = _charged(pair, column).T
+    cost, its = charged(pair, column).T
     better: Bools = (ours & ~theirs) | ((ours == theirs) & (cost < its))
     return better
 
