@@ -10,7 +10,7 @@
 #   requests_per_s   16.6/s -> 30.9/s   (+85.4%, interval +59.5% … +115.5%)
 #   output_tokens_per_s 1,388/s -> 2,577/s   (+85.4%, interval +59.5% … +115.5%)
 # expected of e2e_p95: -56.3% (90% interval -60.4% … -51.7% over other traffic of the kind and the model's error)
-# P(better) 1.00 (other hours 1.00), P(SLOs met) 1.00, P(load sustained) 0.00, keeping loses 128.7%
+# P(better) 1.00 (other hours 1.00), P(SLOs met) 1.00, P(load sustained) 0.00, keeping costs 2.29 times as much
 # offered 58/s, finished 31/s: overloaded 1.7 x
 # gpu_cache_usage_perc (kv_cache_usage_perc) peak 0.05, no preemption, started as it is deployed
 # limited by: the load, 1.7 x what it can sustain; 80 raises tpot_p95 by 22% (predicted)

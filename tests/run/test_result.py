@@ -133,15 +133,17 @@ def test_a_result_that_no_run_wrote_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("open_ratio", "spent_s", "said"),
+    ("open_ratio", "spent_s", "is_sure", "said"),
     [
-        (None, 100.0, "differ by 6.0% between moments"),
-        (0.008, 100.0, "and 0.8% is open of the two best"),
-        (0.03, 60.0, "open of the two best: about 8 min more would bring that below 1%"),
-        (0.1, 60.0, "more time does not help, a machine that is left alone would"),
+        (None, 100.0, False, "differ by 6.0% between moments"),
+        (0.008, 100.0, False, "and the ratio of the two best is known to within 0.8%"),
+        (0.03, 60.0, False, "within 3.0%: about 8 min more would bring that below 1%"),
+        (0.1, 60.0, False, "more time does not help, a machine that is left alone would"),
+        (0.1, 60.0, True, "and the ratio of the two best is known to within 10.0%"),
     ],
 )
 def test_of_a_restless_machine_it_is_told_how_much_longer_would_help(
-    open_ratio: float | None, spent_s: float, said: str
+    open_ratio: float | None, spent_s: float, *, is_sure: bool, said: str
 ) -> None:
-    assert Restlessness.of(0.06, open_ratio, spent_s).text.endswith(said)
+    found = Restlessness.of(0.06, open_ratio, spent_s, is_sure=is_sure)
+    assert found.text.endswith(said)

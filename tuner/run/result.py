@@ -254,9 +254,9 @@ class Restlessness:
     """How restless the machine was, and how much longer a run it would take to know well.
 
     `apart_ratio` is by how much like steps differ from one moment to another, `open_ratio` how
-    much is open of the two best, None where nothing is known of that. `more_s` is how much more
-    calibrating and racing would bring it below TIE_LOSS, since it shrinks as the root of the
-    time grows; None where that is too long.
+    far off the ratio of the two best may be, None where nothing is known of that. `more_s` is
+    how much more calibrating and racing would bring it below TIE_LOSS, since it shrinks as the
+    root of the time grows; 0 where the answer is sure without, None where that is too long.
     """
 
     apart_ratio: float
@@ -264,10 +264,12 @@ class Restlessness:
     more_s: float | None
 
     @classmethod
-    def of(cls, apart_ratio: float, open_ratio: float | None, spent_s: float) -> Self:
-        """Return it of a run that has calibrated and raced for so long."""
-        more_s = None
-        if open_ratio is not None:
+    def of(
+        cls, apart_ratio: float, open_ratio: float | None, spent_s: float, *, is_sure: bool
+    ) -> Self:
+        """Return it of a run that has calibrated and raced for so long, and is sure or not."""
+        more_s = 0.0 if is_sure else None
+        if open_ratio is not None and not is_sure:
             more_s = spent_s * max(0.0, (open_ratio / TIE_LOSS) ** 2 - 1)
         is_long = more_s is not None and more_s > MOST_MORE_S
         return cls(
@@ -282,7 +284,7 @@ class Restlessness:
         said = f"like steps of this machine differ by {self.apart_ratio:.1%} between moments"
         if self.open_ratio is None:
             return said
-        said += f", and {self.open_ratio:.1%} is open of the two best"
+        said += f", and the ratio of the two best is known to within {self.open_ratio:.1%}"
         if self.more_s is None:
             return f"{said}: more time does not help, a machine that is left alone would"
         if self.more_s <= 0:

@@ -22,6 +22,7 @@ from tuner.search.effects import Effects
 from tuner.search.objective import WORST_SLACK, Score, Tier
 from tuner.search.race import (
     CONFIDENCE,
+    MAX_LOSS,
     OTHER_TRAFFIC,
     STANDING_SHARES,
     Odds,
@@ -55,8 +56,6 @@ Others = Callable[[Sequence[EngineLimits]], Floats]
 """Takes settings and returns what is drawn of them on other traffic, [draws, settings, 3]."""
 # How often it is drawn what a round might show: ours.
 LOOKS = 24
-# What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
-MAX_LOSS = 10.0
 
 
 def drawn_of(scores: Sequence[Score]) -> Floats:

@@ -20,6 +20,8 @@ CONFIDENCE = 0.9
 # Rounds of live replays at most: ours; what is left open then is open for another reason than
 # too few replays.
 MAX_ROUNDS = 8
+# What is lost at most in a draw, as where a setting fails: ours, so that a mean exists.
+MAX_LOSS = 10.0
 UNFINISHED = "unfinished"
 """Why the best so far is named where a run ended before it had decided."""
 OTHER_TRAFFIC = "other traffic of the kind and the model's error"
@@ -145,10 +147,20 @@ class Odds:
         if self.rival is not None:
             who, own, to = f"{self.rival} ", "of the current one ", " to whoever is best"
         other = f" (other hours {self.p_elsewhere:.2f})" if self.has_other_traffic else ""
+        loses = f"loses {self.loss:.1%}{to}" if self.loss < 1 else _times_as_much(self.loss)
         return (
             f"P({who}better) {self.p_better:.2f}{other}, {own}{slo}"
-            f"P(load sustained) {self.p_sustained:.2f}, keeping loses {self.loss:.1%}{to}"
+            f"P(load sustained) {self.p_sustained:.2f}, keeping {loses}"
         )
+
+
+def _times_as_much(loss: float) -> str:
+    """Say what it costs to keep a setting that loses more than all.
+
+    >>> _times_as_much(1.287), _times_as_much(MAX_LOSS)
+    ('costs 2.29 times as much', 'costs 11 times as much or more')
+    """
+    return f"costs {1 + loss:.3g} times as much" + (" or more" if loss >= MAX_LOSS else "")
 
 
 @dataclass(frozen=True, slots=True)

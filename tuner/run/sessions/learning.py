@@ -17,7 +17,8 @@ from tuner.run.result import Restlessness
 from tuner.run.rounds import packed
 from tuner.run.time_plan import Observe
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.race import RaceDecision
+from tuner.search.posterior import TIE_LOSS
+from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.agreement import compare, together
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiles import Agreement, Profile, read_profile, write_profile
@@ -118,11 +119,13 @@ class Learning:
         """Return how restless the machine was, None where nothing was learnt of it."""
         if self.calibrator is None or self.calibrator.mood is None:
             return None
-        taken_s = self.context.stopwatch.stages_s
+        taken_s, odds = self.context.stopwatch.stages_s, decision.odds
+        is_change = decision.verdict is RaceVerdict.CHANGE
         return Restlessness.of(
             math.expm1(self.calibrator.mood.between_moments),
-            None if decision.odds is None else decision.odds.open_ratio,
+            None if odds is None else odds.open_ratio,
             sum(taken_s.get(name, 0.0) for name in ("calibrate", "race")),
+            is_sure=is_change or (odds is not None and odds.loss <= TIE_LOSS),
         )
 
     def compared(self, profile: Profile) -> Profile:
