@@ -119,7 +119,7 @@ TRACE = replace(a_trace([0.0, 1.0, 5.0]), turns=TURNS)
         ReplayPlan(),
         ReplayPlan(sessions=Sessions.RECORDED),
         ReplayPlan(load_model=LoadModel.CLOSED, concurrency=1),
-        ReplayPlan(clock=ClockKind.WALL, lead_in_s=0.0),
+        ReplayPlan(clock=ClockKind.WALL),
     ],
     ids=["causal", "open", "closed", "wall"],
 )

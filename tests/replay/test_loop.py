@@ -29,6 +29,7 @@ from tuner.replay.timeline import Outcome
 from tuner.traffic.concurrency import Concurrency
 from tuner.traffic.prompts import TokenPrompt
 from tuner.traffic.traces import LoadModel, Trace
+from tuner.traffic.windows import Window
 
 LIMITS = EngineLimits(8, 256)
 SLOW = ToySource(ToyCosts(base_s=0.1, per_seq_s=0.0, per_prefill_token_s=0.0))
@@ -353,7 +354,8 @@ def test_a_lead_in_is_replayed_and_not_measured() -> None:
     """What comes after it meets the queue of before, on a clock that begins with it."""
     trace, limits = steady(60, per_s=30.0), EngineLimits(2, 256)
     whole = replay_toy(trace, limits, SLOW)
-    cut = replay_toy(trace, limits, SLOW, ReplayPlan(lead_in_s=1.0, keep_steps=True))
+    window = Window(1.0, 99.0).with_lead_in(1.0)
+    cut = replay_toy(window.of(trace), limits, SLOW, ReplayPlan(keep_steps=True))
     rows = trace.due_s >= 1.0
     assert len(cut.timelines) == rows.sum()
     np.testing.assert_allclose(cut.timelines.due_s, trace.due_s[rows] - 1.0)
@@ -370,6 +372,4 @@ def test_a_lead_in_is_replayed_and_not_measured() -> None:
 
 def test_a_lead_in_that_leaves_nothing_is_reported() -> None:
     with pytest.raises(ReplayError, match="no request is due after the lead-in of 9 s"):
-        replay_toy(steady(20, 10.0), LIMITS, ToySource(), ReplayPlan(lead_in_s=9.0))
-    with pytest.raises(UsageError, match="at least 0 s, got -1"):
-        ReplayPlan(lead_in_s=-1.0)
+        replay_toy(replace(steady(20, 10.0), lead_in_s=9.0), LIMITS, ToySource())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
 from tuner.run.time_plan import MIN_ROUNDS, RacePlan, cold_cost_s, fitting, plan_race, reserve_s
+from tuner.search.budget import warmed
 from tuner.search.trials import Phase
+from tuner.traffic.windows import Window, whole
 
 CURRENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
 FIELD = [BEST, SECOND, THIRD, CURRENT]
@@ -96,12 +99,12 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     predictor = ToyPredictor(a_profile())
     context = run.context
     wanted = run.workload.windows
-    whole_plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted)
+    whole_plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf)
     assert whole_plan is not None
     assert whole_plan.workload.windows == wanted
     took_s = sum(m.busy_s for m in whole_plan.predicted.values())
     context.stopwatch.total_s += 2.0 * took_s - context.left_s
-    shorter = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted)
+    shorter = plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, 0.0)
     assert shorter is not None
     assert shorter.workload.requests < run.workload.requests
     assert 2 * sum(m.busy_s for m in shorter.predicted.values()) < context.left_s
@@ -112,4 +115,29 @@ def test_a_race_that_does_not_fit_is_cut_to_a_stretch_that_does(run: ToyRun) -> 
     current = shorter.predicted[CURRENT].latency("e2e_s", "p50")
     assert shorter.lives == (window.length_s, current)
     context.stopwatch.total_s = 0.0
-    assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted) is None
+    assert plan_race(context, predictor, context.aim, [BEST, CURRENT], wanted, math.inf) is None
+
+
+def test_what_comes_before_a_window_is_replayed_for_as_long_as_a_request_lives(
+    run: ToyRun,
+) -> None:
+    """It is not measured, and takes its part of the time."""
+    predictor, context = ToyPredictor(a_profile()), run.context
+    middle = whole(context.trace).end_s / 2
+    wanted = (warmed(Window(0.6 * middle, 2.0 * middle)),)
+    bare = (wanted[0].with_lead_in(0.0),)
+    found = {}
+    for name, windows, life_s in (("long", wanted, math.inf), ("short", wanted, 0.1 * middle)):
+        plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], windows, life_s)
+        assert plan is not None
+        found[name] = plan
+    plan = plan_race(context, predictor, context.aim, [BEST, CURRENT], bare, math.inf)
+    assert plan is not None
+    assert found["long"].workload.windows == wanted
+    assert found["short"].workload.windows[0].lead_in_s == pytest.approx(0.1 * middle)
+    for warm in found.values():
+        assert warm.workload.requests == plan.workload.requests
+        assert warm.workload.scoring == plan.workload.scoring
+        (piece,) = warm.workload.pieces
+        assert len(piece) > piece.measured == plan.workload.requests
+    assert found["long"].replay_s(CURRENT) > 1.2 * plan.replay_s(CURRENT)

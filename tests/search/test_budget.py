@@ -12,6 +12,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineFacts
 from tuner.errors import UsageError
 from tuner.search.budget import (
+    LIFETIMES,
     MIN_BUDGET_S,
     MIN_REPLAYS,
     MIN_REQUESTS,
@@ -99,13 +100,17 @@ def test_the_windows_fit_the_time_unless_too_few_requests_would_be_left(
             choose_windows(trace, cost, remaining_s)
         return
     windows = choose_windows(trace, cost, remaining_s)
-    length_s = sum(w.length_s for w in windows)
+    length_s = sum(w.length_s + w.lead_in_s for w in windows)
     replays = SEARCH_REPLAYS + RACE_REPLAYS
-    least_s = MIN_REQUESTS / len(trace) * trace.duration_s
+    least_s = MIN_REQUESTS / len(trace) * trace.duration_s * (1 + 1 / LIFETIMES)
     allowed_s = max(remaining_s / replays / cost, least_s)
     assert length_s <= allowed_s * 1.01 or windows == (whole(trace),)
     assert all(0 <= w.start_s < w.end_s for w in windows)
-    assert sum(len(w.of(trace)) for w in windows) > 0
+    # They start warm, as far as the trace goes back.
+    assert all(
+        w.lead_in_s == pytest.approx(min(w.start_s, w.length_s / LIFETIMES)) for w in windows
+    )
+    assert sum(w.of(trace).measured for w in windows) > 0
 
 
 def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
@@ -115,7 +120,8 @@ def test_a_window_that_does_not_fit_gives_way_to_its_busiest_stretch() -> None:
     lengths = []
     while (shorter := shorter_window(trace, (window,), 0.7)) is not None:
         assert window.start_s <= shorter.start_s < shorter.end_s <= window.end_s
-        assert len(shorter.of(trace)) >= MIN_REQUESTS
+        assert shorter.of(trace).measured >= MIN_REQUESTS
+        assert shorter.lead_in_s == pytest.approx(shorter.length_s / LIFETIMES)
         window = shorter
         lengths.append(window.length_s)
     assert lengths == sorted(lengths, reverse=True)

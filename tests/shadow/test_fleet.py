@@ -28,7 +28,7 @@ def open_case(seed: int) -> Case:
     """Return a case whose requests arrive as recorded."""
     case = random_case(seed)
     plan = ReplayPlan(timeout_s=case.plan.timeout_s, sessions=case.plan.sessions)
-    return replace(case, plan=plan)
+    return replace(case, plan=plan, trace=replace(case.trace, lead_in_s=0.0))
 
 
 def alone(case: Case, trace: Trace) -> ReplayLog:
@@ -204,9 +204,9 @@ def test_an_autoscaler_follows_what_is_in_flight() -> None:
 
 def test_what_no_router_can_deal_out_is_refused() -> None:
     case = open_case(1)
-    closed = replace(case, plan=replace(case.plan, lead_in_s=1.0))
+    warmed = replace(case, trace=replace(case.trace, lead_in_s=1.0))
     with pytest.raises(UsageError, match="deals out requests as they arrive"):
-        fleet_of(closed, Fleet(2))
+        fleet_of(warmed, Fleet(2))
     unhashed = replace(case, trace=replace(case.trace, hashes=None))
     with pytest.raises(UsageError, match="no hash ids"):
         fleet_of(unhashed, Fleet(2, Router.PREFIX))

@@ -69,6 +69,8 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     rng = np.random.default_rng([seed, 4])
     if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
         plan = replace(plan, gate=_gate(rng))
+    if rng.random() < 0.2:
+        trace = replace(trace, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
     return Case(engine, trace, limits, plan)
 
 
@@ -238,6 +240,4 @@ def _plan(rng: np.random.Generator, trace: Trace) -> ReplayPlan:
         plan = replace(plan, cut=cut)
     elif rng.random() < 0.1:
         plan = replace(plan, cut=CutRule(max_clock_s=float(rng.choice([0.05, 0.5]))))
-    if rng.random() < 0.2:
-        plan = replace(plan, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
     return plan

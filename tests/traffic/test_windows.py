@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tuner.errors import TraceError, UsageError
 from tuner.search.budget import window_text
+from tuner.traffic.resample import at_load
 from tuner.traffic.traces import Trace
 from tuner.traffic.windows import (
     Window,
@@ -126,3 +127,24 @@ def test_a_trace_shorter_than_the_window_is_taken_whole() -> None:
 def test_a_silent_window_cannot_be_replayed() -> None:
     with pytest.raises(TraceError, match="no request is due"):
         parse_window("10s:20s").resolve(a_trace([0.0])).of(a_trace([0.0]))
+
+
+@given(
+    start_s=st.floats(0.0, 30.0), length_s=st.floats(1.0, 20.0), lead_in_s=st.floats(0.0, 40.0)
+)
+def test_a_lead_in_adds_what_came_before_and_measures_the_same(
+    start_s: float, length_s: float, lead_in_s: float
+) -> None:
+    """Also what is due at the very instant at which the window starts."""
+    start_s = round(start_s, 1)
+    trace = a_trace([0.1 * k for k in range(600)])
+    window = Window(start_s, start_s + length_s)
+    bare, warm = window.of(trace), window.with_lead_in(lead_in_s).of(trace)
+    assert warm.measured == len(bare) == bare.measured
+    assert len(warm) - warm.measured == pytest.approx(10 * warm.lead_in_s, abs=1)
+    tail = warm.due_s[len(warm) - warm.measured :] - warm.lead_in_s
+    np.testing.assert_allclose(tail, bare.due_s, atol=1e-9)
+    # Another load is over the same time, and so is what comes before.
+    assert at_load(warm, 2.0).lead_in_s == at_load(warm, 0.5).lead_in_s == warm.lead_in_s
+    part = window.with_lead_in(lead_in_s).of(at_load(trace, 0.5))
+    assert at_load(part, 2.0).measured == len(bare)

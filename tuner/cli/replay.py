@@ -114,7 +114,7 @@ def _measured(
 ) -> tuple[EngineLimits, Measurement]:
     """Start the engine at the limits and replay."""
     facts = host.facts(engine.values)
-    trace, window, plan = _part(options, traffic, facts, plan)
+    trace, window = _part(options, traffic, facts)
     limits = options.limits.over(facts.current_limits)
     started = host.start(engine.values, limits)
     say(f"engine started in {started.start_s:.1f} s; if it fails its log is {host.log_path}")
@@ -140,7 +140,7 @@ def _predicted(
 ) -> tuple[EngineLimits, Measurement]:
     """Predict a replay at the limits."""
     facts = profiled.facts(engine.values)
-    trace, window, plan = _part(options, traffic, facts, plan)
+    trace, window = _part(options, traffic, facts)
     limits = options.limits.over(facts.current_limits)
     predictor = Predictor(profiled.profile, seed=options.traffic.seed)
     if remark := predictor.info(limits).remark:
@@ -151,15 +151,12 @@ def _predicted(
     return limits, replace(measured, caveats=(*measured.caveats, *sorted(facts.caveats)))
 
 
-def _part(
-    options: ReplayOptions, traffic: Traffic, facts: EngineFacts, plan: ReplayPlan
-) -> tuple[Trace, Window, ReplayPlan]:
-    """Return the trace as the engine takes it, what of it is replayed, and how."""
+def _part(options: ReplayOptions, traffic: Traffic, facts: EngineFacts) -> tuple[Trace, Window]:
+    """Return the trace as the engine takes it, and what of it is replayed."""
     trace = options.traffic.fitted(traffic.trace, facts.max_model_len)
     chosen = options.traffic.window
     window = whole(trace) if chosen is None else chosen.resolve(trace)
-    longer = window.with_lead_in(options.lead_in_s)
-    return trace, longer, replace(plan, lead_in_s=window.start_s - longer.start_s)
+    return trace, window.with_lead_in(options.lead_in_s)
 
 
 def _with_caveats(

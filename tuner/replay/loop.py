@@ -86,7 +86,7 @@ def log_of(
 
     Raises: ReplayError if nothing was due after the lead-in.
     """
-    lead_in_s = plan.lead_in_s
+    lead_in_s = trace.lead_in_s
     if lead_in_s:
         measured = timelines.due_s >= lead_in_s
         if not measured.any():
@@ -147,7 +147,7 @@ class _Replay:
         self._outputs = outputs.tolist()
         self._record = TimelineRecorder(trace.due_s)
         self._steps = self._new_steps()
-        self._measures = plan.lead_in_s == 0
+        self._measures = trace.lead_in_s == 0
         self._arrivals = arrivals_of(
             trace, plan.load_model, plan.concurrency, plan.sessions, plan.batches
         )
@@ -206,7 +206,7 @@ class _Replay:
 
     def _turn(self) -> bool:
         """Admit what is due, then step or let idle time pass; False when all is done."""
-        if not self._measures and self._clock.now_s >= self._plan.lead_in_s:
+        if not self._measures and self._clock.now_s >= self._trace.lead_in_s:
             self._measures = True
             self._steps = self._new_steps()
             self._record.begin_to_measure()
@@ -244,7 +244,7 @@ class _Replay:
             self._ahead.went(row)
             self._sent += 1
             self._record.due(row, due_s)
-            if self._first_due_s is None and due_s >= self._plan.lead_in_s:
+            if self._first_due_s is None and due_s >= self._trace.lead_in_s:
                 self._first_due_s = due_s
             if self._too_long[row]:
                 self._end(row, Outcome.REFUSED)
@@ -299,7 +299,7 @@ class _Replay:
         if patience_s is not None and e2e_s > patience_s:
             self._end(row, Outcome.TIMED_OUT)
             return
-        if late_s is not None and e2e_s > late_s and due_s >= self._plan.lead_in_s:
+        if late_s is not None and e2e_s > late_s and due_s >= self._trace.lead_in_s:
             self._late.add(row)
         self._end(row, Outcome.COMPLETED)
 
@@ -369,7 +369,7 @@ class _Replay:
         for row, due_s in self._in_flight.items():
             if now_s - due_s <= late_s:
                 break
-            if due_s >= self._plan.lead_in_s:
+            if due_s >= self._trace.lead_in_s:
                 self._late.add(row)
 
     def _progress(self, wall_s: float) -> Progress:

@@ -54,9 +54,7 @@ class ReplayPlan:
     `keep_steps` the log holds every step, to fit a step-time model to. `load` is a multiple of
     the trace's arrivals, over the same time. `sessions` says whether the turns of a session
     wait for answers; with `batches` requests go in static batches, in an open loop only.
-    What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache:
-    it is replayed and not measured, and the log's clock is at zero when it is over. `gate` is
-    what stands in front of the engine; it turns away and lets in between two steps.
+    `gate` is what stands in front of the engine; it turns away and lets in between two steps.
 
     Units: seconds.
     Raises: UsageError if the parts contradict each other.
@@ -71,7 +69,6 @@ class ReplayPlan:
     load: float = 1.0
     sessions: Sessions = Sessions.CAUSAL
     batches: StaticBatches | None = None
-    lead_in_s: float = 0.0
     gate: GateLimits | None = None
 
     def __post_init__(self) -> None:
@@ -89,8 +86,6 @@ class ReplayPlan:
             raise UsageError(
                 "a gate turns away arrivals, and needs --load-model open without static batches"
             )
-        if not (math.isfinite(self.lead_in_s) and self.lead_in_s >= 0):
-            raise UsageError(f"the lead-in must be at least 0 s, got {self.lead_in_s:g}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
 

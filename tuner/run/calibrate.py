@@ -558,7 +558,7 @@ def _outlook(runner: TrialRunner, rate: float) -> str:
             windows = choose_windows(trace, rate, left_s, RACE_REPLAYS)
         except UsageError:
             windows = (busiest(trace, trace.duration_s * MIN_REQUESTS / len(trace)),)
-    replay_s = sum(w.length_s for w in windows) * rate
+    replay_s = sum(w.length_s + w.lead_in_s for w in windows) * rate
     current = context.space.current
     cold_s = engine.cold_start_s(current) + engine.cold_start_s(engine.ceiling)
     return outlook(context.budget, context.left_s, CALIBRATION_SHARE, replay_s, cold_s)

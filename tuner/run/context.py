@@ -97,7 +97,7 @@ class Workload:
         Raises: TooFewSamplesError if they cannot carry it; UsageError.
         """
         pieces = tuple(window.of(trace) for window in windows)
-        scoring = make_scoring(aim.objective, aim.slos, sum(map(len, pieces)))
+        scoring = make_scoring(aim.objective, aim.slos, sum(p.measured for p in pieces))
         return cls(name, tuple(windows), pieces, aim.plan, aim.slos, scoring)
 
     @classmethod
@@ -145,8 +145,8 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """How many requests a replay offers."""
-        return sum(map(len, self.pieces))
+        """How many requests a replay measures."""
+        return sum(piece.measured for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

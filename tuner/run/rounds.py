@@ -84,8 +84,8 @@ def workloads_of(one: Round, trace: Trace, aim: Aim) -> list[Workload]:
 
 
 def predicted_part(trace: Trace, aim: Aim) -> Trace:
-    """Return what is predicted of a trace at the load that is aimed at."""
-    part = trace if aim.window is None else aim.window.of(trace)
+    """Return what is predicted of a trace at the load that is aimed at, its lead-in too."""
+    part = trace if aim.window is None else replace(aim.window.of(trace), lead_in_s=0.0)
     return at_load(part, aim.plan.load)
 
 

@@ -39,7 +39,7 @@ from tuner.run.sessions.live import AnySession, Session
 from tuner.run.sessions.shadow import ShadowSession
 from tuner.run.stored import RunRecord, StoredOptions
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Aim, Budget
+from tuner.search.budget import Aim, Budget, warmed
 from tuner.search.objective import make_scoring
 from tuner.search.space import PAST_LADDER, SearchSpace, search_space
 from tuner.shadow.calibration import StatedError
@@ -175,8 +175,8 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
         asked for, cannot carry it.
     """
     chosen, slos = options.window_choice, tuple(options.slos)
-    window = None if chosen is None else chosen.resolve(trace)
-    requests = len(trace if window is None else window.of(trace))
+    window = None if chosen is None else warmed(chosen.resolve(trace))
+    requests = (trace if window is None else window.of(trace)).measured
     make_scoring(options.objective, slos, requests)
     plan = options.plan(trace)
     return Aim(options.objective, slos, plan, window, options.confidence)

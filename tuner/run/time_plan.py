@@ -108,7 +108,10 @@ def _middle(walls_s: Sequence[float]) -> float:
 def duration_s(workload: Workload, predicted: Measurement) -> float:
     """Return how long the live replay of what was predicted takes, in real time."""
     jumps = workload.plan.clock is ClockKind.VIRTUAL
-    return predicted.busy_s if jumps else predicted.clock_s
+    measured_s = predicted.busy_s if jumps else predicted.clock_s
+    # What comes before a window is replayed with it.
+    lead_in_s = sum(window.lead_in_s for window in workload.windows)
+    return measured_s * (1 + lead_in_s / sum(w.length_s for w in workload.windows))
 
 
 def cold_cost_s(runner: TrialRunner, plan: RacePlan, settings: Sequence[EngineLimits]) -> float:
@@ -217,8 +220,11 @@ def plan_race(
     aim: Aim,
     settings: Sequence[EngineLimits],
     wanted: tuple[Window, ...],
+    life_s: float,
 ) -> RacePlan | None:
     """Return the race on the wanted windows, or on the busiest stretch that the time holds.
+
+    Of what comes before them as much is replayed as a request lives, `life_s`.
 
     None where it holds two rounds of the first of the settings and the current one on none: a
     window with too few requests tells nothing.
@@ -228,6 +234,7 @@ def plan_race(
     pair = list(dict.fromkeys([settings[0], context.space.current]))
     windows = wanted
     while True:
+        windows = tuple(w.with_lead_in(min(w.lead_in_s, life_s)) for w in windows)
         workload = Workload.of(WINDOW, context.trace, windows, aim)
         plan = race_on(context, predictor, pair, workload)
         if _holds_rounds(plan, pair):
@@ -236,7 +243,7 @@ def plan_race(
         if shorter is None:
             return None
         windows = (shorter,)
-    if windows != wanted:
+    if windows[0].length_s != wanted[0].length_s:
         context.listener.note(
             f"two rounds of {window_text(wanted, context.trace)} do not fit into the time; "
             f"racing {window_text(windows, context.trace)}"

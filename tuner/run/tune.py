@@ -152,9 +152,9 @@ class _Run:
         predicted = context.aim.window or whole(context.trace)
         return RunProvenance(
             trace=context.trace,
-            replayed_requests=sum(len(w.of(context.trace)) for w in found.windows),
+            replayed_requests=sum(w.of(context.trace).measured for w in found.windows),
             window=window_text(found.windows, context.trace),
-            predicted_requests=len(predicted.of(context.trace)) if has_predicted else 0,
+            predicted_requests=predicted.of(context.trace).measured if has_predicted else 0,
             predicted_window=window_text((predicted,), context.trace) if has_predicted else "",
             info=found.info,
             cold_blocks=found.cold_blocks,

@@ -27,6 +27,10 @@ MIN_BUDGET_S = 20.0
 # Two windows, a busy and a typical one, only when each is at least this long: ours; shorter
 # ones would be mostly filling and draining.
 MIN_HALF_S = 20.0
+# How many times as long as its middle request a window that is not the whole trace lasts at
+# least: ours, so that most of it is past what it begins with. It begins with a lead-in of as
+# long as one, as far as the trace goes back.
+LIFETIMES = 3.0
 # Fewer requests than these cannot even carry a median: twice what tail_statistic demands.
 MIN_REQUESTS = 40
 # A current configuration, two others and one round against each other: ours, with fewer there
@@ -68,9 +72,10 @@ def choose_windows(
 ) -> tuple[Window, ...]:
     """Return the windows to replay so that the whole run fits into the remaining time.
 
-    All of the trace if it fits; else its busiest and a typical stretch; only the busiest when
-    halves would be too short to mean anything. `wall_per_trace_s` is how much real time a
-    second of the trace costs at the current configuration, `replays` how many there will be.
+    All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
+    the busiest when halves would be too short to mean anything. `wall_per_trace_s` is how much
+    real time a second of the trace costs at the current configuration, `replays` how many there
+    will be.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
@@ -88,25 +93,35 @@ def choose_windows(
         )
     if length_s >= 0.9 * trace.duration_s:
         return (whole(trace),)
-    if length_s < 2 * MIN_HALF_S:
-        return (busiest(trace, length_s),)
-    busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
-    return (busiest(trace, length_s),) if busy.overlaps(usual) else (busy, usual)
+    length_s = max(length_s / (1 + 1 / LIFETIMES), enough_s)
+    if length_s >= 2 * MIN_HALF_S:
+        busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
+        if not busy.overlaps(usual):
+            return warmed(busy), warmed(usual)
+    return (warmed(busiest(trace, length_s)),)
+
+
+def warmed(window: Window, life_s: float = math.inf) -> Window:
+    """Return the window with a lead-in: the life of a request, where that is known.
+
+    At most as long as one may last in a window of that length.
+    """
+    return window.with_lead_in(min(life_s, window.length_s / LIFETIMES))
 
 
 def shorter_window(trace: Trace, windows: tuple[Window, ...], ratio: float) -> Window | None:
-    """Return the busiest stretch of the first window of so much of its length.
+    """Return the busiest stretch of the first window of so much of its length, begun warm.
 
     None where it would hold too few requests to show anything.
     """
-    window = windows[0]
+    window = windows[0].with_lead_in(0.0)
     inside = window.of(trace)
     if inside.duration_s <= 0:
         return None
     busy = busiest(inside, ratio * min(window.length_s, inside.duration_s))
     start_s = window.start_s + busy.start_s
     shorter = Window(start_s, min(start_s + busy.length_s, window.end_s))
-    return shorter if len(shorter.of(trace)) >= MIN_REQUESTS else None
+    return warmed(shorter) if len(shorter.of(trace)) >= MIN_REQUESTS else None
 
 
 def outlook(
@@ -150,14 +165,16 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
     """Return in words what is replayed."""
     if windows == (whole(trace),):
         return f"the whole trace, {trace.duration_s:.0f} s"
-    alone = windows == (busiest(trace, windows[0].length_s),)
+    bare = windows[0].with_lead_in(0.0)
+    alone = len(windows) == 1 and bare == busiest(trace, bare.length_s)
     names = ("busiest", "typical") if len(windows) == 2 else ("busiest" if alone else "window",)
     parts = [
         f"{name} {w.start_s:.0f} s to {w.end_s:.0f} s"
         for name, w in zip(names, windows, strict=True)
     ]
-    total_s = sum(w.length_s for w in windows)
-    return f"{' and '.join(parts)} ({total_s:.0f} of {trace.duration_s:.0f} s)"
+    total_s, lead_in_s = sum(w.length_s for w in windows), sum(w.lead_in_s for w in windows)
+    warm = f", {lead_in_s:.2g} s before not measured" if lead_in_s else ""
+    return f"{' and '.join(parts)} ({total_s:.0f} of {trace.duration_s:.0f} s{warm})"
 
 
 @dataclass(frozen=True, slots=True)

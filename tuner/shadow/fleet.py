@@ -154,7 +154,7 @@ def simulate_fleet(
 
 def _check(prepared: PreparedTrace, plan: ReplayPlan, fleet: Fleet) -> None:
     is_open = plan.load_model is LoadModel.OPEN and plan.batches is None
-    if not is_open or plan.lead_in_s or plan.gate is not None:
+    if not is_open or prepared.trace.lead_in_s or plan.gate is not None:
         raise UsageError(
             "a router deals out requests as they arrive, the first included",
             "leave out --load-model closed, static batches, a lead-in and a gate",

@@ -151,6 +151,7 @@ def integers(
     g[s.MAX_LENGTH] = shape.max_model_len
     g[s.IS_CACHED], g[s.WOULD_CACHE] = caches, shape.prefix_caching
     g[s.ARRIVALS], g[s.REQUESTS] = prepared.arrivals, n
+    g[s.MEASURES] = trace.lead_in_s == 0
     _go_by_version(g, shape)
     _go_by_plan(g, plan)
     g[s.TARGETS] = len(prepared.targets)
@@ -167,7 +168,6 @@ def _go_by_plan(g: NDArray[np.int64], plan: ReplayPlan) -> None:
     """Set what a plan asks of any traffic."""
     g[s.ALLOWED_LATE], g[s.KEEPS_LOG] = plan.cut.allowed_late, plan.keep_steps
     g[s.BATCH_SIZE] = 0 if plan.batches is None else plan.batches.size
-    g[s.MEASURES] = plan.lead_in_s == 0
     g[s.GATE_CAP] = g[s.REQUESTS] if plan.gate is None else plan.gate.max_in_flight
     g[s.GATE_ROOM] = 0 if plan.gate is None else plan.gate.max_queued
 
@@ -202,7 +202,7 @@ def seconds(model: StepModel, prepared: PreparedTrace, plan: ReplayPlan) -> Floa
     x[s.PREFILL_CONTEXT_S] = model.prefill_context_s
     x[s.HOST_MIXED_S], x[s.HOST_EAGER_S] = model.host.mixed_s, model.host.eager_s
     x[s.HOST_SEQ_S], x[s.HOST_TOKEN_S] = model.host.seq_s, model.host.token_s
-    x[s.LEAD_S], x[s.GATE_WAIT_S] = plan.lead_in_s, plan.wait_s
+    x[s.LEAD_S], x[s.GATE_WAIT_S] = prepared.trace.lead_in_s, plan.wait_s
     x[s.BATCH_WAIT_S] = 0.0 if plan.batches is None else plan.batches.wait_s
     return x
 

@@ -119,8 +119,8 @@ class Simulation:
         self._began_s, self._reported_s = began_s, 0.0
         self._stopped: str | None = None
         self._kept: list[StepColumns] = []
-        self._measures = plan.lead_in_s == 0
         trace = prepared.trace
+        self._measures = trace.lead_in_s == 0
         n = len(trace)
         self._g = simulated.integers(engine, prepared, limits, plan, slots, caches=caches)
         self._x = simulated.seconds(engine.step_model, prepared, plan)

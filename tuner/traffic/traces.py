@@ -232,6 +232,8 @@ class Trace:
     is the multiple of the recorded arrivals that these are (`resample.at_load`); below 1
     `recorded` is what they are a part of, so that more of them is more of that, bursts and all.
     Of `priorities` the smallest is served first, as in vLLM; None where all are alike.
+    What is due in the first `lead_in_s` warms the engine up, its queue and its prefix cache: it
+    is replayed and not measured, and a log's clock is at zero when it is over.
 
     Shapes: due_s, prompt_tokens, output_tokens, e2e_s, ttft_s, priorities are [n], n >= 1;
         due_s ascends.
@@ -259,6 +261,7 @@ class Trace:
     load: float = 1.0
     priorities: Ints | None = None
     recorded: Trace | None = None
+    lead_in_s: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.due_s)
@@ -317,35 +320,46 @@ class Trace:
             recorded=None,
         )
 
-    def between(self, start_s: float, end_s: float) -> Trace:
-        """Return the requests due in [start_s, end_s), counted from start_s.
+    @property
+    def measured(self) -> int:
+        """How many requests are due after the lead-in."""
+        return len(self) - int(np.searchsorted(self.due_s, self.lead_in_s, side="left"))
+
+    def between(self, start_s: float, end_s: float, lead_in_s: float = 0.0) -> Trace:
+        """Return the requests due in [start_s, end_s), after the lead-in that time begins with.
 
         The silence before the first of them is part of the window and stays.
 
-        Raises: TraceError if none is due in it.
+        Raises: TraceError if none is due in the window itself.
         """
-        low, high = np.searchsorted(self.due_s, (start_s, end_s), side="left")
-        if low >= high:
+        begin_s = start_s - lead_in_s
+        low, first, high = np.searchsorted(self.due_s, (begin_s, start_s, end_s), side="left")
+        if first >= high:
             raise TraceError(
                 f"{self.source}: no request is due between {start_s:g} s and {end_s:g} s, "
                 f"the trace ends at {float(self.due_s[-1]):g} s",
                 "choose a window that holds requests",
             )
-        return self._counted_from(self.slice_rows(np.arange(low, high)), start_s, end_s)
+        part = self.slice_rows(np.arange(low, high))
+        # Rounded as due times are, so that who is due when the window starts belongs to it.
+        return self._counted_from(part, begin_s, end_s, start_s - begin_s)
 
     def shifted(self) -> Trace:
         """Return the trace with its first request due at 0; its own clock is kept in zero_s."""
         return self._counted_from(self, float(self.due_s[0]), math.inf)
 
-    def _counted_from(self, part: Trace, start_s: float, end_s: float) -> Trace:
-        """Return rows due in [start_s, end_s), counted from start_s."""
+    def _counted_from(
+        self, part: Trace, start_s: float, end_s: float, lead_in_s: float = 0.0
+    ) -> Trace:
+        """Return rows due in [start_s, end_s), counted from start_s, the lead-in first."""
         flow, whole = self.concurrency, self.recorded
         return replace(
             part,
             due_s=part.due_s - start_s,
             zero_s=self.zero_s + start_s,
             concurrency=flow and flow.between(start_s, end_s),
-            recorded=whole and whole.between(start_s, end_s),
+            recorded=whole and whole.between(start_s + lead_in_s, end_s, lead_in_s),
+            lead_in_s=lead_in_s,
         )
 
     def recorded_concurrency(self) -> tuple[Floats, Ints]:

@@ -45,11 +45,15 @@ def parse_duration(text: str) -> float:
 class Window:
     """A stretch of a trace: requests due in [start_s, end_s).
 
+    Those of the `lead_in_s` before are replayed with it, and not measured: they warm the
+    engine up, its queue and its prefix cache.
+
     Raises: UsageError if it does not start at or after 0 and end after its start.
     """
 
     start_s: float
     end_s: float
+    lead_in_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_s < self.end_s < math.inf:
@@ -64,12 +68,18 @@ class Window:
         return self.end_s - self.start_s
 
     def of(self, trace: Trace) -> Trace:
-        """Return the requests of the window, counted from its start."""
-        return trace.between(self.start_s, self.end_s)
+        """Return the requests of the window and its lead-in, counted from where that starts."""
+        return trace.between(self.start_s, self.end_s, self.lead_in_s)
 
     def with_lead_in(self, lead_in_s: float) -> Window:
-        """Return the window begun so much earlier, or where the trace begins."""
-        return replace(self, start_s=max(0.0, self.start_s - lead_in_s))
+        """Return the window after a lead-in of so long, or since the trace begins.
+
+        >>> Window(20.0, 50.0).with_lead_in(10.0).lead_in_s
+        10.0
+        >>> Window(2.0, 50.0).with_lead_in(10.0).lead_in_s
+        2.0
+        """
+        return replace(self, lead_in_s=min(self.start_s, lead_in_s))
 
     def overlaps(self, other: Window) -> bool:
         """Return whether an instant belongs to both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,7 +30,7 @@ from tuner.run.time_plan import (
     race_windows,
 )
 from tuner.run.trial_runner import TrialRunner
-from tuner.search.budget import Aim, window_text
+from tuner.search.budget import LIFETIMES, Aim, window_text
 from tuner.search.objective import Objective, Tier
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Phase, leader
@@ -46,9 +47,6 @@ LONGER_SHARE, MOST_LOOKS, LEAST_LOOK_S = 0.7, 3, 10.0
 OWN_BLOCKS_WORTH = 2.5
 # From how full a KV cache on it binds: ours, a request more and it does.
 KV_FULL = 0.95
-# How many times as long as its middle request a window lasts at least that is not the whole
-# trace: ours, so that most of it is past the engine's start.
-LIFETIMES = 3.0
 
 
 @dataclass(slots=True)
@@ -214,10 +212,21 @@ class PredictedSearch:
             plan: RacePlan | None = race_on(context, predictor, settings, workload)
         else:
             wanted = (aim.window,) if aim.window else race_windows(context, self._flown())
-            plan = plan_race(context, predictor, aim, settings, wanted)
+            plan = plan_race(context, predictor, aim, settings, wanted, self._life_s)
         if plan is not None:
             self.choose(plan.workload.windows)
         return plan
+
+    @property
+    def _life_s(self) -> float:
+        """How long the middle request lives at the current limits, as predicted.
+
+        Units: seconds, without end where nothing is known.
+        """
+        found = None if self.predicted is None else self.predicted.outcomes
+        now = None if found is None else found.get(self.context.space.current)
+        life_s = now.latency("e2e_s", "p50") if isinstance(now, Measurement) else None
+        return life_s or math.inf
 
     def choose(self, windows: tuple[Window, ...]) -> None:
         """Keep what is replayed, so that a resumed run replays the same."""
