@@ -59,6 +59,26 @@ def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() ->
     assert found.odds.loss == pytest.approx(0.25, abs=0.05)
 
 
+def test_that_slos_are_met_on_other_hours_too_has_a_probability_of_its_own() -> None:
+    """Of what would be recommended, or else of the current one that is kept."""
+    for slo, other, verdict in ((0.5, 0.9, RaceVerdict.CHANGE), (0.9, 0.5, RaceVerdict.KEEP)):
+        point = [score(2.0, slo=slo), score(1.0 if slo < other else 3.0, slo=other)]
+        rng = np.random.default_rng(1)
+        calm, busy = (np.exp(rng.normal(0.0, sd, (DRAWS, 2, 1))) for sd in (0.01, 0.3))
+        drawn = drawn_of(point) * busy
+
+        def others(some: Sequence[EngineLimits], drawn: Floats = drawn) -> Floats:
+            return drawn[:, [(CURRENT, OTHER).index(limits) for limits in some]]
+
+        found = Draws.of((CURRENT, OTHER), point, drawn_of(point) * calm, others, 16)
+        odds = found.decide(CURRENT).odds
+        assert odds is not None
+        assert found.decide(CURRENT).verdict is verdict
+        assert odds.p_slo == 1.0
+        assert odds.p_slo_elsewhere == pytest.approx(0.63, abs=0.06)
+        assert f"P(SLOs met) 1.00 (other hours {odds.p_slo_elsewhere:.2f})" in odds.text
+
+
 def test_a_few_draws_that_are_far_off_do_not_move_the_gain_out_of_its_interval() -> None:
     """As near overload, where a model a little slower has a tail many times as long."""
     point = [score(2.0), score(1.6)]

@@ -203,7 +203,7 @@ class Draws:
         rival = judged.rival(now) if best == now else best
         elsewhere, odds = self._beside(rival, now, column, confidence)
         if best == now:
-            odds = self._of_a_keep(odds, rival, now, float(loss[now]))
+            odds = self._of_a_keep(odds, rival, now, float(loss[now]), elsewhere)
         first = min(tied, key=lambda i: loss[i])
         if now not in (best, first) and not _is_sure(odds):
             # The smallest of those that lose the same may be less sure than the best of them.
@@ -237,8 +237,13 @@ class Draws:
         elsewhere = self.elsewhere((self.settings[setting], self.settings[now]))
         return elsewhere, self.odds([setting, now], elsewhere, column, confidence)
 
-    def _of_a_keep(self, odds: Odds, rival: int, now: int, loss: float) -> Odds:
-        """Return the odds of a rival where the current setting is thought best itself."""
+    def _of_a_keep(
+        self, odds: Odds, rival: int, now: int, loss: float, elsewhere: Floats
+    ) -> Odds:
+        """Return the odds of a rival where the current setting is thought best itself.
+
+        Shapes: elsewhere is [draws, 2, 3], of the rival and the current setting.
+        """
         return replace(
             odds,
             p_slo=self._p_slo(now),
@@ -247,6 +252,7 @@ class Draws:
             rival=None if rival == now else self.settings[rival],
             is_alone=rival == now,
             open_ratio=None if rival == now else odds.open_ratio,
+            p_slo_elsewhere=self._slos_met(elsewhere[:, 1]),
         )
 
     def _standings(self, judged: _Judged) -> tuple[Standing, ...]:
@@ -425,11 +431,19 @@ class Draws:
             basis=self.basis,
             confidence=confidence,
             open_ratio=_open(_gain(here[:, :, column])),
+            p_slo_elsewhere=self._slos_met(elsewhere[:, 0]),
         )
 
     def _p_slo(self, setting: int) -> float | None:
         """Return how probably a setting meets every SLO, None where there is none."""
-        return _share(self.here[:, setting, SLO] <= 1.0) if self.has_slos else None
+        return self._slos_met(self.here[:, setting])
+
+    def _slos_met(self, drawn: Floats) -> float | None:
+        """Return in which share of its draws a setting meets every SLO, None without any.
+
+        Shapes: drawn is [draws, 3].
+        """
+        return _share(drawn[:, SLO] <= 1.0) if self.has_slos else None
 
     def _p_sustained(self, setting: int) -> float:
         """Return how probably a setting sustains the load."""

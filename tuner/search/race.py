@@ -104,10 +104,11 @@ class Odds:
     the current configuration on the recorded traffic, `p_slo` and `p_sustained` that it meets
     every SLO, None without any, and sustains the load. `loss` is what keeping the current
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
-    better on other traffic of the kind. `meets_more`: it surely keeps bounds that the current
-    configuration does not. `open_ratio` is how far off what is known of the two may be on the
-    recorded traffic: half the interval of their ratio, None without end. `basis` is what the
-    intervals and probabilities are over, and `confidence` what was asked of those of a change.
+    better on other traffic of the kind, `p_slo_elsewhere` that it meets every SLO there.
+    `meets_more`: it surely keeps bounds that the current configuration does not. `open_ratio`
+    is how far off what is known of the two may be on the recorded traffic: half the interval of
+    their ratio, None without end. `basis` is what the intervals and probabilities are over, and
+    `confidence` what was asked of those of a change.
 
     Where the current configuration itself is thought best, `p_better` and `p_elsewhere` are of
     its `rival`, the likeliest other one to be better, or of nobody where it `is_alone`; the
@@ -125,6 +126,7 @@ class Odds:
     rival: EngineLimits | None = None
     is_alone: bool = False
     open_ratio: float | None = None
+    p_slo_elsewhere: float | None = None
 
     @property
     def has_other_traffic(self) -> bool:
@@ -140,7 +142,10 @@ class Odds:
         >>> Odds(0.2, None, 1.0, 0.003, 0.2, rival=EngineLimits(8, 512)).text[:21]
         'P(8/512 better) 0.20,'
         """
-        slo = "" if self.p_slo is None else f"P(SLOs met) {self.p_slo:.2f}, "
+        slo = "" if self.p_slo is None else f"P(SLOs met) {self.p_slo:.2f}"
+        if slo and self.has_other_traffic and self.p_slo_elsewhere is not None:
+            slo += f" (other hours {self.p_slo_elsewhere:.2f})"
+        slo += ", " if slo else ""
         if self.is_alone:
             return f"{slo}P(load sustained) {self.p_sustained:.2f}, beside no other setting"
         who, own, to = "", "", ""
