@@ -14,7 +14,7 @@ from tuner.run.calibrate import Blocks, Calibrator, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
-from tuner.run.drawing import DRAWS, Deployed, contend, predict_deployed
+from tuner.run.drawing import Deployed, contend, predict_deployed
 from tuner.run.options import Method
 from tuner.run.predict import DISAGREEMENT, Differences, Predictions, cross_check, predict_more
 from tuner.run.race import PredictedEvidence, race
@@ -271,12 +271,13 @@ class PredictedSearch:
         self._check_lifetimes(plan)
         evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
         decision = race(self.runner, evidence, calibrator.observe, self.context.aim.confidence)
+        decision = self._with_own_blocks(evidence, decision)
         self.plan = evidence.plan
         self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
         if differ := evidence.disagreement():
             self.context.listener.note(f"live and predicted disagree: {differ}")
             self.context.caveats.add(Caveat.SHADOW_DISAGREES)
-        return self._with_own_blocks(evidence, decision)
+        return decision
 
     def _check_lifetimes(self, plan: RacePlan) -> None:
         """Say it where the windows that race are short beside the life of a request."""
@@ -293,7 +294,7 @@ class PredictedSearch:
     def _with_own_blocks(
         self, evidence: PredictedEvidence, decision: RaceDecision
     ) -> RaceDecision:
-        """Decide anew by the KV blocks that engines started with each setting will have.
+        """Race on by the KV blocks that engines started with each setting will have.
 
         Where the KV cache is what binds, and no start but the largest has shown how many blocks
         its size costs: the current setting is started cold, as it will be once more to no end
@@ -318,19 +319,17 @@ class PredictedSearch:
         with context.stopwatch.stage("cold"):
             start_all(self.runner, plan.workload, [current], 1)
         self.learning.keep_starts()
-        profile = read_profile(context.run_dir.path / PROFILE_FILE)
-        settings = self.finalists(profile)
+        settings = self.finalists(read_profile(context.run_dir.path / PROFILE_FILE))
         predictor, predicted = self.predictor, self.predicted
         if predictor is None or predicted is None:
             raise ShadowError("nothing was predicted")
-        raced = evidence.settings()
-        evidence.predictor, evidence.predictions = predictor, predicted
-        field = list(dict.fromkeys([*settings[:-1], *raced, current]))
-        evidence.predictions = predict_more(predictor.as_deployed(), predicted, field)
-        draws = evidence.draws_of(field, DRAWS)
-        anew = draws.decide(current, context.aim.confidence, decision.rounds)
-        is_raced = anew.winner in raced
-        return anew if is_raced else replace(anew, rounds=0, is_predicted=True)
+        field = list(dict.fromkeys([*settings[:-1], *evidence.settings(), current]))
+        self.plan = race_on(context, predictor, field, plan.workload)
+        predicted = predict_more(predictor.as_deployed(), predicted, field)
+        evidence.plan, evidence.predictor = self.plan, predictor
+        evidence.predictions = self.predicted = predicted
+        # Who has raced need not race again; who may be the best by these blocks has to.
+        return race(self.runner, evidence, calibrator.observe, context.aim.confidence)
 
     def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
         """Fit anew with every step seen; predict anew, and who may be the best by that.
