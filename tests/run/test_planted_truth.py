@@ -25,6 +25,7 @@ from tuner.run.listener import Listener
 from tuner.run.options import TuningOptions
 from tuner.run.tune import tune
 from tuner.search.objective import Tier
+from tuner.search.trials import Trial
 from tuner.traffic.prompts import PromptSource
 from tuner.traffic.traces import Trace
 
@@ -284,8 +285,24 @@ def test_where_the_kv_cache_binds_each_setting_is_judged_by_blocks_of_its_own() 
     assert row.true.loss < 0.02
 
 
+@pytest.mark.slow
+def test_who_may_be_the_best_by_blocks_of_its_own_races_before_it_is_recommended(
+    tmp_path: Path,
+) -> None:
+    """By the blocks of the engine that raced it was not among those that could be the best."""
+    truth = Truth.of(drawn_case(2001, recordings(tmp_path)[0]), None)
+    heard = Heard()
+    row = judged_run(truth, 0, heard)
+    said = next(n for n, line in enumerate(heard.lines) if "the KV cache binds" in line)
+    assert row.said.verdict == "change"
+    assert f"race {row.said.limits}" in heard.lines[said:]
+    assert f"race {row.said.limits}" not in heard.lines[:said]
+    assert row.true.loss is not None
+    assert row.true.loss < 0.02
+
+
 class Heard(Listener):
-    """Keeps what a run says of itself."""
+    """Keeps what a run says of itself, and who was replayed live."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
@@ -294,3 +311,8 @@ class Heard(Listener):
     def note(self, text: str) -> None:
         """Keep a sentence."""
         self.lines.append(text)
+
+    def trial_ended(self, trial: Trial, left_s: float) -> None:
+        """Keep of which phase it was, and at which limits."""
+        del left_s
+        self.lines.append(f"{trial.phase} {trial.limits}")
