@@ -83,6 +83,7 @@ def test_a_long_trace_gets_its_busiest_and_a_typical_stretch() -> None:
     text = window_text(windows, trace)
     assert text.startswith("busiest ")
     assert " and typical " in text
+    assert f", after {sum(w.lead_in_s for w in windows):.2g} s to warm up)" in text
 
 
 @given(

@@ -54,6 +54,8 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     if shape.scheduler["watermark"]:
         blocks = max(blocks, 2 * least)
     model, plan = _model(rng), _plan(rng, trace)
+    if rng.random() < 0.2:
+        trace = replace(trace, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
     # Drawn apart too.
     rng = np.random.default_rng([seed, 4])
     if rng.random() < 0.5:
@@ -69,8 +71,6 @@ def random_case(seed: int, *, is_by_priority: bool = False) -> Case:
     rng = np.random.default_rng([seed, 4])
     if plan.load_model is LoadModel.OPEN and plan.batches is None and rng.random() < 0.4:
         plan = replace(plan, gate=_gate(rng))
-    if rng.random() < 0.2:
-        trace = replace(trace, lead_in_s=float(rng.uniform(0, trace.due_s[-1])))
     return Case(engine, trace, limits, plan)
 
 

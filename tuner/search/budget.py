@@ -173,7 +173,7 @@ def window_text(windows: tuple[Window, ...], trace: Trace) -> str:
         for name, w in zip(names, windows, strict=True)
     ]
     total_s, lead_in_s = sum(w.length_s for w in windows), sum(w.lead_in_s for w in windows)
-    warm = f", {lead_in_s:.2g} s before not measured" if lead_in_s else ""
+    warm = f", after {lead_in_s:.2g} s to warm up" if lead_in_s else ""
     return f"{' and '.join(parts)} ({total_s:.0f} of {trace.duration_s:.0f} s{warm})"
 
 
