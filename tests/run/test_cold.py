@@ -63,8 +63,8 @@ def test_a_winner_that_is_better_cold_too_stays(tmp_path: Path) -> None:
         ("cold", "live", BETTER.max_num_seqs),
         ("cold", "live", CURRENT.max_num_seqs),
     ]
-    assert cold.as_json()["winner"] == records[0].value
-    assert cold.as_json()["current"] == records[1].value
+    assert cold.record.winner == records[0].value
+    assert cold.record.current == records[1].value
     assert run.context.stopwatch.stages_s["cold"] > 0
 
 
@@ -328,7 +328,7 @@ def test_a_current_one_that_fails_cold_leaves_a_comparison_that_json_can_hold(
         assert run.context.caveats == {Caveat.NOT_CONFIRMED_COLD}
         assert cold is not None
         assert cold.ratio is None
-        run.context.run_dir.write_json("cold.json", cold.as_json())
+        run.context.run_dir.write_json("cold.json", cold.record)
         written = (run.context.run_dir.path / "cold.json").read_text()
     json.loads(written, parse_constant=_refuse)
 

@@ -18,7 +18,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
 from tuner.redact import redacted
-from tuner.run.outcome import RunProvenance, make_outcome
+from tuner.run.outcome import RunFindings, RunProvenance, make_outcome
 from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -75,12 +75,11 @@ def an_outcome(
         "trace": replace(a_trace([0.0, 1.0]), sha256=SHA256, source="prod.jsonl"),
         "replayed_requests": 5985,
         "window": "the whole trace, 60 min",
-        "info": info,
         "current_source": "configuration",
         "model": "Qwen/Qwen2.5-7B-Instruct",
         "options": {},
-        "engine_starts": 1,
         "wall_s": 9.0,
+        "found": RunFindings(info=info, engine_starts=1),
     }
     records = [
         Trial.of(

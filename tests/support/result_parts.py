@@ -9,7 +9,7 @@ from support.traffic import a_trace
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
-from tuner.run.outcome import RunProvenance, make_outcome
+from tuner.run.outcome import RunFindings, RunProvenance, make_outcome
 from tuner.run.result import RunResult
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -31,12 +31,11 @@ AROUND = RunProvenance(
     trace=replace(a_trace([0.0, 1.0]), sha256="0123456789abcdef"),
     replayed_requests=1234,
     window="the whole trace, 9 s",
-    info=INFO,
     current_source="configuration",
     model="m",
     options={},
-    engine_starts=1,
     wall_s=9.0,
+    found=RunFindings(info=INFO, engine_starts=1),
 )
 
 

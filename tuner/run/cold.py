@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from tuner.errors import Caveat
 from tuner.replay.metrics import Measurement
 from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import Deployed
+from tuner.run.result import ColdConfirmation
 from tuner.run.time_plan import RacePlan, cold_cost_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Score, Tier
@@ -72,17 +72,18 @@ class Cold:
         low, high = gain.low * times / wider, gain.high * times * wider
         return replace(gain, value=gain.value * times, low=low, high=high)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the comparison for result.json."""
-        return {
-            "metric": self.winner.metric,
-            "winner": self.winner.value,
-            "current_metric": self.current.metric,
-            "current": self.current.value,
-            "ratio": self.ratio,
-            "p_better": self.p_better,
-            "starts": self.starts,
-        }
+    @property
+    def record(self) -> ColdConfirmation:
+        """The comparison for result.json."""
+        return ColdConfirmation(
+            metric=self.winner.metric,
+            winner=self.winner.value,
+            current_metric=self.current.metric,
+            current=self.current.value,
+            ratio=self.ratio,
+            p_better=self.p_better,
+            starts=self.starts,
+        )
 
 
 PredictDeployed = Callable[[EngineLimits], Deployed | None]

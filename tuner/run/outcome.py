@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from tuner.engine.limits import EngineLimits
 from tuner.engine.protocol import EngineInfo
 from tuner.errors import Caveat
@@ -23,6 +21,7 @@ from tuner.run.evidence import (
 )
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads.records import ClientAdvice
+from tuner.run.predict import Differences
 from tuner.run.result import (
     Advice,
     CapacityRecord,
@@ -50,46 +49,59 @@ from tuner.search.posterior import LIKELY
 from tuner.search.race import RaceDecision
 from tuner.search.trials import Trial, decisive, leader, predictions
 from tuner.traffic.traces import Trace
+from tuner.traffic.windows import Window
+
+
+@dataclass(frozen=True, slots=True)
+class RunFindings:
+    """What a run found beside its decision and its trials.
+
+    `windows` are those that were replayed live, or predicted where none were; `scoring` is how
+    they are judged, None before they are chosen. `compared` holds what was measured live and
+    predicted of the same requests. `info` is of the engine that was measured or predicted on,
+    `cold_blocks` how many KV blocks cold ones had, `knobs` what may be turned beside the
+    limits, `starting_points` how far those are from it, `clients` what its clients should hold
+    to, `restlessness` how restless a noisy machine was.
+    """
+
+    windows: tuple[Window, ...] = ()
+    scoring: Scoring | None = None
+    cold: ColdConfirmation | None = None
+    capacity: CapacityRecord | None = None
+    profile: ProfileRecord | None = None
+    compared: Differences = field(default_factory=dict)
+    info: EngineInfo | None = None
+    engine_starts: int = 0
+    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
+    knobs: KnobAdvice | None = None
+    starting_points: tuple[StartFinding, ...] = ()
+    clients: ClientAdvice | None = None
+    restlessness: Restlessness | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunProvenance:
     """What surrounds a decision when its result is made; without secrets.
 
-    `compared` holds what was measured live and predicted of the same requests, `predicted` all
-    that was predicted of them. `info` is of the engine that was measured on, `cold_blocks` how
-    many KV blocks engines had that were started cold at some limits, `ladder` the caps that
-    were to be tried. `caveat_texts` are the texts of caveats that say it with its figures.
+    `found` is what the run found beside it, `ladder` the caps that were to be tried.
+    `caveat_texts` are the texts of caveats that say it with its figures.
     """
 
     trace: Trace
     replayed_requests: int
     window: str
-    info: EngineInfo | None
     current_source: str
     model: str
     options: Mapping[str, Any]
-    engine_starts: int
     wall_s: float
+    found: RunFindings
     method: str = "live"
     predicted_requests: int = 0
     predicted_window: str = ""
     walls_s: Mapping[str, float] = field(default_factory=dict)
-    cold: Mapping[str, Any] | None = None
-    capacity: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
     serve_values: Mapping[str, object] = field(default_factory=dict)
     description: Mapping[str, object] = field(default_factory=dict)
-    compared: Mapping[tuple[EngineLimits, str], tuple[float, float]] = field(
-        default_factory=dict
-    )
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
-    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
     ladder: Sequence[int] = ()
-    knobs: KnobAdvice | None = None
-    starting_points: Sequence[StartFinding] = ()
-    clients: ClientAdvice | None = None
-    restlessness: Restlessness | None = None
     caveat_texts: Mapping[Caveat, str] = field(default_factory=dict)
 
     def caveat(self, caveat: Caveat) -> CaveatRecord:
@@ -122,27 +134,27 @@ def make_outcome(
         evidence=tuple(changes),
         limited_by=limited_by(trials, decision.winner, goal.slos, goal.tail, is_part=is_part),
         load=load_text(trials, decision.shown, is_part=is_part),
-        confirmed_cold=msgspec.convert(around.cold, ColdConfirmation | None),
-        capacity=msgspec.convert(around.capacity, CapacityRecord | None),
+        confirmed_cold=around.found.cold,
+        capacity=around.found.capacity,
         provenance=_provenance(around),
         serve_values=dict(around.serve_values),
         trace_description=dict(around.description),
-        live_against_shadow=_compared(around),
+        live_against_shadow=_compared(around.found.compared),
         ladder=tuple(around.ladder),
         caveats=tuple(map(around.caveat, caveats)),
         trials=tuple(records),
-        knobs=around.knobs,
-        starting_points=tuple(around.starting_points),
-        clients=around.clients,
+        knobs=around.found.knobs,
+        starting_points=around.found.starting_points,
+        clients=around.found.clients,
         nearest=None if is_feasible else nearest_of(decision),
-        restlessness=around.restlessness,
+        restlessness=around.found.restlessness,
     )
 
 
-def _compared(around: RunProvenance) -> tuple[Compared, ...]:
+def _compared(differences: Differences) -> tuple[Compared, ...]:
     return tuple(
         Compared(**asdict(limits), metric=metric, live=live, shadow=shadow)
-        for (limits, metric), (live, shadow) in around.compared.items()
+        for (limits, metric), (live, shadow) in differences.items()
     )
 
 
@@ -209,7 +221,7 @@ def own_version() -> str:
 
 
 def _provenance(around: RunProvenance) -> Provenance:
-    trace = around.trace
+    trace, found = around.trace, around.found
     return Provenance(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         tuner_version=own_version(),
@@ -225,17 +237,17 @@ def _provenance(around: RunProvenance) -> Provenance:
             predicted_requests=around.predicted_requests,
             predicted=around.predicted_window,
         ),
-        engine=None if around.info is None else _engine(around.info),
+        engine=None if found.info is None else _engine(found.info),
         cold_engines=tuple(
             ColdEngine(**asdict(limits), num_blocks=blocks)
-            for limits, blocks in around.cold_blocks.items()
+            for limits, blocks in found.cold_blocks.items()
         ),
         model=around.model,
         options=dict(around.options),
-        engine_starts=around.engine_starts,
+        engine_starts=found.engine_starts,
         wall_s=around.wall_s,
         stages_s=dict(around.walls_s),
-        profile=msgspec.convert(around.profile, ProfileRecord | None),
+        profile=found.profile,
     )
 
 

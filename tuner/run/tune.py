@@ -37,10 +37,9 @@ from tuner.run.inputs import (
 )
 from tuner.run.listener import Listener
 from tuner.run.options import Method, TuningOptions
-from tuner.run.outcome import RunProvenance, make_outcome, nearest_of
+from tuner.run.outcome import RunFindings, RunProvenance, make_outcome, nearest_of
 from tuner.run.result import RunResult
 from tuner.run.sessions.live import AnySession
-from tuner.run.sessions.shadow import RunFindings
 from tuner.run.start import PreparedRun, Start, check_same, origin_of, prepare
 from tuner.run.stored import StoredOptions, read_record
 from tuner.search.budget import window_text
@@ -156,27 +155,16 @@ class _Run:
             window=window_text(found.windows, context.trace),
             predicted_requests=predicted.of(context.trace).measured if has_predicted else 0,
             predicted_window=window_text((predicted,), context.trace) if has_predicted else "",
-            info=found.info,
-            cold_blocks=found.cold_blocks,
             ladder=context.space.caps(),
             current_source=origin_of(prepared),
             model=redacted_text(prepared.engine.model),
             options=msgspec.to_builtins(StoredOptions.of(prepared.options)),
-            engine_starts=found.engine_starts,
             wall_s=time.monotonic() - self._began_s,
+            found=found,
             method=str(prepared.options.method),
             walls_s=context.stopwatch.stages_s,
             serve_values=redacted(prepared.engine.deployed_values),
             description=describe(context.trace).as_json(),
-            cold=found.cold,
-            capacity=found.capacity,
-            profile=found.profile,
-            compared=found.compared,
-            predicted=found.predicted,
-            knobs=found.knobs,
-            starting_points=found.starting_points,
-            clients=found.clients,
-            restlessness=found.restlessness,
             caveat_texts=context.caveat_texts,
         )
 

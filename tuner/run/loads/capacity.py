@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tuner.engine.limits import EngineLimits
 from tuner.errors import EngineError, ReplayError
@@ -15,6 +14,7 @@ from tuner.replay.metrics import Measurement
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
 from tuner.run.context import Workload
 from tuner.run.drawing import draw_capacity
+from tuner.run.result import CapacityRecord
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.objective import Objective
 from tuner.search.race import RaceDecision
@@ -76,16 +76,17 @@ class CapacityResult:
             holds += f", interval {low:.2g} … {high:.2g}"
         return f"{holds} (the current one {before}), {judged}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the loads for result.json."""
-        return {
-            "winner": self.winner,
-            "interval": self.interval,
-            "current": self.current,
-            "confirmed_live": self.live,
-            "is_shown": self.is_shown,
-            "text": self.text,
-        }
+    @property
+    def record(self) -> CapacityRecord:
+        """The loads for result.json."""
+        return CapacityRecord(
+            winner=self.winner,
+            current=self.current,
+            confirmed_live=self.live,
+            is_shown=self.is_shown,
+            text=self.text,
+            interval=self.interval,
+        )
 
 
 def predict_capacity(

@@ -21,18 +21,18 @@ from tuner.run.live_search import LiveEvidence, has_searched, search_live, searc
 from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
+from tuner.run.outcome import RunFindings
 from tuner.run.predict import predict_more
 from tuner.run.race import race
 from tuner.run.result import Restlessness, StartFinding
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.predicted import PredictedSearch
 from tuner.run.sessions.shadow import (
-    RunFindings,
     ShadowSession,
     advise_clients,
     advise_on_knobs,
     compare_starting_points,
-    profile_facts,
+    profile_record,
 )
 from tuner.run.time_plan import RacePlan, search_windows
 from tuner.run.trial_runner import TrialRunner
@@ -270,13 +270,10 @@ class Session:
         return RunFindings(
             windows=search.chosen or (() if workload is None else workload.windows),
             scoring=None if workload is None else workload.scoring,
-            cold=None if self.cold is None or self.decision is None else self.cold.as_json(),
-            capacity=None if self.capacity is None else self.capacity.as_json(),
-            profile=None if predictor is None else profile_facts(predictor),
+            cold=None if self.cold is None or self.decision is None else self.cold.record,
+            capacity=None if self.capacity is None else self.capacity.record,
+            profile=None if predictor is None else profile_record(predictor),
             compared=search.compared,
-            predicted={}
-            if plan is None
-            else {limits: m.as_json() for limits, m in plan.predicted.items()},
             info=engine.info,
             engine_starts=engine.starts,
             cold_blocks=engine.cold_blocks,

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from tuner.engine.limits import EngineLimits
-from tuner.engine.protocol import EngineInfo
 from tuner.engine.steps import StepColumns
 from tuner.errors import Caveat, EngineError, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
@@ -25,55 +23,28 @@ from tuner.run.loads import clients
 from tuner.run.loads.capacity import CapacityResult, predict_capacity
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
-from tuner.run.predict import Differences, Predictions, predict, predict_more, scored
-from tuner.run.result import Restlessness, StartFinding
+from tuner.run.outcome import RunFindings
+from tuner.run.predict import Predictions, predict, predict_more, scored
+from tuner.run.result import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
-from tuner.search.objective import Scoring, Tier
+from tuner.search.objective import Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
-from tuner.traffic.windows import Window, busiest, whole
+from tuner.traffic.windows import busiest, whole
 
 
-@dataclass(frozen=True, slots=True)
-class RunFindings:
-    """What a run found beside its decision and its trials.
-
-    `windows` are those that were replayed live, or predicted where none were; `scoring` is how
-    they are judged, None before they are chosen. `compared` holds what was measured live and
-    predicted of the same requests, `predicted` all that was predicted of them. `info` is of the
-    engine that was measured or predicted on, `cold_blocks` how many KV blocks cold ones had,
-    `knobs` what may be turned beside the limits, `starting_points` how far those are from it,
-    `clients` what its clients should hold to, `restlessness` how restless a noisy machine was.
-    """
-
-    windows: tuple[Window, ...] = ()
-    scoring: Scoring | None = None
-    cold: Mapping[str, Any] | None = None
-    capacity: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
-    compared: Differences = field(default_factory=dict)
-    predicted: Mapping[EngineLimits, Mapping[str, Any]] = field(default_factory=dict)
-    info: EngineInfo | None = None
-    engine_starts: int = 0
-    cold_blocks: Mapping[EngineLimits, int] = field(default_factory=dict)
-    knobs: KnobAdvice | None = None
-    starting_points: tuple[StartFinding, ...] = ()
-    clients: ClientAdvice | None = None
-    restlessness: Restlessness | None = None
-
-
-def profile_facts(predictor: Predictor) -> dict[str, Any]:
+def profile_record(predictor: Predictor) -> ProfileRecord:
     """Return where a prediction comes from, for the result."""
     profile = predictor.profile
-    return {
-        "made_at": profile.made_at,
-        "device": profile.shape.device,
-        "vllm_version": profile.shape.vllm_version,
-        "calibrated_on": list(profile.calibrated_on),
-        "error_ratio": predictor.wrong_ratio,
-    }
+    return ProfileRecord(
+        made_at=profile.made_at,
+        device=profile.shape.device,
+        vllm_version=profile.shape.vllm_version,
+        calibrated_on=tuple(profile.calibrated_on),
+        error_ratio=predictor.wrong_ratio,
+    )
 
 
 def predict_space(context: RunContext, predictor: Predictor) -> Predictions:
@@ -340,8 +311,8 @@ class ShadowSession:
         return RunFindings(
             windows=self._workload.windows,
             scoring=self._workload.scoring,
-            profile=profile_facts(self.predictor),
-            capacity=None if self.capacity is None else self.capacity.as_json(),
+            profile=profile_record(self.predictor),
+            capacity=None if self.capacity is None else self.capacity.record,
             info=self.predictor.info(self.context.space.ceiling),
             knobs=self.knobs,
             starting_points=self.starting_points,
