@@ -140,7 +140,7 @@ def missed(trace: Trace, searched: Searched) -> float:
         for change in turned:
             changed = change.engine(changed)
         keys = {key: value for change in turned for key, value in change.values.items()}
-        nothing = Predictions(workload_of(part), 0.0, {})
+        nothing = Predictions(workload_of(part))
         whole_grid = predict_more(changed, nothing, [*space.grid(), chosen])
         for at, outcome in whole_grid.outcomes.items():
             score = scored(whole_grid.workload, outcome)
@@ -199,7 +199,7 @@ def foretold(
 ) -> list[tuple[float, float, float]]:
     """Return what each costs over nothing changed, with the interval that `tune` tells."""
     made = []
-    nothing = Predictions(workload, predictor.wrong_ratio, {})
+    nothing = Predictions(workload)
     drawn = []
     for one in (predictor, *(change.engine(predictor) for change in changes)):
         found = predict_more(one, nothing, [limits])

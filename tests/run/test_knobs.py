@@ -59,7 +59,7 @@ def advice_on(
     aim = Aim(Objective.BALANCED, (), ReplayPlan(), None)
     workload = Workload.of("traffic", trace, (whole(trace),), aim)
     predictor = Predictor(profile)
-    found = predict_more(predictor, Predictions(workload, 0.01, {}), [limits])
+    found = predict_more(predictor, Predictions(workload), [limits])
     advice = advise(predictor, found, limits, SPACE, names)
     assert advice is not None
     return advice

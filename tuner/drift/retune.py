@@ -30,11 +30,6 @@ class Retune:
     space: SearchSpace
     predictor: Predictor
 
-    @property
-    def wrong_ratio(self) -> float:
-        """The profile's error: how wrong a prediction typically is."""
-        return self.predictor.wrong_ratio
-
     def rank(self, trace: Trace, aim: Aim, parts: tuple[Window, ...] = ()) -> Predictions:
         """Predict the whole space on the traffic, or on the given parts of it.
 
@@ -55,8 +50,7 @@ class Retune:
         self, workload: Workload, settings: Sequence[EngineLimits], draws: int = FEW_DRAWS
     ) -> Draws:
         """Return draws of settings on a workload. Raises: ShadowError, UsageError."""
-        nothing = Predictions(workload, self.wrong_ratio, {})
-        predicted = predict_more(self.predictor, nothing, settings)
+        predicted = predict_more(self.predictor, Predictions(workload), settings)
         return draw(self.predictor, predicted, settings, draws)
 
 

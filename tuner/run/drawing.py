@@ -172,7 +172,7 @@ def predict_deployed(
 
     Raises: ShadowError, UsageError.
     """
-    own, nothing = predictor.as_deployed(), replace(predictions, outcomes={})
+    own, nothing = predictor.as_deployed(), Predictions(predictions.workload)
     try:
         draws = draw(own, predict_more(own, nothing, pair), pair, DRAWS)
         gain, here = draws.ratios(*pair)
@@ -258,7 +258,7 @@ def draw_capacity(
     """
     if predictor.doubt:
         return None
-    drawing = Drawing(predictor, Predictions(workload, predictor.wrong_ratio, {}), engine)
+    drawing = Drawing(predictor, Predictions(workload), engine)
     found = drawing.capacities(limits, CAPACITY_DRAWS)
     if not found:
         return None

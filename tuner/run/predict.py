@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tuner.engine.limits import EngineLimits
@@ -56,15 +56,14 @@ class Predictions:
     """What a profile says of a space: each setting's outcome on the workload."""
 
     workload: Workload
-    wrong_ratio: float
-    outcomes: Mapping[EngineLimits, Outcome]
+    outcomes: Mapping[EngineLimits, Outcome] = field(default_factory=dict)
 
-    def trials(self, first_number: int = 0, prediction: int = 0) -> list[Trial]:
-        """Return the records of the predictions, numbered from `first_number` on."""
+    def trials(self, prediction: int = 0) -> list[Trial]:
+        """Return the records of the predictions, numbered from 0 on."""
         scoring = self.workload.scoring
         return [
             judged(number, limits, Phase.SHADOW, outcome, scoring, prediction=prediction)[0]
-            for number, (limits, outcome) in enumerate(self.outcomes.items(), first_number)
+            for number, (limits, outcome) in enumerate(self.outcomes.items())
         ]
 
     @property
@@ -81,8 +80,8 @@ def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Pre
 
     Raises: ShadowError, UsageError.
     """
-    nothing = Predictions(workload, predictor.wrong_ratio, {})
-    found = predict_more(predictor, nothing, [space.current, *space.grid()])
+    settings = [space.current, *space.grid()]
+    found = predict_more(predictor, Predictions(workload), settings)
     is_capacity = workload.scoring.objective is Objective.CAPACITY
     for _ in range(0 if is_capacity else REFINEMENTS):
         found = predict_more(predictor, found, _between(found.observations, space))

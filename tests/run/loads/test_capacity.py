@@ -155,7 +155,7 @@ def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
         session = Session.of(run.runner, {}, lambda _: predictor)
         session.search.predictor = predictor
-        session.search.predicted = Predictions(run.workload, 0.05, {})
+        session.search.predicted = Predictions(run.workload)
         session._find_capacity(decision)
     assert session.capacity is not None
     assert (session.capacity.winner, session.capacity.live) == (deployed.capacity, None)

@@ -162,8 +162,7 @@ class _Turning:
                 predictor = change.engine(predictor)
                 pieces = tuple(map(change.traffic, workload.pieces))
                 workload = replace(workload, pieces=pieces)
-            start = self._found if not changes else replace(self._found, outcomes={})
-            self._known[key] = predictor, replace(start, workload=workload)
+            self._known[key] = predictor, Predictions(workload) if changes else self._found
         predictor, found = self._known[key]
         found = predict_more(predictor, found, settings)
         self._known[key] = predictor, found

@@ -299,8 +299,8 @@ class _Search:
 
     def at_loads(self, gate: GateLimits) -> tuple[GatedLoad, ...]:
         """Return what a gate does at each load, and how sure that is by draws."""
-        nothing = Predictions(self.workload, self.predictor.wrong_ratio, {})
-        drawn = Drawing(self.predictor, nothing).possible(self.limits, FEW_DRAWS)
+        drawing = Drawing(self.predictor, Predictions(self.workload))
+        drawn = drawing.possible(self.limits, FEW_DRAWS)
 
         def drawn_gains(k: int) -> list[float]:
             return [

@@ -360,7 +360,7 @@ class PredictedSearch:
         context, is_own = self.context, calibrator.is_own
         profile = self.learning.fitted(calibrator, None if is_own else before, before.agreement)
         settings, predictor = list(plan.settings), self.learning.predictor_of(profile)
-        predicted = Predictions(workload, predictor.wrong_ratio, {})
+        predicted = Predictions(workload)
         if len({run.round for run in context.journal.race_runs()}) == 1:
             # The first round may show that others are better; later ones move little.
             settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))

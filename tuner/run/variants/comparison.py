@@ -122,8 +122,7 @@ class Comparing:
             held = _latencies([t.measurement or {} for t in trials], contender.result.tail)
             return _Side(contender, replace(finding, latencies_s=held, are_live=True))
         predictor = self.predictor_of(profile).as_deployed()
-        nothing = Predictions(self.workload, predictor.wrong_ratio, {})
-        found = predict_more(predictor, nothing, [limits])
+        found = predict_more(predictor, Predictions(self.workload), [limits])
         outcome = found.outcomes[limits]
         if not isinstance(outcome, Measurement):
             return _Side(contender, replace(finding, limits=None, failure=outcome.cause))
