@@ -19,7 +19,7 @@ limits = EngineLimits(8, 512)
 score = Score(Tier.FAILED, float("inf"), "failed")
 cause = "died at [core.py:12] of [/opt/x] :boom:"
 record = Trial.of(0, limits, Phase.LADDER, 0, score, None, cause)
-with RunDisplay("p95", 60.0) as display:
+with RunDisplay(60.0) as display:
     display.note("no shadow: cannot open [/models/qwen] :warning: see [core.py:12] [bold]")
     display.trial_started(0, limits, Phase.LADDER)
     display._now = "trial of [/models/llama]"

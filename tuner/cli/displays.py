@@ -50,11 +50,10 @@ class RunDisplay(Listener):
     `result` is the last that was put on disk.
     """
 
-    def __init__(self, tail: str, budget_s: float) -> None:
+    def __init__(self, budget_s: float) -> None:
         self._console = talk()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
-        self._tail = tail
         self._trials: list[Trial] = []
         self._current: EngineLimits | None = None
         self._now = ""

@@ -186,7 +186,7 @@ def run_job(
 
     Where the engines come from, and what predicts, is the installed vLLM's matter unless given.
     """
-    display = RunDisplay("p95", job.run.options.budget_s)
+    display = RunDisplay(job.run.options.budget_s)
     try:
         with display:
             result = tune(job.run, display, source=source, predictor_of=predictor_of)

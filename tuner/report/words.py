@@ -125,13 +125,13 @@ def times(load: float) -> str:
     return f"{load:g} \N{MULTIPLICATION SIGN}"
 
 
-def counted(n: int, one: str, many: str | None = None) -> str:
+def counted(n: int, one: str) -> str:
     """Write a number with its noun.
 
-    >>> counted(1, "replay"), counted(12, "replay"), counted(2, "entry", "entries")
-    ('1 replay', '12 replays', '2 entries')
+    >>> counted(1, "replay"), counted(12, "replay")
+    ('1 replay', '12 replays')
     """
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+    return f"{n:,} {one}{'' if n == 1 else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:

@@ -235,7 +235,7 @@ def compare_engines(
     effects, count = Effects.of(2, (), UNEXPLAINED), len(ours.here)
     rng = np.random.default_rng(seed)
     off = np.array([effects.draw(rng) for _ in range(count)])
-    return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)[:3]
+    return ours.times(np.exp(off[:, 0] - off[:, 1])).against(theirs, confidence)
 
 
 def draw_capacity(

@@ -310,11 +310,11 @@ class Draws:
 
     def against(
         self, other: Self, confidence: float = CONFIDENCE
-    ) -> tuple[Odds, str, Estimate | None, Estimate | None]:
+    ) -> tuple[Odds, str, Estimate | None]:
         """Return how sure one setting is better than one of another engine, and by how much.
 
         Of draws that both share, each of one setting. Between them stands by what they are
-        judged; the ratios are those of `ratios`.
+        judged; the ratio is that on other traffic.
         """
         both = np.concatenate([self.here, other.here], axis=1)
         parts = [own.elsewhere(own.settings) for own in (self, other)]
@@ -324,7 +324,7 @@ class Draws:
         pair = replace(self, settings=settings, point=point, here=both, learnable=None)
         _, column, metric = pair.criterion(confidence)
         odds = pair.odds([0, 1], elsewhere, column, confidence)
-        return odds, metric, _gain(elsewhere[:, :, column]), _gain(both[:, :, column])
+        return odds, metric, _gain(elsewhere[:, :, column])
 
     def regret(self, current: EngineLimits, confidence: float = CONFIDENCE) -> float:
         """Return what is lost in expectation by what would be recommended now, as a share.

@@ -305,13 +305,11 @@ def read_metric(measurement: Mapping[str, Any], metric: str) -> float | None:
 
 
 def measured_and_predicted(
-    live: Sequence[Mapping[str, Any]],
-    shadow: Mapping[str, Any],
-    metrics: Sequence[str] = COMPARED,
+    live: Sequence[Mapping[str, Any]], shadow: Mapping[str, Any]
 ) -> dict[str, tuple[float, float]]:
-    """Return each metric's median over live replays of the same, and its prediction."""
+    """Return each compared metric's median over live replays, and its prediction."""
     compared = {}
-    for metric in metrics:
+    for metric in COMPARED:
         measured = [value for m in live if (value := read_metric(m, metric))]
         predicted = read_metric(shadow, metric)
         if measured and predicted:
