@@ -44,7 +44,8 @@ def test_much_time_that_the_profile_leaves_out_is_told(
     calibration = Calibration(shape, (KvStart(LIMITS, 1000),), (), LIMITS, {"model": "toy"})
     with a_run(tmp_path, TRACE, a_space(LIMITS)) as run:
         learning = Learning(run.runner, {}, toy_predictor)
-        learning.fitted(Calibrator(calibration.and_steps(LIMITS, [steps])))
+        learning.calibrator = Calibrator(calibration.and_steps(LIMITS, [steps]))
+        learning.fitted()
         assert (Caveat.STEPS_SET_ASIDE in run.context.caveats) == is_told
         heard = run.context.listener
         assert isinstance(heard, Heard)
@@ -69,7 +70,7 @@ def test_how_restless_the_machine_was_is_learnt_with_its_speed(tmp_path: Path) -
             learning = Learning(run.runner, {}, toy_predictor)
             learning.calibrator = Calibrator(calibration.and_steps(LIMITS, [slow]))
             assert learning.restlessness(decision) is None
-            learning.fitted(learning.calibrator)
+            learning.fitted()
             told.append(learning.restlessness(decision))
     quiet, restless = told
     assert quiet is not None

@@ -72,6 +72,14 @@ class Predictions:
         return [trial.observation for trial in self.trials()]
 
 
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What was predicted of a run's space, and by what."""
+
+    predictor: Predictor
+    predictions: Predictions
+
+
 def predict(predictor: Predictor, space: SearchSpace, workload: Workload) -> Predictions:
     """Predict the grid, and what lies between its best and their neighbours.
 

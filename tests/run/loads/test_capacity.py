@@ -19,7 +19,7 @@ from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo, parse_slo
 from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
-from tuner.run.predict import Predictions, predict
+from tuner.run.predict import Foretold, Predictions, predict
 from tuner.run.sessions.live import Session
 from tuner.search.objective import Objective, Score, Scoring, Tier
 from tuner.search.race import RaceDecision, RaceVerdict
@@ -154,8 +154,7 @@ def test_what_is_told_to_be_borne_is_borne_as_deployed(tmp_path: Path) -> None:
     decision = RaceDecision(RaceVerdict.CHANGE, LARGE, LARGE, (LARGE,), None, 3, "better")
     with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS, budget_s=3600.0) as run:
         session = Session.of(run.runner, {}, lambda _: predictor)
-        session.search.predictor = predictor
-        session.search.predicted = Predictions(run.workload)
+        session.search.foretold = Foretold(predictor, Predictions(run.workload))
         session._find_capacity(decision)
     assert session.capacity is not None
     assert (session.capacity.winner, session.capacity.live) == (deployed.capacity, None)

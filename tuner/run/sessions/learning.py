@@ -50,6 +50,13 @@ class Learning:
         """What the run was given."""
         return self.runner.context
 
+    @property
+    def begun(self) -> Calibrator:
+        """What has the steps that were seen. Raises: ShadowError before `begin`."""
+        if self.calibrator is None:
+            raise ShadowError("nothing was learnt of an engine")
+        return self.calibrator
+
     def begin(self, started: EngineStart, stored: Profile | None = None) -> Calibrator:
         """Begin to learn of an engine, whose starts a profile of before may know.
 
@@ -86,15 +93,13 @@ class Learning:
         write_profile(self.context.run_dir.path / PROFILE_FILE, profile)
 
     def fitted(
-        self,
-        calibrator: Calibrator,
-        given: Profile | None = None,
-        agreement: Agreement | None = None,
+        self, given: Profile | None = None, agreement: Agreement | None = None
     ) -> Profile:
         """Return the profile that the steps so far make, or the given one corrected by them.
 
         Raises: TooFewSamplesError with too few steps.
         """
+        calibrator = self.begun
         with self.context.stopwatch.stage("fit"):
             if given is not None:
                 profile = calibrator.calibration.corrected(given)

@@ -211,12 +211,12 @@ class Session:
 
     def _turn_knobs(self, decision: RaceDecision) -> None:
         """Find which knobs pay beside the answer and try them cold; and what else to say."""
-        predictor, predicted = self.search.predictor, self.search.predicted
-        names = self.context.record.options.knobs
-        if predictor is None or predicted is None:
-            if names:
+        foretold = self.search.foretold
+        if foretold is None:
+            if self.context.record.options.knobs:
                 self.context.listener.note("no knob is turned: nothing could be predicted")
             return
+        predictor, predicted = foretold.predictor, foretold.predictions
         if decision.winner not in predicted.outcomes:
             predicted = predict_more(predictor.as_deployed(), predicted, [decision.winner])
         self.starting_points = compare_starting_points(predictor, predicted, decision)
@@ -237,12 +237,11 @@ class Session:
 
         As deployed; the engine that is there, with blocks of its own, is asked whether it does.
         """
-        search, context = self.search, self.context
-        predictor, predicted = search.predictor, search.predicted
-        is_possible = predictor is not None and predicted is not None and context.aim.slos
-        if not is_possible or predictor is None or predicted is None or context.left_s <= 0:
+        search, context, foretold = self.search, self.context, self.search.foretold
+        if foretold is None or not context.aim.slos or context.left_s <= 0:
             return
-        workload, deployed = predicted.workload, predictor.as_deployed()
+        workload, predictor = foretold.predictions.workload, foretold.predictor
+        deployed = predictor.as_deployed()
         with context.stopwatch.stage("capacity"):
             found = predict_capacity(deployed, workload, decision, context.space.current)
         if self.method is Method.CALIBRATED:
@@ -263,16 +262,16 @@ class Session:
     def findings(self) -> RunFindings:
         """Return what stands in the result beside the decision."""
         search, engine = self.search, self.runner.engine
-        plan, predicted, predictor = search.plan, search.predicted, search.predictor
+        plan, foretold = search.plan, search.foretold
         workload = plan.workload if plan is not None else None
-        if workload is None and predicted is not None:
-            workload = predicted.workload
+        if workload is None and foretold is not None:
+            workload = foretold.predictions.workload
         return RunFindings(
             windows=search.chosen or (() if workload is None else workload.windows),
             scoring=None if workload is None else workload.scoring,
             cold=None if self.cold is None or self.decision is None else self.cold.record,
             capacity=None if self.capacity is None else self.capacity.record,
-            profile=None if predictor is None else profile_record(predictor),
+            profile=None if foretold is None else profile_record(foretold.predictor),
             compared=search.compared,
             info=engine.info,
             engine_starts=engine.starts,

@@ -10,13 +10,20 @@ from tuner.engine.limits import EngineLimits
 from tuner.errors import Caveat, ShadowError, TooFewSamplesError
 from tuner.replay.metrics import Measurement
 from tuner.replay.process import EngineStart
-from tuner.run.calibrate import Blocks, Calibrator, replay_longer
+from tuner.run.calibrate import Blocks, replay_longer
 from tuner.run.cold import start_all
 from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.directory import PROFILE_FILE
 from tuner.run.drawing import Deployed, contend, predict_deployed
 from tuner.run.options import Method
-from tuner.run.predict import DISAGREEMENT, Differences, Predictions, cross_check, predict_more
+from tuner.run.predict import (
+    DISAGREEMENT,
+    Differences,
+    Foretold,
+    Predictions,
+    cross_check,
+    predict_more,
+)
 from tuner.run.race import PredictedEvidence, race
 from tuner.run.sessions.learning import Learning
 from tuner.run.sessions.shadow import decide_predicted, predict_space, predicted_text
@@ -55,9 +62,9 @@ class PredictedSearch:
 
     With Method.CALIBRATED nothing is raced where it can be predicted. `chosen` are the windows
     that are replayed, those that an earlier process of the run has chosen at first; `plan` is
-    who races on them. `predictor` and `predicted` are None until something is predicted, and
-    once it turns out to be wrong. `compared` is what was measured beside what was predicted,
-    and `rate` the real time that a second of the trace costs, None until a pilot has told.
+    who races on them. `foretold` is None until something is predicted, and once it turns out to
+    be wrong. `compared` is what was measured beside what was predicted, and `rate` the real
+    time that a second of the trace costs, None until a pilot has told.
     """
 
     learning: Learning
@@ -65,8 +72,7 @@ class PredictedSearch:
     chosen: tuple[Window, ...] = ()
     is_compared: bool = False
     plan: RacePlan | None = None
-    predictor: Predictor | None = None
-    predicted: Predictions | None = None
+    foretold: Foretold | None = None
     compared: Differences = field(default_factory=dict)
     rate: float | None = None
 
@@ -79,6 +85,13 @@ class PredictedSearch:
     def context(self) -> RunContext:
         """What the run was given."""
         return self.runner.context
+
+    @property
+    def known(self) -> Foretold:
+        """What was predicted, and by what. Raises: ShadowError where nothing was."""
+        if self.foretold is None:
+            raise ShadowError("nothing was predicted")
+        return self.foretold
 
     def run(self, started: EngineStart) -> RaceDecision | None:
         """Return the decision, None where nothing can be predicted and all must be searched.
@@ -97,7 +110,7 @@ class PredictedSearch:
                 parts = (self.runner, calibrator, self.learning.predictor_of)
                 blocks = Blocks.of(*parts, are_alone=is_alone, tells_capacity=self.is_compared)
                 self.rate = blocks.calibrate()
-                profile = self.learning.fitted(calibrator)
+                profile = self.learning.fitted()
             profile = self.learning.compared(profile)
             settings = self.finalists(profile)
             if self.method is Method.CALIBRATED:
@@ -105,11 +118,11 @@ class PredictedSearch:
             plan = self._race_plan(settings)
             if plan is None and given is not None:
                 plan = self._plan_beside_a_pilot(given)
-            elif plan is None and self.learning.calibrator is not None:
-                self._look_longer(self.learning.calibrator, profile, settings)
+            elif plan is None:
+                self._look_longer(profile, settings)
         except (ShadowError, TooFewSamplesError) as unfit:
             context.caveats.add(Caveat.SHADOW_UNFIT)
-            self.predicted = self.predictor = None
+            self.foretold = None
             context.listener.note(f"no predictions: {unfit.message}; searching live")
             return None
         if plan is None:
@@ -118,12 +131,7 @@ class PredictedSearch:
         self.plan = fitting(self.runner, plan)
         return self._race(self.plan)
 
-    def _look_longer(
-        self,
-        calibrator: Calibrator,
-        profile: Profile,
-        settings: Sequence[EngineLimits],
-    ) -> None:
+    def _look_longer(self, profile: Profile, settings: Sequence[EngineLimits]) -> None:
         """Spend the time that holds no race on the finalists' steps, and predict them anew.
 
         And on those that are finalists by that alone: nobody is recommended of whose batches
@@ -138,9 +146,9 @@ class PredictedSearch:
             least_s = LEAST_LOOK_S * len(chosen) + self._anew_s if looked else 0.0
             if not chosen or time_s <= least_s or self.runner.engine.restarts_per_config:
                 return
-            replay_longer(self.runner, calibrator, chosen, rate, time_s)
+            replay_longer(self.runner, self.learning.begun, chosen, rate, time_s)
             looked.update(chosen)
-            settings = self.finalists(self.learning.fitted(calibrator, None, profile.agreement))
+            settings = self.finalists(self.learning.fitted(agreement=profile.agreement))
 
     @property
     def _anew_s(self) -> float:
@@ -155,8 +163,8 @@ class PredictedSearch:
         """
         check_rank_by(profile)
         context, predictor = self.context, self.learning.predictor_of(profile)
-        self.predictor = predictor
-        predicted = self.predicted = predict_space(context, predictor)
+        predicted = predict_space(context, predictor)
+        self.foretold = Foretold(predictor, predicted)
         with context.stopwatch.stage("draw"):
             found = contend(
                 predictor.as_deployed(),
@@ -177,7 +185,7 @@ class PredictedSearch:
         A run that goes on offers what it did before.
         """
         aim, records = self.context.aim, self.context.journal.records()
-        best = None if self.predicted is None else leader(self.predicted.observations)
+        best = leader(self.known.predictions.observations)
         if aim.objective is not Objective.CAPACITY or best is None:
             return aim
         raced = [t.measurement for t in records if t.phase is Phase.RACE and t.measurement]
@@ -192,9 +200,7 @@ class PredictedSearch:
         Raises: EngineError.
         """
         if self.rate is None:
-            calibrator = self.learning.calibrator
-            observe = None if calibrator is None else calibrator.observe
-            self.rate = fly_pilot(self.runner, observe)
+            self.rate = fly_pilot(self.runner, self.learning.begun.observe)
         return self.rate
 
     def _race_plan(self, settings: Sequence[EngineLimits]) -> RacePlan | None:
@@ -202,9 +208,7 @@ class PredictedSearch:
 
         On the windows of before where the run goes on, else on what the time holds.
         """
-        context, predictor, aim = self.context, self.predictor, self._race_aim
-        if predictor is None:
-            return None
+        context, predictor, aim = self.context, self.known.predictor, self._race_aim
         if aim.objective is Objective.CAPACITY:
             context.listener.note(f"racing at {aim.plan.load:.3g} x the recorded load")
         if self.chosen:
@@ -223,15 +227,15 @@ class PredictedSearch:
 
         Units: seconds, without end where nothing is known.
         """
-        found = None if self.predicted is None else self.predicted.outcomes
-        now = None if found is None else found.get(self.context.space.current)
+        now = self.known.predictions.outcomes.get(self.context.space.current)
         life_s = now.latency("e2e_s", "p50") if isinstance(now, Measurement) else None
         return life_s or math.inf
 
     def choose(self, windows: tuple[Window, ...]) -> None:
         """Keep what is replayed, so that a resumed run replays the same."""
         self.chosen = windows
-        predicted = () if self.predicted is None else self.predicted.workload.windows
+        foretold = self.foretold
+        predicted = () if foretold is None else foretold.predictions.workload.windows
         self.context.keep_windows(windows, predicted)
         text = window_text(windows, self.context.trace)
         self.context.listener.note(f"replaying {text}")
@@ -241,36 +245,28 @@ class PredictedSearch:
 
         Where it is not, it is corrected by the pilot's steps, and the race planned anew.
         """
-        calibrator, predictor = self.learning.calibrator, self.predictor
-        if calibrator is None or predictor is None:
-            return None
+        calibrator = self.learning.begun
         self._flown()
         if not calibrator.calibration.steps:
             return None
         times = calibrator.calibration.times_of(given)
-        if abs(1 / times - 1) <= DISAGREEMENT * predictor.wrong_ratio:
+        if abs(1 / times - 1) <= DISAGREEMENT * self.known.predictor.wrong_ratio:
             return None
         self.context.listener.note(
             f"live and predicted disagree: steps of the pilot take {times:.2g} times what the "
             "profile says; correcting it"
         )
-        return self._race_plan(self.finalists(self.learning.fitted(calibrator, given)))
+        return self._race_plan(self.finalists(self.learning.fitted(given)))
 
     def _race(self, plan: RacePlan) -> RaceDecision:
         """Replay who may be the best, live, and learn from each round.
 
         Raises: EngineError, ShadowError, UsageError.
         """
-        calibrator, predictor, predicted = (
-            self.learning.calibrator,
-            self.predictor,
-            self.predicted,
-        )
-        if calibrator is None or predictor is None or predicted is None:
-            raise ShadowError("nothing was predicted")
+        known, observe = self.known, self.learning.begun.observe
         self._check_lifetimes(plan)
-        evidence = PredictedEvidence(plan, predictor, predicted, self._relearned)
-        decision = race(self.runner, evidence, calibrator.observe, self.context.aim.confidence)
+        evidence = PredictedEvidence(plan, known.predictor, known.predictions, self._relearned)
+        decision = race(self.runner, evidence, observe, self.context.aim.confidence)
         decision = self._with_own_blocks(evidence, decision)
         self.plan = evidence.plan
         self.compared = cross_check(evidence.plan.predicted, self.context.journal.records())
@@ -302,15 +298,15 @@ class PredictedSearch:
 
         Raises: EngineError, ShadowError, UsageError.
         """
-        plan, context, calibrator = evidence.plan, self.context, self.learning.calibrator
+        plan, context = evidence.plan, self.context
+        starts = self.learning.begun.calibration.starts
         current, predictions = context.space.current, evidence.predictions
         cost_s = cold_cost_s(self.runner, plan, [current])
         if (
-            calibrator is None
-            or not decision.rounds
+            not decision.rounds
             or evidence.predictor.doubt
             or self.runner.engine.restarts_per_config
-            or len({s.limits.max_num_batched_tokens for s in calibrator.calibration.starts}) > 1
+            or len({s.limits.max_num_batched_tokens for s in starts}) > 1
             or not _kv_binds(predictions, evidence.settings())
             or context.left_s < OWN_BLOCKS_WORTH * cost_s
         ):
@@ -320,81 +316,79 @@ class PredictedSearch:
             start_all(self.runner, plan.workload, [current], 1)
         self.learning.keep_starts()
         settings = self.finalists(read_profile(context.run_dir.path / PROFILE_FILE))
-        predictor, predicted = self.predictor, self.predicted
-        if predictor is None or predicted is None:
-            raise ShadowError("nothing was predicted")
-        field = list(dict.fromkeys([*settings[:-1], *evidence.settings(), current]))
-        self.plan = race_on(context, predictor, field, plan.workload)
-        predicted = predict_more(predictor.as_deployed(), predicted, field)
-        evidence.plan, evidence.predictor = self.plan, predictor
-        evidence.predictions = self.predicted = predicted
+        known, raced = self.known, evidence.settings()
+        field = list(dict.fromkeys([*settings[:-1], *raced, current]))
+        self.plan = race_on(context, known.predictor, field, plan.workload)
+        found = predict_more(known.predictor.as_deployed(), known.predictions, field)
+        self.foretold = Foretold(known.predictor, found)
+        evidence.plan, evidence.predictor = self.plan, known.predictor
+        evidence.predictions = found
         # Who has raced need not race again; who may be the best by these blocks has to.
-        return race(self.runner, evidence, calibrator.observe, context.aim.confidence)
+        observe = self.learning.begun.observe
+        return race(self.runner, evidence, observe, context.aim.confidence)
 
     def _relearned(self) -> tuple[RacePlan, Predictor, Predictions] | None:
         """Fit anew with every step seen; predict anew, and who may be the best by that.
 
         None where no step was seen, as by a worker, or there is no time for it.
         """
-        context, plan, calibrator = self.context, self.plan, self.learning.calibrator
-        if plan is None or calibrator is None or not calibrator.calibration.steps:
+        context, plan, known = self.context, self.plan, self.known
+        if plan is None or not self.learning.begun.calibration.steps:
             return None
         if self._anew_s > context.left_s / 2:
             context.listener.note("there is no time to learn from the replays")
             return None
-        if self.predictor is None or self.predicted is None:
-            return None
-        before, workload = self.predictor.profile, self.predicted.workload
         try:
-            return self._predicted_anew(plan, calibrator, before, workload)
+            return self._predicted_anew(plan, known)
         except (ShadowError, TooFewSamplesError) as unfit:
             # What was predicted before, and how far off replays show it to be, still stands.
             context.listener.note(f"nothing is learnt of the replays: {unfit.message}")
-            self.learning.keep(before)
+            self.learning.keep(known.predictor.profile)
             return None
 
     def _predicted_anew(
-        self, plan: RacePlan, calibrator: Calibrator, before: Profile, workload: Workload
+        self, plan: RacePlan, known: Foretold
     ) -> tuple[RacePlan, Predictor, Predictions]:
         """Fit and predict anew. Raises: ShadowError, TooFewSamplesError, UsageError."""
-        context, is_own = self.context, calibrator.is_own
-        profile = self.learning.fitted(calibrator, None if is_own else before, before.agreement)
+        context, before = self.context, known.predictor.profile
+        given = None if self.learning.begun.is_own else before
+        profile = self.learning.fitted(given, before.agreement)
         settings, predictor = list(plan.settings), self.learning.predictor_of(profile)
-        predicted = Predictions(workload)
+        predicted = Predictions(known.predictions.workload)
         if len({run.round for run in context.journal.race_runs()}) == 1:
             # The first round may show that others are better; later ones move little.
             settings = list(dict.fromkeys([*plan.settings[:-1], *self.finalists(profile)]))
-            predicted = self.predicted or predicted
+            predicted = self.known.predictions
         plan = race_on(context, predictor, settings, plan.workload)
         predicted = predict_more(predictor.as_deployed(), predicted, plan.settings)
-        self.plan, self.predictor, self.predicted = plan, predictor, predicted
+        self.plan, self.foretold = plan, Foretold(predictor, predicted)
         return plan, predictor, predicted
 
     def predict_cold(self, winner: EngineLimits) -> Deployed | None:
         """Predict the winner over the current one on engines with the blocks that each has."""
-        predictor, predicted, plan = self.predictor, self.predicted, self.plan
+        foretold, plan = self.foretold, self.plan
         pair, blocks = (winner, self.context.space.current), self.runner.engine.cold_blocks
-        if predictor is None or predicted is None or plan is None or predictor.doubt:
+        if foretold is None or plan is None or foretold.predictor.doubt:
             return None
         if not set(pair) <= blocks.keys():
             return None
-        profile = predictor.profile
+        profile = foretold.predictor.profile
         known = [KvStart(limits, blocks[limits]) for limits in pair]
         others = [start for start in profile.kv_starts if start.limits not in pair]
-        own = replace(profile, kv_starts=(*known, *others))
-        return predict_deployed(replace(predictor, profile=own), predicted, plan.workload, pair)
+        own = foretold.predictor.of(replace(profile, kv_starts=(*known, *others)))
+        return predict_deployed(own, foretold.predictions, plan.workload, pair)
 
     def decide(self) -> RaceDecision:
         """Decide by what was predicted alone, where the time held no race.
 
-        Raises: NoFeasibleConfigError if nothing could be predicted.
+        Raises: NoFeasibleConfigError if every setting fails; ShadowError if nothing was
+            predicted.
         """
-        if self.predicted is None or self.predictor is None:
-            raise ShadowError("nothing was predicted")
+        known = self.known
         if not self.chosen or self.method is Method.CALIBRATED:
-            self.chosen = windows = self.predicted.workload.windows
+            self.chosen = windows = known.predictions.workload.windows
             self.context.keep_windows(windows, windows)
-        return decide_predicted(self.context, self.predictor, self.predicted)
+        return decide_predicted(self.context, known.predictor, known.predictions)
 
 
 def _kv_binds(predictions: Predictions, settings: Sequence[EngineLimits]) -> bool:
