@@ -211,7 +211,7 @@ def _cold_of(
     current = context.space.current
     ours, theirs = _known_cold(context, decision.winner), _known_cold(context, current)
     starts, noise = min(len(ours), len(theirs)), _noise(context)
-    logs = [_log_ratio(a, b) for a, b in zip(ours[:starts], theirs[:starts], strict=True)]
+    logs = [a.log_over(b) for a, b in zip(ours[:starts], theirs[:starts], strict=True)]
     worst = max(ours, key=lambda s: s.order), max(theirs, key=lambda s: s.order)
     if not logs or not np.isfinite(logs).all():
         return Cold(*worst, None, starts=starts)
@@ -252,12 +252,6 @@ def _weighed(cold: Cold, known: tuple[float, float], off: tuple[float, float]) -
     )
 
 
-def _log_ratio(ours: Score, theirs: Score) -> float:
-    """Return the logarithm of the ratio by what the objective optimises, NaN without one."""
-    a, b = ours.value_in(Tier.GOOD), theirs.value_in(Tier.GOOD)
-    return math.log(a / b) if 0 < a < math.inf and 0 < b < math.inf else math.nan
-
-
 def _raced_ratio(
     context: RunContext, plan: RacePlan, winner: EngineLimits, noise: float
 ) -> tuple[float, float]:
@@ -267,14 +261,14 @@ def _raced_ratio(
     """
     runs, current = context.journal.race_runs(), context.space.current
     ours, theirs = by_round(runs, winner), by_round(runs, current)
-    logs = [_log_ratio(ours[n].score, theirs[n].score) for n in set(ours) & set(theirs)]
+    logs = [ours[n].score.log_over(theirs[n].score) for n in set(ours) & set(theirs)]
     logs = [log for log in logs if math.isfinite(log)]
     if logs:
         return float(np.mean(logs)), noise * math.sqrt(2 / len(logs))
     if not {winner, current} <= set(plan.predicted):
         return math.nan, math.nan
     score = plan.workload.scoring.score
-    return _log_ratio(score(plan.predicted[winner]), score(plan.predicted[current])), noise
+    return score(plan.predicted[winner]).log_over(score(plan.predicted[current])), noise
 
 
 def _normal(gain: Estimate) -> tuple[float, float]:

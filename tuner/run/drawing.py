@@ -30,7 +30,7 @@ from tuner.run.predict import (
 )
 from tuner.search.effects import Effects, Spreads
 from tuner.search.ladder import FINALISTS, alike
-from tuner.search.objective import Objective, Score, Tier
+from tuner.search.objective import Objective, Score
 from tuner.search.posterior import CONTENDS, Draws, Learnable, drawn_of, wider_for
 from tuner.search.race import CONFIDENCE, Odds, RaceDecision
 from tuner.search.space import SearchSpace
@@ -178,15 +178,14 @@ def predict_deployed(
         gain, here = draws.ratios(*pair)
     except EngineError:
         return None
-    values = []
-    for limits in pair:
-        found = own.measure(window.pieces, limits, window.plan, window.slos)
-        if isinstance(found, Measurement):
-            values.append(window.scoring.score(found).value_in(Tier.GOOD))
-    is_known = len(values) == len(pair) and all(0 < v < math.inf for v in values)
-    if gain is None or here is None or not is_known:
+    ours, theirs = (
+        scored(window, own.measure(window.pieces, limits, window.plan, window.slos))
+        for limits in pair
+    )
+    log_window = ours.log_over(theirs)
+    if gain is None or here is None or not math.isfinite(log_window):
         return None
-    return Deployed(gain, here, math.log(values[0] / values[1]))
+    return Deployed(gain, here, log_window)
 
 
 def _distinct(seen: Sequence[Observation], current: EngineLimits) -> list[EngineLimits]:

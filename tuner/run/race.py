@@ -141,10 +141,7 @@ class PredictedEvidence:
         found = at_own_speed(self.predictor, self.plan.workload, trial.limits, step_s)
         if found is None:
             return math.nan
-        predicted = self.plan.workload.scoring.score(found)
-        live, simulated = trial.score.value_in(Tier.GOOD), predicted.value_in(Tier.GOOD)
-        is_usable = 0 < live < math.inf and 0 < simulated < math.inf
-        return math.log(live / simulated) if is_usable else math.nan
+        return trial.score.log_over(self.plan.workload.scoring.score(found))
 
     def disagreement(self) -> str:
         """Say whose replays differ from the simulation at their own speed by too much.

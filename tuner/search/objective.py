@@ -113,6 +113,19 @@ class Score:
         value = self.value_of(_OTHER_TIERS.get(tier, self.own_metric))
         return math.inf if value is None else value
 
+    def over(self, other: Score, tier: Tier = Tier.GOOD) -> float | None:
+        """Return how many times as much it costs as another by what is judged in a tier.
+
+        None where one of them has no such value, or none with an end.
+        """
+        ours, theirs = self.value_in(tier), other.value_in(tier)
+        return ours / theirs if 0 < ours < math.inf and 0 < theirs < math.inf else None
+
+    def log_over(self, other: Score) -> float:
+        """Return the logarithm of `over` by what the objective optimises, NaN without one."""
+        ratio = self.over(other)
+        return math.nan if ratio is None else math.log(ratio)
+
     @property
     def own_metric(self) -> str:
         """The metric that the objective optimises."""

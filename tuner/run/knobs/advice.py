@@ -309,9 +309,7 @@ def _ratio(ours: Score, theirs: Score) -> float | None:
     By what is optimised; where both break an SLO, by how far.
     """
     is_broken = ours.tier is theirs.tier is Tier.BREAKS_SLO
-    tier = Tier.BREAKS_SLO if is_broken else Tier.GOOD
-    a, b = ours.value_in(tier), theirs.value_in(tier)
-    return a / b if 0 < a < math.inf and 0 < b < math.inf else None
+    return ours.over(theirs, Tier.BREAKS_SLO if is_broken else Tier.GOOD)
 
 
 def _place(ours: Score, theirs: Score) -> tuple[Tier, float]:

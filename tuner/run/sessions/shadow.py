@@ -5,7 +5,6 @@ A run with a live engine predicts with the same functions.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,6 @@ from tuner.run.predict import Predictions, predict, predict_more, scored
 from tuner.run.result import ProfileRecord, StartFinding
 from tuner.search.budget import window_text
 from tuner.search.ladder import at_edge
-from tuner.search.objective import Tier
 from tuner.search.race import RaceDecision, RaceVerdict
 from tuner.shadow.calibration import check_rank_by
 from tuner.shadow.predictor import Predictor
@@ -147,14 +145,12 @@ def compare_starting_points(
         if point.limits not in scores:
             continue
         score = scores[point.limits]
-        a, b = score.value_in(Tier.GOOD), best.value_in(Tier.GOOD)
-        is_known = 0 < a < math.inf and 0 < b < math.inf
         found.append(
             StartFinding(
                 **asdict(point.limits),
                 name=name,
                 metric=best.own_metric,
-                ratio=a / b if is_known else None,
+                ratio=score.over(best),
                 state=str(score.tier)[2:] if score.tier > best.tier else "",
             )
         )
