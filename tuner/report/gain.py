@@ -33,7 +33,6 @@ from tuner.report.words import (
 from tuner.run.evidence import MetricChange
 from tuner.search.objective import is_rate
 from tuner.search.posterior import TIE_LOSS
-from tuner.search.trials import Phase
 
 _COLOURS = {"better": BETTER, "worse": WORSE}
 
@@ -105,18 +104,12 @@ def _table(rows: Sequence[MetricChange], meanings: Sequence[str], caption: str) 
             number(row.after, quantity(row.metric, row.after)),
             number(row.moved_ratio, change(row.moved_ratio)),
             Cell(interval(bounds) if bounds else NOTHING, mark="number"),
-            number(row.rounds, _rounds(row)),
+            number(row.rounds, str(row.rounds) if row.rounds else "predicted"),
             Cell(meaning),
         )
         made.append(shown)
     heads = ("metric", "current", "then", "change", "interval", "rounds", "meaning")
     return Table("gain-table", caption, heads, tuple(made))
-
-
-def _rounds(row: MetricChange) -> str:
-    if not row.rounds:
-        return "predicted"
-    return f"{row.rounds}"
 
 
 def _plot(rows: Sequence[MetricChange], meanings: Sequence[str]) -> Plot:
@@ -176,23 +169,11 @@ def _cold(run: RunFiles) -> list[str]:
     cold = run.result.confirmed_cold
     if cold is None:
         return []
-    metric = cold.metric
     # A configuration that breaks an SLO is judged by how far it does.
-    judged_by = next(
-        (
-            t.metric
-            for t in run.result.trials
-            if t.phase is Phase.COLD and t.limits == run.current
-        ),
-        metric,
-    )
-    ours, theirs = _scored(metric, cold.winner), _scored(judged_by, cold.current)
+    metric, judged_by = cold.metric, cold.current_metric
+    ours, theirs = score(metric, cold.winner), score(judged_by, cold.current)
     other = "" if judged_by == metric else f"{metric_name(judged_by)} "
     return [
         f"On engines started cold with these values, as they would be deployed, "
         f"{metric_name(metric)} was {ours}, with the current ones {other}{theirs}."
     ]
-
-
-def _scored(metric: str, value: float | None) -> str:
-    return NOTHING if value is None else score(metric, value)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.report.parts import Cell, Section, Table, number
+from tuner.report.points import value_of
 from tuner.report.run_files import RunFiles
 from tuner.report.words import NOTHING, counted, metric_name, percent, plain, seconds
 from tuner.run.result import RunResult
@@ -43,7 +44,8 @@ def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
     measured = trial.measurement or {}
     rates = [read_metric(measured, name) for name in ("requests_per_s", "output_tokens_per_s")]
     latencies = [read_metric(measured, name) for name in _latencies(result)]
-    usage = _level(measured, "gpu_cache_usage_perc", "max")
+    usage = value_of(measured, "gpu_cache_usage_perc")
+    held = [value_of(measured, name) for name in ("running", "queue_depth")]
     why = trial.cause or trial.cut_reason
     return (
         number(trial.number, str(trial.number)),
@@ -56,7 +58,7 @@ def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
         *(number(latency, seconds(latency)) for latency in latencies),
         number(usage, percent(usage)),
         _count(measured, "preemptions"),
-        *(_held(measured, *where) for where in (("running", "max"), ("queue_depth", "mean"))),
+        *(number(level, _plain(level)) for level in held),
         Cell(trial.tier[2:], trial.tier),
         Cell(why, why or None),
     )
@@ -64,17 +66,6 @@ def _row(result: RunResult, trial: Trial) -> tuple[Cell, ...]:
 
 def _plain(value: float | None) -> str:
     return NOTHING if value is None else plain(value)
-
-
-def _level(measured: Mapping[str, Any], name: str, statistic: str) -> float | None:
-    level = measured.get(name)
-    value = level.get(statistic) if isinstance(level, dict) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _held(measured: Mapping[str, Any], name: str, statistic: str) -> Cell:
-    value = _level(measured, name, statistic)
-    return number(value, _plain(value))
 
 
 def _count(measured: Mapping[str, Any], name: str) -> Cell:
