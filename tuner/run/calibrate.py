@@ -492,12 +492,16 @@ class Blocks:
         while self._share():
             pass
 
+    def _workload_of(self, block: Block) -> Workload:
+        """Return what a block replays."""
+        piece = block.of(self._at(block.load))
+        return Workload.of_piece(piece, ReplayPlan(), self.runner.context.aim)
+
     def _replay_one(self, block: Block, most_s: float) -> None:
-        context = self.runner.context
         self.runner.measure(
             block.limits,
             Phase.CALIBRATE,
-            Workload.of_piece(block.of(self._at(block.load)), ReplayPlan(), context.aim),
+            self._workload_of(block),
             CutRule(max_wall_s=most_s),
             on_log=partial(self.calibrator.observe, block.limits),
         )
@@ -505,14 +509,11 @@ class Blocks:
     def _share(self) -> bool:
         """Replay a round of the queue, and take in others'; tell if there was one."""
         context = self.runner.context
-
-        def workloads(one: Round) -> list[Workload]:
-            return [
-                Workload.of_piece(block.of(self._at(block.load)), ReplayPlan(), context.aim)
-                for block in one.blocks
-            ]
-
-        found = share_round(self.runner, workloads, Phase.CALIBRATE)
+        found = share_round(
+            self.runner,
+            lambda one: [self._workload_of(block) for block in one.blocks],
+            Phase.CALIBRATE,
+        )
         for limits, columns in found.steps if found is not None else ():
             self.calibrator.observe_steps(limits, columns)
         done = context.journal.rounds(Phase.CALIBRATE)
