@@ -41,7 +41,7 @@ def a_rung(
 ) -> Observation:
     score = Score(Tier.GOOD, value, "e2e_p95")
     peak = cap if running is None else running
-    return Observation(cap, EngineLimits(cap, 2048), Phase.LADDER, score, peak, 9, decode_s)
+    return Observation(EngineLimits(cap, 2048), Phase.LADDER, score, peak, 9, decode_s)
 
 
 def test_the_stop_is_where_two_rungs_in_a_row_were_worse_and_slower() -> None:

@@ -58,9 +58,9 @@ def test_a_trial_that_never_ended_does_not_count_and_keeps_its_number(url: str) 
     kept(first, GOOD)
     first.begin(LIMITS)
     second = Journal(url)
-    assert [o.number for o in second.observations()] == [0]
+    assert [o.number for o in second.records()] == [0]
     assert kept(second, GOOD) == 2
-    assert [o.number for o in second.observations()] == [0, 2]
+    assert [o.number for o in second.records()] == [0, 2]
 
 
 def test_a_failure_is_a_failed_trial_with_its_cause_and_never_a_value(url: str) -> None:

@@ -30,7 +30,7 @@ SPACE = SearchSpace(CURRENT, (1, 2, 4, 8, 16, 32), (512, 1024, 2048), EngineLimi
 LONGEST_SEARCH = 40
 FLOODED = ToyCosts(base_s=0.05, per_seq_s=0.0, flood_tokens=500, flood_s=0.002)
 
-Measure = Callable[[EngineLimits, Phase, int, Sequence[Observation]], Observation]
+Measure = Callable[[EngineLimits, Phase, Sequence[Observation]], Observation]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OnToy:
     cuts: bool = True
 
     def __call__(
-        self, limits: EngineLimits, phase: Phase, number: int, seen: Sequence[Observation]
+        self, limits: EngineLimits, phase: Phase, seen: Sequence[Observation]
     ) -> Observation:
         """Replay once and reduce it to what the search sees."""
         best = leader(seen)
@@ -54,16 +54,16 @@ class OnToy:
             log = replay(engine, self.trace, ToyPrompts(self.trace), plan)
         except EngineError:
             failed = Score(Tier.FAILED, math.inf, "failed")
-            return Observation(number, limits, phase, failed, 0, 0, None)
+            return Observation(limits, phase, failed, 0, 0, None)
         m = measure([log])
         peak, tokens = int(m.running.max), m.max_step_tokens
         step_s = m.latency("decode_step_s", "p50")
-        return Observation(number, limits, phase, self.goal.score(m), peak, tokens, step_s)
+        return Observation(limits, phase, self.goal.score(m), peak, tokens, step_s)
 
     def value(self, seqs: int, budget: int = 2048) -> Score:
         """Return the score of limits replayed whole."""
         whole = replace(self, cuts=False)
-        return whole(EngineLimits(seqs, budget), Phase.LADDER, 0, []).score
+        return whole(EngineLimits(seqs, budget), Phase.LADDER, []).score
 
 
 def searched(measured: Measure, space: SearchSpace = SPACE) -> list[Observation]:
@@ -75,7 +75,7 @@ def searched(measured: Measure, space: SearchSpace = SPACE) -> list[Observation]
         if history:
             assert proposal.limits.within(space.ceiling)
             assert proposal.limits.max_num_batched_tokens >= space.min_budget
-        history.append(measured(proposal.limits, proposal.phase, len(history), history))
+        history.append(measured(proposal.limits, proposal.phase, history))
         assert len(history) <= LONGEST_SEARCH
     assert history[0].limits == space.current
     assert [o.phase is Phase.CURRENT for o in history] == [True] + [False] * (len(history) - 1)
@@ -195,12 +195,13 @@ def test_the_budget_stops_where_it_begins_to_hurt() -> None:
     )
 
     def known(
-        limits: EngineLimits, phase: Phase, number: int, seen: Sequence[Observation]
+        limits: EngineLimits,
+        phase: Phase,
+        seen: Sequence[Observation],  # noqa: ARG001 - what it gives follows from the limits
     ) -> Observation:
-        assert len(seen) == number
         budget = limits.max_num_batched_tokens
         score = Score(Tier.GOOD, values[budget], "e2e_p95")
-        return Observation(number, limits, phase, score, 16, budget, None)
+        return Observation(limits, phase, score, 16, budget, None)
 
     history = searched(known, space)
     moved = [o for o in history if o.phase is not Phase.EXTEND]
@@ -277,7 +278,7 @@ def seen_at(
     """Return an observation whose cap bound, unless told otherwise."""
     score = Score(Tier.GOOD, value, "e2e_p95")
     limits = EngineLimits(seqs, 2048)
-    return Observation(0, limits, Phase.LADDER, score, peak or seqs, 100, step_s)
+    return Observation(limits, Phase.LADDER, score, peak or seqs, 100, step_s)
 
 
 def test_the_climb_is_over_when_decode_and_tail_both_degrade_twice() -> None:
@@ -363,7 +364,7 @@ def worlds(draw: st.DrawFn) -> tuple[Measure, SearchSpace]:
     )
 
     def anything(
-        limits: EngineLimits, phase: Phase, number: int, seen: Sequence[Observation]
+        limits: EngineLimits, phase: Phase, seen: Sequence[Observation]
     ) -> Observation:
         word = hash((seed, limits, len(seen) < 0))
         tier = list(Tier)[min(word % 9, 4)] if word % 9 < 5 else Tier.GOOD
@@ -371,7 +372,7 @@ def worlds(draw: st.DrawFn) -> tuple[Measure, SearchSpace]:
         peak = 1 + word // 900 % limits.max_num_seqs
         tokens = 1 + word // 9000 % limits.max_num_batched_tokens
         score = Score(tier, value, "e2e_p95")
-        return Observation(number, limits, phase, score, peak, tokens, 1 + word % 3)
+        return Observation(limits, phase, score, peak, tokens, 1 + word % 3)
 
     return anything, space
 
@@ -390,7 +391,7 @@ def test_a_smaller_cap_with_much_slower_steps_gives_a_disturbed_machine_away() -
     score = Score(Tier.GOOD, 1.0, "e2e_p95")
 
     def took(cap: int, step_s: float | None) -> Observation:
-        return Observation(cap, EngineLimits(cap, 2048), Phase.LADDER, score, cap, 0, step_s)
+        return Observation(EngineLimits(cap, 2048), Phase.LADDER, score, cap, 0, step_s)
 
     assert disturbed([took(6, 0.103), took(16, 0.058)])
     assert disturbed([took(8, 0.020), took(8, 0.010)])

@@ -63,14 +63,12 @@ class Observation:
     until then, a larger one would have come to the same place.
     """
 
-    number: int
     limits: EngineLimits
     phase: Phase
     score: Score
     peak_running: int
     peak_step_tokens: int
     decode_step_s: float | None
-    race_round: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -237,14 +235,12 @@ class Trial:
         """What the search needs to know of it."""
         measured = self.measurement or {}
         return Observation(
-            number=self.number,
             limits=self.limits,
             phase=self.phase,
             score=self.score,
             peak_running=int((measured.get("running") or {}).get("max") or 0),
             peak_step_tokens=int(measured.get("max_step_tokens") or 0),
             decode_step_s=(measured.get("decode_step_s") or {}).get("p50"),
-            race_round=self.race_round,
         )
 
 
