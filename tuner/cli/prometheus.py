@@ -87,6 +87,7 @@ class PrometheusOptions:
             self.since_s,
             self.step_s,
             model=self.model,
+            labels=self.labels,
             headers=self.credentials(),
             verify=self.is_verified,
         )

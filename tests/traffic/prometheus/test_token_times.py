@@ -46,13 +46,15 @@ class DecodingEngine(PastEngine):
         return found
 
 
-def steady(model: str, until_s: float = END_S, **more: str) -> DecodingEngine:
+def steady(
+    model: str, until_s: float = END_S, output: int = OUTPUT, **more: str
+) -> DecodingEngine:
     """Return a server in which a dozen requests ran at any time, and then none."""
     arrived_s = np.arange(START_S, until_s, ITL_S * OUTPUT / RUNNING, dtype=np.float64)
     return DecodingEngine(
         arrived_s=arrived_s,
         prompt=np.full(arrived_s.size, PROMPT),
-        output=np.full(arrived_s.size, OUTPUT),
+        output=np.full(arrived_s.size, output),
         scrapes_s=SCRAPES_S.astype(np.float64),
         model=model,
         **more,  # type: ignore[arg-type]
@@ -61,12 +63,14 @@ def steady(model: str, until_s: float = END_S, **more: str) -> DecodingEngine:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return a Prometheus that knows three servers."""
+    """Return a Prometheus that knows some servers."""
     need_prometheus()
     engines = (
         steady("steady"),
         steady("idle-later", START_S + 1800, name=NAMES[1]),
         steady("hardly", START_S + 2),
+        steady("pair", instance="a:1"),
+        steady("pair", output=OUTPUT // 2, instance="b:1"),
     )
     with with_history(tmp_path_factory.mktemp("past"), *engines) as found:
         yield found
@@ -89,6 +93,16 @@ def test_the_point_is_of_the_time_in_which_tokens_came(url: str, model: str) -> 
 def test_too_few_tokens_are_refused_by_their_number(url: str) -> None:
     with pytest.raises(UsageError, match=r"counted \d+ times between tokens .* at least 2000"):
         measured(url, "hardly")
+
+
+def test_with_labels_the_point_is_of_those_engines_alone(url: str, tmp_path: Path) -> None:
+    """Half as long answers at the same pace: half as many run."""
+    output = tmp_path / "mine.yaml"
+    words = ["calibrate", "--profile", str(L40S), "--prometheus", url, "--model", "pair"]
+    words += ["--label", "instance=b:1", "--since", "20h", "-o", str(output)]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert f"a token takes {1e3 * ITL_S:.2f} ms with 5.9" in done.stdout
 
 
 def test_the_command_corrects_by_what_prometheus_shows(url: str, tmp_path: Path) -> None:

@@ -58,14 +58,15 @@ def token_times(
     step_s: float,
     *,
     model: str | None = None,
+    labels: Mapping[str, str] | None = None,
     until_s: float | None = None,
     headers: Mapping[str, str] | None = None,
     verify: bool = True,
 ) -> TokenTimes:
     """Return what the engines of a model showed in the last `since_s` seconds.
 
-    Several engines count as one that is like all of them. Prometheus is asked for the stretch
-    before `until_s` where that is given.
+    Several engines count as one that is like all of them, those that do not have these `labels`
+    left out. Prometheus is asked for the stretch before `until_s` where that is given.
 
     Units: seconds; until_s in Unix seconds.
     Raises: UsageError if the server, its data or what was asked of it is not as it must be, or
@@ -73,7 +74,7 @@ def token_times(
     """
     span = span_of(since_s, step_s, until_s)
     with Prometheus(url, headers=headers, verify=verify) as server:
-        chosen = choose(server, span, Selection(model, None))
+        chosen = choose(server, span, Selection(model, None, labels or {}))
         seconds, tokens = _tokens(server, span, chosen)
         running = _running(server.over(chosen.query(RUNNING), span), tokens)
         lengths = [_mean_length(server, span, chosen, name) for name in (PROMPT, OUTPUT)]
