@@ -24,13 +24,13 @@ FAILED = Score(Tier.FAILED, math.inf, "out of memory")
 DRAWS = 400
 
 
-def score(value: float, *, slo: float | None = None, load: float = 0.5) -> Score:
+def score(value: float, *, slo: float | None = None, load: float | None = 0.5) -> Score:
     """Return the score of a setting with such a tail, so much of its SLO and load used up."""
     values = {"e2e_p99": value, RATE: 1.0} | ({} if slo is None else {WORST_SLACK: slo})
     tier, metric = Tier.GOOD, "e2e_p99"
     if slo is not None and slo > 1:
         tier, metric = Tier.BREAKS_SLO, WORST_SLACK
-    elif load > 1:
+    elif load is not None and load > 1:
         tier, metric = Tier.NOT_SUSTAINED, RATE
     return Score(tier, values.pop(metric), metric, tuple(values.items()), slo, load)
 
@@ -187,7 +187,7 @@ def test_where_nothing_sustains_the_load_the_shorter_tail_wins() -> None:
     found = draws(score(30.0, load=3.0), score(9.0, load=1.5)).decide(CURRENT)
     assert (found.winner, found.metric) == (OTHER, "e2e_p99")
     assert found.odds is not None
-    assert found.odds.p_sustained < 0.1
+    assert (found.odds.p_sustained or 0.0) < 0.1
     meets = draws(score(30.0, load=3.0), score(40.0, load=0.7)).decide(CURRENT)
     assert meets.winner == OTHER
 
@@ -310,13 +310,27 @@ def test_a_round_saves_of_what_may_be_lost_what_replays_would_tell(
     assert saved / found.regret(CURRENT) == pytest.approx(share, abs=0.15)
 
 
+def test_nothing_is_told_of_a_load_that_no_setting_is_judged_by() -> None:
+    """As under `throughput`, where it would be sustained by the hopelessly overloaded."""
+    point = score(2.0, load=None), score(1.6, load=None), FAILED
+    found = draws(*point).decide(CURRENT)
+    assert found.odds is not None
+    assert found.odds.p_sustained is None
+    assert "sustained" not in found.odds.text
+    assert found.odds.text.startswith("P(better) 1.00, keeping loses 2")
+    assert {standing.p_sustained for standing in found.standings} == {None}
+    alone = draws(score(2.0, load=None)).decide(CURRENT)
+    assert alone.odds is not None
+    assert alone.odds.text == "beside no other setting"
+
+
 def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None:
     """Both may bear it, and the current one a little less probably; its tail is shorter."""
     point = score(2.0, load=0.98), score(2.3, load=0.96)
     found = draws(*point, error=0.005, common=0.03).decide(CURRENT)
     now, other = sorted(found.standings, key=lambda s: s.limits != CURRENT)
-    assert 0.5 < now.p_sustained < 0.85
-    assert other.p_sustained > 0.88
+    assert 0.5 < (now.p_sustained or 0.0) < 0.85
+    assert (other.p_sustained or 0.0) > 0.88
     assert (found.verdict, found.best) == (RaceVerdict.KEEP, CURRENT)
     # At a tail that is no longer, bearing the load is worth a restart.
     point = score(2.0, load=1.04), score(2.02, load=0.9)

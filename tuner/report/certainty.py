@@ -117,8 +117,12 @@ def _is_for_bounds(advice: Advice, odds: Odds, current: EngineLimits) -> str:
     """Say which bounds the current setting may not keep, for which it is left."""
     own, asked = _standing_of(advice, current), odds.confidence
     # Where nobody surely sustains the load that is asked of nobody.
-    is_load = own is not None and own.p_sustained < asked <= odds.p_sustained
-    is_slo = own is not None and own.p_slo is not None and own.p_slo < asked
+    is_load = (
+        own is not None
+        and _misses(own.p_sustained, asked)
+        and not _misses(odds.p_sustained, asked)
+    )
+    is_slo = own is not None and _misses(own.p_slo, asked)
     for_what, otherwise = "for bounds that {} may not keep", "they are relaxed"
     if is_slo and not is_load:
         for_what = "for the SLOs that {} may not meet"
@@ -128,6 +132,10 @@ def _is_for_bounds(advice: Advice, odds: Odds, current: EngineLimits) -> str:
         f"{advice.limits} is recommended {for_what.format(current)}: where {otherwise} the "
         "answer may be another"
     )
+
+
+def _misses(chance: float | None, asked: float) -> bool:
+    return chance is not None and chance < asked
 
 
 def _what_a_rival_lacks(advice: Advice, rival: EngineLimits, current: EngineLimits) -> str:

@@ -285,7 +285,8 @@ def _is_lower(context: RunContext, plan: RacePlan, decision: RaceDecision) -> bo
     One that fails does not. A stretch that grows over the load that is sustained in all of the
     traffic says nothing of the tier, but in its tail.
     """
-    is_stretch = decision.odds is not None and decision.odds.p_sustained >= LIKELY
+    odds = decision.odds
+    is_stretch = odds is not None and (odds.p_sustained is None or odds.p_sustained >= LIKELY)
     ours, theirs = (
         [_tier(score, is_stretch=is_stretch) for score in _known_cold(context, limits)]
         for limits in (decision.winner, context.space.current)

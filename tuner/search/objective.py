@@ -357,10 +357,14 @@ class Scoring:
         return CutRule()
 
 
-def _load_used(m: Measurement) -> float:
-    """Return how much of what the engine can sustain the load takes, above 1 if too much."""
-    used = 0.0 if m.utilisation is None else m.utilisation
-    return used if m.is_sustained else max(used, 1.0 + 1e-9)
+def _load_used(m: Measurement) -> float | None:
+    """Return how much of what the engine can sustain the load takes, above 1 if too much.
+
+    None of a load that is as much as the engine takes, as a closed loop's.
+    """
+    if m.is_sustained:
+        return m.utilisation
+    return max(m.utilisation or 0.0, 1.0 + 1e-9)
 
 
 def make_scoring(objective: Objective, slos: Sequence[Slo], requests: int) -> Scoring:

@@ -445,9 +445,15 @@ class Draws:
         """
         return _share(drawn[:, SLO] <= 1.0) if self.has_slos else None
 
-    def _p_sustained(self, setting: int) -> float:
-        """Return how probably a setting sustains the load."""
-        return _share(self.here[:, setting, LOAD] <= 1.0)
+    def _p_sustained(self, setting: int) -> float | None:
+        """Return how probably a setting sustains the load, None where that does not count.
+
+        As under an objective that does not ask for it, and in a closed loop: no setting that
+        runs has anything of the load used up then.
+        """
+        load = self.here[:, :, LOAD]
+        counts = bool(((load > 0) & np.isfinite(load)).any())
+        return _share(load[:, setting] <= 1.0) if counts else None
 
 
 @dataclass(frozen=True, slots=True)

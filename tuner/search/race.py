@@ -102,7 +102,8 @@ class Odds:
 
     `p_better` is the probability that what is recommended, or was closest to it, is better than
     the current configuration on the recorded traffic, `p_slo` and `p_sustained` that it meets
-    every SLO, None without any, and sustains the load. `loss` is what keeping the current
+    every SLO, None without any, and sustains the load, None where that does not count: it is
+    told under `balanced` alone, and not in a closed loop. `loss` is what keeping the current
     configuration costs in expectation, as a share. `p_elsewhere` is the probability that it is
     better on other traffic of the kind, `p_slo_elsewhere` that it meets every SLO there.
     `meets_more`: it surely keeps bounds that the current configuration does not. `open_ratio`
@@ -117,7 +118,7 @@ class Odds:
 
     p_better: float
     p_slo: float | None
-    p_sustained: float
+    p_sustained: float | None
     loss: float
     p_elsewhere: float
     meets_more: bool = False
@@ -142,21 +143,28 @@ class Odds:
         >>> Odds(0.2, None, 1.0, 0.003, 0.2, rival=EngineLimits(8, 512)).text[:21]
         'P(8/512 better) 0.20,'
         """
-        slo = "" if self.p_slo is None else f"P(SLOs met) {self.p_slo:.2f}"
-        if slo and self.has_other_traffic and self.p_slo_elsewhere is not None:
-            slo += f" (other hours {self.p_slo_elsewhere:.2f})"
-        slo += ", " if slo else ""
+        slo = self.p_slo_elsewhere if self.has_other_traffic else None
+        chances = (("SLOs met", self.p_slo, slo), ("load sustained", self.p_sustained, None))
+        bounds = [
+            f"P({name}) {chance:.2f}{_on_other_hours(there)}"
+            for name, chance, there in chances
+            if chance is not None
+        ]
         if self.is_alone:
-            return f"{slo}P(load sustained) {self.p_sustained:.2f}, beside no other setting"
-        who, own, to = "", "", ""
+            return ", ".join([*bounds, "beside no other setting"])
+        who, to = "", ""
         if self.rival is not None:
-            who, own, to = f"{self.rival} ", "of the current one ", " to whoever is best"
-        other = f" (other hours {self.p_elsewhere:.2f})" if self.has_other_traffic else ""
+            who, to = f"{self.rival} ", " to whoever is best"
+            bounds[:1] = [f"of the current one {bound}" for bound in bounds[:1]]
+        other = _on_other_hours(self.p_elsewhere if self.has_other_traffic else None)
         loses = f"loses {self.loss:.1%}{to}" if self.loss < 1 else _times_as_much(self.loss)
-        return (
-            f"P({who}better) {self.p_better:.2f}{other}, {own}{slo}"
-            f"P(load sustained) {self.p_sustained:.2f}, keeping {loses}"
-        )
+        better = f"P({who}better) {self.p_better:.2f}{other}"
+        return ", ".join([better, *bounds, f"keeping {loses}"])
+
+
+def _on_other_hours(chance: float | None) -> str:
+    """Say how probable the same is on other traffic of the kind, where that is known."""
+    return "" if chance is None else f" (other hours {chance:.2f})"
 
 
 def _times_as_much(loss: float) -> str:
@@ -182,7 +190,7 @@ class Standing:
     limits: EngineLimits
     quantiles: tuple[float, ...]
     p_slo: float | None
-    p_sustained: float
+    p_sustained: float | None
     p_best: float | None
     loss: float | None
 
