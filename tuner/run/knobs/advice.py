@@ -293,14 +293,31 @@ def _says(found: KnobFinding, metric: str, knob: Knob, *, is_gain: bool, is_sure
     """Say what a knob does alone, and why it is left or turned."""
     gain = found.gain_ratio
     if not is_gain:
-        by = "fails" if gain is None else f"moves {metric} by {moved(metric, gain):+.1%}"
-        return f"left as it is: {found.value}, the best other value, {by}; under {MIN_GAIN:.0%}"
+        return f"left as it is: {found.value}, the best other value, {_no_gain(metric, gain)}"
     text = gain_text(metric, gain, found.gain_interval, found.p_better)
     if not is_sure:
         return f"left as it is: {found.value} is not surely better: {text}"
     if knob.advice_only:
         return f"{found.value} would bring {text}; told, not set"
     return f"{found.value}: {text}"
+
+
+def _no_gain(metric: str, gain: float | None) -> str:
+    """Say what a value does that is not worth turning a knob; what costs less is a gain.
+
+    >>> _no_gain("e2e_p99", 1.308)
+    'moves e2e_p99 by +130.8%: no gain'
+    >>> _no_gain("requests_per_s", -0.01)
+    'moves requests_per_s by +1.0%: under 2%'
+    >>> _no_gain("e2e_p99", -0.3)
+    'moves e2e_p99 by -30.0% and keeps fewer of the bounds'
+    """
+    if gain is None:
+        return "fails"
+    by = f"moves {metric} by {moved(metric, gain):+.1%}"
+    if gain <= -MIN_GAIN:
+        return f"{by} and keeps fewer of the bounds"
+    return f"{by}: no gain" if gain >= 0 else f"{by}: under {MIN_GAIN:.0%}"
 
 
 def _ratio(ours: Score, theirs: Score) -> float | None:
