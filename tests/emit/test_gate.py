@@ -18,7 +18,7 @@ import yaml
 
 from support.gate_parts import a_gate
 from support.prometheus_parts import answers, wait_for
-from tuner.emit.gate import WRITERS
+from tuner.emit.gate import NO_GATE, WRITERS
 from tuner.emit.names import GateFormat
 from tuner.errors import UsageError
 from tuner.gate import SETTINGS, GateLimits
@@ -36,6 +36,13 @@ def test_every_form_is_written_with_what_it_rests_on() -> None:
         assert "P(better) 1.00" in text, chosen
         assert str(ANSWER.gate) in text, chosen
         assert f"({ANSWER.loads[-1].gained_per_s:+.3g}/s; on other traffic" in text, chosen
+
+
+def test_a_file_says_where_no_gate_is_better() -> None:
+    useless = [replace(at, odds=0.5) for at in ANSWER.loads]
+    for chosen, write in WRITERS.items():
+        assert f"# {NO_GATE}" in write(replace(ANSWER, loads=tuple(useless))), chosen
+        assert NO_GATE not in write(ANSWER), chosen
 
 
 def test_the_middleware_reads_what_is_written_for_it() -> None:

@@ -22,6 +22,9 @@ MOST_REPLICAS: Final = 8
 """Ours: a placeholder that whoever pays for replicas has to replace."""
 
 
+NO_GATE: Final = "at none of these loads is a gate surely better than none: leave it out"
+
+
 def evidence(answer: GateAnswer) -> list[str]:
     """Return what a gate is for and what it brings, line by line."""
     slos = ", ".join(map(str, answer.slos))
@@ -38,7 +41,7 @@ def evidence(answer: GateAnswer) -> list[str]:
             f"  {at.load:g} x  {before:.3g}/s -> {gated:.3g}/s ({at.gained_per_s:+.3g}/s; "
             f"on other traffic {interval}, P(better) {at.odds:.2f})"
         )
-    return [*lines, *answer.error.lines()]
+    return [*lines, *answer.error.lines(), *([] if answer.pays else [NO_GATE])]
 
 
 def _middleware(answer: GateAnswer) -> str:

@@ -58,7 +58,12 @@ def test_a_gate_is_written_where_it_is_asked_for(
     target = tmp_path / "gate.env"
     assert run([*command, *SLO, "--format", "middleware", "-o", str(target)]) == 0
     assert target.read_text().splitlines()[-1].startswith("TUNE_GATE=max_in_flight=")
-    assert capfd.readouterr().out == ""
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "leave it out" not in err
+    idle = ["--format", "middleware", "--load", "0.1", "--loads", "1", "-o", str(target)]
+    assert run([*command, *SLO, *idle]) == 0
+    assert "at none of these loads is a gate surely better than none" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tuner.cli.inputs import (
     check_folder,
 )
 from tuner.cli.options import Params, path_of
-from tuner.emit.gate import WRITERS, evidence
+from tuner.emit.gate import NO_GATE, WRITERS, evidence
 from tuner.emit.names import GateFormat
 from tuner.errors import UsageError
 from tuner.files import write_atomic
@@ -87,6 +87,8 @@ def run_gate(options: GateOptions) -> int:
     if options.output is not None:
         write_atomic(options.output, text)
         say(f"gate written to {options.output}")
+        if not answer.pays:
+            say(NO_GATE)
     if options.as_json:
         show_result(answer.as_json(), (), as_json=True)
     elif options.output is None:
@@ -141,7 +143,7 @@ def _table(answer: GateAnswer) -> Iterator[str]:
             f"{group.turned_away:>13.0%}{group.truncated:>9.0%}"
         )
     if not answer.pays:
-        yield "at none of these loads is a gate surely better than none: leave it out"
+        yield NO_GATE
 
 
 def _load_line(answer: GateAnswer, at: GatedLoad) -> str:
