@@ -92,6 +92,14 @@ def test_another_configuration_is_refused_unless_forced(
     ProfiledEngine(profile, is_forced=True).facts(SERVED | values)
 
 
+def test_another_configuration_is_derived_for_where_the_profile_was(profile: Profile) -> None:
+    derived = replace(profile, origin="derived from tables")
+    for known, advice in ((profile, "a live run"), (derived, "tune profile derive")):
+        with pytest.raises(ShadowError) as caught:
+            ProfiledEngine(known).facts(SERVED | {"dtype": "bfloat16"})
+        assert advice in caught.value.hint
+
+
 def test_all_differences_are_told_at_once(profile: Profile) -> None:
     elsewhere = replace(profile, shape=replace(profile.shape, vllm_version="0.1"))
     with pytest.raises(ShadowError) as caught:

@@ -78,9 +78,11 @@ class ProfiledEngine:
         )
         differing += self.unlike(values)
         if differing:
+            make = "make a profile here with a live run"
+            if self.profile.origin:
+                make = "make one for it: tune profile derive --gpu GPU --config FILE"
             raise ShadowError(
-                "; ".join(differing),
-                "make a profile here with a live run, or pass --force-profile and doubt it",
+                "; ".join(differing), f"{make}, or pass --force-profile and doubt it"
             )
 
     def unlike(self, values: Mapping[str, object]) -> list[str]:
