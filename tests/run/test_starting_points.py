@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
 from support.shadow_files import a_profile, a_trace_file
 from tuner.cli import run
 from tuner.errors import UsageError
@@ -122,3 +123,16 @@ def test_caps_that_no_engine_starts_with_are_refused(
     assert run([*command, *more]) == 2
     assert words in capsys.readouterr().err
     assert not (files / "refused").exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_only_who_names_no_model_is_told_that_the_demo_model_is_measured(
+    *, named: bool
+) -> None:
+    """Also with a profile of it."""
+    config = ROOT / "examples" / "demo" / "current.yaml" if named else None
+    for profile in (None, ROOT / "profiles" / "demo.profile.yaml"):
+        options = TuningOptions(
+            trace=ROOT / "traces" / "chat.jsonl", config=config, profile=profile
+        )
+        assert prepare(options).engine.is_demo is not named

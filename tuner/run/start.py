@@ -140,7 +140,8 @@ def _engine(options: TuningOptions, profile: Profile | None) -> EngineChoice:
         return engine
     if is_demo_model(engine.values.get("model")):
         values = {**engine.values, "model": str(DEMO_MODEL_DIR)}
-        return replace(engine, values=values, is_demo=True)
+        is_named = options.config is not None or options.model is not None
+        return replace(engine, values=values, is_demo=not is_named)
     check_model(engine.values)
     there = {hyphenated(key) for key in options.engine_args}
     hidden = [key for key, value in profile.serve_values.items() if REDACTED in str(value)]
