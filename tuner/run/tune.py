@@ -183,7 +183,9 @@ class _Run:
         said += scoring.broken_in(own[-1].measurement or {}) if own else []
         hint = "relax an SLO, lower --load, or add replicas"
         if known is not None and known.p_slo >= MAYBE_MEETS:
-            hint += "; it may meet them yet, which a longer --budget would tell"
+            is_shadow = self._prepared.options.method is Method.SHADOW
+            more = "a run on the engine" if is_shadow else "a longer --budget"
+            hint += f"; it may meet them yet, which {more} would tell"
         return NoFeasibleConfigError(
             f"no configuration is likely to meet the SLOs; nearest is {nearest} "
             f"(max_num_seqs/max_num_batched_tokens): {'; '.join(said)}",
