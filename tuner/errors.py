@@ -147,7 +147,8 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.CLOSED_LOOP: "closed loop: never compare these latencies with an open-loop replay",
     Caveat.FEW_SAMPLES: "the window is too small for a p99: fewer than ten requests exceed it",
     Caveat.PREEMPTED: "requests were preempted because the KV cache ran out of blocks",
-    Caveat.AT_SPACE_EDGE: "the best value lies at the edge of what was searched",
+    Caveat.AT_SPACE_EDGE: "the best value lies at the edge of what was searched: larger "
+    "caps in --max-num-seqs go beyond it",
     Caveat.WITHIN_NOISE: "the gain is within noise",
     Caveat.UNIFORM_TRACE: "lengths are nearly all equal; uniform data misleads",
     Caveat.QUANTISED_CLOCK: "the trace's clock is quantised; its bursts may be false",

@@ -300,7 +300,7 @@ class Session:
             found.add(Caveat.NOT_RACED)
         if disturbed(searched(context)):
             found.add(Caveat.NOISY_MACHINE)
-        if at_edge(decision.winner, searched(context) or self._seen()):
+        if at_edge(decision.best, searched(context) or self._seen()):
             found.add(Caveat.AT_SPACE_EDGE)
         if engine.restarts_per_config:
             found.add(Caveat.RESTARTED_PER_CONFIG)

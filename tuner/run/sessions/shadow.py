@@ -292,7 +292,7 @@ class ShadowSession:
         context = self.context
         found = {*context.caveats, Caveat.SHADOW_ONLY}
         history = [] if self._predicted is None else self._predicted.observations
-        if at_edge(decision.winner, history):
+        if at_edge(decision.best, history):
             found.add(Caveat.AT_SPACE_EDGE)
         if self._workload.windows != (whole(context.trace),):
             found.add(Caveat.WINDOWED)
