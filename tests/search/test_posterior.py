@@ -164,6 +164,7 @@ def test_where_nothing_sustains_the_load_the_slos_still_count() -> None:
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.odds is not None
     assert found.odds.meets_more
+    assert found.why.startswith("keeps the SLOs and the load with probability 0.9, which the")
     assert found.odds.p_better > 0.9
 
 
@@ -321,7 +322,7 @@ def test_nothing_is_told_of_a_load_that_no_setting_is_judged_by() -> None:
     assert {standing.p_sustained for standing in found.standings} == {None}
     alone = draws(score(2.0, load=None)).decide(CURRENT)
     assert alone.odds is not None
-    assert alone.odds.text == "beside no other setting"
+    assert alone.odds.text == ""
 
 
 def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None:
@@ -338,6 +339,7 @@ def test_a_load_that_is_just_missed_is_no_reason_to_take_a_longer_tail() -> None
     assert (found.verdict, found.winner) == (RaceVerdict.CHANGE, OTHER)
     assert found.odds is not None
     assert found.odds.meets_more
+    assert found.why.startswith("sustains the load with probability 0.9, which the current")
     assert found.odds.loss == pytest.approx(0.08, abs=0.03)
 
 

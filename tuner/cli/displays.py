@@ -268,8 +268,9 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")
-    if advice.odds is not None:
-        say("; ".join(filter(None, [gain_words(outcome, advice), advice.odds.text])))
+    odds = "" if advice.odds is None else advice.odds.text
+    if odds:
+        say("; ".join(filter(None, [gain_words(outcome, advice), odds])))
     ties = [t for t in advice.tied if t not in (advice.limits, outcome.current)]
     if ties:
         say(f"as good within the noise: {', '.join(map(str, ties))} (seqs/tokens)")

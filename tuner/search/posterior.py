@@ -528,13 +528,21 @@ def _why(odds: Odds, confidence: float, *, is_same: bool) -> str:
     if is_same:
         return f"nothing is better by {TIE_LOSS:.0%} in the mean"
     if odds.meets_more:
-        return f"keeps with probability {confidence:g} what the current one does not"
+        bounds = _bounds(odds)
+        return f"{bounds} with probability {confidence:g}, which the current one does not"
     text = f"better with probability {odds.p_better:.2f}"
     if odds.p_better < confidence:
         return f"{text}, which is below {confidence:g}"
     if odds.p_elsewhere < LIKELY:
         return f"{text} on this traffic, but only {odds.p_elsewhere:.2f} on other of its kind"
     return text
+
+
+def _bounds(odds: Odds) -> str:
+    """Say which bounds are judged, as what a setting does."""
+    if odds.p_slo is None:
+        return "sustains the load"
+    return "meets the SLOs" if odds.p_sustained is None else "keeps the SLOs and the load"
 
 
 def _gain(pair: Floats) -> Estimate | None:

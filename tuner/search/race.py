@@ -151,7 +151,7 @@ class Odds:
             if chance is not None
         ]
         if self.is_alone:
-            return ", ".join([*bounds, "beside no other setting"])
+            return ", ".join([*bounds, "beside no other setting"]) if bounds else ""
         who, to = "", ""
         if self.rival is not None:
             who, to = f"{self.rival} ", " to whoever is best"
