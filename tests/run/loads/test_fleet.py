@@ -77,6 +77,13 @@ def test_a_fleet_has_as_many_replicas_as_its_busiest_stretch_needs() -> None:
     assert scaled.gpu_hours < fixed.gpu_hours or scaled.breaks
 
 
+def test_a_start_that_takes_longer_than_a_stretch_begins_before_the_trace() -> None:
+    found = planned(traffic(6, 22, 6, 14), replace(AIM, start_s=120.0))
+    _, by_stretch, _ = found.ways
+    assert [one.wanted for one in by_stretch.stretches] == [3, 3, 2, 2]
+    assert not by_stretch.breaks
+
+
 def test_limits_that_need_fewer_replicas_are_found() -> None:
     found = planned(traffic(22), caps=(8, 16, 32))
     assert found.limits.max_num_seqs >= 16

@@ -344,12 +344,19 @@ class _Sizer:
         return way
 
     def _changes(self, wanted: Sequence[int]) -> list[tuple[float, int]]:
-        """Return when how many are wanted: more ahead by what a start takes, fewer in time."""
-        found = [(0.0, wanted[0])]
+        """Return when how many are wanted: more ahead by what a start takes, fewer in time.
+
+        Those whose start began before the trace are there from its first request.
+        """
+        first, found = wanted[0], []
         for i in range(1, len(wanted)):
             ahead_s = self.aim.start_s if wanted[i] > wanted[i - 1] else 0.0
-            found.append((max(0.0, float(self.edges_s[i]) - ahead_s), wanted[i]))
-        return found
+            at_s = float(self.edges_s[i]) - ahead_s
+            if at_s < 0:
+                first = max(first, wanted[i])
+            else:
+                found.append((at_s, wanted[i]))
+        return [(0.0, first), *found]
 
     def _autoscaled(
         self,
