@@ -54,6 +54,15 @@ def test_what_decided_is_told_where_no_row_has_it(metric: str, said: str) -> Non
     assert [line for line in lines if line.startswith("decided by")] == [said] * bool(said)
 
 
+def test_where_a_capacity_decides_each_is_told_at_its_own_largest_load() -> None:
+    capacity = replace(CHANGE, metric="capacity", rounds=0)
+    found = made(capacity)
+    (head,) = (x for x in comments(found, "best.yaml", "r") if x.startswith("against the"))
+    assert head.endswith(", each at the largest load at which it keeps the SLOs:")
+    assert not made(replace(capacity, metric="e2e_p95")).at_which_load
+    assert not made(replace(capacity, rounds=3)).at_which_load
+
+
 def test_keeping_what_one_has_is_said_first_of_all() -> None:
     kept = RaceDecision(
         RaceVerdict.KEEP, CURRENT, WINNER, (), None, 3, "the gain is within noise"

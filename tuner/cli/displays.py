@@ -264,7 +264,7 @@ def _show_advice(outcome: RunResult, advice: Advice) -> None:
     else:
         say(f"keep what you have: {_words(advice.limits)} ({advice.why})")
     if advice.shown != outcome.current:
-        how = outcome.how_raced
+        how = outcome.how_raced + outcome.at_which_load
         say(f"{_words(advice.shown)} against the current configuration, {how}:")
         for row in outcome.evidence:
             say(f"  {row.text}")

@@ -47,12 +47,13 @@ def comments(result: RunResult, file_name: str, run_dir: str) -> list[str]:
     if knobs is not None and knobs.is_deployed:
         lines += [knobs.together, set_beside(knobs.deployed), "the limits alone:"]
     if advice.is_change:
-        lines += [f"against the current {before}:", *rows]
+        lines += [f"against the current {before}{result.at_which_load}:", *rows]
     else:
         lines.append(f"KEEP WHAT YOU HAVE: {before}; {advice.why}")
         if advice.best_measured != current and rows:
             best = advice.best_measured
-            lines += [f"best that was found, {best}, against the current values:", *rows]
+            beside = f"against the current values{result.at_which_load}"
+            lines += [f"best that was found, {best}, {beside}:", *rows]
     lines.append(_decided(result, advice))
     if advice.odds is not None:
         lines.append(advice.odds.text)

@@ -400,6 +400,14 @@ class RunResult:
         return not self.evidence or any(row.rounds for row in self.evidence)
 
     @property
+    def at_which_load(self) -> str:
+        """At which load levels stand beside each other, empty for the one that was replayed."""
+        advice = self.recommendation
+        if advice is None or advice.rounds or advice.gain_metric != Objective.CAPACITY:
+            return ""
+        return ", each at the largest load at which it keeps the SLOs"
+
+    @property
     def how_raced(self) -> str:
         """On which live replays the gain that is shown rests, in words."""
         advice = self.recommendation
