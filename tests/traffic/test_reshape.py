@@ -55,6 +55,14 @@ def test_a_fine_clock_is_not_spread() -> None:
         spread(steady(1000, 4.0), 0)
 
 
+def test_spreading_leaves_no_turn_before_the_one_that_it_waits_for() -> None:
+    trace = ticking(2.0, n=200)
+    after = np.arange(200) - 1  # one session, many turns of which share an instant
+    spread_out = spread(replace(trace, turns=Turns(after, np.zeros(200))), 0)
+    assert spread_out.turns is not None
+    assert spread_out.turns.after.tolist() == after.tolist()
+
+
 # --- merging --------------------------------------------------------------------------
 
 

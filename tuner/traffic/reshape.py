@@ -213,7 +213,8 @@ def clock_tick_s(due_s: Floats) -> float | None:
 def spread(trace: Trace, seed: int) -> Trace:
     """Return the trace with every request moved by less than a tick of its clock, at random.
 
-    Recorded latencies and turns stay. The choice is remarked on.
+    Recorded latencies and turns stay, and no turn comes before the one that it waits for. The
+    choice is remarked on.
 
     Raises: TraceError if the clock is not quantised.
     """
@@ -224,6 +225,8 @@ def spread(trace: Trace, seed: int) -> Trace:
             "leave --spread out",
         )
     moved_s = trace.due_s + np.random.default_rng(seed).uniform(0.0, tick_s, len(trace))
+    if trace.turns is not None:
+        moved_s = _behind(moved_s, trace.turns.after)
     order = np.argsort(moved_s, kind="stable")
     message = f"arrivals were spread over the clock's ticks of {tick_s:.3g} s, seed {seed}"
     spread_out = trace.slice_rows(order)
@@ -234,6 +237,19 @@ def spread(trace: Trace, seed: int) -> Trace:
         zero_s=trace.zero_s + float(due_s[0]),
         notes=trace.notes.with_remark(message),
     )
+
+
+def _behind(due_s: Floats, after: Ints) -> Floats:
+    """Return due times of which none is before that of the request it waits for.
+
+    >>> _behind(np.array([1.0, 0.5, 0.2]), np.array([-1, 0, 1])).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    while True:
+        later_s: Floats = np.where(after >= 0, np.maximum(due_s, due_s[after]), due_s)
+        if np.array_equal(later_s, due_s):
+            return due_s
+        due_s = later_s
 
 
 # The share of a prompt that has to lie in a replica's cache to be sent there, and how many
