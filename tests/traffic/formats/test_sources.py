@@ -249,6 +249,21 @@ def test_chats_are_known_by_their_ids_and_their_turns_wait(tmp_path: Path) -> No
     assert found.after.tolist() == [-1, -1, 0]
 
 
+def test_turns_wait_in_order_of_arrival_whatever_the_order_in_the_file(tmp_path: Path) -> None:
+    rows = (
+        CHAT.format(8, 7, 15.0, 50, 10, [1, 2, 3, 5])
+        + CHAT.format(7, -1, 10.0, 40, 100, [1, 2, 3])
+        + CHAT.format(9, 8, 12.0, 60, 5, [1, 2, 3, 6])  # before what it would wait for
+    )
+    trace = read_trace(written(tmp_path, rows))
+    assert trace.turns is not None
+    assert trace.turns.after.tolist() == [-1, -1, 0]
+    again = tmp_path / "again.jsonl"
+    write_trace(trace, again)
+    assert (found := read_trace(again).turns) is not None
+    assert found.after.tolist() == [-1, -1, 0]
+
+
 def test_vllms_own_data_set_has_to_be_named(tmp_path: Path) -> None:
     row = '{"timestamp": 2, "input_length": 20, "output_length": 3, "hash_ids": [1, 2]}\n'
     path = written(tmp_path, row + row.replace("2,", "4,", 1))

@@ -164,12 +164,16 @@ def _chat_turns(
     e2e_s: Floats,
     output: Ints,
 ) -> tuple[Turns | None, str]:
-    """Return the turns of conversations from the names of their requests and parents."""
+    """Return the turns of conversations from the names of their requests and parents.
+
+    In order of arrival: no request waits for one that came later.
+    """
     if parents is None:
         return None, ""
     place: dict[str, int] = {}
     after = np.full(len(chats), -1, dtype=np.int64)
-    for row, (chat, parent) in enumerate(zip(chats, parents, strict=True)):
+    for row in np.argsort(arrived_s, kind="stable").tolist():
+        chat, parent = chats[row], parents[row]
         if parent and parent != "-1":
             after[row] = place.get(parent, -1)
         if chat:
