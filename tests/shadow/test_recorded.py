@@ -32,7 +32,7 @@ from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.recorder import steps as writing
 from tuner.recorder.settings import FILE
-from tuner.recorder.steps import COLUMNS, steps_line
+from tuner.recorder.steps import COLUMNS, steps_line, steps_path
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.process import RECORD_FILE
 from tuner.shadow import recorded as reading
@@ -196,6 +196,25 @@ def test_a_line_that_a_killed_server_left_is_no_harm_and_a_damaged_one_is_named(
         read(tmp_path, rows, rows)
     with pytest.raises(UsageError, match="version must be 2, got 3"):
         read(tmp_path, [head.replace(b'"version":2', b'"version":3'), line], rows)
+
+
+@pytest.mark.parametrize(
+    ("recording", "part", "other"),
+    [
+        ("prod.jsonl", "prod.1.jsonl", "prod2.jsonl"),
+        ("llama-3.1-8b.jsonl", "llama-3.1-8b.2.jsonl", "llama-3.jsonl"),
+        ("llama-3.1.jsonl", "llama-3.1.1.jsonl", "llama-3x.jsonl"),
+        ("prod.eu", "prod.1.eu", "prod-us.eu"),
+    ],
+)
+def test_steps_are_found_beside_the_recording_that_they_are_of(
+    tmp_path: Path, recording: str, part: str, other: str
+) -> None:
+    paths = [steps_path(tmp_path / name) for name in (recording, part, other)]
+    for path in paths:
+        path.touch()
+    for name in (recording, part):
+        assert steps_beside([tmp_path / name]) == sorted(paths[:2])
 
 
 def test_without_steps_it_is_said_what_to_switch_on(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ written it.
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ UNKNOWN: Final = -1
 """What is read of a file of steps, written by a recorder that may be of another release.
 
 Source: tuner/recorder/steps.py.
+"""
+
+_PART: Final = r"(?:\.\d+)*"
+"""What numbers the files of a recording, behind its name.
+
+Source: tuner/recorder/segments.py.
 """
 
 OVERLAP_S: Final = 1.0
@@ -144,17 +151,18 @@ def steps_beside(recordings: Sequence[Path]) -> list[Path]:
 
     Raises: UsageError if there are none.
     """
-    found = {
-        path
-        for recording in recordings
-        for stem in (recording.with_suffix("").name.split(".")[0],)
-        for path in recording.parent.glob(f"{stem}*{SUFFIX}")
-        if path.name.removesuffix(SUFFIX).removeprefix(stem).strip(".0123456789") == ""
-    }
+    found = {path for recording in recordings for path in _steps_of(recording)}
     if not found:
         names = ", ".join(map(str, recordings))
         raise UsageError(f"no steps were recorded beside {names}", HOW)
     return sorted(found)
+
+
+def _steps_of(recording: Path) -> list[Path]:
+    """Return the files of steps of all parts of a recording, whichever part is named."""
+    stem = re.sub(f"{_PART}$", "", recording.with_suffix("").name)
+    own = re.compile(rf"{re.escape(stem)}{_PART}{re.escape(SUFFIX)}")
+    return [path for path in recording.parent.glob(f"*{SUFFIX}") if own.fullmatch(path.name)]
 
 
 def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
