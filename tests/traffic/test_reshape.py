@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +90,18 @@ def test_equal_ids_of_different_scope_stay_different_blocks() -> None:
     assert apart.hashes.leading_hits().tolist() == [0, 0]
     assert again.hashes is not None
     assert again.hashes.leading_hits().tolist() == [0, 0, 1]
+
+
+def test_many_sessions_with_ids_of_their_own_take_the_memory_of_their_ids() -> None:
+    rows = [list(range(1000))] * 20
+    sessions = [hashed(rows, [0.0] * 20, f"{place:064x}") for place in range(5)]
+    tracemalloc.start()
+    both = merge(sessions)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert both.hashes is not None
+    assert np.unique(both.hashes.ids).size == 5000
+    assert peak_bytes < 80 * both.hashes.ids.size  # ids themselves take 8 bytes each
 
 
 def test_turns_and_latencies_travel_with_their_rows() -> None:

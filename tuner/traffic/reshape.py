@@ -15,7 +15,6 @@ from functools import reduce
 from heapq import heappop, heappush
 
 import numpy as np
-import numpy.typing as npt
 
 from tuner.errors import TraceError, UsageError
 from tuner.stats import Floats, Ints
@@ -100,15 +99,22 @@ def _hashes(traces: Sequence[Trace]) -> HashIds | None:
     ids = np.concatenate([hashes.ids for hashes in known])
     scopes = [trace.hash_scope for trace in traces if trace.hashes is not None]
     if len(set(scopes)) > 1:
-        ids = _kept_apart(ids, np.repeat(scopes, [hashes.ids.size for hashes in known]))
+        ids = _kept_apart(ids, scopes, [hashes.ids.size for hashes in known])
     return HashIds(offsets_of(np.concatenate(counts)), ids, sizes[0])
 
 
-def _kept_apart(ids: Ints, scopes: npt.NDArray[np.str_]) -> Ints:
-    """Return dense numbers that differ wherever id or scope does; ids may be any 64 bits."""
+def _kept_apart(ids: Ints, scopes: Sequence[str], counts: Sequence[int]) -> Ints:
+    """Return dense numbers that differ wherever id or scope does; ids may be any 64 bits.
+
+    The first `counts` ids are of the first scope, and so on; a scope may come again.
+    """
+    rows: dict[str, list[Ints]] = {}
+    parts = np.split(np.arange(ids.size), np.cumsum(counts)[:-1])
+    for scope, part in zip(scopes, parts, strict=True):
+        rows.setdefault(scope, []).append(part)
     apart, used = np.empty_like(ids), 0
-    for scope in np.unique(scopes):
-        mine = scopes == scope
+    for scope in sorted(rows):
+        mine = np.concatenate(rows[scope])
         names, places = np.unique(ids[mine], return_inverse=True)
         apart[mine] = places + used
         used += len(names)
