@@ -38,7 +38,7 @@ from tuner.replay.server.process import RECORD_FILE
 from tuner.shadow import recorded as reading
 from tuner.shadow.learnt import learn_profile
 from tuner.shadow.predictor import Predictor
-from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.rebuilt import rebuild, rebuild_all
 from tuner.shadow.recorded import (
     RecordedRequests,
     RecordedSteps,
@@ -253,7 +253,7 @@ def test_a_recording_of_other_requests_teaches_nothing(tmp_path: Path) -> None:
     (found,), requests = read(tmp_path, steps, rows)
     late = replace(requests, ends_s=requests.ends_s + 1000)
     with pytest.raises(TooFewSamplesError, match="none of 300 requests"):
-        rebuild(found, late)
+        rebuild_all([found], late)
     with pytest.raises(TooFewSamplesError):
         learn_profile([], requests, {})
     other = replace(found, server=msgspec.structs.replace(found.server, shape=other_shape()))
@@ -286,6 +286,23 @@ def test_steps_of_two_starts_teach_together(tmp_path: Path) -> None:
     assert profile.current_limits == limits
     assert learnt.steps > 1.9 * (len(first) - sum(learnt.left_out.values()) / 2)
     assert isinstance(first, RecordedSteps)
+
+
+def test_a_start_that_answered_nothing_leaves_the_others_to_teach(tmp_path: Path) -> None:
+    """A server whose limits were changed, and that was ended before it had answered."""
+    _, steps, rows = recorded(served())
+    (first,), requests = read(tmp_path, steps, rows)
+    limits = EngineLimits(8, 256)
+    again = replace(
+        first,
+        server=msgspec.structs.replace(first.server, limits=limits),
+        ended_s=first.ended_s + 1000,
+    )
+    profile, learnt = learn_profile([first, again], requests, {})
+    assert profile.current_limits == limits
+    alone, from_first = learn_profile([first], requests, {})
+    assert learnt.steps == from_first.steps
+    assert profile.step_model == alone.step_model
 
 
 def test_recordings_of_two_engines_are_told_from_two_of_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tuner.shadow.correction import Anchor, Correction, by_anchor, by_steps
 from tuner.shadow.predictor import Predictor
 from tuner.shadow.profiled import ProfiledEngine
 from tuner.shadow.profiles import Profile, check_fits, write_profile
-from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.rebuilt import rebuild_all
 from tuner.shadow.recorded import RecordedRequests, Server, check_usable, read_steps
 from tuner.shadow.served import by_recording
 from tuner.shadow.step_model import StepModel
@@ -118,14 +118,15 @@ def _corrected(
         return by_anchor(profile, options.anchor, _served(source, options))
     if options.steps:
         requests = RecordedRequests.read(tuple(map(Path, options.traffic.files)))
-        stretches = []
-        for steps in read_steps(options.steps):
-            _, limits = check_usable(steps)
+        recorded = read_steps(options.steps)
+        served = [check_usable(steps)[1] for steps in recorded]
+        for steps in recorded:
             if not options.shadow.is_forced:
                 _check_engine(profile, steps.server)
-            found = rebuild(steps, requests).stretches()
-            stretches += [(limits, columns) for columns in found]
-        return by_steps(profile, stretches)
+        found = zip(served, rebuild_all(recorded, requests), strict=True)
+        return by_steps(
+            profile, [(limits, columns) for limits, one in found for columns in one.stretches()]
+        )
     return _by_recording(profile, source, options)
 
 

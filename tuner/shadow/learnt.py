@@ -16,7 +16,7 @@ from tuner.errors import ShadowError, TooFewSamplesError
 from tuner.shadow.calibration import LARGEST_ERROR_RATIO, Calibration
 from tuner.shadow.fit import MIN_STEPS
 from tuner.shadow.profiles import Profile, Seen
-from tuner.shadow.rebuilt import rebuild
+from tuner.shadow.rebuilt import rebuild_all
 from tuner.shadow.recorded import HOW, RecordedRequests, RecordedSteps, check_usable
 from tuner.stats import Floats
 
@@ -124,9 +124,9 @@ def learn_profile(
     calibration = Calibration(shape, (), (), current, serve_values)
     left_out: Counter[str] = Counter()
     parts: list[StepColumns] = []
-    for one, (_, limits) in zip(recorded, kinds, strict=True):
+    rebuilt = rebuild_all(recorded, requests)
+    for one, (_, limits), found in zip(recorded, kinds, rebuilt, strict=True):
         calibration = calibration.and_start(limits, one.server.num_blocks)
-        found = rebuild(one, requests)
         left_out.update(found.left_out)
         calibration = calibration.and_steps(limits, found.stretches())
         parts.append(found.steps)

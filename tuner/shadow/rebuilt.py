@@ -7,6 +7,7 @@ step before brought out one of its tokens. What does not come together is left o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -29,10 +30,14 @@ MANY_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The steps whose batches are known, and how many are left out for which reason."""
+    """The steps whose batches are known, and how many are left out for which reason.
+
+    `requests` is how many ended with one of all the steps.
+    """
 
     steps: StepColumns
     left_out: dict[str, int]
+    requests: int
 
     def stretches(self) -> list[StepColumns]:
         """Return the steps in stretches that share a mood of the machine."""
@@ -42,17 +47,24 @@ class Rebuilt:
         return [self.steps.take(number == n) for n in np.unique(number)]
 
 
-def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
-    """Return what was in each step, with the contexts of its sequences.
+def rebuild_all(recorded: Sequence[RecordedSteps], requests: RecordedRequests) -> list[Rebuilt]:
+    """Return what was in the steps of each start, one of which may have answered nothing.
 
-    Raises: TooFewSamplesError if nothing of the requests belongs to the steps.
+    Raises: TooFewSamplesError if nothing of the requests belongs to any of the steps.
     """
-    spans = _Spans.of(steps, requests)
-    if not spans.is_whole.any():
+    found = [rebuild(steps, requests) for steps in recorded]
+    if not any(one.requests for one in found):
         raise TooFewSamplesError(
-            f"none of {len(requests)} requests ends with one of {len(steps)} recorded steps",
+            f"none of {len(requests)} requests ends with one of {sum(map(len, recorded))} "
+            "recorded steps",
             "name the recording that the steps lie beside",
         )
+    return found
+
+
+def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
+    """Return what was in each step, with the contexts of its sequences."""
+    spans = _Spans.of(steps, requests)
     decode_context, spread, is_decode_known = spans.decode_contexts(steps.generating)
     prefill, prefill_context = spans.prefills(steps)
     duration_s = _durations(steps, went_on=spans.went_on())
@@ -75,10 +87,10 @@ def rebuild(steps: RecordedSteps, requests: RecordedRequests) -> Rebuilt:
         launch_s=_launches(steps, duration_s),
         is_late=_noticed_late(steps),
     )
-    return _usable(columns, is_decode_known)
+    return _usable(columns, is_decode_known, int(spans.is_whole.sum()))
 
 
-def _usable(columns: StepColumns, is_decode_known: Bools) -> Rebuilt:
+def _usable(columns: StepColumns, is_decode_known: Bools, requests: int) -> Rebuilt:
     """Leave out the steps of which something is unknown, and count them by reason."""
     took_s = columns.duration_s
     reasons = {
@@ -93,7 +105,7 @@ def _usable(columns: StepColumns, is_decode_known: Bools) -> Rebuilt:
     usable &= columns.has_batch
     whole = _of_whole_chains(columns, usable)
     left_out["whose time is shared with one of these"] = int((usable & ~whole).sum())
-    return Rebuilt(columns.take(whole), {k: n for k, n in left_out.items() if n})
+    return Rebuilt(columns.take(whole), {k: n for k, n in left_out.items() if n}, requests)
 
 
 def _noticed_late(steps: RecordedSteps) -> Floats:
