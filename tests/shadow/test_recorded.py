@@ -163,6 +163,16 @@ def late(
     return recorded(served(), server=server, late_ratio=0.6, has_details=has_details)
 
 
+def test_prompts_of_which_each_is_answered_by_one_token_come_back(tmp_path: Path) -> None:
+    """Nothing ever decodes, so that no step has an interval; steps are shorter than 15 ms."""
+    trace = steady(100, per_s=60.0, prompt=100, output=1)
+    true, steps, rows = recorded(served(trace=trace), trace=trace)
+    (found,), requests = read(tmp_path, steps, rows)
+    rebuilt = rebuild(found, requests)
+    assert not rebuilt.left_out
+    assert rebuilt.steps.prefill_tokens.tolist() == true.prefill_tokens.tolist()
+
+
 def test_a_request_that_is_missing_is_stood_for_and_many_leave_steps_out(
     tmp_path: Path,
 ) -> None:

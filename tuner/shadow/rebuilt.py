@@ -198,7 +198,8 @@ class _Spans:
         first_s = requests.ends_s - np.nan_to_num(requests.decode_s)
         by_time = np.clip(np.searchsorted(ended_s, first_s - LATE_S / 2), 0, n - 1)
         by_count = np.clip(by_count, 0, n - 1)
-        usual_s = float(np.nanmedian(steps.interval_s)) if n else 0.0
+        known_s = steps.interval_s[np.isfinite(steps.interval_s)]
+        usual_s = float(np.median(known_s)) if known_s.size else 0.0
         late_s = np.abs(ended_s[by_count] - first_s)
         agrees = (late_s < LATE_S + usual_s) & (wanted >= 0)
         first = np.where(agrees, by_count, np.minimum(by_time, last))
