@@ -344,8 +344,21 @@ def read_facts(server: Prometheus, span: Span, chosen: Selection) -> ServerFacts
 
 
 def mean_level(gauges: Sequence[Series]) -> float | None:
-    """Return the mean of gauges that add up, None without any."""
-    return sum(float(np.nanmean(one.values)) for one in gauges) if gauges else None
+    """Return the mean over time of gauges that add up, None without any reading.
+
+    Servers come and go: a gauge counts from its first reading to its last.
+
+    >>> old, new = np.array([8.0, 8.0, np.nan, np.nan]), np.array([np.nan, np.nan, 2.0, 2.0])
+    >>> mean_level([Series({}, old), Series({}, new)])
+    5.0
+    """
+    total, first, last = 0.0, math.inf, -math.inf
+    for one in gauges:
+        known = np.flatnonzero(np.isfinite(one.values))
+        if known.size:
+            total += float(np.nanmean(one.values)) * float(known[-1] - known[0] + 1)
+            first, last = min(first, int(known[0])), max(last, int(known[-1]))
+    return total / (last - first + 1) if last >= first else None
 
 
 def rise(values: Floats) -> float:
