@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.gate_parts import LIMITS, LOADS, PREDICTOR, a_gate, a_workload
-from tuner.errors import NoFeasibleConfigError
+from tuner.errors import NoFeasibleConfigError, UsageError
 from tuner.replay.metrics import Measurement
 from tuner.replay.plan import ReplayPlan
 from tuner.run.loads.gate import find_gate, goodput_per_s
@@ -63,6 +64,14 @@ def test_as_many_replicas_as_a_load_takes() -> None:
     assert answer.replicas(0.5) == 1
     assert answer.replicas(2.0) == 2
     assert (answer.in_flight or 0.0) > 0
+
+
+def test_requests_that_all_come_at_one_instant_are_not_taken_for_refused_ones() -> None:
+    workload = a_workload("ttft_p95=1s")
+    (piece,) = workload.pieces
+    at_once = replace(piece, due_s=np.zeros(len(piece)))
+    with pytest.raises(UsageError, match="at one instant"):
+        find_gate(PREDICTOR, LIMITS, replace(workload, pieces=(at_once,)), (1.0,))
 
 
 def test_a_gate_that_would_refuse_everything_is_said() -> None:

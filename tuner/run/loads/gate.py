@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import NoFeasibleConfigError, ShadowError
+from tuner.errors import NoFeasibleConfigError, ShadowError, UsageError
 from tuner.gate import GateLimits
 from tuner.replay.metrics import Measurement, good_requests, measure
 from tuner.replay.slo import Slo
@@ -176,8 +176,14 @@ def find_gate(
 
     Shapes: loads is [n], n >= 1, ascending.
     Raises: NoFeasibleConfigError if a gate would refuse everything; ShadowError where the
-        simulator must not be relied on.
+        simulator must not be relied on; UsageError if all requests come at one instant.
     """
+    if not any(piece.duration_s for piece in workload.pieces):
+        raise UsageError(
+            "all requests come at one instant, and a gate is judged by seconds in which they "
+            "came",
+            "bound who is in the engine by max_num_seqs: tune plan says by which",
+        )
     if predictor.doubt:
         raise ShadowError(
             f"a gate is searched for by the simulator alone, and {predictor.doubt}",
