@@ -53,6 +53,22 @@ def test_clients_that_left_are_replayed_as_if_they_had_stayed(prod: Path) -> Non
     assert "clients left before 2 answers were whole" in shown
 
 
+def test_a_part_of_a_recording_that_is_written_has_its_share_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "prod.jsonl"
+    row = {"input_length": 10, "output_length": 20}
+    rows: list[dict[str, object]] = [{"arrived_at_s": i, **row} for i in range(1000)]
+    for i in range(0, 1000, 200):
+        rows[i]["status"] = "abort"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace = read_trace(path)
+    part = tmp_path / "part.jsonl"
+    write_trace(trace.slice_rows(range(700, 800)), part)
+    assert Caveat.ANSWERS_CUT not in caveats(trace)  # 5 of 1,000
+    assert Caveat.ANSWERS_CUT not in caveats(read_trace(part))
+    write_trace(trace, part)
+    assert read_trace(part).notes.aborted == 5
+
+
 def test_they_can_be_kept_as_short_or_left_out(
     prod: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

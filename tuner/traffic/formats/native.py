@@ -68,7 +68,7 @@ def native_rows(trace: Trace) -> Iterator[dict[str, object]]:
         sampled_from=trace.notes.sampled_from,
         concurrency=trace.concurrency,
         remarks=trace.notes.remarks,
-        aborted=trace.notes.aborted,
+        aborted=_aborted(trace),
     ).as_json()
     size = header.get("block_size")
     # A block size alone stands on the first line, as other tools understand it.
@@ -77,6 +77,15 @@ def native_rows(trace: Trace) -> Iterator[dict[str, object]]:
         yield {KEY: header}
     for i in range(len(trace)):
         yield _row(trace, i, size if i == 0 and not is_needed else None)
+
+
+def _aborted(trace: Trace) -> int:
+    """Return how many answers had been cut short: of a part of a recording its share of them.
+
+    Which they were is not known any more.
+    """
+    notes = trace.notes
+    return round(notes.aborted * len(trace) / notes.rows) if notes.rows else notes.aborted
 
 
 def _row(trace: Trace, i: int, size: object) -> dict[str, object]:
