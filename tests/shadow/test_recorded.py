@@ -31,6 +31,7 @@ from tuner.engine.limits import EngineLimits
 from tuner.engine.steps import StepColumns
 from tuner.errors import ShadowError, TooFewSamplesError, UsageError
 from tuner.recorder import steps as writing
+from tuner.recorder.rows import Row, row_line
 from tuner.recorder.settings import FILE
 from tuner.recorder.steps import COLUMNS, steps_line, steps_path
 from tuner.replay.plan import ReplayPlan
@@ -334,6 +335,28 @@ def test_recordings_of_two_engines_are_told_from_two_of_one(tmp_path: Path) -> N
     )
     assert done.exit_code == 0, done.output
     assert "learnt from 10,156 steps" in done.stdout  # twice 5,078
+
+
+def test_a_file_whose_only_client_left_does_not_keep_the_others_from_teaching(
+    tmp_path: Path,
+) -> None:
+    prod = a_recording(tmp_path, "prod")
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    few = steady(3, per_s=6.0, prompt=40, output=20)
+    again = a_recording(tmp_path, "prod.1", later_s=500.0, trace=few, limits=limits)
+    header, row, *_ = again.read_bytes().splitlines(keepends=True)
+    left = msgspec.structs.replace(
+        msgspec.json.decode(row, type=Row), output_length=0, status="abort"
+    )
+    again.write_bytes(header + row_line(left))
+    done = CliRunner().invoke(
+        command,
+        ["profile", "fit", "-o", str(tmp_path / "fitted.yaml")]
+        + [f"--recording={path}" for path in (prod, again)],
+    )
+    assert done.exit_code == 0, done.exception
+    assert "learnt from 5,078 steps" in done.stdout
+    assert "was not replayed on the profile: prod.1.jsonl" in done.stderr
 
 
 @pytest.mark.parametrize(

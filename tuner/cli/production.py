@@ -12,7 +12,7 @@ from tuner.cli.inputs import check_folder
 from tuner.cli.options import Params, path_of
 from tuner.engine.limits import EngineLimits
 from tuner.engine.serve_config import read_config
-from tuner.errors import EngineError, TooFewSamplesError, UsageError
+from tuner.errors import EngineError, TooFewSamplesError, TraceError, UsageError
 from tuner.replay.plan import ReplayPlan
 from tuner.run.options import TraceReading
 from tuner.shadow.calibration import StatedError
@@ -188,13 +188,14 @@ def run_profile_fit(options: ProfileFitOptions) -> int:
 def _off(profile: Profile, options: ProfileFitOptions) -> dict[str, float]:
     """Return how far the recording's replay on its profile is off it, by metric.
 
-    Nothing where the recording holds too few requests to compare.
+    Nothing where the recording holds too few requests to compare, or a file of it none at all.
     """
     reading = TraceReading(rows=ReadOptions(aborted=Aborted.KEEP))
-    trace, at = reading.read(options.recordings), profile.current_limits
+    at = profile.current_limits
     try:
+        trace = reading.read(options.recordings)
         lines = Predictor(profile).replay(trace, at, ReplayPlan()).timelines
         return off_recorded(trace, at, lines)
-    except (EngineError, TooFewSamplesError) as cause:
+    except (EngineError, TooFewSamplesError, TraceError) as cause:
         say(f"the recording was not replayed on the profile: {cause}")
         return {}
