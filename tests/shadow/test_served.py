@@ -51,6 +51,16 @@ def test_requests_that_come_later_teach_nothing() -> None:
     assert found.off_now["e2e p50"] == pytest.approx(1 / 3 - 1, abs=0.05)
 
 
+def test_requests_that_the_engine_refuses_are_neither_learnt_from_nor_compared() -> None:
+    """The server took longer prompts than the profile's engine does, in the second half."""
+    trace = recorded(CALM.trace(), STEPS)
+    late = np.arange(len(trace)) >= len(trace) // 2
+    longer = replace(trace, prompt_tokens=np.where(late, 1_000_000, trace.prompt_tokens))
+    _, found = by_recording(PROFILE, longer, LIMITS, replaying(longer))
+    assert found.learnt + found.checked <= len(trace) // 2
+    assert all(abs(off) < 0.1 for off in found.off_now.values())
+
+
 def test_prompts_that_are_all_alike_leave_prefill_as_it_was() -> None:
     trace = CALM.trace()
     alike = replace(trace, prompt_tokens=np.full(len(trace), 64))

@@ -103,8 +103,8 @@ def by_recording(
     Raises: TooFewSamplesError if too few requests have both times and two tokens; ShadowError
         if replay and recording do not come together.
     """
-    seen = _Seen.of(trace, limits.max_num_seqs)
     first = _Try(0.0, 1.0, replay(profile.step_model))
+    seen = _Seen.of(trace, limits.max_num_seqs, first.lines)
     has_prefill = seen.tells_prefill(first.lines)
     best = _settled(seen, first, profile.step_model, replay, has_prefill=has_prefill)
     found = ServingOverhead(
@@ -131,7 +131,7 @@ def off_recorded(trace: Trace, limits: EngineLimits, lines: Timelines) -> dict[s
 
     Raises: TooFewSamplesError if too few of them have their times.
     """
-    return _Seen.of(trace, limits.max_num_seqs).off(lines)
+    return _Seen.of(trace, limits.max_num_seqs, lines).off(lines)
 
 
 def _settled(
@@ -190,19 +190,21 @@ class _Seen:
     """Requests that found room when they came, so that their first token did not queue."""
 
     @classmethod
-    def of(cls, trace: Trace, cap: int) -> _Seen:
+    def of(cls, trace: Trace, cap: int, lines: Timelines) -> _Seen:
+        """Return the times of requests that a replay answers too: it may refuse long ones."""
         if trace.ttft_s is None or trace.e2e_s is None:
             raise TooFewSamplesError(
                 f"{trace.source} does not say when tokens came",
                 "record the server with this tool's recorder: its rows have ttft_s and e2e_s",
             )
         ttft_s, e2e_s, tokens = trace.ttft_s, trace.e2e_s, trace.output_tokens.astype(float)
-        usable = np.isfinite(ttft_s) & np.isfinite(e2e_s) & (tokens >= 2)
+        usable = np.isfinite(ttft_s) & np.isfinite(e2e_s) & (tokens >= 2) & lines.completed
         rows = np.flatnonzero(usable)
         if rows.size < 2 * MIN_REQUESTS:
             raise TooFewSamplesError(
                 f"{rows.size} requests of {trace.source} have a first and a later token with "
-                f"their times, at least {2 * MIN_REQUESTS} are needed",
+                "their times, and are answered when they are replayed, at least "
+                f"{2 * MIN_REQUESTS} are needed",
                 "record for longer, or widen --window",
             )
         middle = rows[rows.size // 2]
