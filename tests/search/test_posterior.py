@@ -59,6 +59,22 @@ def test_a_sure_gain_is_a_change_with_its_interval_about_what_was_predicted() ->
     assert found.odds.loss == pytest.approx(0.25, abs=0.05)
 
 
+def test_of_settings_that_finish_the_same_rate_the_smallest_is_among_those_in_contention() -> (
+    None
+):
+    """By chance of the draws any of them is the likeliest, and has decodes as slow as it is."""
+    settings = [EngineLimits(cap, 2048) for cap in (16, 256, 128, 96, 64, 48)]
+    rates = (20.0, 30.0, 30.0, 30.0, 29.9, 25.0)
+    point = [Score(Tier.GOOD, 1 / per_s, RATE) for per_s in rates]
+    own = np.exp(np.random.default_rng(3).normal(0.0, 0.01, (DRAWS, len(point), 1)))
+    found = Draws.of(settings, point, drawn_of(point) * own)
+    assert settings[4] in found.contenders(settings[0], most=2)
+    assert (
+        found.among(found.contenders(settings[0], most=2)).decide(settings[0]).winner
+        == (settings[4])
+    )
+
+
 def test_that_slos_are_met_on_other_hours_too_has_a_probability_of_its_own() -> None:
     """Of what would be recommended, or else of the current one that is kept."""
     for slo, other, verdict in ((0.5, 0.9, RaceVerdict.CHANGE), (0.9, 0.5, RaceVerdict.KEEP)):

@@ -97,6 +97,18 @@ def test_every_step_is_moved_by_what_the_point_was_off(times: float) -> None:
     assert str(how.anchor) in found.origin
 
 
+@pytest.mark.parametrize(
+    ("times", "wrong"), [(1.03, 0.04), (0.97, 0.04), (1.6, 0.1), (0.6, 0.1)]
+)
+def test_a_profile_that_was_off_by_more_than_it_said_is_not_said_to_be_right_again(
+    times: float, wrong: float
+) -> None:
+    profile = replace(a_profile(), metric_error_ratio=0.04)
+    said_s = at_own_limits(profile, Anchor(0.015, 14.0))[1].predicted_s
+    found, _ = at_own_limits(profile, Anchor(times * said_s, 14.0))
+    assert found.metric_error_ratio == pytest.approx(wrong)
+
+
 def test_between_two_numbers_of_requests_the_time_lies_between_theirs() -> None:
     profile = a_profile()
     (_, low), (_, middle), (_, high) = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tuner.shadow.derived.derive import SEEN_HOST, derive
 from tuner.shadow.derived.gpus import GPUS, gpu_of
 from tuner.shadow.derived.wanted import Wanted
 from tuner.shadow.predictor import Predictor
+from tuner.shadow.profiled import ProfiledEngine
 from tuner.traffic.formats import read_trace
 
 pytest.importorskip("aiconfigurator_core", reason="pip install 'max-num-seqs-tuner[predict]'")
@@ -197,6 +199,18 @@ def test_experts_are_spread_over_gpus_as_all_else_and_without_a_network(model: s
     assert any("mixture of experts" in warning for warning in two.warnings)
     at = EngineLimits(64, 8192)
     assert two.profile.num_blocks_at(at) > 2 * one.profile.num_blocks_at(at)
+
+
+def test_a_model_that_was_trained_further_has_the_layers_of_the_one_that_is_known() -> None:
+    """And a profile of either is one of both; of what was measured that is not taken so."""
+    known, named = "meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"
+    base, found = (derive(Wanted(gpu_of("h200"), model)) for model in (known, named))
+    assert found.profile.step_model == base.profile.step_model
+    assert found.warnings == (f"by its name it has the layers of {known}, which are taken",)
+    assert ProfiledEngine(base.profile).unlike({"model": named}) == []
+    assert ProfiledEngine(base.profile).unlike({"model": f"{named}-FP8"})
+    measured = replace(base.profile, origin="")
+    assert "made with model" in ProfiledEngine(measured).unlike({"model": named})[0]
 
 
 def test_what_is_not_known_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from tuner.engine.limits import EngineLimits
 from tuner.errors import NoFeasibleConfigError
 from tuner.search.effects import Effects
-from tuner.search.objective import WORST_SLACK, Score, Tier
+from tuner.search.objective import WORST_SLACK, Score, Tier, is_rate
 from tuner.search.race import (
     CONFIDENCE,
     MAX_LOSS,
@@ -287,14 +287,19 @@ class Draws:
         """Return who may yet be the best, the likeliest first, and the current one last.
 
         At most so many, who are the best in so large a share of the draws, then of the least
-        expected loss. At least one other than the current one, as long as there is any.
+        expected loss. At least one other than the current one, as long as there is any. By a
+        rate many settings are the same that bear the load: the smallest of them is the first.
         """
         judged, now = self._judged(confidence, current), self.settings.index(current)
         alive: Bools = np.asarray(np.isfinite(self.values).any(axis=0))
-        shares = judged.p_best
-        order = [int(i) for i in np.lexsort((judged.loss, -shares)) if i != now and alive[i]]
-        inside = [i for i in order if shares[i] >= share][:most] or order[:1]
-        return [*(self.settings[i] for i in inside), current]
+        loss, shares = judged.loss, judged.p_best
+        order = [int(i) for i in np.lexsort((loss, -shares)) if i != now and alive[i]]
+        inside = [i for i in order if shares[i] >= share] or order[:1]
+        _, same = self._least(loss, judged.field, now)
+        if is_rate(judged.metric) and (others := [i for i in same if i != now]):
+            smallest = min(others, key=lambda i: self.settings[i])
+            inside = [smallest, *(i for i in inside if i != smallest)]
+        return [*(self.settings[i] for i in inside[:most]), current]
 
     def ratios(
         self, setting: EngineLimits, other: EngineLimits, confidence: float = CONFIDENCE

@@ -275,7 +275,9 @@ def by_anchor(
         found.ratio,
         f"{anchor} is {_shown(found.ratio)} times the {found.predicted_s * 1e3:.2f} ms",
     )
-    wrong = min(profile.metric_error_ratio or math.inf, WRONG_RATIO)
+    own = profile.metric_error_ratio or math.inf
+    # What the point moves by more than the profile's own error was wrong by more than that.
+    wrong = min(own, WRONG_RATIO) if abs(math.log(found.ratio)) <= own else WRONG_RATIO
     # The point does not tell the host from the device: it is met whichever is the slower one.
     model = profile.step_model.slower(found.ratio)
     now = corrected(profile, model, str(anchor), wrong, _narrowed(profile), found.ratio)

@@ -33,6 +33,12 @@ _FREE_KEYS = frozenset(
 )
 
 
+# What names of models end with that were trained further on the same layers, and two names of
+# the same layers: as their publishers have them.
+_TRAINED_FURTHER = ("-instruct", "-chat", "-it", "-base", "-hf")
+_SAME_LAYERS = {"llama-3.3-70b": "llama-3.1-70b"}
+
+
 @dataclass(frozen=True, slots=True)
 class ProfiledEngine:
     """The engine that a profile was measured on.
@@ -95,8 +101,13 @@ class ProfiledEngine:
             f"the profile was made with {key}: {stored.get(key, 'not set')}, "
             f"here it is {here.get(key, 'not set')}"
             for key in sorted(here.keys() | stored.keys())
-            if str(stored.get(key)) != str(here.get(key))
+            if not self._is_alike(key, str(stored.get(key)), str(here.get(key)))
         ]
+
+    def _is_alike(self, key: str, stored: str, here: str) -> bool:
+        """Whether a profile says the same of both; tables know layers, not what they learnt."""
+        is_of_layers = key == "model" and bool(self.profile.origin)
+        return stored == here or (is_of_layers and layers_of(stored) == layers_of(here))
 
     def current_limits(self, values: Mapping[str, object]) -> EngineLimits:
         """Return the limits of the configuration, those of the profile where it names none.
@@ -112,6 +123,20 @@ class ProfiledEngine:
             )
         except ValueError as wrong:
             raise UsageError(f"a limit of the configuration is no number: {wrong}") from wrong
+
+
+def layers_of(model: str) -> str:
+    """Return the same for all models of a name that differ in what they were trained on alone.
+
+    >>> layers_of("meta-llama/Llama-3.1-8B-Instruct"), layers_of("/models/Meta-Llama-3.1-8B")
+    ('llama-3.1-8b', 'llama-3.1-8b')
+    >>> layers_of("nvidia/Llama-3.1-70B-Instruct-FP8")
+    'llama-3.1-70b-instruct-fp8'
+    """
+    name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    for end in _TRAINED_FURTHER:
+        name = name.removesuffix(end)
+    return _SAME_LAYERS.get(name, name)
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tuner.errors import UsageError
+from tuner.shadow.profiled import layers_of
 
 LIBRARY: Final = "aiconfigurator-core"
 INSTALL: Final = "pip install 'max-num-seqs-tuner[predict]'"
@@ -49,36 +50,42 @@ class ModelConfig:
     """A model's configuration, that of its text part where it has several.
 
     `is_quantised` says whether its weights are of fewer bits than it computes with; `files` are
-    what the tables' library reads of it, by the names that it reads.
+    what the tables' library reads of it, by the names that it reads. `known_as` is the model
+    that comes with the tables, empty for one in a folder.
     """
 
     model: str
     content: Mapping[str, Any]
     files: Mapping[str, Path]
+    known_as: str = ""
 
     @classmethod
     def of(cls, model: str) -> ModelConfig:
         """Return that of a folder, or of a model that comes with the tables, by its name.
 
+        A name of the same layers will do: Llama-3.1-8B-Instruct for Meta-Llama-3.1-8B.
+
         Raises: UsageError.
         """
-        folder = Path(model)
+        folder, named = Path(model), ""
         files = {CONFIG: folder / CONFIG, QUANTISED: folder / QUANTISED}
         if not files[CONFIG].is_file():
             known = _known_models()
-            if model not in known:
+            alike = (name for name in known if layers_of(name) == layers_of(model))
+            named = model if model in known else next(alike, "")
+            if not named:
                 near = ", ".join(difflib.get_close_matches(model, known, 3, 0.3)) or "none"
                 raise UsageError(
                     f"--model {model}: neither a folder with a {CONFIG} nor a model that the "
                     f"tables know; the nearest of these: {near}",
                     f"name a folder that holds the model's {CONFIG}",
                 )
-            path = known[model]
+            path = known[named]
             name = path.name.removesuffix(CONFIG)
             files = {CONFIG: path, QUANTISED: path.with_name(name + QUANTISED)}
         content = _read(files[CONFIG])
         files = {name: path for name, path in files.items() if path.is_file()}
-        return cls(model, content, files)
+        return cls(model, content, files, named)
 
     def integer(self, key: str, otherwise: int) -> int:
         """Return a whole number of it. Raises: UsageError if something else stands there."""
@@ -134,6 +141,8 @@ class ModelConfig:
 
     def warnings(self) -> Iterator[str]:
         """Yield why a prediction of it is further off than usual. Raises: UsageError."""
+        if self.known_as not in ("", self.model):
+            yield f"by its name it has the layers of {self.known_as}, which are taken"
         if self.has_experts:
             yield (
                 "a mixture of experts: published points are 5 to 12 % off, first tokens more"
