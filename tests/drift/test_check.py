@@ -62,6 +62,12 @@ def test_a_shift_that_the_current_cap_does_not_bear_pays() -> None:
     assert found.gain is not None
     assert 0 < found.gain.interval[0] < found.gain.value < found.gain.interval[1]
     assert list(found.lines())[-1].startswith("shifted, re-tune pays ")
+    # A change for the sake of a bound that may cost latency leads with the bound.
+    ratio = replace(found.gain.ratio, value=0.9, low=0.7, high=1.02)
+    for meets_more, told in ((True, "pays: "), (False, "pays 10% (-2% … 30%): ")):
+        gain = replace(found.gain, ratio=ratio, meets_more=meets_more)
+        last = list(replace(found, gain=gain).lines())[-1]
+        assert last.startswith(f"shifted, re-tune {told}")
 
     again, _ = checked(longer_outputs(TODAY), current=2)
     assert again == found

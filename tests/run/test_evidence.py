@@ -174,6 +174,14 @@ def test_where_a_window_raced_the_load_is_told_of_the_whole_trace_first() -> Non
     assert "the load, 2.2 x" in limited_by(records, WINNER, (), "p99")
 
 
+def test_requests_are_told_as_lost_of_replays_alone_that_were_not_cut_short() -> None:
+    load: dict[str, Any] = {"offered_per_s": 30.0, "utilisation": 0.8, "lost_ratio": 0.25}
+    whole = a_record(WINNER, 2.0, **load)
+    cut = a_record(WINNER, 2.0, cut_reason="took too long", **load | {"lost_ratio": 0.5})
+    assert load_text([whole, cut], WINNER).endswith("; 25.0% of the requests timed out")
+    assert load_text([cut], WINNER).endswith("utilisation 80%")
+
+
 def test_a_cap_that_never_bound_is_limited_by_the_traffic() -> None:
     idle = a_record(WINNER, 2.0, running={"mean": 1.0, "max": 3})
     said = limited_by([idle], WINNER, (), "p99")

@@ -155,9 +155,12 @@ class Checked:
             yield shift.text
         for left_out in self.drift.not_compared:
             yield f"not compared: {left_out}"
-        pays = self.verdict is DriftVerdict.PAYS and self.gain is not None
-        low, high = self.gain.interval if self.gain is not None else (0.0, 0.0)
-        by = f" {self.gain.value:.0%} ({low:.0%} … {high:.0%})" if pays and self.gain else ""
+        by = ""
+        if self.verdict is DriftVerdict.PAYS and self.gain is not None:
+            low, high = self.gain.interval
+            # What is for the sake of a bound may cost latency, and says so behind this.
+            is_of_bounds = self.gain.meets_more and low <= 0
+            by = "" if is_of_bounds else f" {self.gain.value:.0%} ({low:.0%} … {high:.0%})"
         yield f"{self.verdict}{by}: {self.why}"
 
 

@@ -255,7 +255,8 @@ def load_text(records: Sequence[Trial], limits: EngineLimits, *, is_part: bool =
     if whole is not None:
         told = (whole["offered_per_s"], whole["requests_per_s"], whole["utilisation"])
         text = f"{metrics.load_text(*told)}, predicted; in the window that raced {text}"
-    lost = max(m.get("lost_ratio", 0.0) for m in mine)
+    # What this tool has cut short had no chance to answer.
+    lost = max((m.get("lost_ratio", 0.0) for m in mine if not m.get("cut_reason")), default=0.0)
     return f"{text}; {lost:.1%} of the requests timed out" if lost else text
 
 
