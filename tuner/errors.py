@@ -122,6 +122,7 @@ class Caveat(StrEnum):
     SHORT_WINDOW = "short_window"
     SHADOW_ONLY = "shadow_only"
     EXTRAPOLATED = "extrapolated"
+    LESS_HEADROOM = "less_headroom"
     DERIVED = "derived"
     NOT_RACED = "not_raced"
     SHADOW_UNFIT = "shadow_unfit"
@@ -192,9 +193,10 @@ _CAVEAT_TEXTS: dict[Caveat, str] = {
     Caveat.WINDOWED: "a window of the trace was replayed, not all of it",
     Caveat.SHORT_WINDOW: (
         "the window that raced lasts less than three times as long as its middle request: the "
-        "race hardly left the engine's start behind"
+        "race shows mostly how it begins and how it drains"
     ),
     Caveat.SHADOW_ONLY: "predicted from a profile, not measured: no engine was started",
+    Caveat.LESS_HEADROOM: "the answer bears less load than the current configuration",
     Caveat.EXTRAPOLATED: (
         "predicted beyond what was measured: more than a tenth of the time goes to batches "
         "fuller than those that the profile was learnt from, whose times extend the last slope"

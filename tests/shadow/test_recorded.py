@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,26 @@ def read(folder: Path, steps: list[bytes], rows: list[bytes]) -> tuple[Any, Reco
     (folder / "prod.jsonl").write_bytes(b"".join(rows))
     paths = steps_beside([folder / "prod.jsonl"])
     return read_steps(paths), RecordedRequests.read([folder / "prod.jsonl"])
+
+
+def test_a_packed_recording_and_a_folder_are_read_and_files_without_a_line_left_out(
+    tmp_path: Path,
+) -> None:
+    """A server that is killed at once leaves both files empty."""
+    _, steps, rows = recorded(served(), has_details=True)
+    plain = read(tmp_path, steps, rows)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "prod.jsonl.gz").write_bytes(gzip.compress(b"".join(rows)))
+    (packed / "prod.steps").write_bytes(b"".join(steps))
+    for name in ("prod.1.jsonl", "prod.1.steps"):
+        (packed / name).write_bytes(b"")
+    for recording in ([packed], [packed / "prod.jsonl.gz", packed / "prod.1.jsonl"]):
+        found = read_steps(steps_beside(recording)), RecordedRequests.read(recording)
+        assert [len(one) for one in found[0]] == [len(one) for one in plain[0]]
+        assert found[1].ends_s.tolist() == plain[1].ends_s.tolist()
+    with pytest.raises(UsageError, match="no step was recorded"):
+        read_steps([packed / "prod.1.steps"])
 
 
 @pytest.mark.parametrize("has_details", [True, False])

@@ -25,6 +25,7 @@ from tuner.engine.shape import EngineShape
 from tuner.errors import ShadowError, UsageError
 from tuner.files import UNREADABLE
 from tuner.stats import Floats, Ints
+from tuner.traffic.formats.sources import expand, plain_file, plain_name
 
 STEPS_VERSION: Final = 2
 SUFFIX: Final = ".steps"
@@ -149,9 +150,9 @@ class RecordedSteps:
 def steps_beside(recordings: Sequence[Path]) -> list[Path]:
     """Return the files of steps that the recorder wrote beside its files of requests.
 
-    Raises: UsageError if there are none.
+    Raises: UsageError if there are none; TraceError for a folder without recordings.
     """
-    found = {path for recording in recordings for path in _steps_of(recording)}
+    found = {path for recording in expand(recordings) for path in _steps_of(recording)}
     if not found:
         names = ", ".join(map(str, recordings))
         raise UsageError(f"no steps were recorded beside {names}", HOW)
@@ -160,7 +161,7 @@ def steps_beside(recordings: Sequence[Path]) -> list[Path]:
 
 def _steps_of(recording: Path) -> list[Path]:
     """Return the files of steps of all parts of a recording, whichever part is named."""
-    stem = re.sub(f"{_PART}$", "", recording.with_suffix("").name)
+    stem = re.sub(f"{_PART}$", "", Path(plain_name(recording)).stem)
     own = re.compile(rf"{re.escape(stem)}{_PART}{re.escape(SUFFIX)}")
     return [path for path in recording.parent.glob(f"*{SUFFIX}") if own.fullmatch(path.name)]
 
@@ -168,7 +169,8 @@ def _steps_of(recording: Path) -> list[Path]:
 def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
     """Return the steps of each server that the files name, in the files' order.
 
-    A last line that a killed server left half written is left out.
+    A last line that a killed server left half written is left out, and so is a file in which it
+    wrote nothing.
 
     Raises: UsageError for what is no file of steps, or of another version, and for files of
         several engines that served at once.
@@ -176,6 +178,8 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
     by_server: dict[str, tuple[Server, list[Ints]]] = {}
     spans: list[_Span] = []
     for path in paths:
+        if _is_empty(path):
+            continue
         server, blocks = _read_file(path)
         key = msgspec.json.encode(server).decode()
         by_server.setdefault(key, (server, []))[1].extend(blocks)
@@ -183,6 +187,8 @@ def read_steps(paths: Iterable[Path]) -> list[RecordedSteps]:
             spans.append((path, blocks[0][0, 0] / 1e6, blocks[-1][0, -1] / 1e6))
     _check_one_engine("steps", spans)
     found = [(server, blocks) for server, blocks in by_server.values() if blocks]
+    if not found:
+        raise UsageError("no step was recorded before the server ended", HOW)
     return [
         RecordedSteps.of(server, np.concatenate(blocks, axis=1)) for server, blocks in found
     ]
@@ -209,6 +215,11 @@ def _check_one_engine(what: str, spans: Iterable[_Span]) -> None:
             )
         if before is None or end_s > before[2]:
             before = span
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a server was killed before it wrote anything."""
+    return path.is_file() and not path.stat().st_size
 
 
 def _read_file(path: Path) -> tuple[Server, list[Ints]]:
@@ -277,10 +288,10 @@ class RecordedRequests:
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Self:
-        """Read a recorder's files. Raises: UsageError."""
+        """Read a recorder's files, packed or in folders too. Raises: UsageError, TraceError."""
         begun: list[_Row] = []
         spans: list[_Span] = []
-        for path in paths:
+        for path in expand(list(paths)):
             rows = [
                 row for row in _rows(path) if row.e2e_s is not None and row.output_length > 0
             ]
@@ -311,11 +322,11 @@ class RecordedRequests:
 
 
 def _rows(path: Path) -> Iterator[_Row]:
+    if _is_empty(path):
+        return
     decoder = msgspec.json.Decoder(_Row)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    with plain_file(path) as source:
+        lines = source.path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line or line.startswith(b'{"trace_header"'):
             continue

@@ -13,12 +13,17 @@ from support.run_parts import Heard, ToyPredictor, a_profile, a_run, a_space
 from support.toy import ToyCosts, ToyEngine, ToySource
 from support.traffic import a_trace, replay_toy, steady
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError
+from tuner.errors import Caveat, EngineError
 from tuner.replay.metrics import Measurement, measure
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.runner import holds
 from tuner.replay.slo import Slo, parse_slo
-from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
+from tuner.run.loads.capacity import (
+    CapacityResult,
+    confirm_capacity,
+    predict_capacity,
+    tell_headroom,
+)
 from tuner.run.predict import Foretold, Predictions, predict
 from tuner.run.sessions.live import Session
 from tuner.search.objective import Objective, Score, Scoring, Tier
@@ -201,6 +206,27 @@ def test_a_capacity_that_the_window_cannot_show_is_not_claimed() -> None:
     text = CapacityResult(0.9, 0.5, None, is_shown=False).text
     assert text.startswith("beyond what this window can show")
     assert "holds up to" not in text
+
+
+@pytest.mark.parametrize(
+    ("found", "is_told"),
+    [
+        (CapacityResult(5.0, 8.3, None), True),
+        (CapacityResult(8.0, 8.3, None), False),
+        (CapacityResult(8.3, 5.0, None), False),
+        (CapacityResult(5.0, 8.3, None, is_shown=False), False),
+        (CapacityResult(5.0, None, None), False),
+    ],
+)
+def test_an_answer_that_bears_clearly_less_than_the_current_one_has_a_caveat_with_both(
+    tmp_path: Path, found: CapacityResult, *, is_told: bool
+) -> None:
+    with a_run(tmp_path, TRACE, a_space(SMALL), slos=SLOS) as run:
+        tell_headroom(run.context, found)
+        assert (Caveat.LESS_HEADROOM in run.context.caveats) is is_told
+        if is_told:
+            assert "up to 5 x" in run.context.caveat_texts[Caveat.LESS_HEADROOM]
+            assert "8.3 x" in run.context.caveat_texts[Caveat.LESS_HEADROOM]
 
 
 @pytest.mark.slow

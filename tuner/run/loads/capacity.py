@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tuner.engine.limits import EngineLimits
-from tuner.errors import EngineError, ReplayError
+from tuner.errors import Caveat, EngineError, ReplayError
 from tuner.replay.metrics import Measurement
 from tuner.replay.runner import LARGEST_LOAD, Failure, holds
-from tuner.run.context import Workload
+from tuner.run.context import RunContext, Workload
 from tuner.run.drawing import draw_capacity
 from tuner.run.result import CapacityRecord
 from tuner.run.trial_runner import TrialRunner
@@ -25,6 +25,9 @@ from tuner.shadow.predictor import Predictor
 COST_RATIO = 1.5
 # The share of the budget that it may take where capacity is not what is optimised: ours.
 ASIDE_SHARE = 0.1
+# An answer that bears less than this share of what the current configuration does has a caveat:
+# ours, twice how far a told capacity usually is off.
+HEADROOM_KEPT = 0.9
 _NOT_THERE = ", not tried live: the engine that was measured on is predicted not to bear it"
 
 
@@ -77,6 +80,12 @@ class CapacityResult:
         return f"{holds} (the current one {before}), {judged}"
 
     @property
+    def costs_headroom(self) -> bool:
+        """Whether the winner bears clearly less than the current configuration does."""
+        is_known = self.is_shown and self.winner is not None and self.current is not None
+        return is_known and (self.winner or 0.0) < HEADROOM_KEPT * (self.current or 0.0)
+
+    @property
     def record(self) -> CapacityRecord:
         """The loads for result.json."""
         return CapacityRecord(
@@ -117,6 +126,17 @@ def predict_capacity(
         replay_s=best.busy_s,
         interval=lies,
     )
+
+
+def tell_headroom(context: RunContext, found: CapacityResult) -> None:
+    """Add a caveat where the answer is paid for with load that it bears no more."""
+    if found.costs_headroom:
+        context.caveats.add(Caveat.LESS_HEADROOM)
+        context.caveat_texts[Caveat.LESS_HEADROOM] = (
+            f"the answer bears up to {found.winner:.2g} x today's load, the current "
+            f"configuration {found.current:.2g} x, predicted: where traffic grows, "
+            "--objective capacity or a higher --load chooses for that"
+        )
 
 
 def _is_shown(at_most: Measurement, recorded: float) -> bool:

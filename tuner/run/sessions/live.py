@@ -18,7 +18,12 @@ from tuner.run.context import WINDOW, RunContext, Workload
 from tuner.run.knobs.advice import confirm_knobs
 from tuner.run.knobs.records import KnobAdvice, Standing
 from tuner.run.live_search import LiveEvidence, has_searched, search_live, searched
-from tuner.run.loads.capacity import CapacityResult, confirm_capacity, predict_capacity
+from tuner.run.loads.capacity import (
+    CapacityResult,
+    confirm_capacity,
+    predict_capacity,
+    tell_headroom,
+)
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import Method
 from tuner.run.outcome import RunFindings
@@ -244,6 +249,7 @@ class Session:
         deployed = predictor.as_deployed()
         with context.stopwatch.stage("capacity"):
             found = predict_capacity(deployed, workload, decision, context.space.current)
+            tell_headroom(context, found)
         if self.method is Method.CALIBRATED:
             self.capacity = found
             return

@@ -19,7 +19,7 @@ from tuner.run.drawing import decide
 from tuner.run.knobs.advice import advise
 from tuner.run.knobs.records import KnobAdvice
 from tuner.run.loads import clients
-from tuner.run.loads.capacity import CapacityResult, predict_capacity
+from tuner.run.loads.capacity import CapacityResult, predict_capacity, tell_headroom
 from tuner.run.loads.records import ClientAdvice
 from tuner.run.options import STARTING_POINTS
 from tuner.run.outcome import RunFindings
@@ -247,6 +247,7 @@ class ShadowSession:
         if workload.slos:
             with context.stopwatch.stage("capacity"):
                 self.capacity = predict_capacity(predictor, workload, decision, current)
+                tell_headroom(context, self.capacity)
         self.clients = advise_clients(context, predictor, self._predicted, decision.winner)
         self._keep_timelines(workload, [decision.shown, current])
         context.journal.set_state("done")

@@ -83,10 +83,20 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _is_trace_name(path: Path) -> bool:
+def plain_name(path: Path) -> str:
+    """Return the name of a file without what says that it is packed.
+
+    >>> plain_name(Path("recorded/prod.jsonl.gz"))
+    'prod.jsonl'
+    """
     name = path.name
     for packed in _PACKED:
         name = name.removesuffix(packed)
+    return name
+
+
+def _is_trace_name(path: Path) -> bool:
+    name = plain_name(path)
     if name.startswith(".") or name.endswith(_COMPANION):
         return False
     return name.endswith(_SUFFIXES)
