@@ -33,6 +33,7 @@ from tuner.run.time_plan import fly_pilot
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.budget import MIN_REQUESTS, RACE_REPLAYS, choose_windows, outlook
 from tuner.search.objective import Objective
+from tuner.search.posterior import saved_by_more
 from tuner.search.space import SearchSpace
 from tuner.search.trials import Phase
 from tuner.shadow.calibration import Calibration
@@ -59,8 +60,6 @@ FEW_STEPS, MANY_STEPS = 16, 64
 INSTANTS, ROUND_S = 6, 10.0
 # Rounds of chosen blocks: no fewer, so that a model is held to what it was not fitted to.
 MIN_ROUNDS, MAX_ROUNDS = 3, 32
-# Who differs by so little, in logarithms, is known well enough: ours, half of what matters.
-KNOWN = 0.005
 # What choosing now may lose, as a share, and what a round has to be expected to save: ours.
 SETTLED, WORTH = 0.002, 0.0003
 # How many settings are looked at beside the current one, found by how many draws: ours, it is
@@ -321,8 +320,8 @@ class Blocks:
                 f"{self.count} blocks: the speed of {len(known)} settings is known to "
                 f"{off:.1%}, choosing now loses {loss:.1%}"
             )
-            is_known = off <= KNOWN or self._is_settled(loss)
-            if self._left_s <= 0 or (self._asked >= MIN_ROUNDS and is_known):
+            is_known = self._asked >= MIN_ROUNDS and self._is_settled(loss)
+            if self._left_s <= 0 or is_known:
                 return
             offered = [o for one in known for o in self._offered(predictor, one)]
             seen = [
@@ -340,12 +339,8 @@ class Blocks:
                 return  # where every change of limits is a start of its own
 
     def _is_settled(self, loss: float) -> bool:
-        """Whether so little is lost, or another round would save so little, that it is enough.
-
-        What is open shrinks as the root of the rounds grows, and what it costs with it.
-        """
-        rounds = self._asked + 1
-        return loss <= SETTLED or loss * (1 - math.sqrt(rounds / (rounds + 1))) < WORTH
+        """Whether so little is lost, or another round would save so little, that it is enough."""
+        return loss <= SETTLED or saved_by_more(loss, self._asked + 1, 1) < WORTH
 
     def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:
         """Return those that could be the best, and the current; what choosing now loses.

@@ -37,6 +37,7 @@ class LiveEvidence:
 
     plan: RacePlan
     min_rounds: int = MIN_ROUNDS_LIVE
+    learnt_s: float = 0.0
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races."""

@@ -30,7 +30,7 @@ from tuner.run.time_plan import Observe, RacePlan, cold_cost_s, reserve_s
 from tuner.run.trial_runner import TrialRunner
 from tuner.search.effects import Effects
 from tuner.search.objective import Tier, moved, moved_bounds
-from tuner.search.posterior import TIE_LOSS, Draws
+from tuner.search.posterior import TIE_LOSS, Draws, saved_by_more
 from tuner.search.race import (
     CONFIDENCE,
     MAX_ROUNDS,
@@ -62,6 +62,10 @@ class Evidence(Protocol):
     @property
     def min_rounds(self) -> int:
         """How many rounds are replayed at least."""
+
+    @property
+    def learnt_s(self) -> float:
+        """From how much time of the engine a model of its speed is learnt, 0 without one."""
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who may race."""
@@ -95,6 +99,14 @@ class PredictedEvidence:
     relearn: Relearn
     min_rounds: int = MIN_ROUNDS_PREDICTED
     _off: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def learnt_s(self) -> float:
+        """How long blocks and replays took. Units: seconds."""
+        records = self.plan.context.journal.records()
+        return sum(
+            float(t.measurement["wall_s"]) for t in records if t.is_live and t.measurement
+        )
 
     def settings(self) -> Sequence[EngineLimits]:
         """Return who races, but for those of which nothing could be predicted."""
@@ -199,7 +211,7 @@ def race(
                 next_s = max(round_s, usual_s)
                 if not reserved_s and _is_for_the_cold(runner, plan, draws, next_s):
                     break
-                asked = (inside, current, confidence, round_s)
+                asked = (inside, current, confidence, round_s, evidence.learnt_s)
                 # A few draws may be wrong about it.
                 if is_settled(draws, *asked) and is_settled(evidence.draws(DRAWS), *asked):
                     break
@@ -239,15 +251,22 @@ def is_settled(
     current: EngineLimits,
     confidence: float,
     round_s: float,
+    learnt_s: float = 0.0,
 ) -> bool:
     """Whether so little is lost, or another round would save so little for its time.
+
+    Replays tell how far settings are off at their own speed; and while they go on, how fast the
+    machine is, where a model of that is learnt.
 
     Source: the knowledge-gradient rule, Frazier, Powell & Dayanik, A knowledge-gradient policy
         for sequential information collection, SIAM J. Control Optim. 47 (2008).
     """
-    if draws.regret(current, confidence) <= TIE_LOSS:
+    regret, worth = draws.regret(current, confidence), WORTH_PER_S * round_s
+    if regret <= TIE_LOSS:
         return True
-    return draws.saved_by_a_round(inside, current, confidence) < WORTH_PER_S * round_s
+    if learnt_s > 0 and saved_by_more(regret, learnt_s, round_s) >= worth:
+        return False
+    return draws.saved_by_a_round(inside, current, confidence) < worth
 
 
 def _so_far(draws: Draws, current: EngineLimits, confidence: float, number: int) -> str:
