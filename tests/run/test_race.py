@@ -142,18 +142,29 @@ class OpenEvidence(LiveEvidence):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("total_s", "tells", "rounds"), [(50.0, True, 1), (1e4, True, MAX_ROUNDS), (1e4, False, 1)]
+    ("total_s", "tells", "learnt_s", "rounds"),
+    [
+        (50.0, True, 0.0, 1),
+        (1e4, True, 0.0, MAX_ROUNDS),
+        (1e4, False, 0.0, 1),
+        (1e4, False, 100.0, MAX_ROUNDS),
+        (1e4, False, 1e5, 1),
+    ],
 )
 def test_a_race_ends_where_no_round_would_tell_and_while_the_cold_engines_still_fit(
-    tmp_path: Path, total_s: float, tells: bool, rounds: int
+    tmp_path: Path, total_s: float, learnt_s: float, rounds: int, *, tells: bool
 ) -> None:
-    """A round takes 30 s, the cold engines 21."""
+    """A round takes 30 s, the cold engines 21.
+
+    A machine that was watched for a minute or two is known better by another; one that was for
+    a day is not.
+    """
     with a_run(tmp_path, TRACE, a_space(CURRENT), CROWDED_TOY) as run:
         run.engine.ensure_started()
         run.context.stopwatch.total_s = total_s
         near = EngineLimits(BETTER.max_num_seqs + 1, 2048)
         plan = LongPlan(run.context, (BETTER, near, CURRENT), run.workload)
-        found = race(run.runner, OpenEvidence(plan, min_rounds=1, tells=tells))
+        found = race(run.runner, OpenEvidence(plan, 1, learnt_s, tells))
     assert (found.verdict, found.rounds) == (RaceVerdict.CHANGE, rounds)
     assert run.context.caveats == set()
 
