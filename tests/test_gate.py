@@ -140,6 +140,12 @@ def test_what_asks_for_no_answer_goes_by() -> None:
         ("/v1/chat/completions", {"max_tokens": 900}, {"max_tokens": 64}),
         ("/v1/chat/completions", {"max_tokens": None}, {"max_completion_tokens": 64}),
         ("/v1/responses", {"min_tokens": 99}, {"max_output_tokens": 64, "min_tokens": 64}),
+        # As vLLM reads them: a text for its number, and 0 for an echo without an answer.
+        (COMPLETIONS, {"max_tokens": "900"}, {"max_tokens": 64}),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True}, {"max_tokens": 0, "echo": True}),
+        ("/v1/chat/completions", {"max_tokens": 9.0}, {"max_tokens": 9.0}),
+        # What is no number is for vLLM to refuse.
+        (COMPLETIONS, {"max_tokens": [1]}, {"max_tokens": [1]}),
     ],
 )
 def test_an_answer_ends_by_the_cap_under_the_name_that_its_path_has(

@@ -218,9 +218,23 @@ def cap_answer(body: bytes, names: tuple[str, ...], most: int) -> bytes:
         return body
     if not isinstance(asked, dict):
         return body
-    given = [name for name in names if isinstance(asked.get(name), int)]
+    given = [name for name in names if asked.get(name) is not None]
     for name in given or names[:1]:
-        asked[name] = min(asked.get(name) or most, most)
-    if isinstance(asked.get("min_tokens"), int):
-        asked["min_tokens"] = min(asked["min_tokens"], most)
+        asked[name] = _bounded(asked.get(name), most)
+    if asked.get("min_tokens") is not None:
+        asked["min_tokens"] = _bounded(asked["min_tokens"], most)
     return json.dumps(asked).encode()
+
+
+def _bounded(length: Any, most: int) -> Any:  # noqa: ANN401 - whatever a client sends
+    """Return a length that is no more than that; what is none is left for vLLM to refuse.
+
+    vLLM reads a text as a number, and 0 as a prompt that is to be echoed alone.
+    """
+    if length is None:
+        return most
+    try:
+        is_within = (float(length) if isinstance(length, str) else length) <= most
+    except (TypeError, ValueError):
+        return length
+    return length if is_within else most
