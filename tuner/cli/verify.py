@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,8 +193,7 @@ def _served(
 ) -> Verification:
     """Replay over HTTP on the server that is named, or on one started here."""
     options, values = tried.options, tried.engine.values
-    key = str(values.get("api-key") or os.environ.get("VLLM_API_KEY", ""))
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = _login(values)
     start_s: float | None = None
     with ExitStack() as stack:
         url, server = options.url, None
@@ -224,6 +224,17 @@ def _served(
             ),
         )
     return verification(run, scraper, predicted, options.slos, start_s, options.max_send_lag_s)
+
+
+def _login(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the header with an api-key of the configuration, else that of the environment.
+
+    >>> _login({"api-key": ["sk-1", "sk-2"]})
+    {'Authorization': 'Bearer sk-1'}
+    """
+    keys = values.get("api-key") or os.environ.get("VLLM_API_KEY", "")
+    key = keys[0] if isinstance(keys, list) else keys
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _config_file(tried: _Tried, folder: Path) -> Path:

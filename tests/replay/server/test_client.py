@@ -14,6 +14,7 @@ from support.paths import ROOT
 from support.sse_server import SseServer
 from support.traffic import a_trace
 from tuner.cli import run as tune
+from tuner.cli.verify import _login
 from tuner.errors import EngineError
 from tuner.replay.plan import ReplayPlan
 from tuner.replay.server.client import (
@@ -146,6 +147,21 @@ def test_what_exceeds_the_servers_length_is_no_failure_of_it() -> None:
     assert (found.failed, found.broken) == (0, ())
     assert "2 requests exceed the server's max_model_len: not counted" in found.lines()
     assert judged(unknown).failed == 2
+
+
+def test_the_login_is_one_of_the_configurations_keys_or_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-env")
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"api-key": "sk-1"}, "sk-1"),
+        ({"api-key": ["sk-1", "sk-2"]}, "sk-1"),
+        ({}, "sk-env"),
+    ]
+    for values, key in cases:
+        assert _login(values) == {"Authorization": f"Bearer {key}"}
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert not _login({})
 
 
 @pytest.mark.slow
