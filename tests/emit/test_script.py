@@ -73,6 +73,14 @@ def test_each_start_has_both_limits_and_all_else_is_as_it_was(
     assert [words[0] for words in after] == [words[0] for words in before]
 
 
+@pytest.mark.parametrize("start", ["vllm serve m --port 1 $MORE", 'sh -c "vllm serve m $MORE"'])
+def test_a_flag_that_a_variable_brings_is_not_the_last_one(start: str, tmp_path: Path) -> None:
+    variables = {"PATH": f"{tmp_path}:/bin", "MORE": "--max-num-seqs=256 --seed=1"}
+    done = in_a_shell(edit_line(f"{start} 2>&1", TUNED), tmp_path, variables)
+    caps = [word for word in done.stdout.split("\0") if word.startswith("--max-num-seqs")]
+    assert caps == ["--max-num-seqs=256", "--max-num-seqs=48"]
+
+
 @pytest.mark.parametrize("value", ["$(nproc --all)", '"$(nproc)"', "`nproc`", "4$(nproc)"])
 def test_a_value_that_a_command_makes_is_refused(
     value: str, tmp_path: Path, capsys: Output

@@ -192,7 +192,7 @@ def _with_flags(line: str, tuned: Mapping[str, object]) -> str:
         words = f" {' '.join(flags({key: value}))}"
         for start in reversed(places):
             if not flag.search(code, start.begin, start.end):
-                line = line[: start.after_model] + words + line[start.after_model :]
+                line = line[: start.flags_at] + words + line[start.flags_at :]
         if not places and not flag.search(code):
             end = len(line.rstrip())
             line = line[:end] + words + line[end:]

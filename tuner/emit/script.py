@@ -45,13 +45,13 @@ _NO_WRAPPERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A command that starts vLLM, from its first word to its last; flags go `after_model`.
+    """A command that starts vLLM, from its first word to its last, and where flags go in.
 
     All are offsets in the script, in characters.
     """
 
     begin: int
-    after_model: int
+    flags_at: int
     end: int
 
 
@@ -179,9 +179,19 @@ def _start_in(words: list[_Word]) -> Start | None:
     texts = [word.text.strip("'\"") for word in words]
     for place, text in enumerate(texts):
         if _MODULE.fullmatch(text):
-            return Start(words[place].begin, words[place].end, words[-1].end)
+            return _start(words[place:], 1)
         if text.rpartition("/")[2] == "vllm" and texts[place + 1 : place + 2] == ["serve"]:
-            model = [word for word in words[place + 2 : place + 3] if word.text[0] != "-"]
-            after = model[0] if model else words[place + 1]
-            return Start(words[place].begin, after.end, words[-1].end)
+            has_model = any(word.text[0] != "-" for word in words[place + 2 : place + 3])
+            return _start(words[place:], 3 if has_model else 2)
     return None
+
+
+def _start(words: list[_Word], first: int) -> Start:
+    """Return a start of vLLM that names its server, and its model, in so many first words.
+
+    Flags go right behind them, or last where a variable that follows may hold the same flags:
+    of those that stand twice vLLM takes the last.
+    """
+    has_variable = any(word.text.strip("'\"").startswith("$") for word in words[first:])
+    before = words[-1] if has_variable else words[first - 1]
+    return Start(words[0].begin, before.end, words[-1].end)
