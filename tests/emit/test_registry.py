@@ -23,7 +23,7 @@ from support.emit_parts import (
 from support.emit_targets import SETS_ITS_OWN_PORT, STARTED, kubectl, loaded
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation
-from tuner.emit.registry import TARGETS, emit
+from tuner.emit.registry import TARGETS, emit, limits_in
 from tuner.emit.sources import read_run
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
@@ -94,6 +94,15 @@ def test_the_knobs_that_pay_are_set_in_every_target(
     assert read.kv_transfer_config.kv_connector == "X"
     assert QWEN["model"] in (read.served_model_name or [read.model])
     assert chosen in SETS_ITS_OWN_PORT or read.port == 8010
+
+
+@pytest.mark.parametrize("chosen", [each for each in SHARED if each is not Format.ARGS])
+def test_the_limits_are_read_from_where_an_edit_sets_them(
+    chosen: Format, rec: Recommendation, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(emit(chosen, rec))
+    assert limits_in(path, chosen, Names()) == WINNER
 
 
 @pytest.mark.parametrize("chosen", WRITTEN)

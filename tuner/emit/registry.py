@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from tuner.emit import aibrix, compose, flags, kserve, kubernetes, llm_d, production_stack, vllm
-from tuner.emit.merge import Merged, merge
+from tuner.emit.merge import Merged, edit_named, merge, read_documents
 from tuner.emit.names import Format, PatchKind
 from tuner.emit.patch import Patched, patch
 from tuner.emit.recommendation import API_KEY, API_KEY_ENV, Recommendation, with_evidence
 from tuner.emit.target import ApiKey, Names, Target, Write
+from tuner.engine.limits import EngineLimits
+from tuner.engine.serve_config import human_integer
 from tuner.errors import UsageError
 
 TARGETS: Final[Mapping[Format, Target]] = {
@@ -154,6 +157,47 @@ def merge_into(path: Path, chosen: Format, rec: Recommendation, names: Names) ->
         )
     merged = merge(path, partial(_edited, target, rec, names))
     return replace(merged, after=with_evidence(merged.after, rec.comments))
+
+
+_MARKS: Final = EngineLimits(1_000_000_007, 1_000_000_009)
+"""Ours: limits that no file has, by which the places of a file's own are found."""
+_MARK: Final = re.compile(f"({_MARKS.max_num_seqs}|{_MARKS.max_num_batched_tokens})")
+_NUMBER: Final = r"['\"]?([\w.]+)['\"]?"
+
+
+def limits_in(path: Path, chosen: Format, names: Names) -> EngineLimits | None:
+    """Return the limits in a file of the user's where an edit would set them.
+
+    None unless both are numbers there.
+
+    Raises: UsageError if it is not YAML, has no place for them, or a pair that vLLM refuses.
+    """
+    before = read_documents(path)
+    after = deepcopy(before)
+    marked = Recommendation({}, _MARKS)
+    edit_named(path, partial(_edited, TARGETS[chosen], marked, names), after)
+    texts, found = dict(_texts(before)), dict[str, int | None]()
+    for place, text in _texts(after):
+        parts = _MARK.split(text)
+        pattern = _NUMBER.join(map(re.escape, parts[::2]))
+        if there := re.fullmatch(pattern, texts.get(place, "")):
+            # Of a flag that stands twice vLLM takes the last.
+            found |= zip(parts[1::2], map(human_integer, there.groups()), strict=True)
+    seqs = found.get(str(_MARKS.max_num_seqs))
+    tokens = found.get(str(_MARKS.max_num_batched_tokens))
+    return None if seqs is None or tokens is None else EngineLimits(seqs, tokens)
+
+
+def _texts(
+    node: Any,  # noqa: ANN401 - any YAML
+    place: tuple[object, ...] = (),
+) -> Iterator[tuple[tuple[object, ...], str]]:
+    """Yield each text and number of a document, with the keys that lead to it."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _texts(value, (*place, key))
+    else:
+        yield place, str(node)
 
 
 def _edited(

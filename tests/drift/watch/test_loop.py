@@ -28,6 +28,8 @@ from tuner.drift.watch.policy import Act
 from tuner.drift.watch.publish import Publisher, Text
 from tuner.emit.names import Format
 from tuner.emit.sources import read_emitted
+from tuner.engine.limits import EngineLimits
+from tuner.errors import UsageError
 from tuner.files import ExpectedText
 from tuner.traffic.sketch import TrafficSketch, sketch_of
 from tuner.traffic.traces import Trace
@@ -163,6 +165,27 @@ def test_a_manifest_is_edited_in_place_and_the_state_knows_what_is_in_use(
         assert "'8'" in text
         assert "max-num-seqs-tuner/gain: e2e_p95 falls by 30.0%" in text
         assert world.script.checked_at == [FOUR, FOUR, FOUR, EIGHT]
+
+
+def test_what_a_manifest_says_is_in_use_and_one_without_a_place_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    service = "  {}:\n    image: vllm/vllm-openai\n    command: toy --max-num-seqs={} {}\n"
+    budget = "--max-num-batched-tokens 2k"
+    manifest = tmp_path / "best.yaml"
+    manifest.write_text("services:\n" + service.format("chat", 32, budget))
+    with a_world(tmp_path, chosen=Format.DOCKER_COMPOSE) as world:
+        world.rounds(UNCHANGED)
+        # Somebody edits it by hand, and then leaves the token budget to a variable.
+        for cap, words in ((16, budget), (64, "--max-num-batched-tokens $BUDGET")):
+            manifest.write_text("services:\n" + service.format("chat", cap, words))
+            world.rounds(UNCHANGED)
+        seen = [EngineLimits(32, 2000), EngineLimits(16, 2000), FOUR]
+        assert world.script.checked_at == seen
+        two = service.format("chat", 16, budget) + service.format("code", 8, budget)
+        manifest.write_text("services:\n" + two)
+        with pytest.raises(UsageError, match="2 services that run vLLM among chat, code"):
+            _ = world.watcher.current
 
 
 def test_a_key_that_the_file_leaves_out_is_still_named_in_the_next(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 from tuner.emit.names import Format
 from tuner.emit.recommendation import Recommendation, spelled
-from tuner.emit.registry import TARGETS, checked_writer, emit, merge_into
+from tuner.emit.registry import TARGETS, checked_writer, emit, limits_in, merge_into
 from tuner.emit.sources import read_emitted
 from tuner.emit.target import Names
 from tuner.engine.limits import EngineLimits
@@ -83,11 +83,13 @@ class Publisher:
     def current(self) -> EngineLimits | None:
         """Return the limits in the file, None where it has none that can be read.
 
-        Raises: UsageError if it is no such file.
+        Raises: UsageError if it is no such file, or has no place for them.
         """
-        if self.chosen is not Format.VLLM or not self.path.exists():
+        if self.chosen is Format.ARGS or not self.path.exists():
             return None
-        return read_emitted(self.path).limits
+        if self.chosen is Format.VLLM:
+            return read_emitted(self.path).limits
+        return limits_in(self.path, self.chosen, Names(self.path.name))
 
     def text_now(self) -> ExpectedText:
         """Return the file's text. Raises: UsageError if it cannot be read."""
