@@ -278,6 +278,11 @@ REFUSED = [
         "servingEngineSpec.modelSpec[].vllmConfig, got no serving",
     ),
     (Format.PRODUCTION_STACK, STACK.partition("    vllmConfig")[0], "got no vllmConfig"),
+    (
+        Format.PRODUCTION_STACK,
+        STACK.replace('["--seed", "1"]', "--seed 1"),
+        "expected a list of words in vllmConfig.extraArgs",
+    ),
     (Format.VLLM_RUNTIME, DEPLOYMENT, "expected kind: VLLMRuntime, got Service chat"),
     (Format.KSERVE, "kind: InferenceService\nspec: {}\n", "model.args, got no predictor"),
     (Format.KSERVE_LLM, KSERVE_LLM.replace("main", "x"), "one named main, got x"),

@@ -152,8 +152,10 @@ def edit_runtime(documents: list[Any], rec: Recommendation, names: Names) -> lis
 def _edit_extra(config: dict[str, Any], rec: Recommendation) -> None:
     """Set what was tuned among the extra arguments, which come last and so win."""
     words = config.get("extraArgs")
-    if not isinstance(words, list):
+    if words is None:
         words = config["extraArgs"] = []
+    if not isinstance(words, list):
+        raise no_place("a list of words in vllmConfig.extraArgs", "no list")
     set_flag(words, MAX_NUM_SEQS, rec.limits.max_num_seqs)
     own = {switch: key for key, switch in _SWITCHES.items()}
     for key, value in rec.tuned.items():
