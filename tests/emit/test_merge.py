@@ -291,6 +291,18 @@ REFUSED = [
 ]
 
 
+def test_what_refers_to_the_lines_that_are_changed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    chat = "  chat: {image: vllm/vllm-openai, command: *words}\n"
+    code = "  code: {image: vllm/vllm-openai, command: *words}\n"
+    for services, said in ((chat, ()), (chat + code, ("services.code.command",))):
+        path.write_text(f"x-words: &words [m, --max-num-seqs, '4']\nservices:\n{services}")
+        notes = merge_into(path, Format.DOCKER_COMPOSE, PLAIN, Names(workload="chat")).notes
+        assert notes == tuple(
+            f"what refers to the same lines changes as well: {part}" for part in said
+        )
+
+
 @pytest.mark.parametrize(("chosen", "text", "shown"), REFUSED)
 def test_a_file_without_a_place_is_refused_and_stays(
     chosen: Format, text: str, shown: str, tmp_path: Path, capsys: Output

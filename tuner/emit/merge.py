@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 
 from tuner.emit.hiding import Secrets, hidden, in_comment, secrets_in
+from tuner.emit.json_patch import operations
 from tuner.errors import UsageError
 from tuner.files import check_references
 
@@ -96,10 +97,25 @@ def read_documents(path: Path) -> list[Any]:
 
 def edit_named(path: Path, edit: Edit, documents: list[Any]) -> list[str]:
     """Edit a file's documents and return notes on it. Raises: UsageError, naming the file."""
+    alone = _unshared(documents)
     try:
-        return edit(documents)
+        edit(alone)
+        notes = edit(documents)
     except UsageError as error:
         raise UsageError(f"{path} {error.message}", error.hint) from error
+    made = [each for each in operations(alone, _unshared(documents)) if each["op"] != "test"]
+    parts = dict.fromkeys(".".join(each["path"].split("/")[2:-1]) for each in made)
+    # A template of Compose's counts where something refers to it, and not by itself.
+    if also := [part for part in parts if not part.startswith("x-")]:
+        notes.append(f"what refers to the same lines changes as well: {', '.join(also)}")
+    return notes
+
+
+def _unshared(node: Any) -> Any:  # noqa: ANN401 - any YAML
+    """Return a document in which what stands there by reference (*name) is written out."""
+    if isinstance(node, dict):
+        return {key: _unshared(value) for key, value in node.items()}
+    return [_unshared(value) for value in node] if isinstance(node, list) else node
 
 
 def _lines(text: str) -> list[str]:
