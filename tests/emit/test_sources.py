@@ -109,6 +109,16 @@ def test_the_exact_form_can_be_emitted_again(tmp_path: Path) -> None:
     assert emit(Format.VLLM_EXACT, found, Names("exact.yaml")) == exact
 
 
+@pytest.mark.parametrize("before", ["\ufeff", "---\n", "\n", "\ufeff---\r\n"])
+def test_what_editors_put_first_hides_no_evidence(before: str, tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    remark = "# left out api-key, which is a secret: set VLLM_API_KEY in the environment\n"
+    values = "model: m\nmax-num-seqs: 8\nmax-num-batched-tokens: 2048\n"
+    path.write_text(f"{before}# tuned 2026-01-02 on 9 requests of a\n{remark}{values}")
+    read = read_emitted(path)
+    assert (read.lost, read.facts["tuned-at"]) == (("api-key",), "2026-01-02")
+
+
 def test_a_secret_that_the_run_did_not_keep_is_named(tmp_path: Path) -> None:
     text = emit(Format.VLLM, read_run(a_run_dir(tmp_path)))
     assert "# left out hf-token, which is a secret: set HF_TOKEN in the environment" in text

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -315,7 +315,8 @@ def _gain_of(row: str) -> str:
 
 def first_comments(path: Path) -> list[str]:
     """Return the comments above a file's values, without the command that takes the file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = list(dropwhile(lambda line: line.strip() in {"", "---"}, lines))
     above = takewhile(lambda line: line.startswith("#"), lines)
     notes = [line.removeprefix("#").removeprefix(" ") for line in above]
     return notes[1:] if notes and notes[0].startswith("vllm serve ") else notes
