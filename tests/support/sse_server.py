@@ -17,10 +17,10 @@ class SseServer:
     """Answers /v1/completions after first_s, then a token every gap_s.
 
     Prompts that start with the token `fails_on` are answered with HTTP 500, those that start
-    with `cuts_on` break off after one token, `hangs_on` never end; of all requests each
-    `busy_every`-th is answered with HTTP 503, which `names_requests` or not. Beyond
-    max_model_len it does as vLLM 0.32: HTTP 400 for a prompt that does not fit, and a shorter
-    answer for one that does.
+    with `cuts_on` break off after one token, `hangs_on` never end, and `floods_on` get a line
+    of a MiB; of all requests each `busy_every`-th is answered with HTTP 503, which
+    `names_requests` or not. Beyond max_model_len it does as vLLM 0.32: HTTP 400 for a prompt
+    that does not fit, and a shorter answer for one that does.
     """
 
     first_s: float = 0.05
@@ -28,6 +28,7 @@ class SseServer:
     fails_on: int = -1
     cuts_on: int = -1
     hangs_on: int = -1
+    floods_on: int = -1
     busy_every: int = 0
     names_requests: bool = False
     max_model_len: int | None = None
@@ -89,6 +90,8 @@ class SseServer:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         await asyncio.sleep(self.first_s)
+        if body["prompt"][0] == self.floods_on:
+            await answer.write(b"data: " + b"x" * (1 << 20) + b"\n\n")
         for n in range(min(body["max_tokens"], room)):
             if n and body["prompt"][0] == self.hangs_on:
                 await asyncio.sleep(60)

@@ -81,17 +81,15 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
 
 
 def test_failures_are_counted_with_what_the_server_said() -> None:
-    trace = a_trace([0, 0, 0], output=5)
-    with SseServer(fails_on=1, cuts_on=2) as server:
+    trace = a_trace([0] * 4, output=5)
+    with SseServer(fails_on=1, cuts_on=2, floods_on=3) as server:
         run = replayed(server, trace)
-    assert run.timelines.outcome.tolist() == [
-        Outcome.COMPLETED,
-        Outcome.ABORTED,
-        Outcome.ABORTED,
-    ]
+    assert run.timelines.outcome.tolist() == [Outcome.COMPLETED, *[Outcome.ABORTED] * 3]
     said = " ".join(run.errors)
     assert "HTTP 500: out of order" in said
     assert "1 for 5" in said
+    assert sum(run.errors.values()) == 3
+    assert max(map(len, run.errors)) < 300
 
 
 def judged(run: HttpRun, *slos: str) -> Verification:

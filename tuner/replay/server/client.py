@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tuner.errors import EngineError
 from tuner.replay.arrivals import Arrivals, arrivals_of
@@ -28,7 +29,7 @@ from tuner.traffic.traces import Trace
 _CONNECT_S = 10.0
 MAX_ERRORS = 20
 """Ours: a server that names each request makes every error another; more tell nothing."""
-_DATA = b"data: "
+_DATA = b"data:"
 _DONE = b"[DONE]"
 
 
@@ -214,9 +215,9 @@ class _Client:
         except TimeoutError as error:
             outcome = Outcome.TIMED_OUT
             self._failed(str(error) or "no full answer within --request-timeout")
-        except (aiohttp.ClientError, ValueError) as error:
-            # A line that is longer than aiohttp takes is a ValueError.
-            self._failed(f"{type(error).__name__}: {error}")
+        except (aiohttp.ClientError, HttpProcessingError, ValueError) as error:
+            # A line that is longer than aiohttp takes is one of the last two, by its release.
+            self._failed(f"{type(error).__name__}: {str(error)[:200]}")
         finally:
             self._record.ended(row, outcome)
             self._ended += 1
