@@ -228,6 +228,15 @@ def test_a_change_that_does_as_predicted_stands(tmp_path: Path) -> None:
         assert "guard: 8/2048 does as well as predicted: e2e_mean " in world.words
 
 
+def test_a_clock_that_is_put_back_does_not_keep_a_change_on_probation(tmp_path: Path) -> None:
+    with a_world(tmp_path, guard=looking(served(FAST), old=SLOW, new=FAST)) as world:
+        handed_over(world)
+        world.clock.set_by(-48 * HOUR_S)
+        world.rounds(UNCHANGED, UNCHANGED, UNCHANGED, UNCHANGED)
+        assert not on_guard(world)
+        assert "guard: 8/2048 does as well as predicted: e2e_mean " in world.words
+
+
 def test_a_change_that_makes_things_twice_as_slow_is_taken_back_and_not_tried_again(
     tmp_path: Path,
 ) -> None:

@@ -301,6 +301,11 @@ class Rollout:
         if self.guard is None:
             self._end_guard("the guard was switched off")
             return
+        if now_s < record.handed_s:
+            # The clock was put back: what comes from now on is judged.
+            decided_s = min(record.decided_s, now_s)
+            record = replace(record, handed_s=now_s, decided_s=decided_s)
+            self.store.save(replace(self.store.state, handover=record))
         if now_s < self.guard.window(record.handed_s)[1]:
             return
         is_over = self.guard.is_over(record.decided_s, now_s)
