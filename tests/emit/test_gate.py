@@ -79,6 +79,11 @@ class SlowUpstream(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def do_POST(self) -> None:
+        """Take what is sent, as by those who ask for no answer."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
     def log_message(self, *_: object) -> None:
         """Say nothing of each request."""
 
@@ -99,17 +104,19 @@ def an_nginx(folder: Path, port: int, upstream: int) -> list[str]:
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     (folder / "nginx.conf").write_text(
-        f"daemon off;\npid {folder}/pid;\nevents {{}}\nhttp {{\naccess_log off;\n{paths}"
-        f"include {folder}/gate.conf;\n}}\n"
+        f"daemon off;\npid {folder}/pid;\nevents {{}}\nhttp {{\naccess_log off;\n"
+        f"client_body_buffer_size 4m;\n{paths}include {folder}/gate.conf;\n}}\n"
     )
     return [nginx, "-e", "stderr", "-p", str(folder), "-c", "nginx.conf"]
 
 
-def status_of(port: int) -> int:
-    """Return the status that nginx answers a completion with."""
+def status_of(
+    port: int, method: str = "GET", path: str = "/v1/completions", body: bytes = b""
+) -> int:
+    """Return the status that nginx answers a request with."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
-        connection.request("GET", "/v1/completions")
+        connection.request(method, path, body)
         return connection.getresponse().status
     finally:
         connection.close()
@@ -129,6 +136,7 @@ def test_nginx_lets_in_what_the_gate_holds_and_refuses_the_rest(tmp_path: Path) 
                 SlowUpstream.free.set()
             # Six in flight and three in the queue, which nginx counts together.
             assert sorted(each.result() for each in asked) == [200] * 9 + [503] * 3
+            assert status_of(port, "POST", "/tokenize", b"x" * (2 << 20)) == 200
         finally:
             nginx.terminate()
             nginx.wait(30)
