@@ -339,7 +339,7 @@ class Blocks:
                 return  # where every change of limits is a start of its own
 
     def _is_settled(self, loss: float) -> bool:
-        """Whether so little is lost, or another round would save so little, that it is enough."""
+        """Whether so little is lost, or another round saves so little, that it is enough."""
         return loss <= SETTLED or saved_by_more(loss, self._asked + 1, 1) < WORTH
 
     def _contenders(self, predictor: Predictor) -> tuple[list[_Predicted], float]:

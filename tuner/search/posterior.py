@@ -68,7 +68,7 @@ def drawn_of(scores: Sequence[Score]) -> Floats:
 def saved_by_more(loss: float, had: float, more: float) -> float:
     """Return what more of the same is expected to save of what choosing now loses.
 
-    What is open shrinks as the root of what it was learnt from grows, and what it costs with it.
+    What is open shrinks as the root of what it was learnt from, and what it costs with it.
 
     >>> round(saved_by_more(0.10, 100.0, 100.0), 3)
     0.029
