@@ -173,7 +173,8 @@ def test_resampled_traffic_is_as_long_and_of_the_same_requests() -> None:
     assert sizes.mean() == pytest.approx(len(trace), rel=0.03)
     period_s = trace.duration_s * len(trace) / (len(trace) - 1)
     for one in drawn:
-        assert 0 <= one.due_s[0] <= one.due_s[-1] <= period_s
+        due_s = one.due_s - trace.due_s[0]
+        assert 0 <= due_s[0] <= due_s[-1] <= period_s
         assert set(one.prompt_tokens) <= set(trace.prompt_tokens)
 
 
@@ -205,6 +206,30 @@ def test_traffic_that_comes_in_waves_varies_more_than_a_steady_one() -> None:
         sizes = [len(resampler.draw(np.random.default_rng(s))) for s in range(100)]
         spreads.append(float(np.std(sizes)))
     assert spreads[1] > 5 * spreads[0]
+
+
+@pytest.mark.parametrize("requests", range(40, 50))
+def test_the_smallest_load_of_a_warm_window_measures_something(requests: int) -> None:
+    """One request is left, and half of those to choose from come before the window."""
+    warm = replace(steady(requests, per_s=1.0), lead_in_s=requests / 2)
+    one = at_load(warm, 1 / 64)
+    assert len(one) == one.measured == 1
+
+
+def test_other_traffic_of_a_window_after_a_silence_is_in_the_window() -> None:
+    burst_s = 100.0 + steady(250, per_s=4.0, seed=1).due_s
+    warm = replace(a_trace(burst_s, 10, 20), lead_in_s=100.0)
+    resampler = Resampler(warm)
+    for seed in range(20):
+        drawn = resampler.draw(np.random.default_rng(seed))
+        assert drawn.measured == len(drawn) > 100
+
+
+def test_other_traffic_has_requests_in_the_window_however_few_are() -> None:
+    busy_s = np.append(steady(200, per_s=4.0, seed=1).due_s, 60.0)
+    resampler = Resampler(replace(a_trace(busy_s, 10, 20), lead_in_s=59.9))
+    drawn = [resampler.draw(np.random.default_rng(seed)) for seed in range(20)]
+    assert all(one.measured for one in drawn)
 
 
 @pytest.mark.parametrize("requests", [1, 100])

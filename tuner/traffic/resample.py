@@ -49,7 +49,7 @@ def at_load(trace: Trace, load: float) -> Trace:
     copies = _Copies.of(trace)
     whole = math.floor(load)
     parts = [np.arange(len(trace))] * whole
-    part = _some_of(copies.sessions, load - whole)
+    part = copies.some(load - whole)
     if part.size or not whole:
         parts.append(part)
     due_s = [_shifted(trace, rows, place, len(parts)) for place, rows in enumerate(parts)]
@@ -94,21 +94,24 @@ class Resampler:
         self._copies = _Copies.of(bare)
         self._period_s = _period_s(trace)
         # When each request is due, and when the first of its session is, round the circle.
-        self._due_s = trace.due_s - float(trace.due_s[0])
+        self._first_s = float(trace.due_s[0])
+        self._due_s = trace.due_s - self._first_s
         self._begins_s = self._due_s[self._copies.sessions]
         self._order = np.argsort(self._begins_s, kind="stable")
         self._ordered_s = self._begins_s[self._order]
 
     def draw(self, rng: np.random.Generator) -> Trace:
-        """Return a trace as long as the original.
+        """Return a trace as long as the original, which begins when that does.
 
         What passes its end comes at the beginning, as if recording had begun in its midst. An
-        hour in which nothing happens tells nothing, and is drawn again.
+        hour in which nothing happens, or nothing after the lead-in, is drawn again.
         """
-        parts, due_s = self._drawn(rng)
-        while not sum(rows.size for rows in parts):
+        while True:
             parts, due_s = self._drawn(rng)
-        return at_load(self._copies.joined(parts, due_s), self._share)
+            if any(rows.size for rows in parts):
+                drawn = self._copies.joined(parts, due_s)
+                if drawn.measured:
+                    return at_load(drawn, self._share)
 
     def _drawn(self, rng: np.random.Generator) -> tuple[list[Ints], list[Floats]]:
         """Return the requests of stretches that are drawn, and when they are due."""
@@ -119,7 +122,7 @@ class Resampler:
             begun_s = (self._begins_s[rows] - start_s) % period_s
             later_s = self._due_s[rows] - self._begins_s[rows]
             parts.append(rows)
-            due_s.append((place * length_s + begun_s + later_s) % period_s)
+            due_s.append(self._first_s + (place * length_s + begun_s + later_s) % period_s)
         return parts, due_s
 
     def _begun(self, start_s: float, end_s: float) -> Ints:
@@ -173,16 +176,6 @@ def _continued(hashes: HashIds, prompt_tokens: Ints) -> Ints:
     return before
 
 
-def _some_of(sessions: Ints, share: float) -> Ints:
-    """Return the rows of a share of the sessions; of any, at least one."""
-    if share <= 0:
-        return np.empty(0, dtype=np.int64)
-    names = np.unique(sessions)
-    shuffled = np.random.default_rng(SEED).permutation(names)
-    chosen = shuffled[: max(1, round(share * names.size))]
-    return np.flatnonzero(np.isin(sessions, chosen))
-
-
 def _period_s(trace: Trace) -> float:
     """Return for how long a trace lasts, a mean gap after its last request included."""
     return trace.duration_s * len(trace) / max(len(trace) - 1, 1)
@@ -222,6 +215,17 @@ class _Copies:
         np.minimum.at(first, places, owner)
         np.maximum.at(last, places, owner)
         return cls(trace, sessions, (first == last)[places].astype(np.int64))
+
+    def some(self, share: float) -> Ints:
+        """Return the rows of a share of the sessions; of any, one that is measured at least."""
+        if share <= 0:
+            return np.empty(0, dtype=np.int64)
+        sessions, trace = self.sessions, self.trace
+        shuffled = np.random.default_rng(SEED).permutation(np.unique(sessions))
+        is_measured = np.isin(shuffled, sessions[trace.due_s >= trace.lead_in_s])
+        shuffled = np.roll(shuffled, -int(np.argmax(is_measured)))
+        chosen = shuffled[: max(1, round(share * shuffled.size))]
+        return np.flatnonzero(np.isin(sessions, chosen))
 
     def joined(self, parts: Sequence[Ints], copies_s: Sequence[Floats]) -> Trace:
         """Return the rows of all parts, due when their copies say, in due order."""
