@@ -26,18 +26,20 @@ from tuner.shadow.profiles import write_profile
 from tuner.shadow.step_model import StepModel
 from tuner.traffic.prefixes import HashIds
 from tuner.traffic.traces import Trace
-from tuner.traffic.windows import whole
+from tuner.traffic.windows import Window, whole
 
 STEPS = StepModel.linear(0.1, 0.0, 0.0)
 """Every step takes a tenth of a second, whatever is in it."""
 N = 200
 
 
-def advice_for(trace: Trace, *slos: str, load: float = 1.0) -> ClientAdvice:
+def advice_for(
+    trace: Trace, *slos: str, load: float = 1.0, window: Window | None = None
+) -> ClientAdvice:
     """Return the advice for an engine that runs one request at a time."""
     predictor = Predictor(replace(a_profile(), step_model=STEPS))
     aim = Aim(Objective.BALANCED, tuple(map(parse_slo, slos)), ReplayPlan(load=load), None)
-    workload = Workload.of("traffic", trace, (whole(trace),), aim)
+    workload = Workload.of("traffic", trace, (window or whole(trace),), aim)
     return advise(predictor, EngineLimits(1, 512), workload)
 
 
@@ -104,6 +106,16 @@ def test_some_answers_break_an_slo_by_their_length_alone() -> None:
     at_none = advice_for(a_trace((np.arange(N) * 5.0).tolist(), 10, 5), "e2e_p50=0.1s")
     assert (at_none.too_long, at_none.retries, at_none.most_in_flight) == (1.0, None, None)
     assert "no retries" in "\n".join(at_none.lines())
+
+
+def test_what_warms_a_window_up_is_not_counted() -> None:
+    """One request at a time, all are answered before the window begins."""
+    trace = a_trace((np.arange(N) * 5.0).tolist(), 32, [20] * 120 + [5] * (N - 120))
+    trace = replace(trace, hashes=HashIds.from_rows([(1, 2)] * N, 16))
+    found = advice_for(trace, "e2e_p50=1.5s", window=Window(600.0, 1000.0, 300.0))
+    assert found.too_long == 0.0
+    assert found.sharing is not None
+    assert found.sharing.possible == 1.0
 
 
 def test_the_prefixes_that_spare_most_are_named_and_none_within_another() -> None:

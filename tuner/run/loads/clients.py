@@ -97,7 +97,8 @@ def _too_long(predictor: Predictor, limits: EngineLimits, workload: Workload) ->
     alone = ReplayPlan(load_model=LoadModel.CLOSED, concurrency=1)
     good = []
     for piece in workload.pieces:
-        bare = replace(piece, hashes=None, turns=None)
+        measured = piece.slice_rows(piece.due_s >= piece.lead_in_s)
+        bare = replace(measured, hashes=None, turns=None, lead_in_s=0.0)
         line = predictor.replay(bare, limits, alone).timelines
         good.append(good_requests(line, workload.slos))
     return 1.0 - float(np.concatenate(good).mean())
@@ -109,13 +110,14 @@ def _sharing(pieces: Sequence[Trace], plan: ReplayPlan, found: float) -> Sharing
     hashes, prompts = piece.hashes, piece.prompt_tokens
     if hashes is None or not hashes.ids.size:
         return None
-    tokens = float(prompts.sum())
-    possible = float(reused_tokens(hashes, prompts).sum()) / tokens
+    # What is found is of those that are measured; what came before may have had it.
+    is_measured = piece.due_s >= piece.lead_in_s
+    possible = reused_tokens(hashes, prompts)[is_measured].sum() / prompts[is_measured].sum()
     moved = moved_blocks(hashes)
     return Sharing(
-        possible=possible,
+        possible=float(possible),
         found=found,
-        moved=None if moved is None else moved * hashes.block_size / tokens,
+        moved=None if moved is None else moved * hashes.block_size / float(prompts.sum()),
         prefixes=tuple(shared_prefixes(hashes)),
     )
 
