@@ -16,10 +16,14 @@ from support.toy import ToySource
 from support.traffic import replay_toy, steady
 from tuner.engine.limits import EngineLimits
 from tuner.replay.metrics import measure
+from tuner.replay.plan import ReplayPlan
+from tuner.run.options import TuningOptions
+from tuner.run.start import aim_of
 from tuner.run.time_plan import MIN_ROUNDS, RacePlan, cold_cost_s, fitting, plan_race, reserve_s
 from tuner.search.budget import warmed
 from tuner.search.trials import Phase
-from tuner.traffic.windows import Window, whole
+from tuner.traffic.traces import LoadModel
+from tuner.traffic.windows import Window, WindowChoice, WindowKind, whole
 
 CURRENT, BEST, SECOND, THIRD = (EngineLimits(cap, 2048) for cap in (16, 9, 10, 12))
 FIELD = [BEST, SECOND, THIRD, CURRENT]
@@ -141,3 +145,20 @@ def test_what_comes_before_a_window_is_replayed_for_as_long_as_a_request_lives(
         (piece,) = warm.workload.pieces
         assert len(piece) > piece.measured == plan.workload.requests
     assert found["long"].replay_s(CURRENT) > 1.2 * plan.replay_s(CURRENT)
+
+
+def test_a_closed_loop_replays_nothing_before_a_window(run: ToyRun) -> None:
+    """How many requests come within a time there is the engine's speed."""
+    trace, closed = run.context.trace, LoadModel.CLOSED
+    chosen = WindowChoice(WindowKind.PEAK, trace.duration_s / 3)
+    options = TuningOptions(trace, window=chosen, load_model=closed, concurrency=8)
+    wanted = aim_of(options, trace).window
+    assert wanted is not None
+    assert wanted.start_s > 0
+    assert wanted.lead_in_s == 0
+    assert aim_of(TuningOptions(trace, window=chosen), trace).window == warmed(wanted)
+    aim = replace(run.context.aim, plan=ReplayPlan(load_model=closed, concurrency=8))
+    predictor, windows = ToyPredictor(a_profile()), (warmed(wanted),)
+    raced = plan_race(run.context, predictor, aim, [BEST, CURRENT], windows, math.inf)
+    assert raced is not None
+    assert raced.workload.windows == (wanted,)

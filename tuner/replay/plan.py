@@ -90,6 +90,15 @@ class ReplayPlan:
             raise UsageError(f"the request time-out must be above 0 s, got {self.timeout_s:g}")
 
     @property
+    def most_lead_in_s(self) -> float:
+        """For how long what came before a window can warm it up.
+
+        Not at all in a closed loop: which requests come after it, if any, is the engine's
+        speed, so that no two settings would be measured on the same ones.
+        """
+        return 0.0 if self.load_model is LoadModel.CLOSED else math.inf
+
+    @property
     def wait_s(self) -> float:
         """For how long a request waits before the gate at most: its time-out, or its client."""
         queue_s = None if self.gate is None else self.gate.queue_timeout_s

@@ -176,10 +176,10 @@ def aim_of(options: TuningOptions, trace: Trace) -> Aim:
         asked for, cannot carry it.
     """
     chosen, slos = options.window_choice, tuple(options.slos)
-    window = None if chosen is None else warmed(chosen.resolve(trace))
+    plan = options.plan(trace)
+    window = None if chosen is None else warmed(chosen.resolve(trace), plan.most_lead_in_s)
     requests = (trace if window is None else window.of(trace)).measured
     make_scoring(options.objective, slos, requests)
-    plan = options.plan(trace)
     return Aim(options.objective, slos, plan, window, options.confidence)
 
 

@@ -69,13 +69,14 @@ def choose_windows(
     wall_per_trace_s: float,
     remaining_s: float,
     replays: int = SEARCH_REPLAYS + RACE_REPLAYS,
+    life_s: float = math.inf,
 ) -> tuple[Window, ...]:
     """Return the windows to replay so that the whole run fits into the remaining time.
 
     All of the trace if it fits; else its busiest and a typical stretch, both begun warm; only
     the busiest when halves would be too short to mean anything. `wall_per_trace_s` is how much
     real time a second of the trace costs at the current configuration, `replays` how many there
-    will be.
+    will be, `life_s` how long may come before a window to warm it up.
 
     Raises: UsageError if not even a handful of the shortest useful replays would fit.
     """
@@ -97,8 +98,8 @@ def choose_windows(
     if length_s >= 2 * MIN_HALF_S:
         busy, usual = busiest(trace, length_s / 2), typical(trace, length_s / 2)
         if not busy.overlaps(usual):
-            return warmed(busy), warmed(usual)
-    return (warmed(busiest(trace, length_s)),)
+            return warmed(busy, life_s), warmed(usual, life_s)
+    return (warmed(busiest(trace, length_s), life_s),)
 
 
 def warmed(window: Window, life_s: float = math.inf) -> Window:
